@@ -1,4 +1,4 @@
-"""What Prometheus scrapes of the engine behind a gateway: its steps, its pool, and how adapters come to it."""
+"""Prometheus metrics of the engine behind a gateway: its steps, its pool, and adapter loading."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ BOUNDED_TIERS = ("host", "disk")
 
 
 class EngineCollector(Collector):
-    """The engine's own counts, which begin again when it restarts. The series are a fixed set; docs/metrics.md says
-    what each is."""
+    """The engine's own counts, which start from zero when it restarts. docs/metrics.md describes the fixed series."""
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
@@ -28,7 +27,7 @@ class EngineCollector(Collector):
 
 
 def render_engine(stats: Stats | None) -> bytes:
-    """The text exposition; without an engine that answers, only that there is none."""
+    """The text exposition. If no engine answers, it contains only `loramux_engine_up 0`."""
     registry = CollectorRegistry()
     registry.register(_Up(stats is not None))
     if stats is not None:
@@ -41,16 +40,16 @@ class _Up(Collector):
         self._is_up = is_up
 
     def collect(self) -> Iterator[Metric]:
-        yield _gauge("loramux_engine_up", "1 while the engine answers", int(self._is_up))
+        yield _gauge("loramux_engine_up", "1 while the engine responds", int(self._is_up))
 
 
 def _steps(stats: Stats) -> Iterator[Metric]:
-    yield _histogram("loramux_engine_step_seconds", "From a step's scheduling to its last token", stats.step_times)
-    yield _counter("loramux_engine_steps", "Steps run", stats.num_steps)
-    yield _counter("loramux_engine_mixed_steps", "Steps with two adapters or more", stats.mixed_steps)
-    yield _counter("loramux_engine_step_sequences", "Sequences in steps", stats.num_step_sequences)
-    yield _counter("loramux_engine_step_rows", "Tokens that steps computed", stats.num_rows)
-    tokens = CounterMetricFamily("loramux_engine_tokens", "Tokens, by what was done with them", labels=("kind",))
+    yield _histogram("loramux_engine_step_seconds", "Time from a step's scheduling to its last token", stats.step_times)
+    yield _counter("loramux_engine_steps", "Executed steps", stats.num_steps)
+    yield _counter("loramux_engine_mixed_steps", "Steps with two or more adapters", stats.mixed_steps)
+    yield _counter("loramux_engine_step_sequences", "Sequences, summed over all steps", stats.num_step_sequences)
+    yield _counter("loramux_engine_step_rows", "Tokens computed by steps", stats.num_rows)
+    tokens = CounterMetricFamily("loramux_engine_tokens", "Tokens, by kind", labels=("kind",))
     for kind, count in (
         ("prompt", stats.prompt_tokens),
         ("cached", stats.cached_tokens),
@@ -59,13 +58,13 @@ def _steps(stats: Stats) -> Iterator[Metric]:
     ):
         tokens.add_metric((kind,), count)
     yield tokens
-    yield _gauge("loramux_engine_graphs", "Captured steps of a GPU that are kept", stats.graphs.num_graphs)
-    yield _gauge("loramux_engine_graph_bytes", "Device memory that captures took", stats.graphs.num_bytes)
-    yield _gauge("loramux_engine_running_sequences", "Sequences that run", stats.num_running)
+    yield _gauge("loramux_engine_graphs", "Cached CUDA graphs of steps", stats.graphs.num_graphs)
+    yield _gauge("loramux_engine_graph_bytes", "Device memory taken by CUDA graphs", stats.graphs.num_bytes)
+    yield _gauge("loramux_engine_running_sequences", "Running sequences", stats.num_running)
     waiting = stats.waiting
     yield _gauges(
         "loramux_engine_waiting_sequences",
-        "Sequences that wait, by what for",
+        "Waiting sequences, by reason",
         "reason",
         (
             ("adapter", waiting.adapter),
@@ -74,18 +73,18 @@ def _steps(stats: Stats) -> Iterator[Metric]:
             ("grant", waiting.grant),
         ),
     )
-    yield _counter("loramux_engine_preemptions", "Sequences that gave their pages to others", stats.num_preemptions)
+    yield _counter("loramux_engine_preemptions", "Preempted sequences", stats.num_preemptions)
 
 
 def _pool(stats: Stats) -> Iterator[Metric]:
     owners = (("kv", stats.num_kv_pages), ("adapter", stats.num_adapter_pages), ("free", stats.num_free_pages))
     yield _gauges("loramux_engine_pages", "Pages of the pool, by owner", "owner", owners)
-    yield _gauge("loramux_engine_prefix_pages", "KV pages that the prefix cache knows", stats.num_prefix_pages)
+    yield _gauge("loramux_engine_prefix_pages", "KV pages in the prefix cache", stats.num_prefix_pages)
     resident, pinned = len(stats.adapters), sum(adapter.is_pinned for adapter in stats.adapters)
     yield _gauge("loramux_engine_resident_adapters", "Adapters in the pool", resident)
-    yield _gauge("loramux_engine_pinned_adapters", "Adapters that stay in the pool", pinned)
+    yield _gauge("loramux_engine_pinned_adapters", "Adapters pinned in the pool", pinned)
     yield _counter("loramux_engine_adapter_loads", "Adapters that became resident", stats.num_adapter_loads)
-    evictions = CounterMetricFamily("loramux_engine_evictions", "What left the pool for others", labels=("kind",))
+    evictions = CounterMetricFamily("loramux_engine_evictions", "Evictions from the pool, by kind", labels=("kind",))
     evictions.add_metric(("adapter",), stats.num_adapter_evictions)
     evictions.add_metric(("prefix_page",), stats.num_prefix_evictions)
     yield evictions
@@ -93,11 +92,11 @@ def _pool(stats: Stats) -> Iterator[Metric]:
 
 def _loading(counts: LoadCounts) -> Iterator[Metric]:
     lookups = CounterMetricFamily(
-        "loramux_adapter_lookups", "Adapters looked for, by tier and result", labels=("tier", "result")
+        "loramux_adapter_lookups", "Adapter lookups, by tier and result", labels=("tier", "result")
     )
-    held = GaugeMetricFamily("loramux_adapter_tier_bytes", "Adapters kept, by tier", labels=("tier",))
+    held = GaugeMetricFamily("loramux_adapter_tier_bytes", "Bytes of stored adapters, by tier", labels=("tier",))
     evictions = CounterMetricFamily(
-        "loramux_adapter_tier_evictions", "Adapters that gave way to others, by tier", labels=("tier",)
+        "loramux_adapter_tier_evictions", "Adapters evicted from a tier, by tier", labels=("tier",)
     )
     for tier in counts.tiers:
         lookups.add_metric((tier.tier, "hit"), tier.num_hits)
@@ -106,9 +105,9 @@ def _loading(counts: LoadCounts) -> Iterator[Metric]:
             held.add_metric((tier.tier,), tier.used_bytes)
             evictions.add_metric((tier.tier,), tier.num_evictions)
     labels = ("tier", "stage")
-    stages = CounterMetricFamily("loramux_adapter_stages", "Stages of loading that adapters passed", labels=labels)
-    num_bytes = CounterMetricFamily("loramux_adapter_stage_bytes", "Bytes that passed them", labels=labels)
-    seconds = CounterMetricFamily("loramux_adapter_stage_seconds", "Time that this took", labels=labels)
+    stages = CounterMetricFamily("loramux_adapter_stages", "Loading stages that adapters passed", labels=labels)
+    num_bytes = CounterMetricFamily("loramux_adapter_stage_bytes", "Bytes that passed a loading stage", labels=labels)
+    seconds = CounterMetricFamily("loramux_adapter_stage_seconds", "Time spent in a loading stage", labels=labels)
     for one in counts.stages:
         at = (one.tier, one.stage)
         stages.add_metric(at, one.count)
@@ -122,9 +121,9 @@ def _loading(counts: LoadCounts) -> Iterator[Metric]:
     ):
         loads.add_metric((outcome,), count)
     yield from (lookups, held, evictions, stages, num_bytes, seconds, loads)
-    yield _counter("loramux_adapter_files_set_aside", "Files with wrong bytes", counts.num_set_aside)
+    yield _counter("loramux_adapter_files_set_aside", "Adapter files set aside for wrong bytes", counts.num_set_aside)
     is_open = int(counts.breaker != "closed")
-    yield _gauge("loramux_engine_store_breaker_open", "1 while the engine asks the blob store no more", is_open)
+    yield _gauge("loramux_engine_store_breaker_open", "1 while the engine does not call the blob store", is_open)
 
 
 def _counter(name: str, help_text: str, value: float) -> Metric:

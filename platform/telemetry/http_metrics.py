@@ -1,4 +1,4 @@
-"""What the listeners answer, counted, and timed to its last byte."""
+"""Counts the listeners' answers and times them to their last byte."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweredCall:
-    """One HTTP call that a listener has answered, or tried to."""
+    """One HTTP call that a listener answered or tried to answer."""
 
     method: str
     path: str
     status: int
-    """500 where nothing was answered."""
+    """500 if no response was sent."""
     error_code: str | None
     has_raised: bool
-    """Whether an exception came through the app."""
+    """Whether the app raised an exception."""
     seconds: float
     """From the call to the last byte of its answer."""
 
@@ -35,7 +35,7 @@ Count = Callable[[AnsweredCall], None]
 
 
 class HttpMetrics:
-    """Measures every call of a listener but those of the `unmeasured` paths, and has `count` count it."""
+    """Measures every call of a listener, except those to `unmeasured` paths, and passes it to `count`."""
 
     def __init__(self, app: ASGIApp, count: Count, unmeasured: frozenset[str] = frozenset()) -> None:
         self._app = app
@@ -75,7 +75,7 @@ class HttpMetrics:
 
 
 def counting_endpoints(metrics: GatewayMetrics, endpoints: Mapping[str, str], logs_answers: bool) -> Count:
-    """Counts the OpenAI listener's answers and errors by endpoint; with `logs_answers`, each is a line of the log."""
+    """Count the OpenAI listener's answers and errors by endpoint; with `logs_answers`, also log each answer."""
 
     def count(call: AnsweredCall) -> None:
         endpoint = endpoints.get(call.path, "other")
@@ -93,10 +93,10 @@ def counting_endpoints(metrics: GatewayMetrics, endpoints: Mapping[str, str], lo
 
 
 def counting_admin_calls(metrics: GatewayMetrics) -> Count:
-    """Counts the admin listener's answers by method and status."""
+    """Count the admin listener's answers by method and status."""
 
     def count(call: AnsweredCall) -> None:
-        # A method is whatever a client sends.
+        # A client can send any string as the method.
         method = call.method if call.method in METHODS else "other"
         metrics.admin_requests.labels(method, str(call.status)).inc()
         metrics.admin_request_seconds.observe(call.seconds)

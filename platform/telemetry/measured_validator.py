@@ -1,4 +1,4 @@
-"""Validation that is counted and timed."""
+"""Counts and times validations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loramux.platform.telemetry.metrics import GatewayMetrics
 
 
 class MeasuredValidator:
-    """Passes uploads on to another validator. Outcomes are `accepted`, `rejected`, and `failed` where it had none."""
+    """Delegates to another validator. Outcomes are `accepted`, `rejected`, and `failed` if there is no verdict."""
 
     def __init__(self, validator: Validator, metrics: GatewayMetrics) -> None:
         self._validator = validator

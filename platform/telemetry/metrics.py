@@ -1,6 +1,7 @@
-"""What Prometheus scrapes of a gateway. Labels come from small fixed sets: never a tenant, key or path.
+"""Prometheus metrics of a gateway. Labels come from small fixed sets, never from tenants, keys or paths.
 
-The one exception shows at most ten quota policies, those that refuse most. docs/metrics.md lists every metric.
+The only exception is the list of the quota policies with the most refusals, which has at most ten. docs/metrics.md
+lists every metric.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ NETWORK_REFUSALS = (
 
 REFUSALS_WINDOW_S = 300.0
 MAX_POLICIES = 4096
-"""Policies that are counted at a time; refusals of further ones are counted again once the window has moved."""
+"""Maximum number of policies counted per window. Refusals by further policies are ignored until the next window."""
 
 
 class GatewayMetrics:
-    """The gateway's metrics in a registry of their own, so that several gateways fit in one process."""
+    """The gateway's metrics, in their own registry so that one process can have several gateways."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
@@ -47,64 +48,64 @@ class GatewayMetrics:
         self.registry.register(_TopRefusalsCollector(self._top_refusals))
 
         self.requests = self._counter("loramux_requests", "Answered calls", "endpoint", "status")
-        self.errors = self._counter("loramux_errors", "Calls answered with an error, by its code", "endpoint", "code")
+        self.errors = self._counter("loramux_errors", "Calls answered with an error, by code", "endpoint", "code")
         self.request_seconds = self._histogram(
-            "loramux_request_seconds", "From the call to its last byte", SECONDS, "endpoint"
+            "loramux_request_seconds", "Time from the call to the last byte", SECONDS, "endpoint"
         )
         self.first_token_seconds = self._histogram(
-            "loramux_first_token_seconds", "From the call to its first token", SECONDS, "endpoint"
+            "loramux_first_token_seconds", "Time from the call to the first token", SECONDS, "endpoint"
         )
         self.token_gap_seconds = self._histogram(
-            "loramux_token_gap_seconds", "Between two tokens of a choice", GAP_SECONDS, "endpoint"
+            "loramux_token_gap_seconds", "Time between two tokens of a choice", GAP_SECONDS, "endpoint"
         )
-        self.settled = self._counter("loramux_settled_requests", "Requests that ran, by how they ended", "status")
+        self.settled = self._counter("loramux_settled_requests", "Settled requests, by status", "status")
         self.tokens = self._counter("loramux_tokens", "Settled tokens", "kind")
-        self.running = self._gauge("loramux_running_requests", "Admitted and not settled")
+        self.running = self._gauge("loramux_running_requests", "Admitted requests that are not settled")
 
-        self.refusals = self._counter("loramux_quota_refusals", "Requests that a quota refused", "metric", "mode")
+        self.refusals = self._counter("loramux_quota_refusals", "Requests beyond a quota, by metric", "metric", "mode")
         self.commit_seconds = self._histogram(
-            "loramux_commit_seconds", "A transaction of reservations and settlements", COMMIT_SECONDS
+            "loramux_commit_seconds", "Duration of a transaction of reservations and settlements", COMMIT_SECONDS
         )
         self.commit_operations = self._histogram(
-            "loramux_commit_operations", "Reservations and settlements in one transaction", COMMIT_SIZES
+            "loramux_commit_operations", "Reservations and settlements per transaction", COMMIT_SIZES
         )
-        self.commit_failures = self._counter("loramux_commit_failures", "Transactions that the database did not take")
+        self.commit_failures = self._counter("loramux_commit_failures", "Failed transactions")
         self.settle_failures = self._counter("loramux_settle_failures", "Settlements given up")
-        self.recovered = self._counter("loramux_recovered_requests", "Reservations recovered after their lease")
+        self.recovered = self._counter("loramux_recovered_requests", "Reservations recovered after their lease expired")
 
         self.overdrawn = self._counter(
-            "loramux_overdrawn_settlements", "Settlements after recovery that took a hard limit beyond what it admits"
+            "loramux_overdrawn_settlements", "Settlements after recovery that overdrew a hard limit"
         )
 
         self.database_connections = self._gauge("loramux_database_connections", "Database connections in use")
 
         self.database_trouble = self._gauge(
-            "loramux_database_trouble", "1 while the database takes no reservations, or does not answer"
+            "loramux_database_trouble", "1 while the database rejects reservations or does not answer"
         )
         self.held_settlements = self._gauge(
-            "loramux_held_settlements", "Settlements that wait in memory: neither database nor spool takes them"
+            "loramux_held_settlements", "Settlements in memory, rejected by both the database and the spool"
         )
-        self.spooled_bytes = self._gauge("loramux_spooled_bytes", "Settlements that wait on the disk for the database")
+        self.spooled_bytes = self._gauge("loramux_spooled_bytes", "Settlements on disk, waiting for the database")
 
         self.store_breaker_open = self._gauge(
-            "loramux_gateway_store_breaker_open", "1 while this gateway asks the blob store no more"
+            "loramux_gateway_store_breaker_open", "1 while this gateway does not call the blob store"
         )
         self._connections = Gauge("loramux_connections", "Open connections", ("listener",), registry=self.registry)
         self._network_refusals = self._counter(
             "loramux_network_refusals",
-            "Connections and requests refused or ended for the network's sake",
+            "Connections and requests refused or ended by network limits",
             "listener",
             "reason",
         )
 
-        self.validations = self._counter("loramux_validations", "Uploads validated, by outcome", "outcome")
-        self.validation_seconds = self._histogram("loramux_validation_seconds", "A validation", SECONDS)
+        self.validations = self._counter("loramux_validations", "Validated uploads, by outcome", "outcome")
+        self.validation_seconds = self._histogram("loramux_validation_seconds", "Duration of a validation", SECONDS)
         self.admin_requests = self._counter("loramux_admin_requests", "Answered admin calls", "method", "status")
         self.admin_request_seconds = self._histogram(
-            "loramux_admin_request_seconds", "From an admin call to its last byte", SECONDS
+            "loramux_admin_request_seconds", "Time from an admin call to the last byte", SECONDS
         )
 
-        # Known from the start, so that the first of a kind is an increase.
+        # Create these series at startup, so that the first event counts as an increase.
         for family, values in (
             (self.settled, ("completed", "aborted", "failed")),
             (self.tokens, ("prompt", "cached", "completion")),
@@ -120,20 +121,20 @@ class GatewayMetrics:
         self.tokens.labels("completion").inc(settlement.completion_tokens)
 
     def count_refusal(self, policy: QuotaPolicy, mode: str = "hard") -> None:
-        """A policy did not admit a request; with the mode `soft` or `shadow` the request ran all the same."""
+        """Count a request beyond a policy's limit. With the mode `soft` or `shadow`, the request ran anyway."""
         self.refusals.labels(policy.metric, mode).inc()
         if mode == "hard":
             self._top_refusals.count(policy.id)
 
     def note_commit(self, num_operations: int, seconds: float, has_failed: bool) -> None:
-        """A transaction of the committer came to its end."""
+        """Record a finished transaction of the committer."""
         self.commit_operations.observe(num_operations)
         self.commit_seconds.observe(seconds)
         if has_failed:
             self.commit_failures.inc()
 
     def note_listener(self, listener: str, num_connections: Callable[[], int]) -> Counter:
-        """Show how many connections a listener has; the counter of those that it refused or ended."""
+        """Report a listener's number of connections; return the counter for those that it refuses or ends."""
         self._connections.labels(listener).set_function(num_connections)
         for reason in NETWORK_REFUSALS:
             self._network_refusals.labels(listener, reason)
@@ -159,7 +160,7 @@ class _TopRefusalsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = GaugeMetricFamily(
-            "loramux_quota_top_refusals", "Refusals by policy over 5 to 10 minutes, the ten most", labels=("policy",)
+            "loramux_quota_top_refusals", "Refusals by policy in the last 5 to 10 minutes, top ten", labels=("policy",)
         )
         for policy_id, count in self._refusals.top():
             family.add_metric((policy_id,), count)
@@ -184,7 +185,7 @@ class TopRefusals:
                 self._current[policy_id] += 1
 
     def top(self) -> list[tuple[str, int]]:
-        """The policies that refused most, with how often, the most first."""
+        """The policies with the most refusals and their counts, most first."""
         with self._lock:
             self._move()
             return (self._current + self._previous).most_common(self._num_shown)

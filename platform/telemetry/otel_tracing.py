@@ -1,4 +1,4 @@
-"""Traces of requests by OpenTelemetry."""
+"""Traces of requests, with OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class OtelTracing:
-    """Begins traces. `share` of them are recorded, by their ids; those below a client's trace where the client's is."""
+    """Starts traces. A `share` is sampled by trace id; traces below a client's trace follow the client's decision."""
 
     def __init__(self, provider: TracerProvider, clients: ClientTraces = "link") -> None:
         self._provider = provider
@@ -31,16 +31,16 @@ class OtelTracing:
 
     @staticmethod
     def open(config: TraceConfig, share: float, clients: ClientTraces) -> OtelTracing:
-        """Raises ConfigNotUsable."""
+        """Configure tracing; raises ConfigNotUsable."""
         sampler = ParentBased(TraceIdRatioBased(share))
         return OtelTracing(open_provider(config, "loramux-gateway", sampler), clients)
 
     def begin(self, name: str, headers: Mapping[str, str]) -> RequestTrace:
-        # Not from the process's own context: every request begins anew.
+        # Every request starts with an empty context, not the process's own.
         above, links = Context(), []
         if self._clients != "ignore" and "traceparent" in headers:
-            # Of a header that is not well-formed the propagator makes nothing. `tracestate` and `baggage` are for
-            # others, and would let a client grow every message of ours.
+            # The propagator ignores a malformed header. `tracestate` and `baggage` are not extracted: we do not need
+            # them, and a client could inflate all our messages with them.
             theirs = _PROPAGATOR.extract({"traceparent": headers["traceparent"]}, Context())
             of_client = trace.get_current_span(theirs).get_span_context()
             if of_client.is_valid and self._clients == "parent":
@@ -99,7 +99,7 @@ class _Trace:
         try:
             yield span
         except ApiError as error:
-            # Messages may quote what a client sent; codes are ours.
+            # Messages can quote client input; codes cannot.
             failure = error.code
             raise
         except BaseException as error:

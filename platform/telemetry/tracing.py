@@ -1,6 +1,6 @@
-"""The trace of a request in the gateway: which one is current, and what it costs where none is.
+"""The current request's trace in the gateway, with negligible cost if tracing is disabled.
 
-Nothing here imports OpenTelemetry; `otel_tracing.py` does, and is imported only where traces are on.
+Nothing here imports OpenTelemetry; `otel_tracing.py` does, and is imported only if tracing is enabled.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Literal, Protocol
 
 Attribute = str | int | float | bool
 ClientTraces = Literal["ignore", "link", "parent"]
-"""What becomes of a trace that the client began: nothing, a link to it, or ours goes on below it."""
+"""How to treat a client's trace: ignore it, link to it, or continue it as the parent."""
 
 
 class Span(Protocol):
-    """A part of a request that is under way; `end` it once."""
+    """A running part of a request. Call `end` once."""
 
     @property
     def traceparent(self) -> str | None:
-        """What names this span to another process (W3C Trace Context); None where the trace is not sampled."""
+        """The header value that identifies this span (W3C Trace Context); None if the trace is not sampled."""
 
     def set(self, name: str, value: Attribute) -> None: ...
 
@@ -28,7 +28,7 @@ class Span(Protocol):
 
 
 class RequestTrace(Protocol):
-    """The trace of one request; spans that are begun in it are below its root."""
+    """The trace of one request. Its spans are children of its root."""
 
     @property
     def trace_id(self) -> str: ...
@@ -39,39 +39,39 @@ class RequestTrace(Protocol):
     def begin(self, name: str) -> Span: ...
 
     def span(self, name: str) -> AbstractContextManager[object]:
-        """A span for the length of a block; an exception that leaves the block is its failure."""
+        """A span for the duration of a block; an exception that leaves the block marks it as failed."""
 
 
 class Tracing(Protocol):
-    """Where the traces of this gateway begin."""
+    """Starts the traces of this gateway."""
 
     def begin(self, name: str, headers: Mapping[str, str]) -> RequestTrace:
-        """A trace for a request with these headers, which are the client's and may say anything."""
+        """Start a trace for a request with these headers, which come from the client and are untrusted."""
 
     def close(self) -> None:
-        """Export what waits, for a moment at most."""
+        """Export pending spans, with a short timeout."""
 
 
-# Not passed along by hand, as it has no part in what the code does: a task that a request starts inherits it, and so
-# does what it calls.
+# A context variable rather than an argument, since tracing does not affect behaviour. Tasks and calls started by a
+# request inherit it.
 CURRENT: ContextVar[RequestTrace | None] = ContextVar("loramux_request_trace", default=None)
 _UNTRACED: AbstractContextManager[object] = nullcontext()
 
 
 def traced(name: str) -> AbstractContextManager[object]:
-    """A span of the current request for the length of a block; nothing where the request is not traced."""
+    """A span of the current request for the duration of a block; does nothing if the request is not traced."""
     trace = CURRENT.get()
     return _UNTRACED if trace is None else trace.span(name)
 
 
 def begin_span(name: str) -> Span | None:
-    """A span of the current request, to be ended by the caller; None where the request is not traced."""
+    """A span of the current request, to be ended by the caller; None if the request is not traced."""
     trace = CURRENT.get()
     return None if trace is None else trace.begin(name)
 
 
 def describe(**attributes: Attribute) -> None:
-    """Add to the root span of the current request, where it is traced."""
+    """Add attributes to the root span of the current request, if it is traced."""
     trace = CURRENT.get()
     if trace is not None:
         for name, value in attributes.items():
