@@ -1,1 +1,1 @@
-"""Text to token ids and back."""
+"""Conversion between text and token ids."""

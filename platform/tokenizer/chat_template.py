@@ -30,7 +30,7 @@ class ChatTemplate:
 
     @staticmethod
     def load(model_dir: Path) -> ChatTemplate | None:
-        """The template of a Hugging Face directory, or None where it has none; raises ModelFilesError."""
+        """The template of a Hugging Face directory, or None if it has none; raises ModelFilesError."""
         config = read_json(model_dir / "tokenizer_config.json")
         source = _source(model_dir, config)
         if source is None:
@@ -43,7 +43,7 @@ class ChatTemplate:
         return ChatTemplate(template, {name: _text(names[name]) for name in SPECIAL_TOKENS if names.get(name)})
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt up to where the assistant speaks; raises InvalidRequest where the template refuses."""
+        """The prompt up to the start of the assistant's turn; raises InvalidRequest if the template rejects it."""
         try:
             return self._template.render(
                 messages=list(messages),
@@ -53,11 +53,11 @@ class ChatTemplate:
                 **self._special_tokens,
             )
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
+            raise InvalidRequest(f"the chat template rejects these messages: {error}", param="messages") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty where there is no file; raises ModelFilesError."""
+    """The object in a JSON file, empty if there is no file; raises ModelFilesError."""
     if not path.is_file():
         return {}
     try:
@@ -65,7 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ModelFilesError(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict):
-        raise ModelFilesError(f"{path} does not hold a JSON object")
+        raise ModelFilesError(f"{path} does not contain a JSON object")
     return document
 
 
@@ -75,7 +75,7 @@ def _source(model_dir: Path, config: Mapping[str, Any]) -> str | None:
         return file.read_text("utf-8")
     declared = config.get("chat_template")
     if isinstance(declared, list):
-        # Several named templates: `default` is the plain one.
+        # Of several named templates, `default` is the one for plain chat.
         declared = next((item["template"] for item in declared if item.get("name") == "default"), None)
     return declared if isinstance(declared, str) else None
 

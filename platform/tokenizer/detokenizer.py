@@ -1,4 +1,4 @@
-"""Token ids to text as they come: whole characters, spaces as inside a text, and nothing of a stop string."""
+"""Decodes token ids incrementally: emits whole characters with correct spacing, and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 CONTEXT_TOKENS = 5
-"""Tokens before a piece that are decoded with it, so that a leading space or a joined character comes out right."""
+"""Preceding tokens decoded together with new ones, so that leading spaces and split characters come out right."""
 
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """Decodes one sequence token by token. `ids[start:read]` were given out, `ids[read:]` are held.
+    """Decodes one sequence token by token. The text of `ids[start:read]` was emitted; `ids[read:]` are held back.
 
-    Whether a character is incomplete is read from the tokens' bytes: in the text, U+FFFD may stand for the beginning
-    of one as well as for itself.
+    An incomplete character is recognised by the tokens' bytes, since U+FFFD in the text can mean the beginning of a
+    character or U+FFFD itself.
     """
 
     def __init__(self, tokenizer: ModelTokenizer, prompt: Sequence[int]) -> None:
@@ -29,19 +29,19 @@ class Detokenizer:
         self._utf8 = _Utf8("replace")
 
     def feed(self, token_id: int) -> str:
-        """The text that this token completes: empty while a character is incomplete."""
+        """The text that this token completes; empty while a character is incomplete."""
         spelled = self._tokenizer.text_bytes(token_id)
         if not spelled:
-            # A special token may stand between the parts of a character without cutting it.
+            # A special token between the parts of a character does not split it.
             return ""
         self._ids.append(token_id)
         self._utf8.decode(spelled)
         begun, _ = self._utf8.getstate()
-        # At most three bytes are ever begun, so that no token is held for long.
+        # An incomplete character has at most three bytes, so no token is held back for long.
         return "" if begun else self._give(self._tokenizer.decode(self._ids[self._start :]))
 
     def finish(self) -> str:
-        """The text of tokens that are still held, incomplete as it is."""
+        """The text of the tokens still held back, even if incomplete."""
         return self._give(self._tokenizer.decode(self._ids[self._start :])) if self._read < len(self._ids) else ""
 
     def _give(self, text: str) -> str:
@@ -52,7 +52,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Holds back the longest end of the text that could still become a stop string."""
+    """Holds back the longest suffix of the text that could still become a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -60,7 +60,7 @@ class StopStrings:
         self.is_found = False
 
     def feed(self, text: str) -> str:
-        """The text that may be shown now. Once a stop string is complete, `is_found`, and what precedes it is all."""
+        """The text that can be shown now. A complete stop string sets `is_found` and is cut off with the rest."""
         if not self._stops:
             return text
         text = self._held + text
@@ -75,13 +75,13 @@ class StopStrings:
         return shown
 
     def flush(self) -> str:
-        """What was held back, now that no more text comes."""
+        """The text held back so far, once no more text will come."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`, shorter than `stop`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,4 +1,4 @@
-"""Text to token ids and back, for one base model."""
+"""Conversion between text and token ids, for one base model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from loramux.platform.errors import InvalidRequest
 from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
 
 MAX_TOKENISED_AT_ONCE = 4 * 1024
-"""Characters that are tokenised in less than a millisecond; more would hold up every other request."""
+"""Longest text tokenised on the event loop, in characters, which takes less than a millisecond; more would block it."""
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class ModelTokenizer:
-    """The tokenizer and chat template of a Hugging Face directory. Safe to call from several threads."""
+    """The tokenizer and chat template of a Hugging Face directory. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
         tokenizer.no_padding()
@@ -27,15 +27,15 @@ class ModelTokenizer:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._bytes = TokenBytes(tokenizer)
-        # Spelled in bytes or in characters, a token is at least as long as its text.
+        # A token's spelling, in bytes or in characters, is at least as long as its text.
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     @staticmethod
     def load(model_dir: Path) -> ModelTokenizer:
-        """Raises ModelFilesError with the file and the reason."""
+        """Load the tokenizer; raises ModelFilesError with the file and the reason."""
         path = model_dir / "tokenizer.json"
         if not path.is_file():
-            raise ModelFilesError(f"{path} is missing: a fast tokenizer is needed")
+            raise ModelFilesError(f"{path} is missing: a fast tokenizer is required")
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
@@ -47,16 +47,16 @@ class ModelTokenizer:
         return self._chat_template is not None
 
     def encode(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
-        """A plain prompt, with the special tokens that the model expects around one.
+        """Encode a plain prompt, with the special tokens that the model expects around it.
 
-        Raises InvalidRequest for a text that cannot fit in `max_tokens`, before any work is done for it; one that
-        passes may still have more.
+        Raises InvalidRequest for a text that cannot fit in `max_tokens`, before tokenising it. A text that passes this
+        check can still have more tokens.
         """
         self._check_length(text, max_tokens, "prompt")
         return self._ids(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int | None = None) -> tuple[int, ...]:
-        """A conversation up to where the assistant speaks; raises InvalidRequest, as `encode` does too."""
+        """Encode a conversation up to the start of the assistant's turn; raises InvalidRequest."""
         if self._chat_template is None:
             raise InvalidRequest(
                 "this model has no chat template: call /v1/completions", param="messages", code="no_chat_template"
@@ -66,11 +66,11 @@ class ModelTokenizer:
         return self._ids(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the ids without special tokens; an incomplete character at either end becomes U+FFFD."""
+        """The text of the ids, without special tokens; an incomplete character at either end becomes U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for; a special token's are its name."""
+        """The bytes that one token stands for; for a special token, its name."""
         return self._bytes.of(token_id)
 
     def text_bytes(self, token_id: int) -> bytes:
@@ -80,7 +80,7 @@ class ModelTokenizer:
     def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         if len(text) <= MAX_TOKENISED_AT_ONCE:
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
-        # A batch of one: only for a batch does the library let other threads, and so the event loop, run meanwhile.
+        # A batch of one: the library releases the interpreter lock, and so lets the event loop run, only for batches.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
@@ -94,9 +94,9 @@ class ModelTokenizer:
 
 
 class TokenBytes:
-    """The bytes behind one token, which may be a part of a character and then have no text of their own.
+    """The bytes of single tokens, which may be parts of a character without text of their own.
 
-    Undoes the spelling of byte-level (GPT-2) and of sentencepiece vocabularies.
+    Decodes the spellings of byte-level (GPT-2) and sentencepiece vocabularies.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -128,7 +128,7 @@ class TokenBytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's spelling: printable Latin-1 stands for itself, the other bytes follow from U+0100 in order."""
+    """GPT-2's alphabet: printable Latin-1 characters are themselves; other bytes map to U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
