@@ -26,8 +26,8 @@ KILL_WAIT_S = 2.0
 THREADS_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
 """Idle kernel threads spin for about 0.2 ms, then sleep (GNU OpenMP).
 
-A step has dozens of parallel regions, less than that apart, and waking a thread takes 0.1 ms. Threads that spin forever
-would take the cores from the gateway, and from each other whenever one waits for a time slice.
+A step has dozens of parallel regions, less than 0.2 ms apart, and waking a thread takes 0.1 ms. Threads that spin
+forever would take the cores from the gateway, and from each other whenever one waits for a time slice.
 """
 
 MEMORY_ENVIRONMENT = {
