@@ -1,4 +1,4 @@
-"""An adapter's two files as PEFT would save them, made at random with numpy."""
+"""Random adapters as the two files that PEFT would save, made with numpy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tensor_name(layer: int, module: str, half: str) -> str:
 
 @dataclass
 class AdapterFiles:
-    """An adapter's two files, as PEFT would save them, open to any change."""
+    """The two files of an adapter as PEFT would save them; tests may change anything in them."""
 
     config: dict[str, Any]
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class AdapterMaker:
         dtype: Any = np.float32,
         **config: Any,
     ) -> AdapterFiles:
-        """`ranks(layer, module)` gives other ranks than `rank`; they go into the configuration's rank_pattern."""
+        """`ranks(layer, module)` overrides `rank` and is written to the configuration's rank_pattern."""
         generator = np.random.default_rng(seed)
         files = AdapterFiles(
             {

@@ -39,25 +39,25 @@ def target() -> PackTarget:
 
 @pytest.fixture(params=["float32", "bfloat16"])
 def any_target(request: pytest.FixtureRequest) -> PackTarget:
-    """The small base with a pool of each dtype."""
+    """The small base with one pool per dtype."""
     return make_target(request.param)
 
 
 @pytest.fixture
 def fused_target() -> PackTarget:
-    """The small base with q/k/v as one linear and gate/up as another, as Phi-3 has them."""
+    """The small base with fused q/k/v and gate/up linears, as in Phi-3."""
     return make_target(modules=FUSED_MODULES)
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
 def outer_target(request: pytest.FixtureRequest) -> PackTarget:
-    """The small base with its embedding and its head, and a pool of each dtype."""
+    """The small base with its embedding and head, with one pool per dtype."""
     return make_target(request.param, outer_modules=OUTER_MODULES)
 
 
 @pytest.fixture
 def odd_target() -> PackTarget:
-    """Rows whose lengths fit no power of two, so that they are padded."""
+    """Rows whose lengths are not powers of two, so that they are padded."""
     return make_target(modules=(LinearShape("self_attn.q_proj", 63, 1000), LinearShape("mlp.down_proj", 130, 63)))
 
 
@@ -68,7 +68,7 @@ def make_adapter(target: PackTarget) -> AdapterMaker:
 
 @pytest.fixture
 def adapter_maker() -> type[AdapterMaker]:
-    """For tests that bring their own target."""
+    """For tests that have their own target."""
     return AdapterMaker
 
 
@@ -97,7 +97,7 @@ def moto_endpoint() -> Iterator[str]:
 
 @pytest.fixture
 def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables by which boto3 finds the server."""
+    """The variables that point boto3 to the server."""
     for name, value in (
         ("AWS_ENDPOINT_URL", s3_endpoint),
         ("AWS_ACCESS_KEY_ID", ACCESS_KEY),
@@ -110,7 +110,7 @@ def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def s3_resource(s3_endpoint: str) -> Any:
-    """The server without us and without any proxy."""
+    """Direct access to the server, without our code or a proxy."""
     import boto3
 
     return boto3.resource(
@@ -124,7 +124,7 @@ def s3_resource(s3_endpoint: str) -> Any:
 
 @pytest.fixture
 def s3_bucket(s3_environment: None, s3_resource: Any) -> str:
-    """A new bucket."""
+    """The name of a new bucket."""
     bucket = f"loramux-{uuid.uuid4().hex}"
     s3_resource.create_bucket(Bucket=bucket)
     return bucket
@@ -132,13 +132,13 @@ def s3_bucket(s3_environment: None, s3_resource: Any) -> str:
 
 @pytest.fixture
 def raw_bucket(s3_resource: Any, s3_bucket: str) -> Any:
-    """The new bucket without us and without any proxy."""
+    """The new bucket, accessed without our code or a proxy."""
     return s3_resource.Bucket(s3_bucket)
 
 
 @pytest.fixture
 def fault_proxy(s3_endpoint: str, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """A proxy before the S3 server, through which stores that are opened from here on go; harmless at first."""
+    """A proxy in front of the S3 server, used by every store opened from now on; it injects no faults at first."""
     proxy = FaultProxy(s3_endpoint)
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
     yield proxy
@@ -173,7 +173,7 @@ def registry(database: Database) -> AdapterRegistry:
 
 @pytest.fixture
 def store_adapter(make_adapter: AdapterMaker, target: PackTarget, tmp_path: Path) -> Callable[..., StoredAdapter]:
-    """Puts a random adapter's canonical file, and on request its packed one, as ingestion does."""
+    """Put a random adapter's canonical file, and optionally its packed file, as ingestion does."""
 
     def store(blobs: BlobStore, is_packed: bool = False, **adapter: Any) -> StoredAdapter:
         files = make_adapter(**adapter)
@@ -192,7 +192,7 @@ def store_adapter(make_adapter: AdapterMaker, target: PackTarget, tmp_path: Path
 
 @pytest.fixture(scope="session")
 def subprocess_validator() -> Iterator[SubprocessValidator]:
-    """The real one; not behind everything else on a machine that many tests keep busy."""
+    """The real validator, at normal priority so that other tests on a busy machine do not starve it."""
     validator = SubprocessValidator(niceness=0)
     yield validator
     validator.close()

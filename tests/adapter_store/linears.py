@@ -1,4 +1,4 @@
-"""The linears of a base: a Llama's, the same with q/k/v and gate/up fused as in Phi-3, and those outside the layers."""
+"""A base's linears: a Llama's, the same with q/k/v and gate/up fused as in Phi-3, and those outside the layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def llama_linears(hidden: int, queries: int, keys: int, intermediate: int) -> Li
 
 
 def fused_linears(hidden: int, queries: int, keys: int, intermediate: int) -> Linears:
-    """The same features with two linears fewer in each half."""
+    """The same features, with fused q/k/v and gate/up linears."""
     return (
         LinearShape("self_attn.qkv_proj", hidden, queries + 2 * keys),
         LinearShape("self_attn.o_proj", queries, hidden),

@@ -1,4 +1,4 @@
-"""What is known of an adapter that lies in a blob store."""
+"""What tests know about an adapter in a blob store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tenant's row, without the service that makes tenants."""
+"""Adds a tenant's row without the service that creates tenants."""
 
 from __future__ import annotations
 

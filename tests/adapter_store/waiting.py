@@ -1,4 +1,4 @@
-"""Waits for what another thread or process does."""
+"""Waits for something that another thread or process does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server on loopback that answers every request a byte at a time, over HTTP or HTTPS."""
+"""A loopback server that answers every request one byte at a time, over HTTP or HTTPS."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MAX_DRIPS = 200
 
 
 class DrippingServer:
-    """Sends `at_once`, then one byte every `PAUSE_S`, until the client goes or `stop`.
+    """Sends `at_once`, then one byte every `PAUSE_S`, until the client disconnects or `stop` is called.
 
-    With `directory` it speaks HTTPS; its certificate is then in `certificate`.
+    With `directory` it speaks HTTPS and leaves the certificate's path in `certificate`.
     """
 
     def __init__(self, at_once: bytes, directory: Path | None = None) -> None:

@@ -1,4 +1,4 @@
-"""An HTTP proxy that stands before an S3 server and does to its traffic what networks and stores do."""
+"""An HTTP proxy in front of an S3 server that injects the faults of real networks and stores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 
 class Fault(Enum):
-    """What goes wrong with one request. `LOST` ones reach the store, whose answer then does not come back."""
+    """What goes wrong with one request. A `LOST` request reaches the store, but its answer is dropped."""
 
     SLOW_DOWN = "503 SlowDown"
     EXPIRED = "403 ExpiredToken"
@@ -37,7 +37,7 @@ class Fault(Enum):
 
 
 Plan = Callable[[str, str], Fault | None]
-"""What to do to a request of this method and path."""
+"""Chooses the fault for a request with this method and path."""
 
 
 def no_faults(method: str, path: str) -> Fault | None:
@@ -45,7 +45,7 @@ def no_faults(method: str, path: str) -> Fault | None:
 
 
 class SeededPlan:
-    """Each request has a fault with probability `rate`, one of `faults`."""
+    """Picks one of `faults` at random for a fraction `rate` of the requests."""
 
     def __init__(self, seed: int, rate: float, faults: Sequence[Fault] = tuple(Fault)) -> None:
         self._random = random.Random(seed)
@@ -59,7 +59,7 @@ class SeededPlan:
 
 
 class ListedPlan:
-    """The faults of one method's requests in order, None for a good turn; then none any more."""
+    """Applies the listed faults in order to requests with `method`; None means no fault, as does an exhausted list."""
 
     def __init__(self, method: str, *faults: Fault | None, part_of_path: str = "") -> None:
         self._method = method
@@ -83,8 +83,8 @@ class _Answer:
 class FaultProxy:
     """Listens on loopback until `stop`; `plan` may be changed at any time.
 
-    Request headers named in `dropped` (lower case) do not reach the store. POSTs reach it one at a time: moto looks
-    whether a key is free and makes a blob of parts in two steps.
+    Request headers named in `dropped` (lower case) are not forwarded. POSTs are forwarded one at a time, because moto
+    checks that a key is free and assembles a multipart blob in two separate steps.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class FaultProxy:
         self._thread.join(10)
 
     def reseed(self, seed: int) -> None:
-        """Begin the choice of bits and of stale answers anew."""
+        """Restart the random choice of bits and stale answers."""
         self._random.seed(seed)
 
     def choose(self, method: str, path: str) -> Fault | None:
@@ -148,7 +148,7 @@ class FaultProxy:
             self._seen[path] = answer
 
     def stale(self, path: str) -> _Answer:
-        """What another object answered to such a request, as if it had been at this key before; or that none is."""
+        """Another object's answer, as if that object had been at this key before, or a 404."""
         with self._lock:
             others = [answer for seen, answer in self._seen.items() if seen != path]
             if others and self._random.random() < 0.7:
@@ -163,7 +163,7 @@ class _Server(socketserver.ThreadingTCPServer):
     proxy: FaultProxy
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients go away in the middle: that is what this is for."""
+        """Ignore clients that disconnect mid-request: faults make them do so."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -186,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._relay()
 
     def log_message(self, *arguments: Any) -> None:
-        """Silent."""
+        """Log nothing."""
 
     def _relay(self) -> None:
         proxy = self.server.proxy
@@ -264,7 +264,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def _hang(self) -> None:
-        """Say nothing until the client has gone, or for as long as agreed."""
+        """Stay silent until the client disconnects or `hang_s` has passed."""
         until = time.monotonic() + self.server.proxy.hang_s
         self.connection.settimeout(0.05)
         while time.monotonic() < until and not self.server.proxy.is_stopped.is_set():
@@ -279,7 +279,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _reset(self) -> None:
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        # The socket is closed with the last of those who hold it.
+        # The socket is closed once its last holder closes it.
         self.rfile.close()
         self.connection.close()
         self.close_connection = True

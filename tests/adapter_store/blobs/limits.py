@@ -1,11 +1,11 @@
-"""The limits under which these tests call S3: small parts, and little or more patience."""
+"""S3 limits for these tests: small parts, with short or long timeouts."""
 
 from __future__ import annotations
 
 from loramux.adapter_store.blobs.s3_limits import MIN_PART_BYTES, S3Limits
 
 SMALL_PARTS = S3Limits(part_bytes=MIN_PART_BYTES)
-"""Parts as small as S3 takes them, so that tests need not move much."""
+"""The smallest parts that S3 accepts, so that tests move little data."""
 
 HURRIED = S3Limits(
     connect_s=1.0,
@@ -16,7 +16,7 @@ HURRIED = S3Limits(
     max_pause_s=0.05,
     part_bytes=MIN_PART_BYTES,
 )
-"""Limits under which a test that waits for a hung store ends soon; for small blobs on a busy machine."""
+"""Short timeouts for tests that wait for a hung store; still enough for small blobs on a busy machine."""
 
 PATIENT = S3Limits(read_s=2.0, first_pause_s=0.01, max_pause_s=0.05, part_bytes=MIN_PART_BYTES)
-"""For large ones."""
+"""Longer timeouts for large blobs."""

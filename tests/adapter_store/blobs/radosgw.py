@@ -1,8 +1,8 @@
-"""A real S3-compatible server on loopback for tests: Ceph's radosgw over one monitor and one OSD that lies in memory.
+"""A real S3-compatible server on loopback: Ceph's radosgw with one monitor and one OSD that keeps its data in memory.
 
-    python -m tests.adapter_store.blobs.radosgw     installs Debian's packages where they are absent
+python -m tests.adapter_store.blobs.radosgw installs Debian's packages if they are missing
 
-`Radosgw` starts one below a directory of its own and stops it. Nothing of it is meant to outlive the test.
+`Radosgw` starts a server in its own directory and stops it. Nothing of it outlives the test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROGRAMS = ("setpriv", "monmaptool", "ceph", "ceph-mon", "ceph-osd", "radosgw", 
 ACCESS_KEY, SECRET_KEY = "LORAMUXTEST", "loramux-test-secret"
 
 IS_RADOSGW = os.environ.get("LORAMUX_TEST_S3") == "radosgw"
-"""Whether the S3 tests run against Ceph's radosgw (`make test-s3`) in place of moto."""
+"""Whether the S3 tests run against Ceph's radosgw (`make test-s3`) instead of moto."""
 
 _START_S = 120
 _CONFIG = """
@@ -79,13 +79,13 @@ class RadosgwMissing(Exception):
 
 
 class Radosgw:
-    """A running server; `url`, `ACCESS_KEY` and `SECRET_KEY` reach it. Raises RadosgwMissing or RuntimeError."""
+    """A running server, reached with `url`, `ACCESS_KEY` and `SECRET_KEY`. Raises RadosgwMissing or RuntimeError."""
 
     def __init__(self) -> None:
         missing = [program for program in PROGRAMS if shutil.which(program) is None]
         if missing:
             raise RadosgwMissing(_how_to_install(missing))
-        # The path of a Unix socket has to be short.
+        # A Unix socket's path has to be short.
         self._directory = Path(tempfile.mkdtemp(prefix="loramux-rgw-"))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._config = self._directory / "ceph.conf"
@@ -116,7 +116,7 @@ class Radosgw:
         self._spawn("ceph-mon", "-f", "-i", "a")
         osd_uuid = str(uuid.uuid4())
         self._run("ceph", "osd", "new", osd_uuid)
-        # The OSD would do this itself, but now and then asks before it knows which cluster it is in, and gives up.
+        # The OSD would do this itself, but sometimes it asks before it knows its cluster, and gives up.
         self._run("ceph", "osd", "crush", "add", "osd.0", "1.0", "root=default", "host=localhost")
         self._run("ceph-osd", "--mkfs", "-i", "0", "--osd-uuid", osd_uuid)
         self._spawn("ceph-osd", "-f", "-i", "0")
@@ -130,7 +130,7 @@ class Radosgw:
         self._make_pools()
 
     def _make_pools(self) -> None:
-        """Put a first object, for which radosgw makes its pools: that takes a second or two."""
+        """Put a first object, so that radosgw creates its pools now; this takes a second or two."""
         client = boto3.client(
             "s3",
             endpoint_url=self.url,
@@ -149,7 +149,7 @@ class Radosgw:
             raise RuntimeError(f"{program} failed: {done.stderr[-2000:]}")
 
     def _spawn(self, program: str, *arguments: str) -> None:
-        # They end with us even where we are killed.
+        # The daemons die with this process even if it is killed.
         command = ["setpriv", "--pdeathsig", "KILL", "--", program, "-c", str(self._config), *arguments]
         with (self._directory / f"{program}.out").open("wb") as out:
             self._processes.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT))
@@ -174,7 +174,7 @@ class Radosgw:
 
 
 def install() -> None:
-    """Install what is missing by apt-get; raises RadosgwMissing where that is not permitted or fails."""
+    """Install missing packages with apt-get; raises RadosgwMissing if that is not permitted or fails."""
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if not missing:
         return

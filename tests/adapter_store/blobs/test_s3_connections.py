@@ -1,4 +1,4 @@
-"""Connections end with their attempt, whichever way the store is reached; what of botocore that rests on."""
+"""Connections are closed with their attempt, however the store is reached; botocore's internals are as we expect."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.adapter_store.blobs.limits import HURRIED
 HALF_A_HEAD = b"HTTP/1.1 200 OK\r\nETag: "
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
 MARGIN_S = 1.0
-"""For threads that wait for a core."""
+"""Slack for threads that wait for a core."""
 
 
 @pytest.fixture
 def aws_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Credentials, and no settings of the machine."""
+    """Set credentials and clear the machine's own settings."""
     for name in ("AWS_ENDPOINT_URL_S3", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
         monkeypatch.delenv(name, raising=False)
     for name in ("NO_PROXY", "no_proxy", "REQUESTS_CA_BUNDLE", "AWS_CA_BUNDLE"):

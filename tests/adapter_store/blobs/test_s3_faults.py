@@ -1,4 +1,4 @@
-"""The S3 store behind a network and a server that fail in every way: right bytes, or an error in time."""
+"""The S3 store behind a failing network and server: correct bytes, or an error in time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.adapter_store.blobs.radosgw import IS_RADOSGW
 DATA = random.Random(1).randbytes(70_000)
 LARGE = random.Random(2).randbytes(3 * MIN_PART_BYTES + 1)
 MARGIN_S = 1.0
-"""For threads that wait for a core."""
+"""Slack for threads that wait for a core."""
 
 PASSING = (
     Fault.SLOW_DOWN,
@@ -36,7 +36,7 @@ PASSING = (
     Fault.TRUNCATE,
     Fault.FLIP,
 )
-"""After these another try may do better."""
+"""Faults after which a retry may succeed."""
 
 only_moto = pytest.mark.skipif(IS_RADOSGW, reason="radosgw 16 makes blobs of parts without conditions")
 by_value = {"ids": lambda fault: fault.name.lower().replace("_", "-")}
@@ -176,7 +176,7 @@ def test_one_range_that_fails_is_had_again(
 
 
 def put_in_parts(raw_bucket: Any, data: bytes) -> None:
-    """As others do: such an object has no checksum that we could compare."""
+    """Upload in parts as other tools do, which leaves an object without a checksum that we could compare."""
     config = TransferConfig(multipart_threshold=MIN_PART_BYTES, multipart_chunksize=MIN_PART_BYTES)
     raw_bucket.upload_fileobj(io.BytesIO(data), "p/k/large", Config=config)
 

@@ -1,4 +1,4 @@
-"""A blob store that tests watch, hold up and break."""
+"""A blob store that tests observe, delay and break."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loramux.adapter_store.errors import BlobStoreUnavailable
 
 
 class WatchedBlobStore(MemoryBlobStore):
-    """Counts what is read, waits where told to, and can be down."""
+    """Counts reads, waits when a test holds it up, and can be down."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Equal adapters have one digest, however their files are spelt."""
+"""Equal adapters have the same digest, however their files are spelled."""
 
 from __future__ import annotations
 

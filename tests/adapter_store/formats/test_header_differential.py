@@ -1,4 +1,4 @@
-"""What our own reading of a safetensors file accepts, the safetensors library accepts, with equal tensors."""
+"""Every safetensors file that our parser accepts is accepted by the safetensors library, with equal tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.float_formats import STORAGE
 from loramux.adapter_store.formats.tensor_file import TensorFile
 
-# Spellings that readers of JSON disagree about, put in place of a value or of a piece of the text.
+# Spellings on which JSON parsers disagree, inserted in place of a value or of part of the text.
 _ODD_TEXTS = [
     b"-0", b"0.0", b"4.0", b"1e0", b"00", b"+1", b"0x10", b"-1", b"18446744073709551616", b"9223372036854775808",
     b"NaN", b"Infinity", b"null", b"true", b"[]", b"{}", b'""', b'"\\u0000"', b'"\\ud800"', b'"\\ud83d\\ude00"',
@@ -27,7 +27,7 @@ _TEXT = st.text(st.characters(codec="utf-8"), max_size=12)
 
 @st.composite
 def valid_files(draw: st.DrawFn) -> tuple[bytes, bytes]:
-    """The header and the data of a file of matrices as any writer may write it."""
+    """The header and data of a file of matrices, as any writer may produce them."""
     names = draw(st.lists(_TEXT.filter(lambda name: name != "__metadata__"), max_size=5, unique=True))
     entries: dict[str, Any] = {}
     position = 0
@@ -51,7 +51,7 @@ def valid_files(draw: st.DrawFn) -> tuple[bytes, bytes]:
 
 @st.composite
 def mutated_files(draw: st.DrawFn) -> bytes:
-    """A valid file with a few changes: to its text, to its numbers, to its lengths."""
+    """A valid file with a few changes to its text, numbers or lengths."""
     header, data = draw(valid_files())
     for _ in range(draw(st.integers(0, 2))):
         begin = draw(st.integers(0, len(header)))
@@ -59,7 +59,7 @@ def mutated_files(draw: st.DrawFn) -> bytes:
         odd = draw(st.sampled_from(_ODD_TEXTS) | st.binary(max_size=3))
         header = header[:begin] + odd + header[begin + length :]
     if draw(st.booleans()):
-        # The same, aimed at a number.
+        # The same change, aimed at a number.
         starts = [i for i, byte in enumerate(header) if chr(byte).isdigit()]
         if starts:
             at = draw(st.sampled_from(starts))
@@ -71,7 +71,7 @@ def mutated_files(draw: st.DrawFn) -> bytes:
 
 
 def is_accepted_alike(content: bytes) -> bool:
-    """Whether we accept the file; if so, the library has to read the same from it."""
+    """Whether we accept the file; if so, check that the library reads the same tensors from it."""
     try:
         with TensorFile(content) as ours:
             found = {

@@ -1,4 +1,4 @@
-"""The parts that several GPUs hold of an adapter make up the whole, and compute what it computes."""
+"""An adapter's shards on several GPUs add up to the whole adapter and compute the same result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLAIN = llama_linears(HIDDEN, QUERIES, KEYS, INTERMEDIATE)
 FUSED = fused_linears(HIDDEN, QUERIES, KEYS, INTERMEDIATE)
 OUTER = outer_linears(VOCAB_SIZE, HIDDEN)
 
-# Modules whose outputs are several parts, each of which is split; and those whose inputs are split.
+# Modules whose outputs are split part by part, and modules whose inputs are split.
 FUSED_PARTS = {"qkv_proj": (QUERIES, KEYS, KEYS), "gate_up_proj": (INTERMEDIATE, INTERMEDIATE)}
 SUMMED = ("o_proj", "down_proj", "embed_tokens")
 
@@ -47,7 +47,7 @@ def canonical_of(files: Any, target: PackTarget, path: Path) -> Path:
 
 
 def weights_of(packed: PackedAdapter, target: PackTarget, layer: int | None, m: int) -> list[npt.NDArray[np.float32]]:
-    """A `[rank, in]` and B `[out, rank]` of one module, read from the pages by the documented layout."""
+    """`A` `[rank, in]` and `B` `[out, rank]` of one module, read from the pages by the documented layout."""
     outer = layer is None
     whole = (target.outer_modules if outer else target.modules)[m]
     shape = target.shard(whole).shape(whole)
@@ -66,7 +66,7 @@ def weights_of(packed: PackedAdapter, target: PackTarget, layer: int | None, m: 
 
 
 def changes(packed: PackedAdapter, target: PackTarget, layer: int | None, m: int, x: Any) -> Any:
-    """`y = scale B (A x)`, the reference formula, of one module; `x` `[in]`."""
+    """`y = scale B (A x)`, the reference formula for one module; `x` is `[in]`."""
     a, b = weights_of(packed, target, layer, m)
     scale = packed.outer_scales[m] if layer is None else packed.scales[layer, m]
     return scale * (b @ (a @ x))

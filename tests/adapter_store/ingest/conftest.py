@@ -20,7 +20,7 @@ from tests.adapter_store.ingest.ingest_world import DirectValidator, IngestWorld
 def open_world(
     database: Database, target: PackTarget, tmp_path: Path, make_tenant: Callable[[str], str]
 ) -> Callable[..., IngestWorld]:
-    """Opens a world with one tenant's adapter."""
+    """Open a world with one tenant's adapter."""
 
     def open_one(blobs: BlobStore, validator: Validator | None = None) -> IngestWorld:
         registry = AdapterRegistry(database)
@@ -32,5 +32,5 @@ def open_world(
 
 @pytest.fixture
 def world(open_world: Callable[..., IngestWorld], memory_blobs: MemoryBlobStore) -> IngestWorld:
-    """One with blobs in memory."""
+    """A world with its blobs in memory."""
     return open_world(memory_blobs)

@@ -1,8 +1,8 @@
-"""Real processes that ingest adapters, and die or stop where they are told to.
+"""Real processes that ingest adapters, and die or stop at a given step.
 
-    python -m tests.adapter_store.ingest.ingest_process
+python -m tests.adapter_store.ingest.ingest_process
 
-reads commands from standard input, one JSON object a line, and answers each with one. It imports everything once and
+reads commands from standard input, one JSON object per line, and answers each with one. It imports everything once and
 forks a process for each job, so that a process costs milliseconds. See `tests/adapter_store/ingest/process_lab.py`.
 """
 
@@ -39,7 +39,7 @@ __all__ = ["S3BlobStore"]
 
 
 class DirectValidator:
-    """Validates in this process, which is quicker."""
+    """Validates in this process, which is faster."""
 
     def validate(self, job: ValidationJob, target: PackTarget) -> Accepted:
         return run_job(job, target)
@@ -69,7 +69,7 @@ class Server:
         getattr(self, f"_{self._job['kind']}")()
 
     def _push(self) -> None:
-        """What a client does that uploads an adapter, and then a worker."""
+        """Act as a client that uploads an adapter, then as a worker."""
         self._ingest.process(self._upload())
 
     def _upload(self) -> str:
@@ -85,20 +85,20 @@ class Server:
         return version.id
 
     def _register(self) -> None:
-        """What an operator does who names a source, and then a worker."""
+        """Act as an operator who registers a source, then as a worker."""
         version = self._ingest.create_version_from(self._job["adapter_id"], "s3://operator/adapters/one")
         self._acknowledge("version", version.id)
         self._ingest.process(version.id)
 
     def _recover(self) -> None:
-        """What a server does when it starts, and after a while."""
+        """Act as a server does at startup and periodically afterwards."""
         self._ingest.recover()
         while (version_id := self._ingest.next_waiting()) is not None:
             self._ingest.process(version_id)
         self._ingest.remove_abandoned()
 
     def _serve(self) -> None:
-        """What a server does all the time, until it is told to end."""
+        """Act as a running server until SIGTERM."""
         is_ending = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: is_ending.set())
         self._ingest.recover()
@@ -145,7 +145,7 @@ def start(job: dict[str, Any]) -> int:
 def main() -> None:
     assert "torch" not in sys.modules, "every child would pay for it"
     answers = os.fdopen(os.dup(1), "w")
-    # What the children print is no answer.
+    # Keep the children's output out of the answers.
     os.dup2(2, 1)
     for line in sys.stdin:
         command = json.loads(line)

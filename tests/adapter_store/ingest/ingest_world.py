@@ -1,4 +1,4 @@
-"""Everything that ingestion works on, in one process, and what of it can be made to fail."""
+"""Everything that ingestion works on, in one process, with parts that tests can make fail."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ SECOND_US = 1_000_000
 
 
 class DirectValidator:
-    """Validates in this process, which is quicker; can be broken."""
+    """Validates in this process, which is faster; tests can break it."""
 
     def __init__(self) -> None:
         self.is_broken = False
         self.num_calls = 0
         self.meanwhile: Callable[[], None] = lambda: None
-        """What happens while the next adapter is validated."""
+        """Called while the next adapter is being validated."""
 
     def validate(self, job: ValidationJob, target: PackTarget) -> Accepted:
         self.num_calls += 1
@@ -49,7 +49,7 @@ class DirectValidator:
 
 
 class FailingDatabase(Database):
-    """Writes nothing while it is down."""
+    """Refuses writes while it is down."""
 
     is_down = False
 
@@ -62,7 +62,7 @@ class FailingDatabase(Database):
 
 
 class FailingBlobStore(MemoryBlobStore):
-    """Works for `num_calls` more changes, then is down."""
+    """Accepts `num_calls` more changes, then is down."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,13 +101,13 @@ class IngestWorld:
         return self.ingest
 
     def another(self, scratch: Path, at_failpoint: FailpointHook = no_op, lease_s: float = 30.0) -> Ingest:
-        """A server beside the first, on the same database and blob store."""
+        """Another server on the same database and blob store."""
         return Ingest(
             self.registry, self.blobs, self.target, scratch, self.validator, lease_s=lease_s, at_failpoint=at_failpoint
         )
 
     def aliases(self) -> dict[str, dict[int, int]]:
-        """The weights of each alias's versions."""
+        """The weight of each version, by alias."""
         named = AdapterAliases(self.registry.database).of([self.adapter_id])[self.adapter_id]
         return {name: {target.number: target.weight for target in alias.targets} for name, alias in named.items()}
 
@@ -130,7 +130,7 @@ class IngestWorld:
         return self.ingest.process(version.id) if version.state == "pending" else version
 
     def assert_nothing_left_over(self, *versions: AdapterVersion) -> None:
-        """Every blob that these ready versions need is there, and no other; packed files can be made again."""
+        """Check that the store has exactly these ready versions' blobs; their packed files are optional."""
         needed, packed = set(), set()
         for version in versions:
             assert version.digest is not None

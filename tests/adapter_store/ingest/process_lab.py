@@ -1,4 +1,4 @@
-"""Starts real ingesting processes, ends them, and judges what they leave."""
+"""Starts real ingesting processes, kills them, and checks the state they leave."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AWS = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DE
 
 
 class ProcessMaker:
-    """The process that forks all others: see `ingest_process.py`."""
+    """The process that forks all the others; see `ingest_process.py`."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -58,7 +58,7 @@ class ProcessMaker:
         self._ask(do="signal", process=process, signal=number)
 
     def wait(self, process: int, is_stop_enough: bool = False) -> int:
-        """How a process ended: its exit status, or less than 0 for the signal that ended or stopped it."""
+        """Wait for a process; its exit status, or minus the number of the signal that killed or stopped it."""
         return int(self._ask(do="wait", process=process, is_stop_enough=is_stop_enough)["end"])
 
     def _ask(self, **command: Any) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class ProcessMaker:
 
 @dataclass
 class Lab:
-    """A database, a blob store and an adapter's files; processes that work on them; and what is true afterwards."""
+    """A database, a blob store, an adapter's files, the processes that work on them, and checks of the outcome."""
 
     makers: ProcessMaker
     database_url: str
@@ -97,7 +97,7 @@ class Lab:
         self._database.close()
 
     def replace_files(self, files: Mapping[str, bytes]) -> None:
-        """Let the next processes upload another adapter."""
+        """Have the next processes upload another adapter."""
         self.files = files
         for name, data in files.items():
             (self.files_directory / name).write_bytes(data)
@@ -123,11 +123,11 @@ class Lab:
         return self.makers.start({**job, **details})
 
     def run(self, kind: str, **details: Any) -> int:
-        """Run a server to its end, and say what that was."""
+        """Run a server until it ends, and return how it ended, as `wait` does."""
         return self.makers.wait(self.start(kind, **details))
 
     def acknowledged(self, what: str) -> list[str]:
-        """The identifiers or names of what clients were told is done."""
+        """The identifiers or names that were acknowledged to clients."""
         if not self.acknowledged_path.exists():
             return []
         pairs = [line.split(" ") for line in self.acknowledged_path.read_text().splitlines()]
@@ -137,7 +137,7 @@ class Lab:
         return list(reversed(AdapterRegistry(self._database).list_versions(self.adapter_id, 100).data))
 
     def check_served(self) -> AdapterVersion | None:
-        """The version that the adapter's name means, if any; its bytes are there, whole and right."""
+        """The version that the adapter's name resolves to, if any, after checking that all its bytes are correct."""
         registry = AdapterRegistry(self._database)
         ref = registry.resolve("acme", "support")
         if ref is None:
@@ -155,7 +155,7 @@ class Lab:
         return version
 
     def check_blobs(self) -> None:
-        """Exactly what ready versions need is kept; packed files of them may be there."""
+        """Check that the store has exactly the blobs that ready versions need; their packed files are optional."""
         needed, packed = set(), set()
         for version in self.versions():
             if version.state == "ready":

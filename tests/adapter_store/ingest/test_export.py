@@ -1,4 +1,4 @@
-"""What was uploaded comes back byte for byte, in memory that does not grow with it, or not at all."""
+"""Uploaded files come back byte for byte, in memory that does not grow with their size, or not at all."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def with_equal_tensors(files: Any) -> bytes:
 
 
 def with_older_names(files: Any) -> bytes:
-    """Names as older versions of PEFT wrote them, which are others in the canonical file."""
+    """Tensor names as older PEFT versions wrote them; the canonical file has the current names."""
     files.tensors = {
         name.replace(".weight", ".default.weight"): tensor for name, tensor in reversed(files.tensors.items())
     }

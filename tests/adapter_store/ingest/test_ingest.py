@@ -1,4 +1,4 @@
-"""An upload's way to a version: nothing wrong gets in, nothing is left behind, a crash loses nothing."""
+"""From upload to version: invalid adapters are refused, nothing is left behind, and a crash loses nothing."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_a_store_that_fails_at_any_point_loses_and_leaves_nothing(
     upload = world.upload(files.config_bytes, files.tensor_bytes)
     version = world.ingest.create_version(world.adapter_id, upload.id)
     blobs.num_calls = num_calls
-    # Four blobs are put and two deleted; the latter can wait.
+    # Four blobs are put and two deleted; the deletions can wait.
     if num_calls < 4:
         with pytest.raises(BlobStoreUnavailable):
             world.ingest.process(version.id)
@@ -360,7 +360,7 @@ def test_a_file_that_comes_after_its_version_is_cleared_away(world: IngestWorld,
     made: list[AdapterVersion] = []
 
     def slow() -> Iterator[bytes]:
-        # Meanwhile the version is made, decided, and its files are deleted.
+        # Meanwhile the version is created and decided, and its files are deleted.
         version = world.ingest.create_version(world.adapter_id, upload.id)
         made.append(world.ingest.process(version.id))
         yield files.config_bytes

@@ -1,4 +1,4 @@
-"""A server that is killed while it ingests loses nothing that was acknowledged, and leaves nothing behind."""
+"""A server that is killed during ingestion loses nothing that was acknowledged, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AFTER_THE_VERDICT = (Failpoint.PUBLISHED, Failpoint.FIRST_FILE_DELETED, Failpoin
 
 @dataclass(frozen=True)
 class Crash:
-    """A death when `step` is done for the `nth` time, of a server that pushes or registers an adapter."""
+    """A server that pushes or registers an adapter dies when it has done `step` for the `nth` time."""
 
     kind: str
     step: Failpoint
@@ -75,7 +75,7 @@ def makers() -> Iterator[ProcessMaker]:
 
 @pytest.fixture
 def lab_directory() -> Iterator[Path]:
-    """In memory where there is such a place: what a killed process wrote stays, flushed to a disk or not."""
+    """A directory in memory if possible: a killed process's writes survive there, flushed or not."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as directory:
         yield Path(directory)
@@ -89,7 +89,7 @@ def open_lab(
     target: PackTarget,
     make_adapter: Any,
 ) -> Iterator[OpenLab]:
-    """Makes a lab on a database and a blob store of the given kinds, with the files of an adapter."""
+    """Opens a lab on the given kinds of database and blob store, with the files of an adapter."""
 
     def open_one(database: str = "sqlite", store: str = "local", is_valid: bool = True, **details: Any) -> Lab:
         if database == "sqlite":
@@ -123,7 +123,7 @@ def open_lab(
 
 
 def crash_and_recover(lab: Lab, crash: Crash) -> None:
-    """Kill a server at a step, and see that the next one finds and leaves everything in order."""
+    """Kill a server at a step, and check that the next one finds and leaves everything in order."""
     scratch = lab.directory / "scratch"
     own = {"scratch": str(scratch)}
     assert lab.run(crash.kind, die_at=crash.step, nth=crash.nth, **own) == KILLED
@@ -141,7 +141,7 @@ def crash_and_recover(lab: Lab, crash: Crash) -> None:
         assert [version.state for version in versions] == ["ready" if crash.is_valid else "rejected"]
         assert set(acknowledged) <= {versions[0].id}
     assert (lab.check_served() is not None) == (crash.is_valid and versions != [])
-    # The client that got no answer comes again.
+    # The client that got no answer retries.
     assert lab.run(crash.kind, offset_s=LEASE_S, **own) == 0
     assert [version.state for version in lab.versions()].count("ready") == crash.is_valid
     assert (lab.check_served() is not None) == crash.is_valid
@@ -175,7 +175,7 @@ def test_a_server_that_is_killed_at_any_moment_loses_nothing(
 ) -> None:
     lab = open_lab(database, store)
     process = lab.start("push")
-    # Between the steps as well: inside a commit, or half-way through a blob.
+    # The kill may also hit between steps: inside a commit, or halfway through a blob.
     time.sleep(random.Random(seed).uniform(0.0, 0.25))
     lab.makers.signal(process, SIGKILL)
     assert lab.makers.wait(process) in (KILLED, 0)
@@ -196,7 +196,7 @@ TAKE_OVERS = [Failpoint.CLAIMED, Failpoint.ACCEPTED, Failpoint.CANONICAL_STORED,
 
 
 def take_over(lab: Lab, step: Failpoint, is_stopped: bool) -> None:
-    """One of two servers dies or stops at a step; the other takes over, and one version is published once."""
+    """One of two servers dies or stops at a step; the other takes over, and the version is published exactly once."""
     ending = {"stop_at": step} if is_stopped else {"die_at": step}
     first = lab.start("push", **ending)
     assert lab.makers.wait(first, is_stop_enough=True) == (STOPPED if is_stopped else KILLED)
@@ -205,7 +205,7 @@ def take_over(lab: Lab, step: Failpoint, is_stopped: bool) -> None:
     published = lab.check_served()
     assert published is not None
     if is_stopped:
-        # It believes that it still holds the version, and goes on where it stopped.
+        # The resumed server believes that it still holds the version, and continues where it stopped.
         lab.makers.signal(first, SIGCONT)
         assert lab.makers.wait(first) == 0
     lab.makers.signal(second, SIGTERM)
@@ -252,7 +252,7 @@ def test_servers_that_die_all_the_time_still_publish_each_version_once(
     wait_until(lambda: {version.state for version in lab.versions()} == {"ready"}, timeout_s=30)
     for server in servers:
         lab.makers.signal(server, SIGTERM)
-        # The last one may not have come so far as to listen to the signal.
+        # The last server may not have installed its signal handler yet.
         assert lab.makers.wait(server) in (0, -SIGTERM)
     versions = lab.versions()
     assert [version.number for version in versions] == list(range(1, 21))

@@ -1,4 +1,4 @@
-"""Open uploads are capped per tenant, however many calls race; a cancelled one frees its place and its bytes."""
+"""Open uploads are capped per tenant even when calls race; cancelling an upload frees its slot and its bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def upload_rows(database: Database) -> UploadRows:
 
 @pytest.fixture
 def adapter_ids(registry: AdapterRegistry, make_tenant: Callable[[str], str]) -> list[str]:
-    """Two adapters of one tenant, and one of another."""
+    """Two adapters of one tenant, and one of another tenant."""
     acme, globex = make_tenant("acme"), make_tenant("globex")
     named = ((acme, "support"), (acme, "sales"), (globex, "support"))
     return [registry.create_adapter(tenant_id, name).id for tenant_id, name in named]
@@ -100,7 +100,7 @@ def test_a_tenant_has_so_many_pending_versions_and_no_more(upload_rows: UploadRo
     same = upload_rows.add_version(first, declare(upload_rows, first, mark="a").id)
     assert same.version.number == 1, "what is there already adds nothing"
     upload_rows.add_version(other, declare(upload_rows, other, mark="c").id)
-    # What an operator has taken from a bucket neither is refused nor takes a place of the tenant.
+    # Versions that an operator imports from a bucket are never refused and do not count towards the tenant's cap.
     upload_rows.add_version_from(other, "s3://bucket/one", SECOND_US)
     upload_rows.add_version(other, declare(upload_rows, other, mark="d").id)
     upload_rows.add_version_from(other, "s3://bucket/two", SECOND_US)
@@ -198,7 +198,7 @@ def test_an_expired_upload_frees_its_place_and_its_blobs(world: IngestWorld, tmp
 
 
 class UnsigningBlobStore(MemoryBlobStore):
-    """One that can sign nothing just now."""
+    """A blob store that currently cannot sign requests."""
 
     def presign_put(self, key: str, size: int, sha256: str, expires_s: int) -> PresignedPut | None:
         raise BlobStoreUnavailable("there are no credentials")

@@ -1,4 +1,4 @@
-"""Validation goes round the tenants: one with many pending versions keeps another waiting for one of them at most."""
+"""Validation takes turns among tenants: one tenant's backlog delays another tenant by at most one version."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Queue:
         self.names: dict[str, str] = {}
 
     def add(self, *names: str) -> None:
-        """Make a version of each name, whose first letter is its tenant."""
+        """Add a pending version for each name; the first letter is its tenant."""
         for name in names:
             tenant = name[0]
             if tenant not in self._adapters:
@@ -54,7 +54,7 @@ class Queue:
         assert server.claim_version(known[name]) is not None
 
     def decide(self, turns: IngestTurns, num_versions: int) -> list[str]:
-        """The versions that a server takes and rejects, one after the other."""
+        """The names of the versions that a server claims and rejects, in order."""
         server = VersionClaims(self._database)
         decided = []
         for _ in range(num_versions):
@@ -84,7 +84,7 @@ def test_who_comes_later_is_next(queue: Queue, database: Database) -> None:
     assert queue.decide(turns, 2) == ["a0", "a1"]
     queue.add("b0", "b1")
     assert queue.decide(turns, 3) == ["b0", "a2", "b1"]
-    # A tenant that had nothing left for a while has no turn saved up, and none to make up for.
+    # A tenant that had no versions for a while has neither saved up turns nor lost any.
     assert queue.decide(turns, 2) == ["a3", "a4"]
     queue.add("b2", "b3", "b4")
     assert queue.decide(turns, 3) == ["b2", "a5", "b3"]
@@ -118,13 +118,13 @@ def test_a_push_beside_a_flood_waits_for_the_version_under_way_only(
     pushed: list[AdapterVersion] = []
     validator = world.validator
     assert isinstance(validator, DirectValidator)
-    # While the first of the flood is validated, the polite tenant pushes.
+    # The polite tenant pushes while the flood's first version is being validated.
     validator.meanwhile = lambda: pushed.append(world.ingest.create_version(world.adapter_id, upload.id))
     worker = IngestWorker(world.ingest, poll_s=0.05)
     world.ingest.recover()
     worker.start()
     wait_until(lambda: validator.num_calls == 9, timeout_s=60)
-    # The version in hand is finished.
+    # The worker finishes its current version before it stops.
     worker.stop()
     ready = {version.id: world.registry.get_version(version.adapter_id, version.number) for version in flooded + pushed}
     times = {version_id: version.ready_us or 0 for version_id, version in ready.items() if version is not None}

@@ -1,4 +1,4 @@
-"""Versions for the registry."""
+"""Bare versions for the registry's tests."""
 
 from __future__ import annotations
 

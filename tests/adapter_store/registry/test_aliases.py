@@ -1,4 +1,4 @@
-"""Aliases on both databases: what they may name, how weights share requests out, and how a rollback goes back."""
+"""Aliases on both databases: what they may name, how weights split requests, and how a rollback works."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.adapter_store.registry.bare_versions import Versions
 
 @dataclass(frozen=True)
 class Named:
-    """An adapter with ready versions 1, 2 and 3, and 4, which was rejected."""
+    """An adapter with ready versions 1, 2 and 3, and a rejected version 4."""
 
     adapter: Adapter
     aliases: AdapterAliases
@@ -42,7 +42,7 @@ class Named:
         return {target.number: target.weight for target in self.aliases.get(self.adapter.id, name).targets}
 
     def drawn(self, num_texts: int, name: str | None = None) -> dict[str, int]:
-        """The version that each of some sticky texts gets."""
+        """The version that each of several sticky texts gets."""
         found = {}
         for number in range(num_texts):
             ref = self.registry.resolve("acme", "support", alias=name, sticky=f"user {number}")
@@ -97,7 +97,7 @@ def test_weights_share_requests_out_and_each_text_keeps_its_version(named: Named
     named.aliases.set(named.adapter.id, "default", {1: 90, 3: 10})
     before = named.drawn(600)
     assert named.drawn(600) == before
-    # 60 are expected of version 3, with a standard deviation of 7.3.
+    # The expected count of version 3 is 60, with a standard deviation of 7.3.
     assert 30 < Counter(before.values())[3] < 95
     assert set(before.values()) == {1, 3}
     named.aliases.set(named.adapter.id, "default", {1: 70, 3: 30})
@@ -106,7 +106,7 @@ def test_weights_share_requests_out_and_each_text_keeps_its_version(named: Named
     assert all(after[text] == 3 for text, version in before.items() if version == 3), (
         "a canary that grows keeps its own"
     )
-    # The parts of two aliases are drawn apart, or the same callers would always get what is new.
+    # Two aliases are drawn independently; otherwise the same callers would always get the new version.
     named.aliases.set(named.adapter.id, "beta", {1: 70, 3: 30})
     assert named.drawn(600, "beta") != after
 
@@ -287,7 +287,7 @@ def test_a_disabled_adapter_answers_nothing_and_keeps_everything(
     for which in ({}, {"version": 2}, {"digest_prefix": "a" * 64}, {"alias": "default"}):
         assert registry.resolve("acme", "support", **which) is None  # type: ignore[arg-type]
     assert registry.list_models(named.adapter.tenant_id) == []
-    # What another adapter serves too stays with the engine.
+    # A digest that another adapter also serves stays loaded.
     twin = registry.create_adapter(make_tenant("globex"), "twin")
     versions.add(twin.id, "a")
     assert states.unserved_digests(named.adapter.id) == ["b" * 64, "c" * 64]

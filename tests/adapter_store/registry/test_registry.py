@@ -1,4 +1,4 @@
-"""Which version a name means, on both databases."""
+"""Which version a name resolves to, on both databases."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""An engine's disk tier in a process of its own, told what to do line by line on standard input.
+"""An engine's disk tier in its own process, driven by lines on standard input.
 
 `python disk_tier_process.py DIRECTORY MAX_BYTES` answers each line with one:
 
-    add DIGEST SIZE    DIGEST's file is kept or dropped         -> done
-    hold DIGEST        opens the file, until `close`            -> size, or none
-    close                                                       -> done
-    lock               takes the directory's lock for good      -> done
-    begin              leaves a file unfinished                 -> done
-    churn SEED TURNS   adds, reads and checks files at random   -> number read, number missed
+    add DIGEST SIZE    add DIGEST's file, which the tier keeps or drops   -> done
+    hold DIGEST        open the file until `close`                        -> size, or none
+    close              close the held file                                -> done
+    lock               take the directory's lock and never release it     -> done
+    begin              leave an unfinished file                           -> done
+    churn SEED TURNS   add, read and check files at random                -> number read, number missed
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def churn(tier: DiskTier, seed: int, num_turns: int) -> str:
         held = tier.hold(digest)
         if held is None:
             num_missed += 1
-            # None so small that all of them come to fit in time, and nothing is missed any more.
+            # Files are large enough that they never all fit at the same time, so lookups keep missing.
             put(tier, digest, rng.randint(20_000, 40_000))
             continue
         with held:

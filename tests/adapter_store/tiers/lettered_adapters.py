@@ -1,4 +1,4 @@
-"""Adapters without contents, each named by a letter, and a host tier that holds some of them."""
+"""Empty adapters named by single letters, and a host tier that holds some of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for the blob store can leave at once, and nobody else notices; what nobody wants is given up."""
+"""A caller can cancel a blob fetch immediately without affecting others; fetches that nobody wants are given up."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Bench:
         self._pool = pool
         self._lock = threading.Lock()
         self.num_downloads = 0
-        """Under way, also those that nobody waits for."""
+        """Downloads in progress, including those that nobody waits for."""
         self.source = self.reopen()
 
     def reopen(self, disk_bytes: int = PLENTY) -> PackedSource:
@@ -64,7 +64,7 @@ class Bench:
         return self._pool.submit(self.source.fetch, digest, cancellation or Cancellation())
 
     def give_up(self, digest: str) -> None:
-        """Cancel a fetch of it that hangs in the blob store."""
+        """Cancel a fetch of this adapter while it hangs in the blob store."""
         self.hold_up()
         cancellation = Cancellation()
         waiting = self.fetch_elsewhere(digest, cancellation)
@@ -113,7 +113,7 @@ def test_what_was_left_goes_to_the_disk_and_not_to_memory(bench: Bench) -> None:
     bench.blobs.may_answer.set()
     wait_until(lambda: bench.files() == [stored.digest])
     assert taken == []
-    # It was not looked at before it came there: it is now.
+    # The file was not verified when it was downloaded; it is verified now.
     assert_right(fetch(bench.source, stored.digest), stored)
     assert bench.blobs.num_gets == {"packed": 1}
 
@@ -139,7 +139,7 @@ def test_an_adapter_that_is_to_be_packed_is_not_packed_for_nobody(bench: Bench) 
 
 
 def test_who_asks_again_before_a_fetch_is_given_up_gets_the_adapter(bench: Bench) -> None:
-    """Both downloads go on to their ends, beside each other."""
+    """Both downloads run to completion, side by side."""
     stored = bench.adapter()
     bench.give_up(stored.digest)
     bench.blobs.asked.clear()
@@ -185,7 +185,7 @@ def test_what_the_disk_has_is_read_to_its_end(bench: Bench, monkeypatch: pytest.
 def test_a_fetch_that_gets_no_thread_fails_once_and_leaves_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The executor keeps what it could not start a thread for, and runs it when one of its threads is free."""
+    """The executor keeps work for which it could start no thread, and runs it when one of its threads is free."""
     stored = bench.adapter()
     kept: list[Callable[[], object]] = []
 
@@ -217,7 +217,7 @@ def test_a_store_that_hangs_for_one_adapter_keeps_no_other_waiting(bench: Bench)
 
 
 def test_callers_who_come_and_go_at_random_are_all_answered(bench: Bench) -> None:
-    """The disk has room for one, so that adapters come and go as well; afterwards nothing is under way."""
+    """The disk has room for one adapter, so adapters are evicted and reloaded. No download is left at the end."""
     adapters = [bench.adapter(seed=seed) for seed in range(4)]
     source = bench.reopen(disk_bytes=2 * adapters[0].packed.payload.nbytes)
     outcomes: list[str] = []

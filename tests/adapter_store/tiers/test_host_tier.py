@@ -1,4 +1,4 @@
-"""What stays in host memory when there is too much for it."""
+"""Which adapters stay in host memory when they do not all fit."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_floors_that_do_not_fit_together_are_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_happens_the_bound_the_leases_and_the_floors_hold(seed: int) -> None:
-    """Beside a model that knows nothing of how the tier counts: sizes are summed up anew after each turn."""
+    """Compares the tier with a model that does not share its accounting: it sums all sizes again after each turn."""
     rng = random.Random(seed)
     sizes = {chr(97 + number): rng.randint(1, 12) for number in range(20)}
     tier, leases = HostTier(60), dict.fromkeys(sizes, 0)
@@ -101,6 +101,6 @@ def test_whatever_happens_the_bound_the_leases_and_the_floors_hold(seed: int) ->
         protected = {one for members, _ in groups.values() for one in members}
         assert tier.used_bytes <= max(60, held)
         if any(not leases[one] for one in present - protected):
-            # Others could have given way instead.
+            # Other adapters could have been evicted instead.
             for name, (members, floor) in groups.items():
                 assert sum(sizes[one] for one in members & present) >= min(floor, before[name])

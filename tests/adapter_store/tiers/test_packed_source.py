@@ -1,4 +1,4 @@
-"""Adapters come from the disk or the blob store, whichever holds their right bytes, within bounds."""
+"""Adapters come from the disk or the blob store, whichever has the correct bytes, within limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines in processes of their own use one directory: nobody's files vanish, and what the dead leave behind does."""
+"""Engines in separate processes share one directory: no file in use vanishes, and dead processes' files are removed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ A, B, C, D = (digest_of(number) for number in range(4))
 
 
 class Engine:
-    """Another process with a disk tier."""
+    """A process of its own with a disk tier."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         environment = {**os.environ, "PYTHONPATH": f"{ROOT / '.src'}{os.pathsep}{ROOT}"}
@@ -102,7 +102,7 @@ def test_what_one_engine_adds_another_finds_counts_and_evicts(directory: Path, s
     assert held is not None
     with held:
         assert len(os.read(held.descriptor, 1 << 20)) == 100
-    # `A` was used by the other engine before `B` was added, `B` by us since: of this we learn by looking.
+    # The other engine used `A` before `B` was added, and this one has used `B` since; only a rescan shows this.
     put(tier, C, 100)
     assert (files(directory), tier.used_bytes) == ({B: 100, C: 100}, 200)
     assert other("hold", A) == "none"
@@ -130,7 +130,7 @@ def test_use_by_another_engine_counts_in_the_order_of_eviction(directory: Path, 
     tier, other = DiskTier(directory, 250, PACK_KEY), start(250)
     put(tier, A, 100)
     put(tier, B, 100)
-    # Nothing was added or removed since: only the file itself says that it was used.
+    # No file was added or removed since, so only the file itself shows that it was used.
     assert other("hold", A) == "100"
     other("close")
     put(tier, C, 100)
@@ -222,7 +222,7 @@ def test_engines_that_read_add_evict_and_die_at_random_never_meet_wrong_bytes(di
         num_read, num_missed = map(int, answer.split())
         assert num_read + num_missed == num_turns
         assert min(num_read, num_missed) > num_turns // 10
-    # A look takes a while, in which one file may go and another come: it sees at most both.
+    # During a scan one file may be removed and another added, so the scan counts at most both.
     assert 0 < largest <= max_bytes + 2 * 40_000
     assert sum(files(directory).values()) <= max_bytes
     tier = DiskTier(directory, max_bytes, PACK_KEY)

@@ -1,4 +1,4 @@
-"""The staging process: adapters come into shared memory, whole, whatever becomes of the process."""
+"""The staging process puts complete adapters into shared memory, whatever happens to the process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLENTY = 1 << 26
 
 
 class Bench:
-    """Clients over a local blob store that holds `adapters`; host memory keeps only what is held, unless told."""
+    """Clients over a local blob store that holds `adapters`; by default host memory keeps only adapters in use."""
 
     def __init__(self, target: PackTarget, directory: Path, store_adapter: Any, num_adapters: int) -> None:
         blobs = LocalBlobStore(directory / "blobs")
@@ -126,7 +126,7 @@ def not_staged(client: StagingClient, digest: str) -> NotStaged:
 
 
 def place(client: StagingClient, found: StagedAdapter | NotStaged) -> int | None:
-    """Where it begins in the shared memory; None where it has memory of its own."""
+    """The adapter's offset in the shared memory; None if it has memory of its own."""
     assert isinstance(found, StagedAdapter)
     memory = client._memory.array
     begin = int(found.packed.payload.ctypes.data - memory.ctypes.data)
@@ -134,7 +134,7 @@ def place(client: StagingClient, found: StagedAdapter | NotStaged) -> int | None
 
 
 def passing_place(client: StagingClient, digest: str) -> int | None:
-    """Where it is staged by somebody who releases it at once."""
+    """The offset at which the adapter is staged; it is released immediately."""
     found = staged(client, digest)
     begin = place(client, found)
     found.release()
@@ -152,7 +152,7 @@ def heard_s(client: StagingClient) -> float:
 
 
 def await_place(client: StagingClient, digest: str, begin: int) -> None:
-    """What used that memory may take a moment to let go of it."""
+    """Wait until the memory is reused; its last user may take a moment to release it."""
     wait_until(lambda: passing_place(client, digest) == begin)
 
 
@@ -169,7 +169,7 @@ def kill(client: StagingClient) -> None:
 
 
 def kept(client: StagingClient) -> list[str]:
-    """What host memory keeps, the adapter used last first."""
+    """The digests in host memory, most recently used first."""
     return [one.digest for one in client.contents()[0].adapters]
 
 
@@ -306,7 +306,7 @@ def test_what_nobody_uses_any_more_gives_its_memory_back(bench: Bench) -> None:
     held.release()
     del held
     assert passing_place(client, third.digest) is None, "a view of it is left"
-    # Collected on another thread, as after a copy.
+    # Collected on another thread, as happens after a copy.
     thread = threading.Thread(target=lambda views: views.clear(), args=([view],))
     del view
     thread.start()
@@ -333,7 +333,7 @@ def test_the_same_adapter_twice_lies_in_one_place_until_both_are_gone(bench: Ben
     other.release()
     view = other.packed.payload
     del other
-    # It left host memory while somebody still uses its bytes.
+    # It left host memory while its bytes were still in use.
     third = staged(client, first.digest)
     assert place(client, third) != 0
     assert bench.is_right(third)
@@ -436,7 +436,7 @@ def test_a_process_that_dies_is_followed_by_one_that_is_asked_again(
     del freed
     client.request(third.digest)
     dead = process_of(client).pid
-    # It comes back while there is nobody to be told.
+    # The memory is freed while there is no process to notify.
     del view
     kill(client)
     (outcome,) = results(client)
@@ -449,7 +449,7 @@ def test_a_process_that_dies_is_followed_by_one_that_is_asked_again(
     after = client.counts()
     assert after.num_loaded == before.num_loaded + 1
     assert [tier.used_bytes for tier in after.tiers] == [tier.used_bytes for tier in before.tiers]
-    # What the dead process gave out comes back to the new one.
+    # Memory that the dead process handed out is returned to the new process.
     places = {place(client, one) for one in held}
     for released in held:
         released.release()
@@ -470,7 +470,7 @@ def test_what_two_processes_die_of_fails_and_others_come_later(bench: Bench, mon
     assert [one.digest for one in found] == asked
     assert all(isinstance(one, NotStaged) and "the process that fetches adapters ended" in one.message for one in found)
     assert client.fileno() == -1
-    # One that dies at once is not followed by another at once, and who asks meanwhile waits for the next.
+    # A process that dies immediately is not replaced immediately; requests in the meantime wait for the next process.
     client.request(asked[0])
     assert client.poll() == []
     assert client.fileno() == -1
@@ -488,7 +488,7 @@ def test_a_process_that_cannot_be_started_again_fails_what_waits(bench: Bench, m
     kill(client)
     assert not_staged(client, bench.adapters[0].digest).message
     assert client.fileno() == -1
-    # The next cannot even ask.
+    # The next attempt cannot even send a request.
     bench.now_s += staging_client.RESTART_S
     assert bench.num_wakes == 0
     client.request(bench.adapters[0].digest)
@@ -553,7 +553,7 @@ def test_a_process_that_says_nothing_is_killed_and_followed_by_another(
 def test_a_store_that_hangs_gives_its_thread_back_when_a_request_is_cancelled(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The only thread is free for others although the store never answers."""
+    """The only thread is free for other requests although the store never answers."""
     here, away, _ = (adapter.digest for adapter in bench.adapters)
     staged(bench.open(), here).release()
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -584,7 +584,7 @@ def test_a_process_that_waits_for_the_blob_store_is_let_live(bench: Bench, monke
         client.request(bench.adapters[0].digest)
         for _ in range(5):
             bench.now_s += SILENCE_S
-            # It is asked, and may take what time the machine needs to say that it runs.
+            # The process is pinged, and gets as long as it needs to answer.
             wait_until(lambda: not client.poll() and heard_s(client) == bench.now_s)
         assert process_of(client) is process
 
@@ -613,7 +613,7 @@ def test_a_look_tells_what_the_disk_holds(bench: Bench) -> None:
     host, disk = client.contents()
     assert (host.tier, disk.tier) == ("host", "disk")
     assert [one.digest for one in disk.adapters] == [one.digest for one in reversed(held)]
-    # Whoever looks when nobody can answer gets what is known.
+    # When no process can answer, a look reports the last known state.
     looked.clear()
     stop(client)
     client.look(looked.set)

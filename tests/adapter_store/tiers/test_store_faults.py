@@ -1,4 +1,4 @@
-"""Fetches while the blob store fails in every way: never a wrong byte, every error in time, nobody else notices."""
+"""Fetches while the blob store fails in every way: never a wrong byte, errors in time, other callers unaffected."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.adapter_store.stored_adapter import StoredAdapter
 from tests.adapter_store.tiers.open_source import fetch, open_source
 
 NUM_ON_DISK, NUM_COLD, NUM_THREADS = 3, 8, 6
-# A load reads the packed file and twice the canonical one, deletes, and writes the packed file.
+# A load reads the packed file once and the canonical one twice, deletes, and writes the packed file.
 DEADLINE_S = 4 * HURRIED.body_s + HURRIED.call_s
 MARGIN_S = 1.0
 ON_DISK_S = 0.5
-"""To read a small file; most of it is for threads that wait for a core."""
+"""Time to read a small file, in seconds; mostly slack for threads that wait for a core."""
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def test_no_wrong_byte_is_served_and_adapters_on_the_disk_do_not_notice(
         s3_bucket,
         "p",
         HURRIED,
-        # They must let enough through for that many faults, and close soon; a test of their own has them at work.
+        # The breaker must let enough of these faults through and close soon; it has its own test.
         CircuitBreaker(first_open_s=0.02, max_open_s=0.1),
         RetryBudget(capacity=50, refill_per_s=50),
     )
     on_disk = [store_adapter(blobs, is_packed=True, seed=number) for number in range(NUM_ON_DISK)]
     cold = [store_adapter(blobs, is_packed=number % 2 == 0, seed=100 + number) for number in range(NUM_COLD)]
-    # Cold adapters find no room on the disk: each fetch asks the blob store.
+    # Without room on the disk for cold adapters, each fetch asks the blob store.
     without_disk = open_source(blobs, target, tmp_path / "cold", disk_bytes=0)
     with_disk = open_source(blobs, target, tmp_path / "warm")
     for adapter in on_disk:

@@ -19,7 +19,7 @@ def lookups(counts: LoadCounts) -> dict[str, tuple[int, int]]:
 
 
 def stages(counts: LoadCounts) -> dict[str, tuple[int, int]]:
-    """How often, and with how many bytes; only those that were gone through."""
+    """The count and bytes of each stage that took place."""
     return {f"{one.tier} {one.stage}": (one.count, one.num_bytes) for one in counts.stages if one.count}
 
 

@@ -1,4 +1,4 @@
-"""What is verified when: nothing wrong is served, whatever happens to a file, and nothing is hashed for nothing."""
+"""What is verified when: wrong bytes are never served, whatever happens to a file, and no hashing is wasted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lane_sums(payload: npt.NDArray[np.uint8]) -> bytes:
 
 @pytest.fixture(scope="module")
 def payload() -> npt.NDArray[np.uint8]:
-    """Two chunks and an odd rest."""
+    """Two chunks and an odd remainder."""
     return np.random.default_rng(0).integers(0, 256, 2 * CHUNK_BYTES + 70_003, np.uint8)
 
 
@@ -85,7 +85,7 @@ def test_lane_sums_notice_what_disks_and_memory_do(payload: npt.NDArray[np.uint8
 
 
 class Reader:
-    """Gives a payload in pieces, as a file may, and remembers where they were wanted."""
+    """Returns a payload in pieces, as a file may, and counts the bytes read."""
 
     def __init__(self, data: bytes, piece: int) -> None:
         self._data = data
@@ -112,7 +112,7 @@ def test_a_payload_is_read_once_and_known_again(payload: npt.NDArray[np.uint8], 
     wrong = data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]
     assert not PayloadCheck(first.proof).run(found, sha256, Reader(wrong, piece))
     assert not PayloadCheck().run(found, sha256, Reader(wrong, piece))
-    # A proof of other bytes proves nothing of these.
+    # A proof of other bytes proves nothing about these.
     other = PayloadCheck(Proof("0" * 64, lane_sums(payload)))
     assert not other.run(found, sha256, Reader(wrong, piece))
     with pytest.raises(EOFError):
@@ -153,7 +153,7 @@ def test_a_packed_file_is_read_in_order_once_and_to_where_it_stays(
 
 
 class Bench:
-    """Each fetch reads the file on the disk."""
+    """Every fetch reads the file on the disk."""
 
     def __init__(self, target: PackTarget, tmp_path: Path, store_adapter: Any) -> None:
         self.blobs = WatchedBlobStore()

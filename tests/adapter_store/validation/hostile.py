@@ -1,6 +1,6 @@
-"""A catalogue of hostile and broken uploads: what an entry is, and the good adapter that each one spoils.
+"""A catalogue of hostile and broken uploads: the type of an entry, and the valid adapter that each entry corrupts.
 
-Every text of an entry that a tenant could choose holds MARK, so that a message which repeats one is found.
+Every text of an entry that a tenant could choose contains MARK, so that a message that repeats one is caught.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.adapter_store.small_base import OUTER_MODULES, make_target
 
 MARK = "kilroy"
 TARGET = make_target(outer_modules=OUTER_MODULES)
-"""The small base of these tests, with its embedding and its head."""
+"""The tests' small base, with its embedding and head."""
 
 LAYER = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
 Q_A, Q_B = LAYER.format(0, "A"), LAYER.format(0, "B")
@@ -29,16 +29,16 @@ Place = Callable[[Path, bytes], None]
 
 
 def good_files(**adapter: Any) -> AdapterFiles:
-    """An adapter of q_proj and v_proj, rank 4, that passes."""
+    """A valid adapter of q_proj and v_proj, by default with rank 4."""
     return AdapterMaker(TARGET)(**adapter)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hostile:
-    """One entry: what it is called, what it is refused with, and how it comes to be.
+    """One entry: its name, the refusal it gets, and how to make its files.
 
-    `change` spoils a good adapter; `config` and `tensors`, where given, are a file's bytes instead; `place` puts the
-    tensors at their path in another way than writing them.
+    `change` corrupts a valid adapter; `config` and `tensors`, where given, replace a whole file; `place` puts the
+    tensors at their path in some other way than writing them.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Hostile:
     adapter: dict[str, Any] = field(default_factory=dict)
 
     def files(self) -> tuple[bytes, bytes]:
-        """The configuration and the tensors."""
+        """The configuration's bytes and the tensors' bytes."""
         files = good_files(**self.adapter)
         self.change(files)
         config = files.config_bytes if self.config is None else self.config
@@ -72,7 +72,7 @@ class Hostile:
 
 
 def header_file(header: object, data: bytes = b"") -> bytes:
-    """A safetensors file of a header, given as a document or as bytes, and data."""
+    """A safetensors file with this header, given as a document or as bytes, and this data."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
 
@@ -82,7 +82,7 @@ def entry(begin: int, end: int, shape: Any = (4, 32), dtype: Any = "F32") -> dic
 
 
 def good_header() -> tuple[dict[str, Any], bytes]:
-    """The header and the data of a good adapter, to be spoilt."""
+    """The header and data of a valid adapter, to be corrupted."""
     tensors = good_files().tensor_bytes
     (length,) = struct.unpack_from("<Q", tensors)
     return json.loads(tensors[8 : 8 + length]), tensors[8 + length :]

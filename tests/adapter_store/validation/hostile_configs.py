@@ -1,4 +1,4 @@
-"""Configurations that are malformed, out of range, or ask for what is not supported."""
+"""Configurations that are malformed, out of range, or use unsupported features."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.adapter_store.validation.hostile import CONFIG, MARK, Hostile, good_f
 
 
 def _config(name: str, code: str, param: str, **changes: Any) -> Hostile:
-    """A good configuration with other values."""
+    """A valid configuration with some values changed."""
     return Hostile(name=name, code=code, param=param, change=lambda files: files.config.update(changes))
 
 
@@ -22,7 +22,7 @@ def _text(name: str, code: str, config: bytes, param: str = CONFIG) -> Hostile:
 
 
 def _spelt(name: str, code: str, members: str, param: str = CONFIG) -> Hostile:
-    """A good configuration with these members as well, spelt as given."""
+    """A valid configuration with extra members, spelled exactly as given."""
     return _text(name, code, json.dumps(good_files().config)[:-1].encode() + b", " + members.encode() + b"}", param)
 
 

@@ -1,4 +1,4 @@
-"""Files that are no safetensors file, or one that two readers could read differently."""
+"""Files that are not safetensors files, or that two parsers could read differently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.adapter_store.validation.hostile import CONFIG, MARK, Q_A, TENSORS, H
 
 
 class _Command:
-    """What pickle would run."""
+    """A command that pickle would run."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, (f"echo {MARK}",)
@@ -42,14 +42,14 @@ def _tar(mode: str) -> bytes:
 
 
 def _spoilt(change: Callable[[dict[str, Any]], object], data: Callable[[bytes], bytes] = lambda data: data) -> bytes:
-    """A good file with another header, and other data."""
+    """A valid file with its header, and optionally its data, changed."""
     header, bytes_of = good_header()
     change(header)
     return header_file(header, data(bytes_of))
 
 
 def _raw(template: str) -> bytes:
-    """A file of one 4 by 32 matrix whose entry is spelt as given."""
+    """A file with one 4 by 32 matrix whose entry is spelled exactly as given."""
     return header_file(f'{{"{MARK}": {template}}}'.encode(), bytes(512))
 
 

@@ -1,4 +1,4 @@
-"""Pairs of files of which each is good and the two together are not, and numbers that cannot be served."""
+"""Files that are valid alone but not as a pair, and values that cannot be served."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _pair(name: str, code: str, param: str | None, change: Change, **adapter: An
 
 
 def _tensor(name: str, code: str, tensor: str, values: Any, param: str | None = None, **adapter: Any) -> Hostile:
-    """A good adapter with one tensor more or another, or without it."""
+    """A valid adapter with one tensor added, replaced or removed."""
 
     def change(files: AdapterFiles) -> None:
         if values is None:
@@ -56,7 +56,7 @@ def _swapped(files: AdapterFiles) -> None:
 
 
 def _cut(rank: int) -> Change:
-    """Tensors of another rank than the configuration's."""
+    """Give the tensors another rank than the configuration's."""
 
     def change(files: AdapterFiles) -> None:
         for name, tensor in files.tensors.items():
@@ -66,7 +66,7 @@ def _cut(rank: int) -> Change:
 
 
 def _copied(old: str, new: str) -> Change:
-    """The same tensors under a second kind of names."""
+    """Add the same tensors again under a second naming scheme."""
 
     def change(files: AdapterFiles) -> None:
         files.tensors |= {name.replace(old, new): tensor for name, tensor in files.tensors.items()}
@@ -75,7 +75,7 @@ def _copied(old: str, new: str) -> Change:
 
 
 def _half_renamed(old: str, new: str) -> Change:
-    """One half of the tensors under another kind of names."""
+    """Rename half of the tensors to another naming scheme."""
 
     def change(files: AdapterFiles) -> None:
         files.tensors = {
@@ -185,7 +185,7 @@ COMBINATIONS = [
 def _value(
     name: str, code: str, tensor: str, value: float, param: str | None = None, dtype: Any = np.float32
 ) -> Hostile:
-    """A good adapter with one other value."""
+    """A valid adapter with one value changed."""
 
     def change(files: AdapterFiles) -> None:
         files.tensors[tensor][1, 2] = value
@@ -194,7 +194,7 @@ def _value(
 
 
 def _scaled(name: str, code: str, param: str | None, a: float, b: float, **config: Any) -> Hostile:
-    """A good adapter whose A and B are multiplied."""
+    """A valid adapter with A and B multiplied by a factor."""
 
     def change(files: AdapterFiles) -> None:
         for tensor_name, tensor in files.tensors.items():
@@ -205,7 +205,7 @@ def _scaled(name: str, code: str, param: str | None, a: float, b: float, **confi
 
 
 def _bfloat16(name: str, code: str, param: str | None, bits: int) -> Hostile:
-    """A good adapter in bfloat16 with one other value, given by its bits."""
+    """A valid adapter in bfloat16 with one value changed, given by its bits."""
 
     def tensors() -> bytes:
         header: dict[str, Any] = {}

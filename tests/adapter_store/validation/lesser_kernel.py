@@ -1,8 +1,8 @@
-"""Runs a program as on a kernel or in a container without some measures of the sandbox: their calls are refused.
+"""Runs a program as on a kernel or in a container that lacks some sandbox measures: their system calls are refused.
 
-    python lesser_kernel.py landlock,seccomp -m loramux.adapter_store.validation.sandbox
+python lesser_kernel.py landlock,seccomp -m loramux.adapter_store.validation.sandbox
 
-Filters of calls add up and are inherited, so that this is what the profile of a container does.
+Seccomp filters stack and are inherited, so this has the same effect as a container's profile.
 """
 
 from __future__ import annotations

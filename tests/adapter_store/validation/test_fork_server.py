@@ -1,4 +1,4 @@
-"""A process that forks for each request: forks share nothing, and nothing outlives who asked."""
+"""A process that forks for each request: forks share nothing, and no fork outlives its client."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_callers_take_turns(open_server: Open) -> None:
 
 
 def test_nothing_outlives_who_asked(open_server: Open) -> None:
-    """The socket closes when the asking process dies, however it dies."""
+    """The kernel closes the socket when the client process dies, however it dies."""
     server = open_server("open('/proc/self/comm', 'w').write('hanging'); time.sleep(60)")
     pids: list[int] = []
 
@@ -138,7 +138,7 @@ def is_running(pid: int) -> bool:
 
 
 def forks_of(server: ForkServer, name: str) -> list[int]:
-    """The forks that call themselves so."""
+    """The forks whose process name is `name`."""
     found = []
     with suppress(OSError):
         for child in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split():

@@ -1,4 +1,4 @@
-"""The largest valid adapter of a base passes within the validation process's own limits."""
+"""The largest valid adapter of a base passes within the validation process's limits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def assert_it_passes(target: PackTarget, directory: Path) -> None:
     )
     assert accepted.num_pages == target.max_pages
     assert usage["max_rss_bytes"] < usage["max_address_bytes"] < limits.memory_bytes
-    # The bound is what the issue of validation asks for: 512 MiB over what the inputs may take.
+    # The specified bound: 512 MiB more than the inputs may take.
     assert limits.memory_bytes == (512 << 20) + max(target.max_tensors_bytes, target.max_payload_bytes)
 
 

@@ -1,4 +1,4 @@
-"""The configuration's allow-list: every key has an effect that we compute, none, or is refused by name."""
+"""The configuration's allowlist: every key is supported, has no effect, or is refused by name."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_bad_json_is_refused(text: bytes, code: str) -> None:
     ],
 )
 def test_half_a_character_is_refused(text: str) -> None:
-    """What is recorded of a configuration is answered as UTF-8, which has no halves."""
+    """The recorded configuration is returned as UTF-8, which cannot encode a lone surrogate."""
     with pytest.raises(AdapterRejected) as refused:
         parse_peft_config(json.dumps(GOOD)[:-1].encode() + b", " + text.encode() + b"}")
     assert (refused.value.code, refused.value.param) == ("invalid_json", "adapter_config.json")

@@ -1,4 +1,4 @@
-"""What the real peft library saves is understood: names, ranks, scales, chosen modules, and the very products B A."""
+"""Adapters saved by the real peft library are read correctly: names, ranks, scales, modules, and the products B A."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def base() -> Any:
 
 @pytest.fixture
 def target(target: PackTarget) -> PackTarget:
-    """The small base with the embedding and the head of these sizes."""
+    """The small base with an embedding and a head of these sizes."""
     vocab_size, hidden_size = SIZES["vocab_size"], SIZES["hidden_size"]
     embedding = LinearShape("model.embed_tokens", vocab_size, hidden_size, is_embedding=True)
     return replace(target, outer_modules=(embedding, LinearShape("lm_head", hidden_size, vocab_size)))

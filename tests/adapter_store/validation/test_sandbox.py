@@ -1,4 +1,4 @@
-"""What the validation process cannot do once it is confined; every attempt is a real one, in a process of its own."""
+"""What a confined validation process cannot do; each test really tries it, in a separate process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def connect(family=socket.AF_INET, address="127.0.0.1"):
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A directory that the process has not been given, with a file in it."""
+    """A directory with a file in it that the process was given no access to."""
     directory = tmp_path / "outside"
     directory.mkdir()
     (directory / "secret").write_text("secret")
@@ -55,7 +55,7 @@ def scratch(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def port() -> Any:
-    """A listener on this machine that takes connections."""
+    """The port of a loopback listener that accepts connections."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(60)
 
@@ -74,7 +74,7 @@ def port() -> Any:
 def run_confined(
     code: str, scratch: Path, outside: Path, port: int, confinement: str = "sandbox.confine([scratch])"
 ) -> Any:
-    """What `code` leaves in `result` in a process that has confined itself."""
+    """Run `code` in a process that confines itself first, and return its `result`."""
     program = f"{_PRELUDE}\nmissing = {confinement}\n{code}\nprint(json.dumps(result))"
     done = subprocess.run(
         [sys.executable, "-P", "-c", program, scratch, outside, str(port)],
@@ -91,7 +91,7 @@ def run_confined(
 
 @pytest.fixture(scope="module")
 def lacking() -> set[str]:
-    """The measures that this machine lacks: what stands in for one of them is tested with the others."""
+    """The measures that this machine lacks; their tests are skipped."""
     return set(missing_measures())
 
 
@@ -225,7 +225,7 @@ result = [outcome, len(files) < 32]
 
 
 def test_it_dies_with_the_server(scratch: Path) -> None:
-    """The thread that started it is killed with its process; nobody is left to wait for a verdict."""
+    """The kernel kills it together with the thread that started it, as nobody is left to wait for a verdict."""
     child = (
         "import sys, time; from loramux.adapter_store import sandbox; from pathlib import Path; sandbox.confine([]);"
         " print('ready', flush=True); time.sleep(60)"
@@ -241,7 +241,7 @@ def test_it_dies_with_the_server(scratch: Path) -> None:
     pid = int(done.stdout)
     for _ in range(500):
         try:
-            # A process that has ended and has not been waited for is a zombie.
+            # A process that has exited but has not been waited for is a zombie.
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             return

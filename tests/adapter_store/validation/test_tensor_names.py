@@ -1,4 +1,4 @@
-"""Names of older PEFT versions, other trainers and wrappers: the same weights are the same version."""
+"""Tensor names of older PEFT versions, other trainers and wrappers: equal weights are the same version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREFIX = "base_model.model."
 
 
 def without_suffix(name: str) -> tuple[str, str]:
-    """A name in two: what comes before the adapter's name, and after it."""
+    """The parts of a name before and after the adapter's name."""
     return (name.removesuffix(".weight"), ".weight") if name.endswith(".weight") else (name, "")
 
 

@@ -1,4 +1,4 @@
-"""The validation process: the same verdicts, within limits, with nothing of ours in its environment."""
+"""The validation process: the same verdicts, within limits, with none of the server's environment."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _opened: list[SubprocessValidator] = []
 
 
 def opened(**options: Any) -> SubprocessValidator:
-    """A validator whose process ends with the test."""
+    """A validator whose process is stopped at the end of the test."""
     _opened.append(SubprocessValidator(**options))
     return _opened[-1]
 
@@ -86,7 +86,7 @@ def test_too_slow_is_refused(job: ValidationJob, target: PackTarget) -> None:
 
 
 def test_too_much_memory_is_refused(tmp_path: Path, target: PackTarget, adapter_maker: Any, job: ValidationJob) -> None:
-    """Eight megabytes in one layer become pages of half a gigabyte in 64 layers."""
+    """Eight megabytes in one layer become half a gigabyte of pages in 64 layers."""
     wide = PackTarget(
         (LinearShape("self_attn.q_proj", 4096, 4096),), replace(target.geometry, num_layers=64), "float32"
     )
@@ -99,7 +99,7 @@ def test_too_much_memory_is_refused(tmp_path: Path, target: PackTarget, adapter_
 
 
 def test_an_output_beyond_its_limit_is_refused_for_good(job: ValidationJob, target: PackTarget) -> None:
-    """The limit is that of the largest valid adapter, so another try would end the same way."""
+    """The limit fits the largest valid adapter, so a retry would fail in the same way."""
     with pytest.raises(AdapterRejected) as refused:
         opened(file_bytes=10_000).validate(job, target)
     assert refused.value.code == "validation_killed"
@@ -130,7 +130,7 @@ def test_only_a_limit_of_its_own_is_the_adapters_fault(
 
 
 def test_a_sparse_giant_takes_no_memory(job: ValidationJob, target: PackTarget) -> None:
-    """A header that promises what the file has, a terabyte of it in holes."""
+    """The header matches the file's size: a terabyte of holes."""
     shape = (1 << 20, 1 << 18)
     header = json.dumps({"kilroy": {"dtype": "F32", "shape": shape, "data_offsets": [0, 1 << 40]}}).encode()
     with job.tensors.open("wb") as file:
@@ -160,7 +160,7 @@ HANGING = worker("import time; time.sleep(60)")
 
 
 def answering(**answer: Any) -> str:
-    """A program that gives this answer, with what every answer has."""
+    """A program that returns this answer, together with the fields that every answer has."""
     return f"print({json.dumps({'missing': [], 'usage': {}, **answer})!r})"
 
 
@@ -196,7 +196,7 @@ def test_a_process_that_was_taken_over_is_not_believed(job: ValidationJob, targe
 def test_all_processes_of_the_group_are_killed(
     job: ValidationJob, target: PackTarget, tmp_path: Path, way: str
 ) -> None:
-    """Where the machine lets the process start others, they end with it."""
+    """If the machine lets the process start others, they are killed with it."""
     note = tmp_path / "pid"
     code = (
         "import os, time\n"
@@ -220,7 +220,7 @@ def test_all_processes_of_the_group_are_killed(
         thread.join()
     stat = Path(f"/proc/{note.read_text().rstrip('.')}/stat")
     for _ in range(500):
-        # Nobody may have waited for it yet.
+        # The process may not have been reaped yet.
         try:
             if stat.read_text().rpartition(")")[2].split()[0] in "ZX":
                 return
@@ -231,7 +231,7 @@ def test_all_processes_of_the_group_are_killed(
 
 
 def test_processor_time_is_bounded_as_well(job: ValidationJob, target: PackTarget) -> None:
-    """The clock on the wall may be slow to come; the kernel counts what the process uses."""
+    """Wall-clock time may come much later; the kernel counts the CPU time that the process uses."""
     code = (
         "from loramux.adapter_store.validation.sandbox import limit_resources\n"
         "limit_resources(1 << 32, 1 << 20, 1)\n"
@@ -291,7 +291,7 @@ def test_a_process_that_cannot_work_says_nothing_about_the_adapter(job: Validati
 
 
 def fork_of(validator: SubprocessValidator) -> int:
-    """The process that validates, once there is one that leads its session."""
+    """The fork that validates, once it leads its own session."""
     while True:
         pid = validator._processes.pid
         with suppress(OSError):
@@ -331,7 +331,7 @@ def test_closing_ends_what_runs_without_a_verdict(job: ValidationJob, target: Pa
 def test_only_a_crash_or_a_limit_is_a_verdict(
     job: ValidationJob, target: PackTarget, number: signal.Signals, error: type[Exception]
 ) -> None:
-    """A stop of the whole server signals its validation process as well."""
+    """Stopping the whole server signals its validation process too."""
     validator = opened(command=HANGING)
 
     def end_it() -> None:
