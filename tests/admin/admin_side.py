@@ -1,4 +1,4 @@
-"""The services of the admin app: SQLite, local blobs and the real validation process; only the engine is a fake."""
+"""The services of the admin app: SQLite, local blobs and the real validation process; only the engine is fake."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ TARGET = PackTarget(
 
 @dataclass
 class AdminSide:
-    """The services behind the app, and what a test may look into or break."""
+    """The services behind the app, and parts that a test may inspect or break."""
 
     services: AdminServices
     blobs: BlobStore
@@ -74,11 +74,11 @@ class AdminSide:
 def open_admin_side(
     directory: Path, target: PackTarget, blobs: BlobStore | None = None, sources: AdapterSources | None = None
 ) -> Iterator[AdminSide]:
-    """The services over an empty database in `directory`, where the blobs are too unless another store is given."""
+    """Open the services over an empty database in `directory`; blobs go there too unless another store is given."""
     database = Database(migrated_sqlite(directory / "loramux.db"))
     registry = AdapterRegistry(database, reserved_names=("the-base",), limits=AdapterLimits())
     blobs = blobs or LocalBlobStore(directory / "blobs")
-    # Not behind everything else on a machine that many tests keep busy.
+    # Normal priority, so that other tests on a busy machine do not starve it.
     validator = SubprocessValidator(niceness=0)
     ingest = Ingest(registry, blobs, target, directory / "scratch", validator, sources=sources or AdapterSources())
     worker = IngestWorker(ingest)
@@ -114,7 +114,7 @@ def open_admin_side(
             is_loopback=True,
             executor=executor,
             report_executor=report_executor,
-            # No rest, which would end after a test's event loop has.
+            # No delay, which would outlast a test's event loop.
             call_slots=TransferSlots("calls", MAX_CALLS, MAX_CALLS_EACH),
             page_slots=TransferSlots("pages", MAX_CALLS, MAX_CALLS_EACH),
             report_slots=TransferSlots("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH),

@@ -1,4 +1,4 @@
-"""An HTTP client of an app in the test process, without a socket."""
+"""An HTTP client for an app in the test process, without a socket."""
 
 from __future__ import annotations
 

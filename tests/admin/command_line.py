@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from loramux.admin.cli import app
 from tests.admin.admin_side import ADMIN_KEY
 
-# Typer makes the tree of commands anew for every call; one is enough for a test run.
+# Typer rebuilds the command tree for every call; one is enough for a test run.
 typer.testing._get_command = cache(typer.testing._get_command)
 
 
@@ -24,7 +24,7 @@ Run = Callable[..., Any]
 
 
 def command_line(url: str, monkeypatch: pytest.MonkeyPatch, config: Path) -> Run:
-    """The command line, which calls the server at `url` and finds its profiles below `config`."""
+    """The command line for the server at `url`, with its profiles below `config`."""
     monkeypatch.setenv("LORAMUX_ADMIN_URL", url)
     monkeypatch.setenv("LORAMUX_ADMIN_KEY", ADMIN_KEY)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(config))
@@ -33,6 +33,6 @@ def command_line(url: str, monkeypatch: pytest.MonkeyPatch, config: Path) -> Run
 
 
 def printed_json(result: Any) -> dict[str, Any]:
-    """The JSON that a verb printed."""
+    """The JSON that a command printed."""
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))

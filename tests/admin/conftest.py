@@ -31,14 +31,14 @@ def anyio_backend() -> str:
 
 @pytest.fixture(autouse=True)
 def log() -> Iterator[list[Any]]:
-    """What the services logged; kept off standard output, which belongs to the command line."""
+    """The services' log entries, kept off standard output because that is the command line's."""
     with structlog.testing.capture_logs() as entries:
         yield entries
 
 
 @pytest.fixture
 def admin_blobs(tmp_path: Path) -> BlobStore:
-    """What a module may put another store in the place of."""
+    """The blob store; a test module may override this fixture."""
     return LocalBlobStore(tmp_path / "blobs")
 
 
@@ -83,19 +83,19 @@ def admin_url(admin_server: RunningServer) -> str:
 
 @pytest.fixture
 def loramux(admin_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """The command line, which calls the running server and knows no profiles."""
+    """The command line for the running server, without any profiles."""
     return command_line(admin_url, monkeypatch, tmp_path / "config")
 
 
 @pytest.fixture
 def make_adapter(tmp_path: Path) -> MakeAdapter:
-    """Writes a PEFT directory that fits TARGET; every call makes other weights."""
+    """Writes a PEFT directory that fits TARGET; every call uses new weights."""
     return partial(write_peft_directory, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def console_side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdminSide]:
-    """Services that the module's tests share; each test makes what it needs beside what is there."""
+    """Services that the module's tests share; each test adds the objects it needs."""
     with open_admin_side(tmp_path_factory.mktemp("console"), TARGET) as side:
         yield side
 
@@ -107,6 +107,6 @@ def console_app(console_side: AdminSide) -> ASGIApp:
 
 @pytest.fixture
 async def browser(console_app: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
-    """A browser that nobody has signed in with."""
+    """A browser that is not signed in."""
     async with client_of(console_app) as client:
         yield client

@@ -1,4 +1,4 @@
-"""Requests of a given size in the accounts, without a gateway."""
+"""Requests of a given size in the ledger, without a gateway."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.admin.admin_side import AdminSide
 def begin_request(
     admin_side: AdminSide, tenant_id: str, key_id: str, model: str, prompt: int, completion: int = 16
 ) -> str:
-    """Reserve for one request of this size, which is in flight then."""
+    """Reserve quota for one request of this size, which is then in flight."""
     request_id = new_id("req")
     Admission(admin_side.services.database).reserve(
         ReservationRequest(

@@ -1,4 +1,4 @@
-"""The OpenAI side over a database of the admin tests, with an engine that repeats the prompt."""
+"""The OpenAI side over the admin tests' database, with an engine that repeats the prompt."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def open_services(database: Database, demo_base: Path) -> Iterator[GatewayServic
 
 @contextmanager
 def served(make_app: Callable[[], FastAPI]) -> Iterator[str]:
-    """An app on a real listener, in a thread; the URL."""
+    """Serve an app on a real listener in a thread, and yield its URL."""
     running = start_server(make_app())
     try:
         yield running.url

@@ -13,13 +13,13 @@ from safetensors.numpy import save_file
 from tests.admin.admin_side import NUM_LAYERS, TARGET
 
 MakeAdapter = Callable[..., Path]
-"""Takes what `write_peft_directory` takes after the directory."""
+"""Takes the arguments of `write_peft_directory` except the directory."""
 
 
 def write_peft_directory(
     parent: Path, rank: int = 2, config: dict[str, object] | None = None, poison: float | None = None
 ) -> Path:
-    """A PEFT directory below `parent` that fits TARGET, with random weights; `poison` replaces the first one."""
+    """A PEFT directory below `parent` that fits TARGET, with random weights; `poison` replaces the first weight."""
     directory = parent / f"peft-{secrets.token_hex(4)}"
     directory.mkdir()
     random = np.random.default_rng(secrets.randbits(32))

@@ -31,7 +31,7 @@ class RunningServer:
 
 
 def start_server(app: ASGIApp) -> RunningServer:
-    """Returns once the app answers."""
+    """Return once the app answers."""
     listener = bind("127.0.0.1", 0, "port")
     url = url_of(listener)
     server = HttpServer(app, listener)

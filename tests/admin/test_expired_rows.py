@@ -1,4 +1,4 @@
-"""What is over is swept, in portions, and nothing else; on both databases, and by several servers at once."""
+"""Expired rows and no others are swept in batches, on both databases, even by several servers at the same time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOW_US = 1_000_000
 
 
 def rows_of(table: Table, until: Column[int], times_us: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for each time, with whatever else the table wants."""
+    """One row per time, with values for the table's other required columns."""
     rest = [column for column in table.c if column is not until and not column.nullable]
     made = []
     for number, time_us in enumerate(times_us):

@@ -1,4 +1,4 @@
-"""Profiles: which server a verb calls, and a file that nobody else can read and no two commands can spoil."""
+"""Profiles: which server a command calls, and a file that is private and that concurrent commands cannot corrupt."""
 
 from __future__ import annotations
 

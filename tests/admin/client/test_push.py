@@ -1,4 +1,4 @@
-"""A push goes on where a server is busy, and says what became of the files."""
+"""A push retries when the server is busy, and reports what happened to the files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_push_of_what_is_out_of_service_says_so(client: AdminClient, make_adap
 
 
 class BusyServer(AdminClient):
-    """Turns each file away twice, once for want of a place and once by breaking off."""
+    """Refuses each file twice: first for lack of an upload slot, then by breaking the connection."""
 
     num_puts = 0
 

@@ -1,4 +1,4 @@
-"""The verbs of the command line against a real listener."""
+"""The commands of the command line against a real listener."""
 
 from __future__ import annotations
 

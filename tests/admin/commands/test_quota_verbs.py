@@ -1,4 +1,4 @@
-"""`loramux quotas`: set, plotted, tried and lifted."""
+"""`loramux quotas`: set, plot, try and remove."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables in whatever width there is: nothing is shortened, so that an identifier can be copied."""
+"""Tables at any terminal width: nothing is shortened, so that identifiers can be copied."""
 
 from __future__ import annotations
 

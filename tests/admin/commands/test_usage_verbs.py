@@ -1,4 +1,4 @@
-"""`loramux usage`, `costs`, `prices` and `audit` against a real listener, and the reports' formats and refusals."""
+"""`loramux usage`, `costs`, `prices` and `audit` against a real listener, with the reports' formats and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A browser without scripts that signs in to the console, and reads its streams."""
+"""A browser without scripts that signs in to the console and reads its streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.admin.admin_side import ADMIN_KEY
 
 
 class Browser:
-    """A signed-in browser without scripts: it follows no link that a test does not follow."""
+    """A signed-in browser without scripts; it follows links only when a test does so."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self.client = client
@@ -33,7 +33,7 @@ class Browser:
         return response
 
     async def post(self, path: str, **fields: Any) -> str:
-        """Send a form, go where it leads, and give what that page says on top."""
+        """Send a form, follow its redirect, and return the message at the top of that page."""
         headers = {"referer": f"http://admin.example/console{fields.pop('referer', '/')}"}
         data = {"csrf": self._csrf, **fields}
         response = await self.client.post(f"/console{path}", data=data, headers=headers)
@@ -44,7 +44,7 @@ class Browser:
         return re.sub(r"\s+", " ", notices[1])
 
     async def confirm(self, path: str, **choices: str) -> str:
-        """Open the page that says what an action will change, and do it with the form that is there."""
+        """Open a confirmation page and submit the form on it."""
         page = (await self.get(path)).text
         for said in ("What changes", "Who notices", "To undo it", "Leave it"):
             assert said in page, (path, said)
@@ -67,7 +67,7 @@ def first_match(pattern: str, text: str) -> str:
 
 
 class Stream:
-    """Reads a response of the app while it is being sent, as httpx's own transport cannot."""
+    """Reads a response of the app while it is being sent, which httpx's own transport cannot."""
 
     def __init__(self, app: ASGIApp, client: httpx.AsyncClient, path: str) -> None:
         cookies = "; ".join(f"{cookie.name}={cookie.value}" for cookie in client.cookies.jar)
@@ -105,7 +105,7 @@ class Stream:
         await self._task
 
     async def until(self, text: str) -> str:
-        """What came up to the chunk that has the text."""
+        """The text received up to and including the chunk that contains `text`."""
         read = ""
         with anyio.fail_after(10):
             while text not in read:

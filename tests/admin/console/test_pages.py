@@ -1,4 +1,4 @@
-"""The console's pages without a browser: what they show, what their actions do, and what they say in trouble."""
+"""The console's pages without a browser: their content, their actions, and their error messages."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ async def test_bad_input_is_never_a_failure_of_ours(operator: Browser, path: str
 
 
 PLAIN = {"object", "metric", "unit", "mode", "scope", "scopes", "updated_at", "tier", "kind", "next_page", "etag"}
-"""What only our own code says, and pages compare with what they know."""
+"""Fields that only our own code sets and that pages compare with known values."""
 NAMED = ("aliases", "changes", "modules")
-"""Objects whose names come from outside."""
+"""Objects whose keys are chosen by users."""
 
 
 class HostileRest:
-    """The routes, with something nasty behind every text that they answer."""
+    """The REST routes, with hostile markup appended to every text in their answers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -103,7 +103,7 @@ class HostileRest:
                 message = {**message, "body": msgspec.json.encode(_spoilt(msgspec.json.decode(message["body"])))}
             await send(message)
 
-        # What pages ask for next is named by what they were answered.
+        # Pages put names from earlier answers into their next request.
         asked = scope["query_string"].replace(quote_plus(HOSTILE).encode(), b"")
         await self._app({**scope, "path": scope["path"].replace(HOSTILE, ""), "query_string": asked}, receive, spoilt)
 
@@ -119,7 +119,7 @@ def _spoilt(value: Any, name: str = "") -> Any:
 
 
 class Nasty(html.parser.HTMLParser):
-    """Finds elements and attributes that only a name can have brought."""
+    """Finds elements and attributes that only an unescaped name can have created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ async def test_what_cannot_be_undone_easily_is_asked_first(operator: Browser, co
 
 
 async def _followed(operator: Browser, path: str) -> str:
-    """The page that a path leads to."""
+    """The page that a path redirects to."""
     return (await operator.client.get((await operator.get(path, 303)).headers["location"])).text
 
 
@@ -284,12 +284,12 @@ async def test_nothing_that_a_name_holds_gets_out_of_its_place(
             assert found.found == [], path
             assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e\u200b]", response.text), path
             num_shown += "x-nasty" in response.text
-    # On a page that shows no name nothing was proven.
+    # A page that shows no name would prove nothing.
     assert num_shown >= len(pages) - 8
 
 
 async def _voice(operator: Browser, make_adapter: Callable[..., Path]) -> str:
-    """An adapter with a version; another test of this file has mostly made it already."""
+    """The path of an adapter with a version, usually created by an earlier test of this file."""
     listed = r"/console/adapters/(ada_[0-9a-f]{32})"
     if (page := await operator.client.get("/console/adapters?tenant=maker")).status_code == 404:
         await operator.post("/tenants", slug="maker")

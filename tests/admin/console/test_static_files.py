@@ -1,4 +1,4 @@
-"""The console's static files: the vendored ones are what they say, and all are served and marked for keeping."""
+"""The console's static files: vendored files match their checksums, and all are served with caching headers."""
 
 from __future__ import annotations
 

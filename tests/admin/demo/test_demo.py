@@ -1,4 +1,4 @@
-"""`loramux demo`: the table, the bill that adds up, and the end."""
+"""`loramux demo`: the table, a bill that adds up, and shutdown."""
 
 from __future__ import annotations
 

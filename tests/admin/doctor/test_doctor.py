@@ -1,4 +1,4 @@
-"""`loramux doctor` on machines and servers where one thing is wrong: it names it, says how to mend it, and exits 1."""
+"""`loramux doctor` where exactly one thing is wrong: it names the fault, says how to fix it, and exits with 1."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_well_server_passes_every_check(loramux: Run, admin_side: AdminSide, m
     result = loramux("doctor", "--json")
     assert result.exit_code == 0, result.stdout
     checked = found(result)
-    # The walls are this machine's, whatever is right for a server.
+    # The sandbox depends on this machine, not on the server.
     assert checked.pop("sandbox")["grade"] in ("ok", "warning")
     assert {finding["grade"] for finding in checked.values()} == {"ok"}
     assert {"python", "torch", "server", "versions", "clock", "engine", "database", "object store", "disk"} <= set(
@@ -54,7 +54,7 @@ def test_a_server_whose_parts_fail_is_told_apart_from_one_that_is_away(
     loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admin_side.engine.die()
-    # Not a matter of permissions, which do not hold for root.
+    # Break the store without permissions, which root bypasses.
     shutil.rmtree(admin_side.services.self_check.data_dir / "blobs", ignore_errors=True)
     (admin_side.services.self_check.data_dir / "blobs").write_text("no directory")
     with admin_side.services.database.write() as connection:

@@ -1,4 +1,4 @@
-"""Random calls of a listener by its OpenAPI document, with every check that schemathesis knows."""
+"""Random calls to a listener, generated from its OpenAPI document, with every check of schemathesis."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from schemathesis.config import SchemathesisConfig
 from schemathesis.core.parameters import ParameterLocation
 from schemathesis.generation import GenerationMode
 
-# A call may be well-formed and still ask for what cannot be: another's name, a prompt beyond the context.
+# A well-formed call may still ask for something impossible, such as another tenant's name or too long a prompt.
 MEANT_OTHERWISE = [*range(200, 300), 400, 401, 403, 404, 409, 412, 413, 422, 429]
 
 Known = Callable[[str], Mapping[str, Any]]
-"""What exists, by the name of the parameter that means it, for an operation of this path."""
+"""For an operation's path, the names of existing things, by parameter."""
 
 
 @dataclass(slots=True)
 class Cases:
-    """What was called, and what was answered."""
+    """How many cases were generated, and the statuses they were answered with."""
 
     num_generated: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
@@ -40,10 +40,10 @@ class Cases:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Data of one kind, and how much of all is of it.
+    """A kind of test data, and its share of all data.
 
-    Where the document says that a key is needed, wrong data is for the most part a wrong key, which is refused before
-    anything else is looked at. So most data is made from a document without that line, and sent with good keys.
+    Where the document requires a key, invalid data is mostly an invalid key, which is refused before anything else is
+    checked. So most data is generated from a document without that requirement, and sent with valid keys.
     """
 
     mode: GenerationMode
@@ -58,7 +58,7 @@ KINDS = (
     Kind(GenerationMode.NEGATIVE, is_guarded=False, share=0.45),
 )
 CALLS_EACH = 3
-"""To generate data takes far longer than to send it, so that a campaign sends it more than once."""
+"""Data takes far longer to generate than to send, so a campaign sends each case this many times."""
 
 
 def call_all(
@@ -71,11 +71,11 @@ def call_all(
     is_thorough: bool = True,
     cases: Cases | None = None,
 ) -> Cases:
-    """Call every operation, some `num_calls` times in all, with data that the document allows and with other.
+    """Call every operation, about `num_calls` times in all, with data that is valid and invalid by the document.
 
-    Data is sent as it is, then with what is `known` in the place of the names in it, and so again with another of the
-    `keys`, the first of which is the one that may do most; each in only one of these ways where this is not
-    `is_thorough`. Raises what a check finds, and tells `cases` what was called before.
+    Each case is sent unchanged, then with `known` names put in, and then again with another of the `keys`, the first of
+    which has the most rights. Unless `is_thorough`, each case is sent in only one of these ways. Raises the checks'
+    errors; `cases` then has the calls made so far.
     """
     by_guard = {
         True: schemathesis.openapi.from_dict(dict(document), config=_config(url, keys[0])),
@@ -89,7 +89,7 @@ def call_all(
         for at, path in enumerate(one.path for one in found[True]):
             names = known(path)
             for kind in KINDS:
-                # The few of a short run are those that get past the key.
+                # A short run spends its few cases on calls that get past the key.
                 num_cases = max(round(each * kind.share), 0 if kind.is_guarded else 1)
                 operation = found[kind.is_guarded][at]
                 is_possible = kind.is_guarded or kind.mode.is_positive or _can_be_wrong(document, operation)
@@ -102,7 +102,7 @@ def call_all(
 
 @dataclass(frozen=True, slots=True)
 class _Visitor:
-    """Calls one operation; without `keys`, with those that come with the data."""
+    """Calls one operation with `keys`; without any, with the key in the generated data."""
 
     operation: Any
     session: requests.Session
@@ -135,14 +135,14 @@ class _Visitor:
             if (other is not None and way is None) or way == 2:
                 self._call(case, other)
 
-        # An operation without any parameter cannot be called wrongly.
+        # An operation without parameters cannot be called wrongly.
         with suppress(Unsatisfiable):
             call()
 
     def _name_what_exists(self, case: Any) -> bool:
-        """Put what is known in the place of the names in a case; whether there was any.
+        """Replace names in a case by existing ones; whether there were any.
 
-        What is wrong on purpose stays so: the checks want it refused.
+        Deliberately invalid parts are kept, because the checks expect their refusal.
         """
         is_changed = False
         for location, place in (
@@ -175,7 +175,7 @@ def _config(url: str, key: str | None = None) -> SchemathesisConfig:
 
 
 def _can_be_wrong(document: Mapping[str, Any], operation: Any) -> bool:
-    """Whether data can be against the document; hypothesis takes seconds to find that it cannot."""
+    """Whether data can violate the document; hypothesis takes seconds to find out that it cannot."""
     described = document["paths"][operation.path][operation.method]
     if "application/json" in described.get("requestBody", {}).get("content", {}):
         return True
@@ -187,7 +187,7 @@ def _can_be_wrong(document: Mapping[str, Any], operation: Any) -> bool:
 
 
 def _without_security(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The document of a server that would ask for no key."""
+    """The document as if the server required no key."""
     bare = copy.deepcopy(dict(document))
     bare["components"].pop("securitySchemes")
     for item in bare["paths"].values():
@@ -198,7 +198,7 @@ def _without_security(document: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Search the whole heap for garbage seldom: it holds all that was imported, and that is a fifth of the time."""
+    """Collect garbage rarely; scanning the heap with all imported modules takes a fifth of the time."""
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()

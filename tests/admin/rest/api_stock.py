@@ -1,4 +1,4 @@
-"""Real things of every kind for random calls to name: what one call ended is made again for the next operation."""
+"""Real objects of every kind for random calls to name; those that a call deletes are recreated afterwards."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ROLES = ("tenant:admin", "tenant:develop", "tenant:read")
 
 
 class ApiStock:
-    """One tenant with an adapter, and what belongs to them; a second tenant that sees none of it.
+    """One tenant with an adapter and everything that belongs to them, and a second tenant that can see none of it.
 
-    The adapter's version is validated by the side's worker, so that the side needs the target of the hostile catalogue.
+    The side's worker validates the adapter's version, so the side needs the hostile catalogue's target.
     """
 
     def __init__(self, side: AdminSide) -> None:
@@ -35,7 +35,7 @@ class ApiStock:
         self.version = self._services.ingest.create_version(self.adapter.id, self._upload(is_sent=True))
 
     def admin_keys(self) -> list[str]:
-        """The operator's key, one of each role, and a stranger's."""
+        """The operator's key, a viewer's key, one key for each role of the tenant, and a key of another tenant."""
         keys = self._services.api_keys
         made = [keys.create(None, "viewer", ["platform:read"])]
         made += [keys.create(self.tenant.id, role, [role]) for role in ROLES]
@@ -43,7 +43,7 @@ class ApiStock:
         return [ADMIN_KEY, *(one.secret for one in made)]
 
     def names(self, path: str) -> Mapping[str, Any]:
-        """What exists now, for an operation of this path."""
+        """The names that exist now, for an operation with this path."""
         services = self._services
         key = services.api_keys.create(self.tenant.id, "known").key
         quota = services.quotas.set(self.tenant.id, "tokens_per_day", 1_000_000)
@@ -75,7 +75,7 @@ class ApiStock:
         }
 
     def _open_upload(self) -> str:
-        """One for as long as calls leave it open: a tenant may not have any number of them."""
+        """An open upload, reused until a call closes it, because a tenant may have only so many."""
         found = self._services.ingest.get_upload(self._open_id)
         if found is None or found.state != "open":
             self._open_id = self._upload(is_sent=False)

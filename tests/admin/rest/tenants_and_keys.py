@@ -1,4 +1,4 @@
-"""Tenants and keys made over REST."""
+"""Tenants and keys created over REST."""
 
 from __future__ import annotations
 

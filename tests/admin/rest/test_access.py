@@ -1,4 +1,4 @@
-"""Who may call `/admin/v1`: no key, a key that only infers, a viewer, and a tenant's administrator."""
+"""Who may call `/admin/v1`: no key, an inference key, a viewer, and a tenant's administrator."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_no_request_needs_a_thread_that_all_share(http: httpx.AsyncClient)
 async def test_a_viewer_changes_nothing(http: httpx.AsyncClient, admin_side: Any) -> None:
     key = await new_key(http, None, "platform:read")
     for method, path in routes(admin_side):
-        # A dry run is asked for with a body, but it changes nothing.
+        # A dry run is a POST, but it changes nothing.
         if method in ("POST", "PUT", "DELETE") and path != "/admin/v1/quotas/check":
             response = await http.request(method, path, headers=bearer(key["secret"]), json={})
             assert response.status_code == 403, (method, path)

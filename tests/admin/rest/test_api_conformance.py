@@ -1,6 +1,6 @@
-"""Random calls over both OpenAPI documents: no 5xx, no status, header or body that is not documented.
+"""Random calls from both OpenAPI documents: no 5xx, and no undocumented status, header or body.
 
-LORAMUX_API_CASES says how many calls `make campaign-api` makes, LORAMUX_API_SEED which ones.
+LORAMUX_API_CASES sets how many calls `make campaign-api` makes, and LORAMUX_API_SEED which ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_many_calls_are_answered_as_documented(listener: str, tmp_path: Path, de
     try:
         _run(listener, tmp_path, demo_base, CASES * 9 // 10 if listener == "admin" else CASES // 10, cases=cases)
     finally:
-        # Also of a run that was ended before its time.
+        # Also print the figures of an interrupted run.
         answered = dict(sorted(cases.statuses.items()))
         print(f"\n{listener}: {cases.num_calls} calls with {cases.num_generated} generated cases, {answered}")
 

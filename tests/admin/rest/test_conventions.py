@@ -1,4 +1,4 @@
-"""What every route of `/admin/v1` does alike: repeated calls, preconditions, bodies, names, and who may do what."""
+"""The conventions of every `/admin/v1` route: repeated calls, preconditions, bodies, names, and permissions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BASE = "/admin/v1"
 
 @pytest.fixture(scope="module")
 def side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdminSide]:
-    """One admin side for all tests here, each of which brings tenants of its own."""
+    """The admin side that all these tests share; each test creates its own tenants."""
     with open_admin_side(tmp_path_factory.mktemp("conventions"), TARGET) as side:
         yield side
 
@@ -285,7 +285,7 @@ async def test_hostile_names_are_refused_and_not_repeated(http: httpx.AsyncClien
             assert name not in response.text
     encoded = str(httpx.QueryParams({"n": name}))[2:].replace("+", "%20")
     for path in (f"/adapters/{adapter.id}/aliases/{encoded}", f"/tenants/{encoded}", f"/api_keys/{encoded}"):
-        # Nothing at all behind the slash is the list's path.
+        # An empty name is the path of the list.
         response = await http.get(path if encoded else path.rstrip("/"))
         assert response.status_code in (200, 400, 404), path
     for body in ({"display_name": f"a{name}\u2066b"}, {"display_name": ""}):
@@ -293,11 +293,11 @@ async def test_hostile_names_are_refused_and_not_repeated(http: httpx.AsyncClien
         assert response.status_code == 400
 
 
-# Who may do what
+# Permissions
 
 
 def add_version(side: AdminSide, adapter_id: str) -> str:
-    """A version that was validated, without the wait for it."""
+    """Add a rejected version without running validation."""
     version_id = new_id("adv")
     values = {"id": version_id, "adapter_id": adapter_id, "number": 1, "state": "rejected", "upload_id": new_id("upl")}
     with side.services.database.write() as connection:
@@ -483,7 +483,7 @@ async def test_two_uploads_of_one_version_at_once_are_one_version(
     assert {answer.json()["number"] for answer in answers} == {1}
 
 
-# What runs, and what stays
+# Requests in flight, and pins
 
 
 def reserve(side: AdminSide, tenant_id: str, key_id: str) -> str:
@@ -516,7 +516,7 @@ async def test_requests_in_flight_are_listed_and_cancelled(side: AdminSide) -> N
     assert (await viewer.post(f"/requests/{request_id}/cancel")).status_code == 403
     cancelled = await admin.post(f"/requests/{request_id}/cancel")
     assert (cancelled.status_code, cancelled.json()["state"]) == (202, "cancelling")
-    # The gateway that runs it learns so with its next checkpoint.
+    # The gateway that runs the request learns this with its next checkpoint.
     assert admission.checkpoint([Checkpoint(request_id, 8)]) == [request_id]
 
 

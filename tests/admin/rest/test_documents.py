@@ -1,4 +1,4 @@
-"""The OpenAPI documents: every operation of both listeners says what it does, what it takes and what it can answer."""
+"""The OpenAPI documents: every operation of both listeners describes its purpose, parameters and possible answers."""
 
 from __future__ import annotations
 

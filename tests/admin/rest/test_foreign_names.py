@@ -1,6 +1,6 @@
-"""A name of another tenant's and a name of nobody's get the same answer by the same statements.
+"""Another tenant's name and an unused name get the same answer, after the same SQL statements.
 
-Statements are counted rather than timed: a round trip or a transaction more is what a clock would tell.
+Statements are counted rather than timed: an extra round trip or transaction is what a clock would reveal.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.anyio
 
 @dataclass(frozen=True)
 class Stock:
-    """What globex has, by kind, and names that nobody has; acme asks for both."""
+    """What globex has, by kind, and unused names; acme asks for both."""
 
     foreign: dict[str, str]
     unknown: dict[str, str]
     own: str
-    """An adapter of acme's."""
+    """One of acme's adapters."""
     headers: dict[str, str]
 
 
@@ -61,7 +61,7 @@ async def stock(http: httpx.AsyncClient, admin_side: AdminSide) -> Stock:
 
 @contextmanager
 def statements_of(side: AdminSide) -> Iterator[list[str]]:
-    """The statements that are executed meanwhile, transactions included, in any thread."""
+    """Record the statements that any thread executes in the block, including transaction ends."""
     seen: list[str] = []
     engine = side.services.database._engine
     heard = {
@@ -127,7 +127,7 @@ async def test_another_tenants_and_nobodys_cannot_be_told_apart(
         return response.status_code, text, seen
 
     for method, path, body in CALLS:
-        # The first call may find nothing in a cache.
+        # The first call may miss a cache.
         await ask(method, path, body, stock.unknown)
         foreign, unknown = [await ask(method, path, body, names) for names in (stock.foreign, stock.unknown)]
         assert foreign[0] == 404, (method, path, foreign)
@@ -142,7 +142,7 @@ async def test_a_grant_is_taken_back_by_slug_or_identifier(
         assert (await http.put(f"{grants}/globex")).status_code == 200
         assert (await http.delete(f"{grants}/{name}", headers=stock.headers)).status_code == 204
         assert (await http.get(grants)).json()["data"] == []
-    # A slug may look like an identifier. The tenant whose identifier it is comes first.
+    # A slug may look like another tenant's identifier; the identifier takes precedence.
     double = await new_tenant(http, stock.foreign["tenant"])
     for granted in (stock.foreign["tenant"], double):
         assert (await http.put(f"{grants}/{granted}")).status_code == 200

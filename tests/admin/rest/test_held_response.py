@@ -1,4 +1,4 @@
-"""A response that holds a slot releases it, also where its client stops reading."""
+"""A response that holds a slot releases it even if its client stops reading."""
 
 from __future__ import annotations
 

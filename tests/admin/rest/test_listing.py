@@ -1,4 +1,4 @@
-"""Lists are walked by identifiers, and refuse parameters that name no page."""
+"""Lists are paged by identifier, and refuse parameters that name no page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input is answered as `docs/clients.md` says: each line of its table is a call here, and the other way round."""
+"""Bad input is answered as `docs/clients.md` says: each line of its table is a call here, and vice versa."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DOCUMENTED = {
 
 
 class Caller:
-    """An administrator of a platform that has no other, and what there is: a tenant with a key and an adapter."""
+    """The platform's only administrator, with a tenant that has a key and an adapter."""
 
     def __init__(self, http: httpx.AsyncClient, key_id: str, adapter_id: str) -> None:
         self.http = http
@@ -98,7 +98,7 @@ CALLS: dict[str, Callable[[Caller], Awaitable[httpx.Response]]] = {
 
 @pytest.fixture(scope="module")
 def made(console_side: AdminSide) -> tuple[Any, str, str, str]:
-    """The app of a server without an operator's key, and its one administrator's key."""
+    """The app of a server without an operator's key, and the key of its only administrator."""
     services = replace(console_side.services, api_keys=ApiKeys(console_side.services.database))
     key = services.api_keys.create(None, "last", ["platform:admin"])
     tenant = services.tenants.create("refused")

@@ -1,4 +1,4 @@
-"""A small app on a real listener, whose connections a test can look at, and whose time it can move on."""
+"""A small app on a real listener whose connections a test can inspect and whose clock it can advance."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HELLO = request("GET", "/", {})
 
 @dataclass
 class Listener:
-    """A small app on a real listener, as `loramux serve` has it."""
+    """A small app on a real listener, set up as in `loramux serve`."""
 
     port: int
     book: ConnectionBook
@@ -42,7 +42,7 @@ class Listener:
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """`/` says who calls; `/wait` answers when it may; `/endless` answers without end; a body is always read."""
+        """`/` names the caller, `/wait` answers when allowed, `/endless` never stops; bodies are always read."""
         try:
             self.num_asked += 1
             self.num_waiting += 1
@@ -70,17 +70,17 @@ class Listener:
             return None
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run it on the server's loop."""
+        """Run a function on the server's loop."""
         done = threading.Event()
         self.loop.call_soon_threadsafe(lambda: (function(), done.set()))
         assert done.wait(10)
 
     def sweep_later(self, seconds: float) -> None:
-        """As if so much time had passed."""
+        """Sweep as if this many seconds had passed."""
         self.call(lambda: self.book.sweep(self.loop.time() + seconds))
 
     def make_older(self, seconds: float) -> None:
-        """As if its clients had kept each connection waiting for so much longer."""
+        """Make each connection look as if its client had delayed it this many seconds longer."""
 
         def move() -> None:
             for one in self.book._members:
@@ -143,7 +143,7 @@ def answer(connection: socket.socket) -> tuple[int, bytes]:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the server has kept it; what it said before is thrown away."""
+    """Whether the server has kept the connection open; discards what it has sent."""
     connection.settimeout(0.1)
     try:
         while connection.recv(65536):

@@ -1,4 +1,4 @@
-"""Connections leave descriptors to the database, the engine and files."""
+"""Connections leave enough descriptors for the database, the engine and files."""
 
 from __future__ import annotations
 

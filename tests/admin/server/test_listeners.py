@@ -1,4 +1,4 @@
-"""Ports are taken early, by one server, and can be taken again at once."""
+"""Ports are bound early, by one server only, and can be bound again immediately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log of a process whose standard error cannot be written."""
+"""Logging in a process whose standard error cannot be written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings come from flags, variables and a file, and every fault is told at once."""
+"""Settings come from flags, variables and a file, and all faults are reported together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tenant rests for as long as its calls took, and its slots come back."""
+"""A tenant rests for as long as its calls took, and then its slots are free again."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ async def test_a_slot_comes_back_after_its_rest(monkeypatch: pytest.MonkeyPatch)
         async with resting.held_slot("acme", is_patient=True):
             await anyio.sleep(0.001)
     with anyio.fail_after(10):
-        # It is forgotten when its last rest is over, so that tenants of long ago take no memory.
+        # A tenant is forgotten after its last rest, so that inactive tenants take no memory.
         while resting._of_tenant:  # noqa: ASYNC110
             await anyio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A provider that answers as a test tells it to, and lies as it is told to."""
+"""An OpenID provider whose answers, including false ones, a test chooses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from joserfc.jwk import ECKey, OctKey
 
 @dataclass
 class FakeProvider:
-    """`claims` take the place of those of a right ID token; `key` and `header` sign it."""
+    """`claims` override those of a valid ID token; `key` and `header` sign it."""
 
     url: str = ""
     nonce: str = ""
@@ -33,10 +33,10 @@ class FakeProvider:
     access_token: str = "opaque"
     refresh_token: str | None = None
     refused_tokens: set[str] = field(default_factory=set)
-    """Access tokens whose time is over."""
+    """Access tokens that have expired."""
     is_broken: bool = False
     num_asked: int = 0
-    """How often it was asked about somebody."""
+    """Number of requests for user information."""
 
     def status(self, path: str, authorization: str) -> int:
         if self.is_broken and path in ("/userinfo_endpoint", "/token_endpoint"):

@@ -1,4 +1,4 @@
-"""Single sign-on to the console: by a provider that lies as it is told, and by a real one (`make test-oidc`)."""
+"""Single sign-on to the console with a provider that lies on demand, and with a real one (`make test-oidc`)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def console_of(services: AdminServices, settings: OidcSettings, rest: ASGIApp) -
 
 
 async def begin(browser: httpx.AsyncClient, provider: FakeProvider, next_path: str = "") -> dict[str, str]:
-    """Go to the provider; what it was asked."""
+    """Follow the redirect to the provider, and return the query parameters it received."""
     response = await browser.get("/console/oidc/login", params={"next": next_path} if next_path else {})
     assert response.status_code == 303, response.text
     asked = {name: values[0] for name, values in parse_qs(urlsplit(response.headers["location"]).query).items()}
@@ -90,7 +90,7 @@ async def begin(browser: httpx.AsyncClient, provider: FakeProvider, next_path: s
 
 
 def under_way(browser: httpx.AsyncClient) -> dict[str, str]:
-    """The cookies of sign-ins that the browser has begun."""
+    """The cookies of sign-ins that the browser has started."""
     return {name: value for name, value in browser.cookies.items() if name.startswith("loramux_oidc")}
 
 
@@ -246,7 +246,7 @@ async def test_the_way_back_leads_nowhere_else(browser: httpx.AsyncClient, provi
 
 
 class Hours:
-    """A server's services by a clock that a test moves on; everything else is as it was."""
+    """The side's services with a database clock that a test can advance."""
 
     def __init__(self, side: AdminSide, monkeypatch: pytest.MonkeyPatch) -> None:
         self.passed_s = 0.0
@@ -464,7 +464,7 @@ async def test_a_real_provider_signs_people_in(
 
 
 async def at_provider(outside: httpx.AsyncClient, location: str, person: str) -> str:
-    """Do what a person does there: name, password, consent. The address that the browser is sent back to."""
+    """Sign in at the provider as a person does (name, password, consent); the URL that it redirects the browser to."""
     for _ in range(12):
         if location.startswith(CONSOLE_HOST):
             return location

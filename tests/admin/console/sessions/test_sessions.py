@@ -1,6 +1,6 @@
-"""Sessions and failures to sign in as the database keeps them, by a clock that the tests move on.
+"""Console sessions and failed sign-ins in the database, with a clock that tests advance.
 
-The campaign runs the same on PostgreSQL.
+The campaign runs the same tests on PostgreSQL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.admin.admin_side import ADMIN_KEY
 
 @pytest.fixture(scope="module")
 def clock() -> list[int]:
-    """Seconds, as tests move them on."""
+    """The time in seconds, advanced by tests."""
     return [1_000_000]
 
 
@@ -34,7 +34,7 @@ def shared_database(
 ) -> Iterator[Database]:
     url = f"sqlite:///{tmp_path_factory.mktemp('sessions') / 'loramux.db'}"
     if request.param == "postgres":
-        # The server's own database, which no other test uses.
+        # The server's default database, which no other test uses.
         url = request.getfixturevalue("postgres_server")
     made = Database(url, clock=lambda: clock[0] * 1_000_000)
     made.upgrade()
@@ -44,7 +44,7 @@ def shared_database(
 
 @pytest.fixture
 def database(shared_database: Database) -> Database:
-    """Without sessions and failures of the tests before."""
+    """The shared database without earlier tests' sessions and failures."""
     with shared_database.write() as connection:
         for table in (schema.console_sessions, schema.login_failures):
             connection.execute(delete(table))
@@ -194,7 +194,7 @@ def test_what_the_database_keeps_of_a_session_opens_nothing_and_says_nothing(
     assert sessions.find(row.id_sha256.hex()) is None
     other = sessions.open(OPERATOR, SessionContent(key_sha256=key_sha256(ADMIN_KEY)))
     with database.write() as connection:
-        # Somebody who may write there puts one session's content into another's row.
+        # An attacker with write access copies one session's content into another's row.
         connection.execute(update(schema.console_sessions).values(sealed=row.sealed))
     assert sessions.find(token) is not None
     assert sessions.find(other) is None

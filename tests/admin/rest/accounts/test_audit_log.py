@@ -1,4 +1,4 @@
-"""Each administrative change is in the audit log, with who, from where and what; no secret ever is."""
+"""Every administrative change is in the audit log, with who, from where and what, but never a secret."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ AUDITED = {
     ("POST", "/admin/v1/prices"): "price.add",
     ("DELETE", "/admin/v1/prices/{price_id}"): "price.withdraw",
 }
-"""What this module does through each route, and what the log must then say."""
+"""The routes that this module calls, and the action that each must log."""
 
 ELSEWHERE = {
-    # Their audit lines need an engine or an upload; the tests of those run them.
+    # These need an engine or an upload; their own tests check the audit lines.
     ("POST", f"{_ADAPTER}/versions"): "version.create",
     ("POST", f"{_ADAPTER}/versions/{{number}}/pin"): "version.pin",
     ("POST", f"{_ADAPTER}/versions/{{number}}/unpin"): "version.unpin",
     ("POST", "/admin/v1/requests/{request_id}/cancel"): "request.cancel",
 }
 CHANGES_NOTHING = {
-    # Bytes on their way to a version, whose creation is what counts; a hint to a cache; a question.
+    # Bytes for a version that is audited when it is created, a cache hint, and a question.
     ("POST", f"{_ADAPTER}/uploads"),
     ("DELETE", f"{_ADAPTER}/uploads/{{upload_id}}"),
     ("PUT", f"{_ADAPTER}/uploads/{{upload_id}}/files/{{name}}"),
@@ -83,7 +83,7 @@ def test_every_route_that_changes_something_is_known_here(admin_side: Any) -> No
 
 @pytest.fixture
 def secret() -> str:
-    """What looks like somebody's key, in every field that takes text."""
+    """A string that looks like someone's API key, sent in every text field."""
     return f"sk-lmx-{'A' * 16}-{'b' * 43}"
 
 
@@ -155,7 +155,7 @@ async def test_each_change_is_written_down_and_no_secret_is(
 
 
 async def _deletes(http: httpx.AsyncClient, call: Any) -> None:
-    """Of things that nothing depends on."""
+    """Delete things that nothing depends on."""
     await call("POST", "/admin/v1/tenants", 201, {"slug": "short-lived"})
     empty = await call("POST", "/admin/v1/adapters", 201, {"tenant": "short-lived", "name": "empty"})
     await call("DELETE", _ADAPTER, 204, adapter_id=empty["id"])
@@ -201,14 +201,14 @@ async def test_a_tenant_learns_neither_the_operators_address_nor_its_key(
         ("tenant.create", "operator", True),
     ]
     assert await seen(own) == [
-        # A person of the single sign-on may be the operator's.
+        # A person who signed in may be one of the operator's staff.
         ("tenant.change", someone.key_id, False),
         ("adapter.create", "platform", False),
         ("adapter.create", made["id"], True),
         ("api_key.create", "platform", False),
         ("tenant.create", "platform", False),
     ]
-    # Nor does asking for a name tell whether it is the right one.
+    # Filtering by a name does not reveal whether it is the right one either.
     assert await seen(own, actor="operator") == []
     assert await seen(own, actor=platform["id"]) == []
     assert len(await seen(own, actor="platform")) == 3

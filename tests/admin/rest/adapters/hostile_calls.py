@@ -1,4 +1,4 @@
-"""A catalogue of calls that declare, send or use an upload wrongly, each with its status and code."""
+"""A catalogue of calls that declare, send or use an upload wrongly, each with its expected status and code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Visit:
-    """A client with an adapter of its own, one that belongs to another tenant, and two files that are good."""
+    """A client with its own adapter, another tenant's adapter, and two valid files."""
 
     http: httpx.AsyncClient
     adapter_id: str
@@ -26,7 +26,7 @@ class Visit:
     foreign_key: str
     contents: dict[str, bytes]
     expire: Callable[[str], None]
-    """Let an upload's time be over."""
+    """Make an upload expire."""
 
     def declared(self) -> list[Document]:
         return [
@@ -35,13 +35,13 @@ class Visit:
         ]
 
     async def declare(self, body: Any, adapter_id: str | None = None, **options: Any) -> httpx.Response:
-        """Declare an upload; a body of bytes is sent as it is."""
+        """Declare an upload; a body of bytes is sent unchanged."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         url = f"/admin/v1/adapters/{adapter_id or self.adapter_id}/uploads"
         return await self.http.post(url, content=content, **options)
 
     async def upload(self, adapter_id: str | None = None) -> Document:
-        """A good declaration's answer."""
+        """Declare the valid files, and return the answer."""
         response = await self.declare({"files": self.declared()}, adapter_id)
         assert response.status_code == 201, response.text
         return dict(response.json())
@@ -55,7 +55,7 @@ class Visit:
             assert response.status_code == 204, response.text
 
     async def use(self, body: Any, adapter_id: str | None = None) -> httpx.Response:
-        """Make a version; a body of bytes is sent as it is."""
+        """Create a version; a body of bytes is sent unchanged."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return await self.http.post(f"/admin/v1/adapters/{adapter_id or self.adapter_id}/versions", content=content)
 
@@ -65,9 +65,9 @@ class Visit:
 
 @dataclass(frozen=True)
 class HostileCall:
-    """`call` makes what is needed first, and answers the response that is looked at.
+    """`call` sets up what it needs and returns the response to check.
 
-    `leaves` are the blobs that are there afterwards, as the last parts of their keys: good files that were sent before.
+    `leaves` are the blobs that remain, by the last parts of their keys: valid files that were sent before.
     """
 
     name: str
@@ -82,7 +82,7 @@ def _body(name: str, code: str, body: Any, status: int = 400) -> HostileCall:
 
 
 def _member(title: str, code: str, /, at: int = 1, **changes: Any) -> HostileCall:
-    """A declaration whose configuration (0) or tensors (1) are said to be something else."""
+    """A declaration in which one field of the configuration (0) or tensors (1) is replaced."""
 
     async def call(visit: Visit) -> httpx.Response:
         files = visit.declared()
@@ -178,13 +178,13 @@ async def _put_to_unknown(visit: Visit) -> httpx.Response:
 
 
 async def _put_to_foreign(visit: Visit) -> httpx.Response:
-    """Another adapter's upload, addressed as if it were one's own."""
+    """Send a file to another adapter's upload under one's own adapter."""
     upload = await visit.upload(visit.foreign_adapter_id)
     return await visit.put({**upload, "adapter_id": visit.adapter_id}, TENSORS_FILE, visit.contents[TENSORS_FILE])
 
 
 async def _put_by_foreigner(visit: Visit) -> httpx.Response:
-    """With the key of another tenant's administrator."""
+    """Send a file with the key of another tenant's administrator."""
     headers = {"authorization": f"Bearer {visit.foreign_key}"}
     return await visit.put(await visit.upload(), TENSORS_FILE, visit.contents[TENSORS_FILE], headers=headers)
 

@@ -1,4 +1,4 @@
-"""Adapters made, declared and pushed over REST."""
+"""Adapters created, declared and pushed over REST."""
 
 from __future__ import annotations
 

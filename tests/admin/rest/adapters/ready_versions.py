@@ -1,4 +1,4 @@
-"""Versions that are ready without any bytes."""
+"""Ready versions without any bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loramux.migrations.schema import adapter_versions
 
 
 def add_ready_versions(database: Database, adapter_id: str, count: int) -> None:
-    """Versions without any bytes; the first is the default."""
+    """Add ready versions without any bytes; the first is the default."""
     with database.write() as connection:
         for number in range(1, count + 1):
             connection.execute(

@@ -1,4 +1,4 @@
-"""An adapter's way over REST: declared, uploaded, validated, served by an alias; and what is refused."""
+"""An adapter's life over REST: declared, uploaded, validated, served under an alias; and refusals."""
 
 from __future__ import annotations
 

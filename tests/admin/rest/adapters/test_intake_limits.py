@@ -1,4 +1,4 @@
-"""What a tenant has under way is limited: uploads, versions and loads, over REST, console and command line."""
+"""A tenant's uploads, pending versions and loads are limited over REST, in the console and on the command line."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_push_that_is_interrupted_cancels_its_upload(
 
 
 class CrowdedServer(AdminClient):
-    """Refuses the first upload and the first version of a push for the tenant's others."""
+    """Refuses the first upload and the first version of a push because the tenant has too many."""
 
     num_posts = 0
 
@@ -135,14 +135,14 @@ def test_a_push_waits_while_its_tenant_has_too_much_under_way(
         assert push_adapter(client, make_adapter(), "acme", "support").version == 1
         assert client.refused == ["too_many_open_uploads", "too_many_pending_versions"]
         assert pauses[:2] == [7, 7]
-        # No longer than the push may take.
+        # The push waits no longer than its own timeout.
         client.refused = []
         with pytest.raises(AdminError, match="as many as a tenant may have"):
             push_adapter(client, make_adapter(), "acme", "support", timeout_s=6.0)
 
 
 async def two_versions(http: httpx.AsyncClient, make_adapter: Callable[..., Path]) -> tuple[str, list[str]]:
-    """An adapter with two ready versions; their digests."""
+    """An adapter with two ready versions, and their digests."""
     adapter_id = await new_adapter(http)
     versions = [await push(http, adapter_id, make_adapter()) for _ in range(2)]
     return adapter_id, [version["digest"] for version in versions]

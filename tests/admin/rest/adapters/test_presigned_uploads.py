@@ -1,4 +1,4 @@
-"""On S3 a client puts its files into the bucket itself: without our key, in parts where they are large."""
+"""On S3 a client puts its files directly into the bucket: without our credentials, and in parts if they are large."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZE = 4096
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """A bucket on a server that speaks S3, and the variables by which boto3 finds it."""
+    """A bucket on an S3 server, and the variables that point boto3 to it."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -64,14 +64,14 @@ def admin_blobs(bucket: str, request: pytest.FixtureRequest) -> BlobStore:
 
 @pytest.fixture
 def admin_target() -> PackTarget:
-    """One whose adapters may be larger than a part."""
+    """A target whose adapters may be larger than one part."""
     geometry = PageGeometry(num_layers=1, num_kv_heads=2, head_dim=16, kv_itemsize=4, adapter_itemsize=4)
     return PackTarget(modules=(LinearShape("self_attn.q_proj", SIZE, SIZE),), geometry=geometry, dtype="float32")
 
 
 @pytest.fixture
 def make_wide(tmp_path: Path) -> Callable[[int], Path]:
-    """Writes a PEFT directory that fits this target; 32 KiB a rank."""
+    """Writes a PEFT directory that fits this target, with 32 KiB per rank."""
 
     def make(rank: int) -> Path:
         random = np.random.default_rng(rank)
@@ -130,7 +130,7 @@ def test_a_kept_answer_forgets_a_url_with_the_url(
         assert connection.execute(query).scalar_one() // 1_000_000 == first["expires_at"]
     with database.write() as connection:
         connection.execute(update(idempotency_keys).values(expires_us=database.now_us(connection)))
-    # Its upload is over then, so that the call is a new one.
+    # The stored answer has expired with its upload, so the repeated call is a new one.
     assert call()["id"] != first["id"]
     with database.write() as connection:
         connection.execute(update(idempotency_keys).values(expires_us=database.now_us(connection)))
@@ -179,7 +179,7 @@ def test_what_was_put_is_what_was_declared_or_no_version(
     assert refused.value.code == "upload_incomplete"
     client.put_presigned(ways[FILES[0]], [(directory / FILES[0]).read_bytes()])
     data = (directory / FILES[1]).read_bytes()
-    # The store of this test compares no checksum, so that other bytes of the right length get in.
+    # This test's store checks no checksums, so wrong bytes of the right length get in.
     client.put_presigned(ways[FILES[1]], [data[:-1] + b"?"])
     version = client.post(versions, {"upload_id": upload["id"]})
     wait_until(lambda: client.get(f"{versions}/{version['number']}")["state"] == "rejected")

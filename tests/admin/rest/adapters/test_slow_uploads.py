@@ -1,4 +1,4 @@
-"""Clients that send slowly, stop sending or go away hold up nobody, and are no failure of ours."""
+"""Clients that send slowly, stop sending or disconnect delay nobody else, and are not reported as server errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def file_path(client: httpx.Client) -> str:
 
 
 def file_path_of(client: httpx.Client, tenant: str) -> str:
-    """Where the bytes of a declared file of a new tenant are put."""
+    """The path to which a declared file of a new tenant is uploaded."""
     client.post("/admin/v1/tenants", json={"slug": tenant})
     adapter = client.post("/admin/v1/adapters", json={"tenant": tenant, "name": "support"}).json()
     files = [
@@ -74,19 +74,19 @@ def test_slow_uploads_hold_up_only_each_other(
     monkeypatch.setattr(transfer_slots, "WAIT_S", 5)
     upload_slots = admin_side.services.upload_slots
     with ExitStack() as stack:
-        # More than anyio's threads for everybody, which are 40.
+        # More than the 40 threads of anyio's shared pool.
         for _ in range(50):
             stack.enter_context(begin(admin_server.url, file_path))
         wait_until(
             lambda: (upload_slots.num_taken, upload_slots.num_waiting) == (MAX_UPLOADS_EACH, 50 - MAX_UPLOADS_EACH)
         )
         assert client.get("/admin/v1/tenants").status_code == 200
-        # Who finds no slot for a while is told to come again, and is not kept waiting for ever.
+        # An upload that gets no slot in time is asked to retry, not kept waiting forever.
         put = client.put(file_path, content=b"x" * SIZE)
         assert (put.status_code, put.json()["error"]["code"]) == (429, "too_many_uploads")
         assert int(put.headers["retry-after"]) > 0
         assert upload_slots.num_taken == MAX_UPLOADS_EACH
-        # Another tenant finds a slot at once.
+        # Another tenant gets a slot immediately.
         put = client.put(file_path_of(client, "umbrella"), content=b"x" * SIZE)
         assert (put.status_code, put.json()["error"]["code"]) == (400, "checksum_mismatch")
     wait_until(lambda: upload_slots.num_taken == 0)
@@ -101,7 +101,7 @@ def test_a_body_has_a_deadline(
     monkeypatch.setattr(uploads, limit, 0.2)
     with begin(admin_server.url, file_path) as connection:
         if limit == "UPLOAD_TIMEOUT_S":
-            # Each pause is short enough; the whole is not.
+            # Each pause is within its limit, but the whole upload is not.
             time.sleep(0.3)
             connection.sendall(b"x")
         response = HTTPResponse(connection)
@@ -144,7 +144,7 @@ def test_an_upload_does_not_outlive_a_forced_stop(
 def test_a_store_that_is_down_is_named_in_the_log_alone(
     client: httpx.Client, file_path: str, admin_side: Any, log: list[Any]
 ) -> None:
-    # A file where the directory should be.
+    # A file in place of the store's directory.
     admin_side.blobs._root.write_bytes(b"")
     declared = [
         {"name": name, "size": 1, "sha256": "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"}

@@ -1,4 +1,4 @@
-"""A version's files and its report over REST: to those who may read them, whole, and one at a time."""
+"""A version's files and report over REST: only for those who may read them, complete, and one at a time."""
 
 from __future__ import annotations
 

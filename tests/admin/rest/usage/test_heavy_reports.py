@@ -1,4 +1,4 @@
-"""One tenant's reports, calls and exports keep nothing from other tenants, from inference or from the operator."""
+"""One tenant's reports, calls and exports take no capacity from other tenants, inference or the operator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Tenant:
-    """A tenant with a key that may only read."""
+    """A tenant with a read-only key."""
 
     def __init__(self, admin_side: AdminSide, http: httpx.AsyncClient, slug: str) -> None:
         services = admin_side.services

@@ -1,4 +1,4 @@
-"""Quotas over REST: who is limited, what holds for whom, and what a request would meet."""
+"""Quotas over REST: who may set them, which ones apply to whom, and dry runs."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ async def test_what_holds_for_a_caller_is_its_own_and_inherited(
     assert day["window_start"] < day["reset_at"] == day["window_end"] <= day["window_start"] + 25 * 3600
     own = {"authorization": f"Bearer {acme.secret}"}
     assert len((await http.get(f"{PATH}/effective", headers=own)).json()["data"]) == 3
-    # Another tenant's are as unknown as those that do not exist.
+    # Another tenant's quotas look the same as those that do not exist.
     for asked in ({"tenant": "globex"}, {"key": acme.other_key_id}):
         assert (await http.get(f"{PATH}/effective", headers=own, params=asked)).status_code == 404
 
@@ -219,7 +219,7 @@ async def test_a_dry_run_says_which_policy_would_bind_and_changes_nothing(
     assert 0 < int(spent["retry_after"]) <= 31 * 86_400 + 3600
     large = (await http.post(f"{PATH}/check", json={**question, "max_tokens": 100})).json()
     assert (large["status"], large["error"]["code"]) == (400, "request_too_large")
-    # What if the month were shorter, only watched, or the key had a limit?
+    # What if the month's limit were lower, in shadow mode, or the key had a limit?
     for trial, is_admitted in (
         ({"tenant": "acme", "metric": "tokens_per_month", "limit": 199}, False),
         ({"tenant": "acme", "metric": "tokens_per_month", "limit": 199, "mode": "shadow"}, True),

@@ -1,4 +1,4 @@
-"""Usage over REST: buckets, CSV, events, and reports that are refused."""
+"""Usage over REST: buckets, CSV, events, and refused reports."""
 
 from __future__ import annotations
 
