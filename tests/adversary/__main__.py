@@ -1,8 +1,9 @@
-"""Attack a running server and say what a polite tenant felt: `python -m tests.adversary`.
+"""Attack a running server and measure the effect on a polite tenant: `python -m tests.adversary`.
 
-Each attack is counted or felt. A counted one makes a number of calls; afterwards the ledger must equal what the engine
-committed, and nothing may be held. A felt one runs in turn with quiet stretches beside a tenant that asks at a steady
-rate, and is judged by that tenant's time to the first token. Everything is drawn by the seed.
+Each attack is counted or felt. A counted attack makes a number of calls; afterwards the ledger must equal what the
+engine committed, and nothing may stay reserved. A felt attack alternates with quiet stretches while a polite tenant
+sends requests at a steady rate, and is judged by that tenant's time to the first token. All randomness follows the
+seed.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from tests.adversary.polite_tenant import Asked, PoliteSettings
 from tests.adversary.stand import ADAPTER, DATABASES, NUM_SOCKETS, Stand, open_stand
 
 LIMIT = 1.25
-"""Highest allowed ratio of the polite tenant's p99 with an attack to that without."""
+"""Highest allowed ratio of the polite tenant's p99 under attack to its quiet p99."""
 SETTLING_S = 2.0
-"""Pause after a felt attack, so that its leftovers are not counted as quiet."""
+"""Pause after a felt attack, in seconds, so that its aftermath does not count as quiet."""
 
 
 @dataclass(slots=True)
 class Finding:
-    """What one attack did on one database."""
+    """The effects of one attack on one database."""
 
     database: str
     attack: str
@@ -51,7 +52,7 @@ class Finding:
     quiet_p99_ms: float | None = None
     attacked_p99_ms: float | None = None
     num_polite: int = 0
-    """The polite tenant's requests while attacked."""
+    """The polite tenant's requests during the attack."""
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -63,14 +64,14 @@ class Finding:
 
 
 Note = Callable[[Finding], None]
-"""Takes each finding as soon as it is there."""
+"""Receives each finding as soon as it is complete."""
 
 
 @asynccontextmanager
 async def polite_tenant(
     stand: Stand, seed: int, dice: random.Random, bystanders: ThreadPoolExecutor, asked: list[Asked]
 ) -> AsyncIterator[None]:
-    """Let the polite tenant ask for as long as the block lasts, and add its requests to `asked`."""
+    """Run the polite tenant for the duration of the block, and add its requests to `asked`."""
     settings = PoliteSettings(
         port=stand.deployment.port,
         key=stand.polite.key,
@@ -99,7 +100,7 @@ async def polite_tenant(
 
 
 async def count(stand: Stand, only: Sequence[str], seed: int, num_calls: int, kind: str, note: Note) -> None:
-    """Run every counted attack once, and hold the ledger to the engine's own count after each."""
+    """Run every counted attack once, and compare the ledger with the engine's own count after each."""
     for name, attack in COUNTED.items():
         if name not in only:
             continue
@@ -117,7 +118,7 @@ async def feel(
     note: Note,
     bystanders: ThreadPoolExecutor,
 ) -> None:
-    """Run every felt attack in turn with quiet stretches of the same length; `bystanders` starts the polite tenant."""
+    """Alternate every felt attack with quiet stretches of the same length; `bystanders` starts the polite tenant."""
     for name, attack in FELT.items():
         if name not in only:
             continue
@@ -152,7 +153,7 @@ async def feel(
 
 
 def check(stand: Stand) -> list[str]:
-    """Wait until the server is idle; what is wrong then. Blocking."""
+    """Wait until the server is idle, and return any faults. Blocking."""
     stand.wait_idle()
     faults = [f"{what} ({number} times)" for what, number in stand.undocumented.items()]
     stand.undocumented.clear()
@@ -185,7 +186,7 @@ async def attack_all(
     stand: Stand, arguments: argparse.Namespace, kind: str, note: Note, bystanders: ThreadPoolExecutor
 ) -> None:
     only, seed = arguments.only, arguments.seed
-    # A small round first: what the server opens once and keeps is no leak.
+    # Warm up with a small round, so that descriptors the server keeps open are not counted as leaks.
     await count(stand, only, seed + 1, 40, kind, _forget)
     await feel(stand, only, seed + 1, 1, 3.0, kind, _forget, bystanders)
     before = stand.num_descriptors()
@@ -202,7 +203,7 @@ def _forget(finding: Finding) -> None:
 
 
 def _leave_the_processor_to_others() -> None:
-    """The attacker's machine is elsewhere: here the calling thread, and those that it starts, take what is left."""
+    """Give the calling thread, and those it starts, only idle CPU time: a real attacker has its own machine."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
@@ -224,7 +225,7 @@ def main() -> int:
             ThreadPoolExecutor(1) as bystanders,
             ThreadPoolExecutor(1, initializer=_leave_the_processor_to_others) as attackers,
         ):
-            # A thread has the priority of the one that started it.
+            # A thread inherits the priority of the thread that started it.
             bystanders.submit(int).result()
             attackers.submit(asyncio.run, attack_all(stand, arguments, kind, note, bystanders)).result()
     _print(findings)

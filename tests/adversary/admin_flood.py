@@ -1,4 +1,4 @@
-"""Floods the admin listener with calls of one tenant's key, such as reports on a great many end users."""
+"""Floods the admin listener with one tenant's calls, such as reports on very many end users."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHEAP_CALLS = ("/admin/v1/adapters", "/admin/v1/jobs", "/admin/v1/adapters/ada_n
 async def flood_calls(
     admin_url: str, secret: str, seconds: float, paths: tuple[str, ...], num_at_once: int = NUM_AT_ONCE
 ) -> Counter[str]:
-    """Keep `num_at_once` calls under way for so long; each asks again as soon as it is answered.
+    """Keep `num_at_once` calls in flight for `seconds`; each answer is followed by the next call.
 
     Counts answers by status and error code, such as `400 report_too_large`, and failed connections by their error.
     """

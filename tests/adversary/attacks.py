@@ -1,4 +1,4 @@
-"""Every attack of the campaign, by name: what is counted, and what a polite tenant is asked about."""
+"""Every attack of the campaign, by name: counted attacks, and attacks felt by a polite tenant."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.conformance.demo_adapters import DEMO
 NUM_VERSIONS = 60
 OPEN_UPLOAD_BYTES = 1_000_000
 RAMP_S = 4.0
-"""Time in which the connections of an attack on sockets are opened, and closed: all at once is another attack."""
+"""Time over which a socket attack opens its connections, and closes them, in seconds. All at once is another attack."""
 
 Counted = Callable[[Stand, random.Random, int], Awaitable[Counter[str]]]
-"""Makes about that number of calls and counts the answers."""
+"""Makes about that many calls and counts the answers."""
 Felt = Callable[[Stand, random.Random, float], Awaitable[Counter[str]]]
-"""Lasts for about that number of seconds and counts the answers."""
+"""Runs for about that many seconds and counts the answers."""
 
 
 async def open_uploads(stand: Stand, dice: random.Random, num_calls: int) -> Counter[str]:
-    """Declare uploads and send none of the files; a tenant's cap holds. They are cancelled in the end."""
+    """Declare uploads and send none of their files; a tenant's cap holds. They are cancelled at the end."""
     adapter_id = await asyncio.to_thread(stand.adapter_id, stand.attacker)
     key = stand.attacker.admin_key
     counts = await asyncio.to_thread(open_without_end, stand.admin_url, key, adapter_id, OPEN_UPLOAD_BYTES, num_calls)
@@ -36,7 +36,7 @@ async def open_uploads(stand: Stand, dice: random.Random, num_calls: int) -> Cou
 
 
 def sockets(kind: str) -> Felt:
-    """`NUM_SOCKETS` connections of a kind; each that the server closes comes again."""
+    """Open `NUM_SOCKETS` connections of a kind, and replace each one that the server closes."""
 
     async def attack(stand: Stand, dice: random.Random, seconds: float) -> Counter[str]:
         target = Target(host="127.0.0.1", port=stand.deployment.port)
@@ -48,7 +48,7 @@ def sockets(kind: str) -> Felt:
 
 
 def calls(paths: Sequence[str]) -> Felt:
-    """24 calls of a reader's key at a time."""
+    """Keep 24 calls with a read-only key in flight."""
 
     async def attack(stand: Stand, dice: random.Random, seconds: float) -> Counter[str]:
         return await flood_calls(stand.admin_url, stand.attacker.reader_key, seconds, tuple(paths))
@@ -57,9 +57,9 @@ def calls(paths: Sequence[str]) -> Felt:
 
 
 async def pending_versions(stand: Stand, dice: random.Random, seconds: float) -> Counter[str]:
-    """Versions that wait for their validation, every other one broken, and a polite push in the midst of them.
+    """Push many versions, every other one broken, and time a polite push in the middle of them.
 
-    Lasts until all are validated.
+    Runs until all are validated.
     """
     files = PeftFiles.read(DEMO / "adapters" / "pirate")
     start = dice.randrange(10**6)
@@ -77,7 +77,7 @@ async def pending_versions(stand: Stand, dice: random.Random, seconds: float) ->
     flooding = asyncio.create_task(
         asyncio.to_thread(flood_versions, stand.admin_url, stand.attacker.admin_key, adapter_id, versions)
     )
-    # Some wait by then.
+    # By now some versions are waiting.
     await asyncio.sleep(2.0)
     beside_s = await asyncio.to_thread(push, start + NUM_VERSIONS + 1)
     counts = await flooding

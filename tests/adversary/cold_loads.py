@@ -1,4 +1,4 @@
-"""A tenant with a limit on cold loads tries every way to have the engine load its adapters."""
+"""A tenant with a limit on cold loads tries every way to make the engine load its adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOADS = "loramux_engine_adapter_loads_total", ()
 
 
 async def attack(stand: Stand, dice: random.Random, num_calls: int) -> Counter[str]:
-    """Ask for `NUM_ADAPTERS` cold adapters by preloads and completions; the engine must load no more than `LIMIT`."""
+    """Request `NUM_ADAPTERS` cold adapters through preloads and completions; the engine must load at most `LIMIT`."""
     slug = f"cold-{dice.randrange(10**9)}"
     key, adapter_ids = await asyncio.to_thread(_prepare, stand, slug, dice)
     before, started = stand.metrics()[LOADS], time.monotonic()
@@ -49,7 +49,7 @@ async def attack(stand: Stand, dice: random.Random, num_calls: int) -> Counter[s
 
 
 def _prepare(stand: Stand, slug: str, dice: random.Random) -> tuple[str, list[str]]:
-    """A tenant with cold adapters and its limit; a key for both listeners and the adapters' identifiers."""
+    """Create a tenant with cold adapters and a limit; a key for both listeners, and the adapters' identifiers."""
     command = stand.deployment.json
     command("tenants", "create", slug)
     scopes = [option for scope in ("adapters", "tenant:develop") for option in ("--scope", scope)]

@@ -1,4 +1,4 @@
-"""Floods of uploads, versions and preloads by one tenant. Each is bounded and counts the answers by status and code."""
+"""Bounded floods of uploads, versions and preloads by one tenant, which count the answers by status and code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from loramux.admin.client.push import FILE_NAMES, push_adapter
 TIMEOUT_S = 60.0
 
 Counts = Counter[str]
-"""How often each answer came: its status, and behind it the code of a refusal."""
+"""Number of answers by status and, for refusals, error code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class PeftFiles:
         return cls(config, tensors)
 
     def valid(self, number: int) -> PeftFiles:
-        """The same adapter with another scale: bytes and a digest of its own."""
+        """The same adapter with another scale, so that its bytes and digest are different."""
         document = json.loads(self.config)
         document["lora_alpha"] = float(document["lora_alpha"]) + number / 1000
         return PeftFiles(json.dumps(document).encode(), self.tensors)
 
     def invalid(self, number: int) -> PeftFiles:
-        """The same with the last bytes of the tensors cut off."""
+        """The same adapter with the last bytes of the tensors cut off."""
         return PeftFiles(self.valid(number).config, self.tensors[: -1 - number])
 
     def contents(self) -> dict[str, bytes]:
@@ -50,7 +50,7 @@ class PeftFiles:
 
 
 def open_without_end(admin_url: str, key: str, adapter_id: str, size: int, num_calls: int) -> Counts:
-    """Declare uploads of `size` bytes and send none of the files."""
+    """Declare uploads of `size` bytes and send none of their files."""
     counts = Counts()
     with _client(admin_url, key) as http:
         for _ in range(num_calls):
@@ -70,7 +70,7 @@ def cancel_uploads(admin_url: str, key: str, adapter_id: str) -> None:
 def flood_versions(
     admin_url: str, key: str, adapter_id: str, files: Sequence[PeftFiles], num_threads: int = 4
 ) -> Counts:
-    """Push versions as fast as the server takes them, and wait for none; what is refused is left."""
+    """Push versions as fast as the server accepts them, without waiting for any or retrying refused ones."""
 
     def push(one: PeftFiles) -> Counts:
         counts = Counts()
@@ -85,13 +85,13 @@ def flood_versions(
         counts[_told(http.post(f"/admin/v1/adapters/{adapter_id}/versions", json=body))] += 1
         return counts
 
-    # One client for all: making one takes tens of milliseconds of the processor.
+    # One client for all threads: creating one takes tens of milliseconds of CPU time.
     with _client(admin_url, key) as http, ThreadPoolExecutor(num_threads) as threads:
         return sum(threads.map(push, files), Counts())
 
 
 def time_push(admin_url: str, key: str, tenant: str, name: str, files: PeftFiles, directory: Path) -> float:
-    """Seconds from the start of a push to READY."""
+    """Seconds from the start of a push until the version is ready."""
     directory.mkdir(parents=True, exist_ok=True)
     for file_name, data in files.contents().items():
         (directory / file_name).write_bytes(data)
@@ -113,7 +113,7 @@ def _declare(
     counts: Counts,
     contents: dict[str, bytes] | None = None,
 ) -> Any:
-    """Declare an upload; the document, or None where it is refused."""
+    """Declare an upload; its document, or None if it is refused."""
     files = [
         {"name": name, "size": size, "sha256": hashlib.sha256((contents or {}).get(name, b"")).hexdigest()}
         for name, size in sizes.items()

@@ -1,4 +1,4 @@
-"""A ledger in which one tenant has called for a great many end users: what makes a report on them expensive."""
+"""A ledger in which one tenant has called for very many end users, which makes reports on them expensive."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _REQUEST_ID = {True: "printf('req_%s%024x', :tag, i)", False: "'req_' || :tag ||
 
 
 def add_end_users(database: Database, tenant_id: str, num_events: int, days: int = 7) -> None:
-    """Enter `num_events` requests of the last `days`, each of an end user of its own, and sum the ledger up again.
+    """Insert `num_events` requests over the last `days`, each with its own end user, and rebuild the rollups.
 
-    No server may use the database meanwhile.
+    No server may use the database in the meantime.
     """
     start_us = database.now_us() - days * DAY_US
     is_sqlite = database.is_sqlite

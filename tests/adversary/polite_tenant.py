@@ -1,8 +1,8 @@
-"""A tenant that asks at a steady rate and times each first token: `python -m tests.adversary.polite_tenant`.
+"""A tenant that sends requests at a steady rate and times each first token: `python -m tests.adversary.polite_tenant`.
 
-It is a process of its own, so that an attacking process does not slow down its clock. It reads its settings as a line
-of JSON, asks until standard input ends, and prints one line of JSON for each request. With the same seed it asks at the
-same moments, so that two stretches can be compared.
+It runs in its own process, so that an attacking process does not slow down its clock. It reads its settings as one line
+of JSON, sends requests until standard input ends, and prints one line of JSON for each. Runs with the same seed send at
+the same moments, so that two stretches can be compared.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoliteSettings:
-    """Whom to ask, and how often."""
+    """Where to send requests, and how often."""
 
     port: int
     key: str
     model: str
     seed: int
-    """Of the moments at which it asks."""
+    """Seed of the moments at which it sends."""
     prompt_seed: int
     requests_per_s: float = 20.0
     max_tokens: int = 8
@@ -34,15 +34,15 @@ class Asked:
     """One request as its client saw it."""
 
     status: int
-    """0: the connection failed."""
+    """HTTP status; 0 if the connection failed."""
     first_token_s: float | None
-    """From sending the request to its first text."""
+    """Seconds from sending the request to its first text."""
     is_complete: bool
     """Whether the stream ended with `[DONE]`."""
 
 
 async def ask_at_a_steady_rate(settings: PoliteSettings, over: asyncio.Event) -> None:
-    """Requests as a Poisson process: one that is slow does not hold back the next."""
+    """Send requests as a Poisson process: a slow one does not delay the next."""
     dice, prompt_dice = random.Random(settings.seed), random.Random(settings.prompt_seed)
     under_way: set[asyncio.Task[None]] = set()
 
@@ -60,7 +60,7 @@ async def ask_at_a_steady_rate(settings: PoliteSettings, over: asyncio.Event) ->
 
 
 async def ask(settings: PoliteSettings, dice: random.Random) -> Asked:
-    """One streamed completion over a connection of its own; its prompt is new, so that no cache helps."""
+    """Request one streamed completion on its own connection, with a new prompt so that no cache helps."""
     prompt = [dice.randrange(3, 500) for _ in range(48)]
     body = json.dumps(
         {

@@ -1,4 +1,4 @@
-"""Attacks on a listener's sockets: connections that say nothing, or say and read everything slowly."""
+"""Attacks on a listener's sockets: connections that send nothing, or send and read very slowly."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from typing import Literal
 Outcome = Literal["held", "closed", "refused", "failed"]
 KINDS = ("idle", "slow_head", "slow_body", "slow_reader")
 DRIP_S = 2.0
-"""Between two bytes of a slow client on average, in seconds."""
+"""Mean time between two bytes of a slow client, in seconds."""
 AGAIN_S = 1.0
-"""Before a client that was cut off comes again, in seconds."""
+"""Delay before a disconnected client reconnects, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloodCounts:
-    """What became of the connections of an attack."""
+    """How an attack's connections ended."""
 
     held: int
     """Open at the end."""
     closed: int
-    """Ended by the server."""
+    """Closed by the server."""
     refused: int
-    """Answered with 503, ended or not."""
+    """Answered with 503, whether closed or not."""
     failed: int
     """Never opened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where the attack goes, and where it comes from: of loopback, any address of 127.0.0.0/8."""
+    """The address to attack, and the address to attack from; on loopback, any in 127.0.0.0/8."""
 
     host: str
     port: int
@@ -42,11 +42,11 @@ class Target:
 
 
 Attack = Callable[[socket.socket], Awaitable[None]]
-"""What one open connection does until it is cancelled; raises OSError once the server has closed it."""
+"""Uses one open connection until it is cancelled; raises OSError once the server has closed it."""
 
 
 def request(method: str, path: str, headers: Mapping[str, str], content: bytes = b"") -> bytes:
-    """A whole HTTP request."""
+    """A complete HTTP request."""
     lines = [f"{method} {path} HTTP/1.1", "host: flooded", *(f"{name}: {value}" for name, value in headers.items())]
     if method != "GET":
         lines.append(f"content-length: {len(content)}")
@@ -59,7 +59,7 @@ async def idle(connection: socket.socket) -> None:
 
 
 def slow_head(path: str = "/v1/models") -> Attack:
-    """Send a request's head, a byte at a time, without end."""
+    """Send a request's head one byte at a time, without end."""
 
     async def attack(connection: socket.socket) -> None:
         await _send(connection, f"GET {path} HTTP/1.1\r\nhost: flooded\r\nx-slow: ".encode())
@@ -69,7 +69,7 @@ def slow_head(path: str = "/v1/models") -> Attack:
 
 
 def slow_body(path: str, headers: Mapping[str, str], num_bytes: int = 60_000) -> Attack:
-    """Announce a body, and send it a byte at a time."""
+    """Announce a body and send it one byte at a time."""
 
     async def attack(connection: socket.socket) -> None:
         await _send(connection, request("POST", path, headers, b"x" * num_bytes)[:-num_bytes])
@@ -79,7 +79,7 @@ def slow_body(path: str, headers: Mapping[str, str], num_bytes: int = 60_000) ->
 
 
 def slow_reader(whole: bytes, num_times: int = 1) -> Attack:
-    """Send a whole request, several times where one answer fits into the kernel's buffers, and read nothing."""
+    """Send a complete request and read nothing; repeat it if one answer fits into the kernel's buffers."""
 
     async def attack(connection: socket.socket) -> None:
         await _send(connection, whole * num_times)
@@ -89,13 +89,13 @@ def slow_reader(whole: bytes, num_times: int = 1) -> Attack:
 
 
 def attack_of(kind: str, key: str) -> Attack:
-    """The attack of KINDS on the OpenAI listener, as a tenant whose key this is where one is needed."""
+    """One of the KINDS of attack on the OpenAI listener, with this tenant's key if it needs one."""
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     return {
         "idle": idle,
         "slow_head": slow_head(),
         "slow_body": slow_body("/v1/completions", headers),
-        # A document of some size, which costs no quota.
+        # A fairly large document that costs no quota.
         "slow_reader": slow_reader(request("GET", "/openapi.json", headers), num_times=8),
     }[kind]
 
@@ -108,9 +108,9 @@ async def flood(
     ramp_s: float = 0.0,
     comes_again: bool = False,
 ) -> FloodCounts:
-    """Open the connections over `ramp_s` seconds, close each `hold_s` seconds later, and count what became of them.
+    """Open the connections over `ramp_s` seconds, close each `hold_s` seconds later, and count how they ended.
 
-    An attacker that `comes_again` opens another for each that it lost before its time.
+    With `comes_again`, an attacker replaces each connection that it loses early.
     """
 
     async def one(number: int) -> list[Outcome]:
@@ -135,7 +135,7 @@ async def _attacker(target: Target, attack: Attack, hold_s: float, comes_again: 
 async def _one(target: Target, attack: Attack, hold_s: float) -> Outcome:
     loop = asyncio.get_running_loop()
     with socket.socket() as connection:
-        # Little fits into the buffers of a client that does not read.
+        # Keep the receive buffer small, so that little data fits while the client does not read.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.setblocking(False)
         try:
@@ -147,19 +147,19 @@ async def _one(target: Target, attack: Attack, hold_s: float) -> Outcome:
             return "failed"
         attacking = asyncio.ensure_future(attack(connection))
         end_s = loop.time() + hold_s
-        # An idle attacker learns only by looking that it was cut off.
+        # An idle attacker only notices that it was disconnected by checking.
         while not attacking.done() and (left_s := end_s - loop.time()) > 0 and _outcome(connection) == "held":
             await asyncio.wait({attacking}, timeout=min(left_s, AGAIN_S))
         attacking.cancel()
         await asyncio.wait({attacking})
         if not attacking.cancelled():
-            # Reads the exception, which is no failure of ours.
+            # Retrieve the exception, which is expected.
             attacking.exception()
         return _outcome(connection)
 
 
 def _outcome(connection: socket.socket) -> Outcome:
-    """How it stands with an open connection."""
+    """The current state of an open connection."""
     try:
         answered = connection.recv(12, socket.MSG_PEEK)
     except BlockingIOError:
@@ -179,6 +179,6 @@ async def _send(connection: socket.socket, content: bytes) -> None:
 
 async def _drip(connection: socket.socket) -> None:
     while True:
-        # Not all at the same moment, or the attack would be one of packets.
+        # Spread over time, or the attack would be a flood of packets.
         await asyncio.sleep(random.uniform(0.5, 1.5) * DRIP_S)
         await _send(connection, b"x")

@@ -1,4 +1,4 @@
-"""A running server with a polite tenant and an attacker, and what must be true of it once the attacks are over."""
+"""A running server with a polite tenant and an attacker, and what must hold once the attacks are over."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from tests.ports import free_port
 BASE, ADAPTER = "demo-base", "support"
 DATABASES = ("sqlite", "postgresql")
 NUM_SOCKETS = 1000
-"""Connections of each attack on sockets."""
+"""Connections of each socket attack."""
 NUM_END_USERS = 150_000
-"""Events in the attacker's ledger, each of another end user."""
+"""Events in the attacker's ledger, each for a different end user."""
 PATIENCE_S = 90.0
 
 
@@ -47,14 +47,14 @@ class Account:
     key: str
     """Calls adapters and the base."""
     admin_key: str
-    """`tenant:admin`."""
+    """Has `tenant:admin`."""
     reader_key: str
-    """`tenant:read`."""
+    """Has `tenant:read`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """Where an attack finds its target."""
+    """The target of an attack."""
 
     deployment: Deployment
     server: subprocess.Popen[str]
@@ -64,11 +64,11 @@ class Stand:
     directory: Path
     """For the attacks' own files."""
     billed_before: int
-    """Completion tokens in the ledger that this server did not compute."""
+    """Completion tokens in the ledger that another server computed."""
     notes: list[str] = field(default_factory=list)
-    """What attacks have to say beside their counts."""
+    """Remarks of the attacks in addition to their counts."""
     undocumented: Counter[str] = field(default_factory=Counter)
-    """Answers that no client should see, by status and code; attacks add what they see."""
+    """Answers that no client should see, by status and code; attacks add to it."""
 
     @property
     def url(self) -> str:
@@ -103,7 +103,7 @@ class Stand:
             )
 
     def metrics(self) -> dict[tuple[str, tuple[str, ...]], float]:
-        """Each series' value, by its name and its labels' values."""
+        """Each series' value, by its name and label values."""
         shown = httpx.get(f"{self.admin_url}/metrics", trust_env=False, timeout=10).text
         return {
             (sample.name, tuple(sample.labels.values())): sample.value
@@ -112,7 +112,7 @@ class Stand:
         }
 
     def num_descriptors(self) -> dict[str, int]:
-        """Open descriptors of the server and of its other processes, without the pool of database connections."""
+        """Open descriptors of the server and of its child processes, without the pool of database connections."""
         found = {"server": -self._num_database_descriptors(), "other processes": 0}
         for pid in _family(self.server.pid):
             with contextlib.suppress(OSError):
@@ -120,17 +120,17 @@ class Stand:
         return found
 
     def _num_database_descriptors(self) -> int:
-        """Files of SQLite, or connections to PostgreSQL; the pool keeps as many as its threads ever needed at once."""
+        """SQLite's files, or connections to PostgreSQL; the pool keeps as many as were ever needed concurrently."""
         if not self.database.is_sqlite:
             query = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()")
             with self.database.read() as connection:
-                # Without this one.
+                # Without this query's own connection.
                 return int(connection.execute(query).scalar_one()) - 1
         descriptors = Path(f"/proc/{self.server.pid}/fd").iterdir()
         return sum("loramux.db" in os.readlink(one) for one in descriptors if one.is_symlink())
 
     def wait_idle(self) -> None:
-        """Until nothing runs, nothing is reserved and no version waits for its validation."""
+        """Wait until nothing runs, nothing is reserved and no version is pending."""
         wait_until(lambda: not self._under_way(), lambda: f"still under way: {self._under_way()}")
 
     def _under_way(self) -> dict[str, int]:
@@ -147,7 +147,7 @@ class Stand:
 
 @contextmanager
 def open_stand(kind: str) -> Iterator[Stand]:
-    """A server on SQLite with local blobs, or on PostgreSQL with S3; both on the demo base."""
+    """A server on SQLite with local blobs, or on PostgreSQL with S3; both serve the demo base."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-adversary-")))
         # One thread each for the engine and the gateway's loop, so that both have a core.
@@ -192,7 +192,7 @@ def _account(made: Deployment, slug: str) -> Account:
 
 
 def _family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """A process and all its descendants."""
     found = [pid]
     for parent in found:
         with contextlib.suppress(OSError):
@@ -203,7 +203,7 @@ def _family(pid: int) -> list[int]:
 
 @contextmanager
 def _s3(directory: Path) -> Iterator[dict[str, str]]:
-    """An S3-compatible server in a process of its own, with the bucket; the environment that leads to it."""
+    """Run an S3-compatible server with the bucket in its own process; the environment that points to it."""
     port = free_port()
     environment = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
