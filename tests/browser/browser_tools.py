@@ -1,6 +1,6 @@
-"""What the browser tests need besides Python: Debian's Chromium, and axe-core from the npm registry.
+"""What the browser tests need in addition to Python: Debian's Chromium, and axe-core from the npm registry.
 
-python -m tests.browser.browser_tools     installs Chromium where root may, and fetches axe-core
+python -m tests.browser.browser_tools installs Chromium if run as root, and fetches axe-core
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 AXE = "axe-core@4.14.1"
 AXE_SHA256 = "29348999450cdf2849a8e70b7912fc2da85a849da39c0d0d5394f51d4a9ed95c"
 AXE_FILE = Path(sys.prefix) / "share" / "axe-core" / "axe.min.js"
-"""Beside the tests' other tools; it is no part of the product."""
+"""Installed with the tests' other tools; not part of the product."""
 
 
 def chromium_path() -> str:
-    """The browser's program; LORAMUX_CHROMIUM names another one."""
+    """The path of the browser; LORAMUX_CHROMIUM overrides it."""
     named = os.environ.get("LORAMUX_CHROMIUM")
     found = named or next((path for name in CHROMIUM if (path := shutil.which(name))), None)
     if found is None:

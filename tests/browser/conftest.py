@@ -1,4 +1,4 @@
-"""A running server with the demo's tenants on a PostgreSQL of its own, and Chromium in front of its console."""
+"""A running server with the demo's tenants on its own PostgreSQL, and Chromium with its console."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def postgres() -> Iterator[FaultyPostgres]:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory, postgres: FaultyPostgres) -> Iterator[Demo]:
-    """One server for all tests, with some requests answered already."""
+    """One server for all tests, which has already answered some requests."""
     data_dir = tmp_path_factory.mktemp("demo")
-    # Machines that do much else at the same time are slow to start, which is not what is tested here.
+    # Busy machines are slow to start, which is not what these tests check.
     demo_server.START_TIMEOUT_S = 600.0
     more = ["--database-url", postgres.url]
     server = DemoServer(DEMO_FILES / "base", data_dir, free_port(), free_port(), SERVED_NAME, more)
@@ -68,7 +68,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def new_tab(chromium: Any, demo: Demo) -> Iterator[NewTab]:
-    """Opens signed-in tabs, each a browser of its own; at the end none may have complained."""
+    """Opens signed-in tabs, each in its own browser context; none may have logged complaints by the end."""
     tabs: list[Tab] = []
 
     def new(width: int = 1440, scheme: str = "light", key: str | None = None) -> Tab:
@@ -108,6 +108,6 @@ def adapter_files() -> Callable[[str], list[str]]:
 
 
 def _note(tab: Tab, message: Any) -> None:
-    # A refused policy shows as an error of the console; an answer that a test provokes on purpose is none.
+    # Content-security violations are logged as errors; failed responses that a test provokes are not counted.
     if message.type == "error" and "Failed to load resource" not in message.text:
         tab.complaints.append(message.text)

@@ -1,4 +1,4 @@
-"""A page of the browser in front of the console, and what the browser complained of."""
+"""A browser page with the console, and the browser's complaints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.browser.browser_tools import axe_source
 
 @dataclass
 class Tab:
-    """A page of the browser that knows the console, and what the browser complained of."""
+    """A browser page with the console, and the browser's complaints."""
 
     page: Any
     root: str
@@ -28,11 +28,11 @@ class Tab:
         self.page.wait_for_selector("h1:text-is('Overview')")
 
     def said(self) -> str:
-        """What the page tells its reader on top."""
+        """The message at the top of the page."""
         return str(self.page.locator("#notices").inner_text())
 
     def serious(self) -> list[str]:
-        """What axe finds that is serious or worse."""
+        """The violations that axe rates as serious or critical."""
         self.page.evaluate(axe_source())
         found = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
         return [

@@ -1,4 +1,4 @@
-"""The console in a real browser over a running demo: every page opens, every main action works."""
+"""The console in a real browser over a running demo: every page opens and every main action works."""
 
 from __future__ import annotations
 
@@ -201,13 +201,13 @@ def test_a_dry_run_of_a_quota_says_what_would_bind(tab: Tab, demo: Demo) -> None
 
 def test_a_request_that_streams_is_cancelled(tab: Tab, demo: Demo) -> None:
     answers: list[Any] = []
-    # Long enough for whoever has to find it and to confirm: one answer of 900 tokens takes two seconds at best.
+    # Long enough to find and cancel the request: one answer of 900 tokens takes at least two seconds.
     body = {"max_tokens": 900, "ignore_eos": True, "n": 8}
     asking = threading.Thread(target=lambda: answers.append(demo.ask("chambers", "formal", **body)))
     tab.open("/requests")
     started = time.monotonic()
     asking.start()
-    # It appears by itself, and can be ended from here.
+    # The request appears without a reload, and can be cancelled here.
     tab.page.click("tr:has-text('chambers/formal@1') >> text=Cancel…")
     tab.page.wait_for_selector("text=What changes")
     tab.page.click("button:has-text('Cancel the request')")
@@ -279,7 +279,7 @@ def test_pages_that_are_open_while_the_engine_is_down_say_so_and_recover(new_tab
     overview.open("/").wait_for_selector("text=Engine ready")
     residency.open("/residency").wait_for_selector("text=The page pool")
     down = threading.Event()
-    # A fast machine has it back before a page asks again.
+    # A fast machine would restart the engine before a page polls again.
     killing = threading.Thread(target=_kill_engine_until, args=(demo, down))
     killing.start()
     try:
@@ -306,7 +306,7 @@ def test_pages_that_are_open_while_the_database_is_down_say_so_and_recover(new_t
             tab.page.wait_for_selector("text=The database cannot be reached", timeout=60_000)
         form.page.click("dialog[open] >> text=Make it")
         form.page.wait_for_selector("text=nothing was changed", timeout=60_000)
-        # A page that is asked for meanwhile says so, and asks again by itself.
+        # A page opened in the meantime says so, and retries by itself.
         reader.open("/keys").wait_for_selector("text=Not available just now")
         assert reader.serious() == []
         _keep(reader.page, "database-down-light-1440")
@@ -328,7 +328,7 @@ def test_pages_that_are_open_while_the_database_is_down_say_so_and_recover(new_t
 
 
 def _keep(page: Any, name: str) -> None:
-    """A picture for `docs/screenshots`, where somebody wants them."""
+    """Save a screenshot for `docs/screenshots`, if requested."""
     if "LORAMUX_SCREENSHOTS" in os.environ:
         page.screenshot(path=Path(os.environ["LORAMUX_SCREENSHOTS"]) / f"{name}.png")
 
@@ -346,7 +346,7 @@ def _kill_engine_until(demo: Demo, is_enough: threading.Event) -> None:
 
 
 def _small_targets(page: Any) -> list[str]:
-    """What a finger must hit and is lower than 44 px; a link inside a sentence is no target of its own."""
+    """Touch targets that are less than 44 px high; links inside a sentence do not count."""
     wanted = (
         "button, .button, select, nav a, td a, th a, input:not([type=checkbox]):not([type=radio]):not([type=hidden])"
     )
