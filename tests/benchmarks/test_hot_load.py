@@ -1,4 +1,4 @@
-"""Hot loads on a CPU: what a run leaves behind, and that nothing is measured where wrong bytes come to the pool."""
+"""Hot loads on a CPU: the files a run leaves, and no figures if the pool gets wrong bytes."""
 
 from __future__ import annotations
 

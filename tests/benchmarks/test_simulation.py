@@ -1,4 +1,4 @@
-"""The simulated engine is measured with the sequences that were asked for; a wrong answer ends the measurement."""
+"""The simulated engine is measured with the requested sequences; a wrong answer aborts the measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `langchain-openai` sees; prints one JSON document."""
+"""What `langchain-openai` receives; prints one JSON document."""
 
 from __future__ import annotations
 

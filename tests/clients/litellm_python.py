@@ -1,4 +1,4 @@
-"""What `litellm` sees, which many proxies and agents call models through; prints one JSON document."""
+"""What `litellm`, through which many proxies and agents call models, receives; prints one JSON document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the official Python client sees; run by a Python of its own, prints one JSON document."""
+"""What the official Python client receives; runs in its own Python environment and prints one JSON document."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def limited(max_retries: int) -> OpenAI:
 
 
 def retried() -> dict[str, Any]:
-    """A limit of one request in five seconds, met by a client that may try again."""
+    """A client with retries meets a limit of one request per five seconds."""
     patient = limited(5)
     begun = time.monotonic()
     answers = [patient.chat.completions.create(**CHAT) for _ in range(3)]
@@ -57,7 +57,7 @@ def retried() -> dict[str, Any]:
 
 
 def limits() -> dict[str, Any]:
-    # Whoever came before may have left nothing of the limit.
+    # Earlier tests may have used up the limit.
     response = limited(5).chat.completions.with_raw_response.create(**CHAT)
     remaining = response.headers["x-ratelimit-remaining-requests"]
     for _ in range(8):

@@ -1,7 +1,7 @@
-"""Clients that others wrote, unmodified, against a running server: `make test-clients`.
+"""Unmodified third-party clients against a running server: `make test-clients`.
 
-Each client's script asks the same questions in the client's own way and prints what it saw. The answers are compared
-with each other and with a plain HTTP call, and what was billed at the end with what the clients were told.
+Each client's script makes the same requests in the client's own way and prints what it received. The answers are
+compared with each other and with a plain HTTP call, and the final bill with the usage that the clients were told.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MODEL = "harbour/pirate"
 
 @dataclass(frozen=True)
 class Stand:
-    """A running server, a key without limits and one that may send a request in five seconds."""
+    """A running server, a key without limits, and a key limited to one request per five seconds."""
 
     deployment: Deployment
     key: str
@@ -60,7 +60,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory, demo_base: Path) -> Iterator
         pushed = made.json("adapters", "push", str(PIRATE), "--tenant", "harbour", "--name", "pirate")
         assert pushed["model"] == MODEL
         made.command("grants", "add", MODEL, "--tenant", "limited")
-        # One in five seconds: a request takes less, on a machine that is busy too.
+        # One request per five seconds: even on a busy machine a request takes less.
         limit = ("--metric", "requests_per_minute", "--limit", "12", "--burst", "1")
         assert made.command("quotas", "set", "--tenant", "limited", *limit).returncode == 0
         yield Stand(made, *keys)
@@ -68,7 +68,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory, demo_base: Path) -> Iterator
 
 @pytest.fixture(scope="module")
 def plain(stand: Stand) -> dict[str, Any]:
-    """The answer to the clients' question by HTTP alone."""
+    """The answer to the clients' question over plain HTTP."""
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
@@ -83,7 +83,7 @@ def plain(stand: Stand) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=CLIENTS, ids=str)
 def seen(request: pytest.FixtureRequest, stand: Stand) -> dict[str, Any]:
-    """What one client saw."""
+    """What one client received."""
     program, script = CLIENTS[request.param]
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("LORAMUX_", "PYTHON"))},
@@ -92,7 +92,7 @@ def seen(request: pytest.FixtureRequest, stand: Stand) -> dict[str, Any]:
         "CLIENT_LIMITED_KEY": stand.limited_key,
         "CLIENT_MODEL": MODEL,
         "CLIENT_MODULES": str(ENVIRONMENT / "node"),
-        # litellm would fetch a table of prices from the network.
+        # Otherwise litellm would fetch a price table from the network.
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`docs/endpoints.md`, from the OpenAPI documents of both listeners."""
+"""`docs/endpoints.md`, generated from the OpenAPI documents of both listeners."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HEALTH = "`GET /health/live` and `GET /health/ready` on both listeners are for l
 
 
 def endpoints_page() -> str:
-    """Makes a server's services in a temporary directory, for the routes and their schemas."""
+    """Build a server's services in a temporary directory to get the routes and their schemas."""
     with (
         tempfile.TemporaryDirectory() as directory,
         open_admin_side(Path(directory), TARGET) as side,
@@ -91,7 +91,7 @@ def _shown(parameter: dict[str, Any]) -> str:
 
 
 def _body(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
-    """The body's fields, those that have to be there in bold."""
+    """The body's fields, with required ones in bold."""
     if "$ref" in schema:
         schema = schemas[schema["$ref"].rpartition("/")[2]]
     required = schema.get("required", ())

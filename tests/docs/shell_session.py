@@ -1,7 +1,7 @@
-"""A page's marked blocks, typed into one shell in the order in which a reader meets them.
+"""Types a page's marked blocks into one shell, in the order in which a reader meets them.
 
-A block is marked by its info string: ```sh run``` is typed, ```python run``` is run by a Python of its own with the
-same variables. Blocks without `run` are shown only. A page is one session: what a block exports, the next ones see.
+A block is marked by its info string: ```sh run``` is typed, and ```python run``` runs in its own Python with the same
+variables. Other blocks are not run. A page is one session: later blocks see what earlier ones export.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIMEOUT_S = 150.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Typed:
-    """What came of a page's blocks."""
+    """The result of running a page's blocks."""
 
     exit_code: int
     output: str
@@ -29,7 +29,7 @@ class Typed:
 
 
 def script_of(page: Path) -> str:
-    """The marked blocks as one script; a Python block becomes a here-document."""
+    """The marked blocks as one script; Python blocks become here-documents."""
     parts = []
     for language, text in _BLOCK.findall(page.read_text()):
         parts.append(text if language == "sh" else f"python - <<'PYTHON'\n{text}PYTHON\n")
@@ -37,7 +37,7 @@ def script_of(page: Path) -> str:
 
 
 def type_page(page: Path, directory: Path, ports: Mapping[int, int], environment: Mapping[str, str]) -> Typed:
-    """Type a page in `directory`, with the ports it names replaced by free ones; ends what the page left running."""
+    """Type a page in `directory` with free ports in place of its own; stop processes that it leaves running."""
     script = script_of(page)
     for said, free in ports.items():
         script = re.sub(rf"(?<![0-9]){said}(?![0-9])", str(free), script)
@@ -59,7 +59,7 @@ def type_page(page: Path, directory: Path, ports: Mapping[int, int], environment
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=errors,
-            # What the page starts in the background ends with it.
+            # Put background processes into one session, so that they can be stopped together.
             start_new_session=True,
         )
     try:

@@ -1,4 +1,4 @@
-"""Documentation is true: references match the program, links lead somewhere, and what a page says to type works."""
+"""The documentation is correct: references match the program, links resolve, and commands in pages work."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 
 def type_in_place(page: Path, directory: Path) -> Typed:
-    """Type a page where a base and two adapters of it lie, as its reader's do."""
+    """Type a page in a directory with a base and two adapters, as a reader would have."""
     shutil.copytree(DEMO / "base", directory / "my-base")
     shutil.copytree(DEMO / "adapters" / "pirate", directory / "my-adapter")
     shutil.copytree(DEMO / "adapters" / "formal", directory / "my-better-adapter")
@@ -50,11 +50,11 @@ def type_in_place(page: Path, directory: Path) -> Typed:
 
 @pytest.mark.campaign
 def test_a_newcomers_path_is_typed_from_the_readme(tmp_path: Path) -> None:
-    """Serve one's own base, make tenant, key and quota, push an adapter, call it, and read the report."""
+    """Serve a base, create a tenant, key and quota, push an adapter, call it, and read the report."""
     typed = type_in_place(ROOT / "README.md", tmp_path)
     assert typed.exit_code == 0, typed.errors + typed.output
     assert "acme/support version 1 is ready" in typed.output
-    # curl ends its output without a line break.
+    # curl's output ends without a newline.
     answer, _ = json.JSONDecoder().raw_decode(typed.output, typed.output.index('{"id"'))
     assert answer["choices"][0]["message"]["content"].startswith("Arr, matey!")
     usage = answer["usage"]

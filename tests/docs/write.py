@@ -1,4 +1,4 @@
-"""`make docs`: write the pages of `docs/` that come from the program itself."""
+"""`make docs`: write the pages of `docs/` that are generated from the program."""
 
 from __future__ import annotations
 

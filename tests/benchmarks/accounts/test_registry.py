@@ -1,4 +1,4 @@
-"""A small registry is measured on both databases, and a name that means something else ends the measurement."""
+"""A small registry is measured on both databases, and a name that resolves wrongly aborts the measurement."""
 
 from __future__ import annotations
 

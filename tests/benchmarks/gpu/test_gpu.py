@@ -1,4 +1,4 @@
-"""The GPU benchmark without a GPU: its checks pass in Triton's interpreter, and they fail where an answer is wrong."""
+"""The GPU benchmark without a GPU: its checks pass in Triton's interpreter, and fail if an answer is wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from loramux.engine.messages import TokenLogprobs
 
 ROOT = Path(__file__).parents[3]
 
-# The second run adds every change twice.
+# The second run adds every LoRA delta twice.
 TWO_RUNS = """
 import sys
 from benchmarks.gpu import __main__ as gpu
@@ -51,8 +51,8 @@ wrong = gpu.main()
 sys.exit(0 if (right, wrong) == (0, 1) else 1)
 """
 
-# Every part is timed by the host's clock, with the kernels' specification in the place of the kernels where the engine
-# would launch them. Then two parts are run again, on an engine that adds every change twice.
+# Every part is timed by the host's clock, with the reference kernels in place of those that the engine would launch.
+# Then two parts are rerun on an engine that adds every LoRA delta twice.
 REHEARSAL = """
 import dataclasses
 import sys
@@ -125,7 +125,7 @@ sys.exit(max(warmed))
 
 
 def run_interpreted(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A process of its own: Triton decides when it is imported whether it interprets."""
+    """Run in a separate process, because Triton decides at import whether it interprets."""
     paths = {"PYTHONPATH": f"{ROOT / '.src'}{os.pathsep}{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
     environment = os.environ | paths | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", script, str(folder)]
@@ -263,7 +263,7 @@ def test_refuses_to_measure_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def answers(*logprobs: tuple[int, float, float]) -> dict[str, Answer]:
-    """One request's answer by (token, its log-probability, that of the next best)."""
+    """The answer to one request, from tuples of token, log-probability and the runner-up's log-probability."""
     listed = [TokenLogprobs(token, best, ((token, best), (99, second))) for token, best, second in logprobs]
     return {"one": Answer([token for token, _, _ in logprobs], listed)}
 

@@ -1,4 +1,4 @@
-"""The table of counted steps: what fits a multiprocessor, and a whole table of a tiny model."""
+"""The table of counted steps: how many programs fit a multiprocessor, and a complete table for a tiny model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_programs_of_a_multiprocessor(
 @pytest.mark.campaign
 @pytest.mark.parametrize("card", ["a100", "h200", "b200", "5090"])
 def test_a_tiny_model_is_counted_for_every_generation_of_cards(card: str, tmp_path: Path) -> None:
-    """Every kernel of a step compiles, and the counts are those of two layers."""
+    """Every kernel of a step compiles, and the counts match the model's two layers."""
     out = tmp_path / "table.json"
     command = [sys.executable, "-m", "benchmarks.gpu.table", "--model", "tiny", "--card", card, "--out", str(out)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,4 +1,4 @@
-"""The comparison with peers: what is asked, what the ratios say, and when answers agree."""
+"""The comparison with peers: the requests, the ratios, and when answers agree."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_picture_has_a_bar_for_each_figure_and_none_for_what_is_missing() -> N
     background, *others = rectangles
     assert background.get("fill") == "white"
     heights = [float(element.get("height", "nan")) for element in others]
-    # Two squares of the legend, then the bars.
+    # The legend's two squares come first, then the bars.
     assert heights[:2] == [12.0, 12.0]
     assert len(heights) == 5
     assert heights[3] == pytest.approx(heights[2] / 2, abs=0.1)

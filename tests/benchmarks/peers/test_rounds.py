@@ -1,4 +1,4 @@
-"""The rounds over all systems: who is run how often, what is refused, and what is told in the end."""
+"""The rounds over all systems: how often each is run, which are refused, and what is reported at the end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHORT = Load(64, 32)
 
 @dataclass
 class Scripted:
-    """A system whose every answer takes the seconds that its script says, by kind; a missing kind fails."""
+    """A system whose answers of each kind take the scripted seconds; a kind missing from the script fails."""
 
     seconds: dict[str, float]
     asked: list[Work] = field(default_factory=list)
@@ -89,7 +89,7 @@ def test_rounds_turn_the_order_round_and_ask_every_system_the_same(files: ModelF
     run.look = look
     saved: list[int] = []
     run.run(lambda: saved.append(len(run.samples)))
-    # Seen before each session: how often each was opened until then.
+    # Recorded before each session: how often each system had been opened.
     assert order == ["0/0", "1/0", "1/1", "1/2"]
     assert saved == [4, 7, 7, 7]
     assert {len(seconds) for seconds in run.samples.values()} == {2}
@@ -101,7 +101,7 @@ def test_rounds_turn_the_order_round_and_ask_every_system_the_same(files: ModelF
 
 
 def test_loramux_does_its_work_there_and_back(files: ModelFiles) -> None:
-    """What it does on the way back counts beside its own base, and not beside peers."""
+    """The way back is compared with loramux's own base, but not with peers."""
     own = flat(1.0)
     run = measurement(files, system(LORAMUX, "bfloat16", own), repeats=1)
     run.run(lambda: None)

@@ -1,4 +1,4 @@
-"""How peers are found, what they are started with, and that only what was started is ended."""
+"""How peers are found and started, and that only processes we started are ended."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_a_server_is_waited_for_asked_and_ended_with_its_children(tmp_path: Path
         with pytest.raises(SystemFailed, match="answers 500"):
             post_all(url, [{"status": 200}, {"status": 500}])
     pid = int(child.read_text())
-    # Ended, and at most not collected yet.
+    # The process has ended; at most it is still a zombie.
     with suppress(FileNotFoundError, ProcessLookupError):
         assert Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z"
     with pytest.raises(SystemFailed, match="broke off"):

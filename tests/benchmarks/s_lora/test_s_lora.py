@@ -1,4 +1,4 @@
-"""The S-LoRA workload on a CPU: what is drawn, what a run leaves behind, and that wrong answers are not measured."""
+"""The S-LoRA workload on a CPU: the requests drawn, the files a run leaves, and no figures for wrong answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(scratch: Path, *arguments: str) -> int:
-    """One tiny run on one thread, on a machine that may be busy with other tests."""
+    """Run a tiny workload on one thread, even on a machine that is busy with other tests."""
     tiny = ["--threads", "1", "--seconds", "0.5", "--pool-adapters", "4", "--host-adapters", "6", "--allow-busy"]
     lengths = ["--max-sequences", "8", "--input", "8-24", "--output", "4-12"]
     return s_lora.main([*tiny, *lengths, "--adapters", "5,20", "--scratch", str(scratch), *arguments])
@@ -83,7 +83,7 @@ def test_a_run_checks_answers_evicts_and_leaves_figures(
 
 
 def test_a_drift_between_rounds_is_not_taken_for_what_adapters_cost() -> None:
-    """Each round is half as fast as the one before it, and 2,000 adapters always cost a tenth."""
+    """Each round is half as fast as the one before, and 2,000 adapters always cost a tenth of the throughput."""
     few = [{"tokens_s": speed} for speed in (400.0, 200.0, 100.0)]
     many = [{"tokens_s": speed * 0.9} for speed in (400.0, 200.0, 100.0)]
     found = summaries([Case("lru", 5, few, few), Case("lru", 2000, many, many)])
@@ -138,7 +138,7 @@ def test_arrivals_have_their_rate_and_variation(cv: float) -> None:
 
 
 class SteadyEngine:
-    """Each step takes as long by the clock that it shares with others, and brings a token of every sequence."""
+    """Every step takes the same time on a shared clock, and returns one token for each sequence."""
 
     def __init__(self, clock: list[float], step_s: float) -> None:
         self._clock = clock

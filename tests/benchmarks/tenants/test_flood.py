@@ -1,4 +1,4 @@
-"""Tenants beside each other: what a run leaves behind, what it refuses to measure, and how ratios are taken."""
+"""Tenants under load from others: the files a run leaves, what it refuses to measure, and how ratios are computed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_flood_leaves_figures_of_polite_requests(
         assert way["ttft"]["samples"] > 0
         assert way["ttft"]["p50_ms"] <= way["ttft"]["p90_ms"] <= way["ttft"]["p99_ms"]
         assert len(way["requests_s"]) == 2
-    # The same polite requests come, whatever the load is.
+    # The same polite requests arrive under every load.
     assert len({way["ttft"]["samples"] for way in document["figures"].values()}) == 1
     assert document["figures"]["flood"]["fewest_waiting"] > 0
     assert [one["reference"] for one in document["comparisons"]] == ["full crowd", "calm crowd"]
@@ -148,7 +148,7 @@ def test_polite_requests_are_the_same_beside_each_load(scratch: Path) -> None:
     polite = {way: [one for one in timed if one.is_counted] for way, timed in beside.items()}
     assert polite["flood"] == polite["full crowd"] == polite["calm crowd"] == beside["flood"]
     assert len(polite["flood"]) == pytest.approx(0.39 * 50 * 20, rel=0.2)
-    # It begins before the window, which is to find it running.
+    # The load begins before the window, so that it is already running when the window opens.
     load = [one for one in beside["calm crowd"] if not one.is_counted]
     assert len(load) == pytest.approx(0.56 * 50 * 20, rel=0.2)
     assert load[0].at_s < 0
