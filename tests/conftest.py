@@ -1,6 +1,6 @@
-"""Fixtures that every folder's tests share: a real database of each kind, and the demo base.
+"""Fixtures shared by all folders' tests: a real database of each kind, and the demo base.
 
-What a database needs is imported by its fixtures: kernels and engine are also tested where there is none of it.
+Database fixtures import what they need themselves, because kernels and engine are also tested without those packages.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from tests.demo_base import DEMO_BASE
 if TYPE_CHECKING:
     from loramux.migrations.database import Database
 
-# Before torch is imported: idle OpenMP threads sleep after a moment, as in the engine process.
+# This must precede importing torch: idle OpenMP threads go to sleep after a moment, as in the engine process.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """An empty directory whose path leaves room for a unix socket's, which has 107 bytes at most."""
+    """An empty directory with a path short enough for a Unix socket, which may have at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="lmx-") as directory:
         yield Path(directory)
 
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[str]:
-    """The URL of a real PostgreSQL server that lives as long as the test run."""
+    """The URL of a real PostgreSQL server that lives for the whole test run."""
     from tests.postgres import running_server
 
     with running_server() as url:
@@ -50,7 +50,7 @@ def postgres_url(postgres_server: str) -> Iterator[str]:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of an empty database, once of each kind."""
+    """The URL of an empty database, once for each kind."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'loramux.db'}"
     return str(request.getfixturevalue("postgres_url"))
@@ -58,7 +58,7 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(scope="session")
 def postgres_template(postgres_server: str) -> str:
-    """The name of a database with the current schema, for others to be copied from."""
+    """The name of a database with the current schema, used as a template for others."""
     from tests.migrated import migrate
     from tests.postgres import create_database
 
@@ -69,7 +69,7 @@ def postgres_template(postgres_server: str) -> str:
 
 @pytest.fixture
 def migrated_postgres_url(postgres_server: str, postgres_template: str) -> Iterator[str]:
-    """The URL of a new database with the current schema, on the PostgreSQL server."""
+    """The URL of a new database with the current schema on the PostgreSQL server."""
     from tests.postgres import new_database
 
     with new_database(postgres_server, postgres_template) as url:
@@ -78,7 +78,7 @@ def migrated_postgres_url(postgres_server: str, postgres_template: str) -> Itera
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def migrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of a database with the current schema, once of each kind."""
+    """The URL of a database with the current schema, once for each kind."""
     if request.param == "sqlite":
         from tests.migrated import migrated_sqlite
 
@@ -88,7 +88,7 @@ def migrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def database(migrated_url: str) -> Iterator[Database]:
-    """The same, opened."""
+    """The migrated database, opened."""
     from loramux.migrations.database import Database
 
     database = Database(migrated_url)

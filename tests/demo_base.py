@@ -1,4 +1,4 @@
-"""Where the base model of the demo lies, on which whole servers are tested."""
+"""The path of the demo's base model, which tests of whole servers use."""
 
 from __future__ import annotations
 

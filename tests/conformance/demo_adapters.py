@@ -1,4 +1,4 @@
-"""Variants of the demo's adapters, each with a digest of its own."""
+"""Variants of the demo's adapters, each with its own digest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEMO = Path(__file__).parents[2] / "admin" / "demo"
 
 
 def changed_adapter(directory: Path, factor: float) -> Path:
-    """The demo's pirate, its effect `factor` times as strong, in a new directory."""
+    """The demo's pirate adapter with `factor` times its effect, in a new directory."""
     shutil.copytree(DEMO / "adapters" / "pirate", directory)
     path = directory / "adapter_model.safetensors"
     tensors: dict[str, Any] = {name: tensor.float() for name, tensor in load_file(path).items()}

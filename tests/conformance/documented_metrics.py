@@ -1,4 +1,4 @@
-"""The tables of docs/metrics.md beside what a server really exposes."""
+"""The tables of docs/metrics.md, and the metrics that a server exposes, in the same form."""
 
 from __future__ import annotations
 

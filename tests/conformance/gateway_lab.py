@@ -1,4 +1,4 @@
-"""Several gateway processes on one PostgreSQL and one engine process, and clients that are cheap enough to be many."""
+"""Several gateway processes on one PostgreSQL and one engine process, and clients cheap enough to run many."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LabGateway:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What the engine committed of one request, by its own word."""
+    """What the engine reports it committed for one request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -60,11 +60,11 @@ END $$;
 CREATE OR REPLACE TRIGGER see_reservation AFTER INSERT OR UPDATE OF reserved_tokens ON reservations
     FOR EACH ROW EXECUTE FUNCTION see_reservation();
 """
-"""Keeps what was reserved, since a reservation that was settled is gone."""
+"""Records reservations, because settled ones are deleted."""
 
 
 class GatewayLab:
-    """Starts, kills and asks gateways; `truths` is what their engine says.
+    """Starts and kills gateways; `truths` is what their engine committed.
 
     The gateways' data and logs are below `disk`, everything else is below `directory`.
     """
@@ -135,7 +135,8 @@ class GatewayLab:
     def wait_ready(self, gateway: LabGateway) -> None:
         def is_ready() -> bool:
             if not Path(f"/proc/{gateway.pid}").exists():
-                # On a machine that is too busy an engine may not answer in time; an operator's init starts it again.
+                # If the machine is too busy, the engine may not answer in time; an operator's init system would restart
+                # the gateway.
                 self.start(gateway)
             try:
                 return httpx.get(f"http://127.0.0.1:{gateway.port}/health/ready", trust_env=False).status_code == 200
@@ -145,7 +146,7 @@ class GatewayLab:
         until(is_ready, lambda: Path(gateway.settings["log"]).read_text()[-2000:])
 
     def stop(self, gateway: LabGateway) -> None:
-        """Ask it to stop, and wait until it has."""
+        """Ask a gateway to stop, and wait until it has."""
         os.kill(gateway.pid, signal.SIGTERM)
         until(lambda: not Path(f"/proc/{gateway.pid}").exists())
 
@@ -158,7 +159,7 @@ class GatewayLab:
         return tenant, ApiKeys(self.database).create(tenant.id, "key").secret
 
     def truths(self) -> defaultdict[str, Truth]:
-        """By request, which has one sequence; one that never reached the engine cost nothing."""
+        """What the engine committed, by request; each has one sequence, and zeros if it never reached the engine."""
         found: defaultdict[str, Truth] = defaultdict(lambda: Truth(0, 0))
         for line in self._ends.read_text().splitlines():
             sequence_id, num_prompt, num_completion, _ = json.loads(line)
@@ -166,12 +167,12 @@ class GatewayLab:
         return found
 
     def see_reservations(self) -> None:
-        """Have PostgreSQL note what is reserved from now on, for `reserved_tokens`."""
+        """Have PostgreSQL record reservations from now on, for `reserved_tokens`."""
         with self.database.write() as connection:
             connection.exec_driver_sql(_SEE_RESERVATIONS)
 
     def reserved_tokens(self, tenant_id: str) -> dict[str, int]:
-        """What each request of a tenant held at most, also of those whose reservations are gone."""
+        """The most tokens that each request of a tenant held, including requests already settled."""
         query = text("SELECT id, reserved_tokens FROM seen_reservations WHERE tenant_id = :tenant_id")
         with self.database.read() as connection:
             return {row.id: row.reserved_tokens for row in connection.execute(query, {"tenant_id": tenant_id})}
@@ -192,7 +193,7 @@ class GatewayLab:
 
 
 async def ask(port: int, key: str, max_tokens: int, cut_after: int | None = None) -> tuple[int, bytes]:
-    """A streamed completion over a socket of its own, left after so many bytes' reads where `cut_after` is given."""
+    """Request a streamed completion on its own socket; with `cut_after`, disconnect after that many reads."""
     asked = {"model": "base", "prompt": [5], "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     body = json.dumps({**asked, "stream_options": {"include_usage": True}}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -1,7 +1,7 @@
-"""Forks gateway processes that have everything imported: `python -m tests.conformance.gateway_maker`.
+"""Forks gateway processes with everything already imported: `python -m tests.conformance.gateway_maker`.
 
-Each line on standard input is the settings of one as JSON; the answer is its process number. Only this process collects
-its children, so that a killed one is truly gone.
+Each line on standard input is one gateway's settings as JSON; the answer is its process ID. This process reaps its
+children, so that a killed gateway disappears completely.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Comparing an engine's logits and greedy tokens with those of transformers and peft."""
+"""Compares an engine's logits and greedy tokens with those of transformers and peft."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Subject:
-    """A base model on disk, its peft twin, and the packed adapters by name."""
+    """A base model on disk, its peft counterpart, and the packed adapters by name."""
 
     directory: Path
     reference: Any
@@ -80,8 +80,8 @@ def make_subject(
     base = make_base(family, directory / "base", shape, window)
     plans = [plan.for_family(family) for plan in plans]
     with warnings.catch_warnings():
-        # Of adapters of the embedding or the head: merging them into a tied base, which nobody does here, goes wrong,
-        # and the base's own weights are saved with them.
+        # Warnings about adapters of the embedding or head: merging them into a tied base goes wrong, which nobody does
+        # here, and the base's own weights are saved with them.
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`|Setting `save_embedding_layers`")
         reference = add_adapters(base, plans, directory / "adapters")
     if any({"lm_head", "embed_tokens"} & set(plan.modules) for plan in plans):
@@ -98,7 +98,7 @@ def make_subject(
 
 
 class Recorder:
-    """An executor that keeps each batch, its logits, and the logits that each sequence was sampled from."""
+    """An executor that records each batch, its logits, and the logits from which each sequence was sampled."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self._engine = engine
@@ -119,7 +119,7 @@ class Recorder:
     def submit(self, batch: Batch) -> StepResult:
         result = self.executor.submit(batch)
         self.steps.append((batch, self._logits))
-        # Each sequence has a stream of its own, so that its seed names it.
+        # Each sequence has its own random stream, so its seed identifies it.
         ids = {one.seed: one.sequence_id for one in self._engine._live}
         for row, sample in zip(self._logits, batch.samples, strict=True):
             self.by_sequence[ids[sample.seed]].append(row)
@@ -135,7 +135,7 @@ def run(engine: Engine) -> None:
 
 
 def assert_parity(subject: Subject, name: str | None, add: Add, recorded: list[torch.Tensor]) -> None:
-    """Compare each step's logits with the reference's on the tokens that were generated, and the greedy choices."""
+    """Compare each step's logits with the reference's on the generated tokens, and the greedy choices."""
     assert len(recorded) == add.max_tokens
     generated = [int(row.argmax()) for row in recorded]
     expected = subject.reference_logits(name, [*add.prompt, *generated[:-1]])[len(add.prompt) - 1 :]

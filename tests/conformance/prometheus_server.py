@@ -1,6 +1,6 @@
-"""A real Prometheus on loopback for tests: Debian's package.
+"""A real Prometheus on loopback, from Debian's package.
 
-python -m tests.conformance.prometheus_server     installs it where it is absent
+python -m tests.conformance.prometheus_server installs it if it is missing
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _START_S = 30
 
 
 class PrometheusMissing(Exception):
-    """It is not here and cannot be installed; the message says how."""
+    """Prometheus is missing and cannot be installed; the message says how."""
 
 
 class Prometheus:
-    """One that runs; asks it by its HTTP API."""
+    """A running server, queried over its HTTP API."""
 
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The samples of an expression now; an AssertionError says why it cannot be evaluated."""
+        """The current samples of an expression; raises AssertionError with the reason if it cannot be evaluated."""
         answer = self._http.get("/query", params={"query": expression}).json()
         assert answer["status"] == "success", f"{expression}: {answer.get('error')}"
         return list(answer["data"]["result"])
@@ -50,7 +50,7 @@ class Prometheus:
 
 @contextmanager
 def running_prometheus(directory: Path, target: str, token: str) -> Iterator[Prometheus]:
-    """Scrape `target` every second by the shipped configuration, with the shipped rules."""
+    """Scrape `target` every second with the shipped configuration and rules."""
     shutil.copy(DEPLOY / "prometheus" / "alerts.yml", directory)
     (directory / "token").write_text(token)
     config = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
@@ -80,7 +80,7 @@ def running_prometheus(directory: Path, target: str, token: str) -> Iterator[Pro
 
 
 def promtool(*arguments: object) -> str:
-    """What it says; an AssertionError where it finds fault."""
+    """Run promtool and return its output; raises AssertionError if it finds a fault."""
     command = ["promtool", *(str(argument) for argument in arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -88,7 +88,7 @@ def promtool(*arguments: object) -> str:
 
 
 def install() -> None:
-    """Install the package where it is missing; raises PrometheusMissing where that is not permitted or fails."""
+    """Install the package if it is missing; raises PrometheusMissing if that is not permitted or fails."""
     if all(shutil.which(program) for program in PROGRAMS):
         return
     remedy = f"on Debian 12 install it as root with `apt-get install --no-install-recommends {PACKAGE}`"

@@ -1,4 +1,4 @@
-"""A `loramux serve` process, driven the way an operator drives it: by the command line and by official clients."""
+"""A `loramux serve` process, used as an operator does: from the command line and through official clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LORAMUX = [sys.executable, "-m", "loramux.admin.cli"]
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Where a server keeps its things, and how it is reached; outlives a restart."""
+    """A server's data directory, settings, ports and key, which survive a restart."""
 
     model: Path
     data_dir: Path
@@ -55,7 +55,7 @@ class Deployment:
 
     @contextmanager
     def running(self, log_file: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-        """Serve until the block ends; what still runs then is told to stop. Its log may go to a file."""
+        """Serve until the block ends, then stop the server if it still runs. Its log may go to a file."""
         log = subprocess.STDOUT if log_file is None else os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         server = subprocess.Popen(
             [

@@ -1,4 +1,4 @@
-"""A played GPU that fails: what the engine says of it at its start, and what becomes of sequences while it serves."""
+"""A fake GPU that fails: the engine's errors at startup, and the end of each sequence while it serves."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assemble(subject: Subject, card: PlayedCard, make_linear: Any = None, **sett
     return subject.assemble(backend, **{"max_batch_tokens": 16, "max_sequences": 4, **settings})
 
 
-# At the start
+# At startup
 
 
 def refusal(kind: type[EngineError], subject: Subject, card: PlayedCard, **arguments: Any) -> str:
@@ -98,7 +98,7 @@ def test_a_card_that_fails_at_the_start_is_to_blame(subject: Subject, card: Play
     assert device_fault(failed.value) == "CUDA error: no kernel image is available for execution on the device"
 
 
-# While it serves
+# While serving
 
 
 def add(name: str, num_tokens: int = 6, digest: str | None = None) -> Add:
@@ -106,7 +106,7 @@ def add(name: str, num_tokens: int = 6, digest: str | None = None) -> Add:
 
 
 def finished(engine: Engine) -> dict[str, Finished]:
-    """Run what there is to its end; how each sequence ended."""
+    """Run all sequences to their end; how each one ended."""
     while engine.has_work:
         engine.step()
     messages = [one.message for one in engine.take_outbox()]
@@ -137,7 +137,7 @@ FAULTS = {
 def test_no_step_hides_that_its_device_failed(
     subject: Subject, card: PlayedCard, strike: Callable[[PlayedCard], None], num_steps: int
 ) -> None:
-    """In a step's first run, in its capture, and when it is replayed: what lives must not wait for ever."""
+    """The fault hits a step's first run, its capture or a replay; no live sequence may wait forever."""
     assembled = assemble(subject, card)
     engine = assembled.engine
     for name in ("a", "b"):
@@ -152,7 +152,7 @@ def test_no_step_hides_that_its_device_failed(
 
 
 def test_a_lost_card_is_found_by_a_request_that_waits_for_its_adapter(subject: Subject, card: PlayedCard) -> None:
-    """Though nothing runs: the adapter would otherwise fail again and again on an engine that looks well."""
+    """Nothing runs, so the adapter would otherwise fail again and again on an engine that looks healthy."""
     assembled = assemble(subject, card)
     lose(card)
     assembled.engine.add(b"", add("a", digest=subject.digests["r3"]))

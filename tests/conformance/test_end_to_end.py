@@ -1,4 +1,4 @@
-"""The whole path through `loramux serve`: on SQLite with local blobs, and on PostgreSQL with S3."""
+"""The whole path through `loramux serve`, on SQLite with local blobs and on PostgreSQL with S3."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def serve(made: Deployment, blobs: Any) -> Iterator[Stand]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[tuple[str | None, str], str]:
-    """What transformers and peft answer to each demo prompt, by adapter; None is the base. bfloat16, as served."""
+    """The answers of transformers and peft to each demo prompt, by adapter; None is the base. bfloat16, as served."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
     base = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, DEMO / "adapters" / "pirate", adapter_name="pirate")
@@ -120,7 +120,7 @@ def expected() -> dict[tuple[str | None, str], str]:
 
 
 def usage(stand: Stand, tenant: str) -> tuple[int, int, int]:
-    """Requests, prompt tokens and completion tokens that a tenant was billed."""
+    """Requests, prompt tokens and completion tokens that a tenant was billed for."""
     done = stand.deployment.command("usage", "--tenant", tenant, "--format", "json")
     assert done.returncode == 0, done.stderr
     results = [result for bucket in json.loads(done.stdout)["data"] for result in bucket["results"]]
@@ -132,7 +132,7 @@ def usage(stand: Stand, tenant: str) -> tuple[int, int, int]:
 
 
 def ask(stand: Stand, tenant: str, model: str, prompt: str, stream: bool) -> tuple[str, int, int]:
-    """One greedy chat answer and the tokens that the server says it cost."""
+    """A greedy chat answer, and the tokens that the server reports for it."""
     client = stand.deployment.client(stand.keys[tenant])
     messages: Any = [{"role": "user", "content": prompt}]
     if not stream:
@@ -241,7 +241,7 @@ def test_a_bad_key_opens_nothing(stand: Stand) -> None:
 
 
 def spoil(kind: str, directory: Path) -> None:
-    """Make a copy of an adapter unfit in one way."""
+    """Damage a copy of an adapter in one way."""
     config_path, tensors_path = directory / "adapter_config.json", directory / "adapter_model.safetensors"
     config = json.loads(config_path.read_text())
     match kind:
@@ -270,7 +270,7 @@ def spoil(kind: str, directory: Path) -> None:
 def test_an_unfit_adapter_is_rejected_and_leaves_nothing(stand: Stand, tmp_path: Path, kind: str) -> None:
     directory = tmp_path / "adapter"
     shutil.copytree(DEMO / "adapters" / "formal", directory)
-    # numpy knows no bfloat16, and a float32 adapter is as good.
+    # numpy has no bfloat16, and a float32 adapter serves as well.
     from safetensors.torch import load_file as load_torch
     from safetensors.torch import save_file as save_torch
 
@@ -284,7 +284,7 @@ def test_an_unfit_adapter_is_rejected_and_leaves_nothing(stand: Stand, tmp_path:
     error = json.loads(done.stdout)["error"]
     assert error["code"]
     assert error["message"]
-    # The rejection is told first.
+    # The rejection is reported before the blobs are deleted.
     wait_until(lambda: stand.blobs() == before)
     with pytest.raises(openai.NotFoundError):
         ask(stand, "harbour", name, DEMO_PROMPTS[0], stream=False)
@@ -310,7 +310,7 @@ def test_a_quota_is_enforced_before_a_request_runs(stand: Stand) -> None:
 def test_metrics_and_health_are_served(stand: Stand) -> None:
     admin = f"http://127.0.0.1:{stand.deployment.admin_port}"
     scraped, tables = exposed(httpx.get(f"{admin}/metrics").text), documented()
-    # Only metrics with samples show their labels.
+    # Only metrics with samples expose their labels.
     assert {name: kind for name, (kind, _) in scraped.items()} == {name: kind for name, (kind, _) in tables.items()}
     assert {name for name, (_, labels) in scraped.items() if labels and labels != tables[name][1]} == set()
     for port in (stand.deployment.port, stand.deployment.admin_port):

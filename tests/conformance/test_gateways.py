@@ -1,4 +1,4 @@
-"""Gateway processes that race, lose clients, are stopped and are killed: quotas exact, each request settled once."""
+"""Gateways that race, lose clients, and are stopped and killed: quotas stay exact, each request is settled once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ campaign = pytest.mark.campaign
 
 @pytest.fixture(scope="module")
 def lab(request: pytest.FixtureRequest, postgres_server: str, demo_base: Path) -> Iterator[GatewayLab]:
-    """Four gateways; two where only the small tests run."""
+    """Four gateways, or two if only the small tests run."""
     num_gateways = 4 if "campaign" in (request.config.getoption("-m") or "").replace("not campaign", "") else 2
     admin = create_engine(
         postgres_server.replace("postgresql://", "postgresql+psycopg://", 1), isolation_level="AUTOCOMMIT"
@@ -57,7 +57,7 @@ def events_of(lab: GatewayLab, tenant_id: str) -> list[Any]:
 @pytest.mark.parametrize("num_racers", [40, pytest.param(NUM_RACERS, marks=campaign)], ids=["few", "many"])
 def test_clients_that_race_for_the_last_tokens_overspend_none(lab: GatewayLab, num_racers: int) -> None:
     tenant, key = lab.account(f"race-{num_racers}")
-    # Room for a little under half of them, and next to no refill while they race.
+    # Enough for slightly less than half of the racers, with almost no refill during the race.
     burst = num_racers * (MAX_TOKENS + 1) * 4 // 9
     QuotaPolicies(lab.database).set(tenant.id, "tokens_per_minute", 1, burst)
     QuotaPolicies(lab.database).set(tenant.id, "concurrent_requests", 200)
@@ -66,7 +66,7 @@ def test_clients_that_race_for_the_last_tokens_overspend_none(lab: GatewayLab, n
         async def one(number: int) -> int:
             while True:
                 status, answer = await ask(lab.gateways[number % len(lab.gateways)].port, key, MAX_TOKENS)
-                # A crowd on a slow machine may be told to come back; only an answer about tokens is the end of it.
+                # On a slow machine a crowd may be asked to retry; only an answer about tokens is final.
                 if status != 503 and b"concurrent_requests" not in answer:
                     return status
                 await asyncio.sleep(random.uniform(0.05, 0.5))
@@ -175,7 +175,7 @@ def test_gateways_stopped_under_load_finish_their_streams(lab: GatewayLab, num_s
     print(f"\n{num_done} stops, answers by status {dict(statuses)}, {len(cut)} streams cut, {len(wrong)} bills wrong")
     assert cut == []
     assert wrong == []
-    # 0: the listener was closed before the request was read. 503: the gateway refuses while it drains.
+    # 0: the listener was closed before the request was read. 503: a draining gateway refuses new requests.
     assert set(statuses) <= {200, 0, 503}
     lab.check_nothing_held()
 
@@ -186,7 +186,7 @@ def test_gateways_killed_at_random_moments_settle_each_request_once(lab: Gateway
     tenant, key = lab.account(f"kills-{num_kills}")
     QuotaPolicies(lab.database).set(tenant.id, "tokens_per_minute", 10**9)
     dice = random.Random(num_kills)
-    # One of them stays, to recover what the others leave.
+    # The first gateway survives and recovers the requests of the others.
     victims = lab.gateways[1:]
 
     async def stream_and_kill(together: list[LabGateway]) -> None:
@@ -213,7 +213,7 @@ def test_gateways_killed_at_random_moments_settle_each_request_once(lab: Gateway
             lab.wait_ready(gateway)
         num_done += len(together)
     if num_kills < 20:
-        # As if the leases of the dead had run out.
+        # Expire the leases of the dead gateways.
         with lab.database.write() as connection:
             connection.execute(update(schema.reservations).values(lease_expires_us=0))
     lab.wait_settled(120)
@@ -229,6 +229,6 @@ def test_gateways_killed_at_random_moments_settle_each_request_once(lab: Gateway
         most_under = max(most_under, committed - event.completion_tokens)
         num_recovered += event.status == "recovered"
     print(f"\n{num_done} kills, {len(events)} requests, {num_recovered} recovered, at most {most_under} under")
-    # A token a step at most; the engine notices a death within a second, and a checkpoint takes its time to be written.
+    # At most one token per step; the engine notices a death within a second, and a checkpoint takes time to write.
     assert most_under <= (CHECKPOINT_INTERVAL_S + 2.0) / STEP_S
     lab.check_nothing_held()

@@ -1,8 +1,8 @@
-"""The GPU's side of the engine, on a GPU where there is one, else with its kernels interpreted on the CPU.
+"""The engine's GPU path, on a GPU if there is one, otherwise with its kernels interpreted on the CPU.
 
-Interpreted, all but CUDA itself runs as on a GPU: padded shapes, one packed copy of a step's metadata, captured steps
-that find the next batch where the last one was, tokens chosen and read on the device, and steps that are submitted
-before the tokens of the step before are known.
+When interpreted, everything except CUDA itself runs as on a GPU: padded shapes, one packed copy of a step's metadata,
+captured steps that read each batch from the same buffers, tokens sampled and read on the device, and steps submitted
+before the previous step's tokens are known.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def plain_backend(accelerator: Accelerator, compiles: bool = False) -> Backend:
-    """The GPU's way of running steps, with the kernels' specification in place of the kernels."""
+    """The GPU's backend with the reference kernels in place of the real ones."""
     return Backend(
         accelerator=accelerator,
         make_kernels=lambda pool, shapes: ReferenceKernels(pool),
@@ -73,7 +73,7 @@ def plain_backend(accelerator: Accelerator, compiles: bool = False) -> Backend:
 def requests(
     subject: Subject, sampling: SamplingParams = GREEDY, num_tokens: int = 4
 ) -> dict[str, tuple[str | None, Add]]:
-    """Prompts shorter and longer than a page and than a step's budget, with and without adapters of several ranks."""
+    """Prompts shorter and longer than a page and than a step's budget, with adapters of several ranks and without."""
     return requests_of(subject, [(None, 5), ("r3", 17), ("r31", 1), ("by-layer", 36)], sampling, num_tokens)
 
 
@@ -97,7 +97,7 @@ def requests_of(
 
 
 def tokens_of(engine: Engine, adds: Iterable[Add]) -> dict[str, list[int]]:
-    """Run requests to their ends."""
+    """Run requests to completion, and return each one's tokens."""
     for add in adds:
         engine.add(b"", add)
     tokens: dict[str, list[int]] = defaultdict(list)
@@ -157,14 +157,14 @@ def test_adapters_of_the_embedding_and_the_head_have_shapes_of_their_own(
         assert tokens[sequence_id] == [int(row.argmax()) for row in logits]
     assert any(shape.has_outer for shape in executor._has_run)
 
-    # Resident or not, they cost a batch without them nothing: a call of any of their kernels would now fail.
+    # Even while such adapters are resident, a batch without them calls none of their kernels: a call would now fail.
     monkeypatch.setattr(executor._kernels, "outer", None)
     tokens_of(assembled.engine, [add for _, add in requests_of(outer_subject, [("r3", 1)], num_tokens=1).values()])
     assembled.adapters.close()
 
 
 def note_groups(executor: GraphExecutor, monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
-    """The modules of each group that a layer's adapters are added to from now on."""
+    """Record the modules of each group to which adapters are added from now on."""
     noted: set[tuple[int, ...]] = set()
     add = executor._kernels.lora_add
 
@@ -231,7 +231,7 @@ def test_shapes_of_few_modules_drop_no_graphs(subject: Subject, monkeypatch: pyt
             assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
         assert set(executor._graphs) >= warmed
         assert len(executor._graphs) == len(warmed) + room
-    # The one with room was captured at its first decode.
+    # With room for one, a shape was captured at its first decode.
     (narrow,) = set(executor._graphs) - warmed
     assert (narrow.groups, narrow.is_decode) == (LayerGroups.QKV, True)
     assert len(launched) == 1
@@ -242,7 +242,7 @@ def test_a_shape_whose_capture_fails_runs_uncaptured(
     subject: Subject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class RefusingAccelerator(HostAccelerator):
-        """Captures no step at all."""
+        """Refuses every capture."""
 
         num_captures = 0
 
@@ -268,7 +268,7 @@ def test_a_shape_whose_capture_fails_runs_uncaptured(
 
 def test_the_memory_that_captures_take_is_counted(subject: Subject) -> None:
     class SmallAccelerator(HostAccelerator):
-        """A device with memory of its own, of which each captured step takes 3 MiB."""
+        """A device with its own memory, where each captured step takes 3 MiB."""
 
         free = 1 << 30
 
@@ -292,7 +292,7 @@ def test_the_graph_that_was_replayed_longest_ago_is_dropped(subject: Subject, mo
     executor = recorder.executor
     assert isinstance(executor, GraphExecutor)
     executor._max_graphs = 2
-    # One sequence ends after the other, so that decodes of several sizes occur; the adapter makes them differ again.
+    # Sequences end one after another, so that decodes have several sizes; the adapter makes their shapes differ again.
     for name in ("r3", None, "r3"):
         asked = requests_of(subject, [(name, 1), (None, 2), (None, 3), (None, 4)])
         adds = [
@@ -310,7 +310,7 @@ def test_the_graph_that_was_replayed_longest_ago_is_dropped(subject: Subject, mo
 def test_kernels_of_outer_modules_are_warmed_up_with_each_shape(
     outer_subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A first step that needs them finds them loaded, and is captured when it first occurs, as any other."""
+    """The first step that needs these kernels finds them loaded, and is captured at once like any other."""
     backend = plain_backend(HostAccelerator(), compiles=True)
     launched: set[tuple[str, int, int]] = set()
     for name in ("lora_gather", "lora_shrink", "lora_expand"):
@@ -332,7 +332,7 @@ def test_kernels_of_outer_modules_are_warmed_up_with_each_shape(
 
 
 def noting(name: str, kernel: Callable[..., None], launched: set[tuple[str, int, int]]) -> Callable[..., None]:
-    """The kernel, which also notes what its launch is compiled for: segments of the grid and width of the planes."""
+    """A kernel that also records what its launch is compiled for: the number of segments and the maximum rank."""
 
     def note(self: ReferenceLora, *arguments: Any) -> None:
         (call,) = (one for one in arguments if isinstance(one, LoraCall))
@@ -343,5 +343,5 @@ def noting(name: str, kernel: Callable[..., None], launched: set[tuple[str, int,
 
 
 def greedy(logits: torch.Tensor, *settings: torch.Tensor, all_greedy: bool = False) -> None:
-    """The likeliest token of each row, into the last of the settings."""
+    """Write each row's most likely token to the last of the settings."""
     settings[-1].copy_(logits.argmax(1))

@@ -1,6 +1,6 @@
-"""Faults that users of other engines have met, each made impossible; with real weights and kernels.
+"""Faults that users of other engines have reported, each ruled out here with real weights and kernels.
 
-Those that are a matter of scheduling alone are in `tests/simulation/test_known_faults.py`.
+Faults of scheduling alone are in `tests/simulation/test_known_faults.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def a_request(subject: Subject, name: str | None, num_prompt: int, max_tokens: i
 
 
 def poisoned(assembled: AssembledEngine) -> AssembledEngine:
-    """All bits set is NaN: whatever is read without having been written shows."""
+    """Fill the pool with NaN (all bits set), so that reads of unwritten memory show."""
     assembled.views.raw.fill_(0xFF)
     return assembled
 
@@ -47,9 +47,9 @@ def page_bytes(assembled: AssembledEngine) -> int:
 
 
 def test_a_reused_page_keeps_nothing_of_its_former_owner(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of an evicted adapter leaked into the next owner of its memory, whose rank was smaller."""
+    """In another engine, an evicted adapter's weights leaked into the next, lower-rank owner of its memory."""
     size = page_bytes(subject.assemble())
-    # The largest adapter and one request fill the pool: each evicts the one before.
+    # The largest adapter and one request fill the pool, so each adapter evicts the one before.
     pool = (subject.num_pages["r64"] + 6) * size
     assembled = poisoned(subject.assemble(pool_bytes=pool, max_resident_adapters=2))
     recorder = Recorder(assembled.engine, monkeypatch)
@@ -64,7 +64,7 @@ def test_a_reused_page_keeps_nothing_of_its_former_owner(subject: Subject, monke
 
 
 def test_one_adapter_that_is_not_finite_poisons_nobody(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Validation keeps such an adapter out; one that came in all the same ends its own requests only."""
+    """Validation rejects such adapters; one that gets in anyway ends only its own requests."""
     sound = subject.adapters[subject.digests["r8"]]
     payload = np.full_like(sound.payload, 0xFF)
     subject.adapters[BROKEN] = PackedAdapter(BROKEN, sound.layout, sound.scales, payload)

@@ -1,6 +1,6 @@
-"""A long random life with real weights and kernels: whatever happens around a request, its tokens are the reference's.
+"""A long random run with real weights and kernels: whatever happens around a request, its tokens are the reference's.
 
-`tests/simulation/test_long_life.py` is the same on a simulated device, where every token is known exactly.
+`tests/simulation/test_long_life.py` does the same on a simulated device, where every token is known exactly.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tests.conformance.parity import TOLERANCE, Subject, make_subject
 from tests.conformance.tiny_models import PLANS, VOCAB_SIZE
 
 NUM_EVENTS = int(os.environ.get("LORAMUX_LIFE_EVENTS", "10000"))
-"""Of the campaign: aborts, evictions, preemptions and reloads together."""
+"""Events in the campaign: aborts, evictions, preemptions and reloads together."""
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 NAMES = [plan.name for plan in PLANS]
 MAX_PROMPT = 150
 MAX_OPEN = 16
-"""Requests that run or wait at once."""
+"""Requests that run or wait at the same time."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 
 class Life:
-    """Drives one engine, whose pool is too small for what it is asked, with random events."""
+    """Drives one engine with random events; its pool is too small for the load."""
 
     def __init__(self, subject: Subject, seed: int) -> None:
         self.subject = subject
@@ -52,7 +52,7 @@ class Life:
             max_resident_adapters=3,
             max_sequences=8,
         )
-        # All bits set is NaN: whatever is read without having been written shows.
+        # All bits set is NaN, so that reads of unwritten memory show.
         self.assembled.views.raw.fill_(0xFF)
         self.engine = self.assembled.engine
         self.prompts = [self._tokens(self.rng.randint(1, 90)) for _ in range(3)]
@@ -67,7 +67,7 @@ class Life:
         self.loaded: set[str] = set()
 
     def events(self) -> Counter[str]:
-        """What has happened so far."""
+        """Number of events so far, by kind."""
         stats = self.engine.stats(StatsRequest(call_id=""))
         self.loaded |= {one.digest for one in stats.adapters}
         return Counter(
@@ -100,7 +100,7 @@ class Life:
         self._collect()
 
     def end(self) -> None:
-        """Let what still runs come to its end; nothing may be left behind."""
+        """Run all requests to completion, and check that nothing is left behind."""
         while self.engine.has_work:
             self.engine.step()
         self._collect()

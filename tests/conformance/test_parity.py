@@ -1,6 +1,6 @@
-"""Logits and greedy tokens equal those of transformers and peft, one request a time and in one mixed batch.
+"""Logits and greedy tokens equal those of transformers and peft, one request at a time and in one mixed batch.
 
-Every family runs the mixed batch; what `make campaign-parity` adds is the rest of the matrix.
+Every family runs the mixed batch; `make campaign-parity` adds the rest of the matrix.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tests.conformance.tiny_models import (
 )
 
 ALONE = ("llama", "gemma2", "phi3-window")
-"""The families whose requests run alone in every test run: between them they take every branch of the decoder."""
+"""The families whose requests run alone in every test run; together they cover every branch of the decoder."""
 
 STEPS = [
     pytest.param(64, 45, id="chunks"),
     pytest.param(24, 160, id="small chunks", marks=pytest.mark.campaign),
     pytest.param(700, 45, id="whole prompts", marks=pytest.mark.campaign),
 ]
-"""Token rows of a step, and answers so long that the first still runs when the last prompt is through: all meet."""
+"""Token rows per step, and answer lengths such that the first request still runs when the last prompt is finished."""
 
 PROMPT_LENGTHS = [1, 7, 16, 17, 33, 64, 65, 100, 200, 333, 512, 600]
 FEW_TOKENS = 6
@@ -48,7 +48,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def requests(subject: Subject, max_tokens: int) -> dict[str, tuple[str | None, Add]]:
-    """One request for each adapter, and the others for the base; prompts of 1 to 600 tokens."""
+    """One request for each adapter, the others for the base; prompts of 1 to 600 tokens."""
     names: list[str | None] = [None, "r1", "r3", None, "r4", "r8", None, "r31", "by-layer", None, "r16", "r64"]
     generator = torch.Generator().manual_seed(11)
     made = {}
@@ -94,7 +94,7 @@ def test_one_mixed_batch_equals_transformers_and_peft(
         assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
     stats = assembled.engine.stats(StatsRequest(call_id=""))
     assert stats.max_adapters_in_step == len(PLANS)
-    # What is resident is what was packed, to the page.
+    # Resident adapters take exactly the pages that were packed.
     assert stats.num_adapter_pages == sum(subject.num_pages.values())
     assert stats.num_kv_pages == 0
     assembled.engine.check_integrity()
@@ -134,7 +134,7 @@ OUTER_PLANS = [
     ),
     AdapterPlan("inner", 4, ["q_proj", "down_proj"], alpha=8.0),
 ]
-"""Adapters of the embedding and the head, alone and with others, beside one that has neither."""
+"""Adapters of the embedding and the head, alone and combined, and one with neither."""
 
 UNTIED, TIED = "llama", "qwen2"
 
@@ -176,7 +176,7 @@ def test_adapters_of_the_embedding_and_the_head_equal_peft(
     assert stats.max_adapters_in_step == len(OUTER_PLANS)
     assert stats.num_adapter_pages == sum(outer_subject.num_pages.values())
 
-    # Rows of the base, and of adapters without a head or an embedding of their own, are as if those were not there.
+    # Rows of the base, and of adapters without a head or embedding, are computed as if the other adapters were absent.
     executor = recorder.executor
     assert isinstance(executor, DirectExecutor)
     tables = executor._tables
@@ -208,7 +208,7 @@ def test_a_batch_without_such_adapters_launches_nothing_for_them(
     for _, add in resident.values():
         assembled.engine.add(b"", add)
     run(assembled.engine)
-    # A call of any of their kernels would now fail.
+    # Any call of these kernels would now fail.
     monkeypatch.setattr(executor._kernels, "outer", None)
     recorder = Recorder(assembled.engine, monkeypatch)
     asked = outer_requests(outer_subject, None, "inner")

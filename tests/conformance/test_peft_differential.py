@@ -1,6 +1,6 @@
-"""What peft loads and we accept gives the same logits: random configurations, from a saved directory to the engine.
+"""Configurations that peft loads and we accept give equal logits: random ones, from a saved directory to the engine.
 
-Each configuration is saved by peft, loaded again by peft for the reference, and taken the way an upload goes for ours.
+Each configuration is saved by peft, reloaded by peft as the reference, and processed like an upload by our code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.conformance.tiny_models import (
 )
 
 pytestmark = [
-    # peft's remarks on adapters of the head or the embedding, on patterns of nothing, and on exclusions without effect.
+    # peft's warnings about adapters of the head or embedding, and about patterns and exclusions that match nothing.
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
     pytest.mark.filterwarnings("ignore:The following .* keys did not match any targeted module:RuntimeWarning"),
@@ -43,7 +43,7 @@ FEW, MANY = 6, 300
 
 
 def random_name(chance: random.Random) -> str:
-    """One name of a module or of several, in one of the ways that a configuration may have it."""
+    """The name of one or several modules, in one of the forms that a configuration may use."""
     module = chance.choice(ALL_LINEARS)
     below = f"{PARENTS[module]}.{module}"
     layer = chance.randrange(NUM_LAYERS)
@@ -51,7 +51,7 @@ def random_name(chance: random.Random) -> str:
 
 
 def random_settings(chance: random.Random) -> dict[str, Any]:
-    """A LoRA configuration of what we support, some of them of nothing at all."""
+    """A random LoRA configuration that we support; some match no module at all."""
     settings: dict[str, Any] = {
         "r": chance.choice([1, 2, 3, 8, 16, 33]),
         "lora_alpha": chance.choice([1, 2, 7, 16, 0.5]),
@@ -79,7 +79,7 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
 
 @dataclass
 class Pair:
-    """The base with peft, and an engine of the same base."""
+    """The base for peft, and an engine with the same base."""
 
     base: Any
     subject: Subject
@@ -87,7 +87,7 @@ class Pair:
     directory: Path
 
     def save(self, index: int, settings: dict[str, Any], dtype: torch.dtype) -> Path | None:
-        """Let peft save a random adapter of these settings; None where peft finds nothing to adapt."""
+        """Have peft save a random adapter with these settings; None if peft finds nothing to adapt."""
         directory = self.directory / str(index)
         torch.manual_seed(index)
         try:
@@ -103,7 +103,7 @@ class Pair:
 
     @torch.no_grad()
     def reference_logits(self, directory: Path, tokens: list[int]) -> torch.Tensor:
-        """What peft computes with what it loads: float32 `[vocab_size]` of the last position."""
+        """peft's logits from the saved adapter: float32 `[vocab_size]` of the last position."""
         model = PeftModel.from_pretrained(self.base, directory).eval()
         logits: torch.Tensor = model(input_ids=torch.tensor([tokens])).logits[0, -1]
         model.unload()
@@ -119,7 +119,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int) -> Counter[str]:
-    """Compare configurations `[first, first + count)`; how many went which way."""
+    """Compare configurations `[first, first + count)`; the number of each outcome."""
     outcomes: Counter[str] = Counter()
     assembled = pair.subject.assemble()
     recorder = Recorder(assembled.engine, monkeypatch)
@@ -135,8 +135,8 @@ def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int)
         try:
             packed = pack_peft_directory(directory, pair.target)
         except AdapterRejected as error:
-            # peft sorts its patterns when it saves them, and the first that fits counts: read again, they may say
-            # another rank than the tensors have, and peft cannot load what it saved either.
+            # peft sorts its patterns when it saves them, and the first match counts: after reloading, they may give
+            # another rank than the tensors have, and peft itself cannot load what it saved.
             if error.code != "rank_mismatch":
                 raise
             with pytest.raises(RuntimeError, match="size mismatch"):

@@ -1,4 +1,4 @@
-"""What sixteen adapters of mixed rank take of the pool."""
+"""The pool pages that sixteen adapters of mixed rank take."""
 
 from __future__ import annotations
 

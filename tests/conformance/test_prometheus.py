@@ -1,4 +1,4 @@
-"""The dashboard's queries and the alert rules on a real Prometheus that scrapes a server under load."""
+"""The dashboard's queries and the alert rules, on a real Prometheus that scrapes a server under load."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     target = f"127.0.0.1:{made.admin_port}"
     with made.running() as server, running_prometheus(tmp_path_factory.mktemp("prometheus"), target, TOKEN) as asked:
         assert httpx.get(f"http://{target}/metrics").status_code == 401, "the token is asked for"
-        # The first sample of a counter is no increase: let there be one before anything happens.
+        # A counter's first sample is not an increase, so there must be one before anything happens.
         wait_until(lambda: bool(asked.query("loramux_engine_up == 1")))
         put_under_load(made, server.pid)
         time.sleep(3)
@@ -89,7 +89,7 @@ def call_until(made: Deployment, key: str, model: str, until: float, pause_s: fl
 
 
 def engine_of(pid: int) -> int:
-    """The process id of a server's engine."""
+    """The process ID of a server's engine."""
     children = [
         int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
     ]
@@ -127,7 +127,7 @@ def test_every_rule_is_evaluated_on_series_that_there_are(prometheus: Prometheus
     rules = prometheus.rules()
     assert {rule["health"] for rule in rules} == {"ok"}, [rule for rule in rules if rule["health"] != "ok"]
     selectors = {(rule["name"], found) for rule in rules for found in SELECTOR.findall(rule["query"])}
-    # A counter of what did not happen has no series; all others are there.
+    # Counters of events that never happened have no series; all others exist.
     empty = sorted((name, one) for name, one in selectors if not prometheus.query(one))
     print(f"\n{len(rules)} rules over {len({one for _, one in selectors})} selectors")
     assert empty == []

@@ -1,4 +1,4 @@
-"""`loramux serve` whose engine loses the process that brings its adapters: requests do not notice."""
+"""`loramux serve` whose engine loses its staging process: requests do not notice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = ("pirate", "formal", "json")
 
 def test_adapters_come_although_the_staging_process_dies_and_it_ends_with_its_engine(tmp_path: Path) -> None:
     environment = {
-        # Nothing is kept but in the pool, and there in one slot: each request's adapter has to be brought.
+        # Adapters are kept only in the pool, which has one slot, so each request's adapter has to be staged.
         "LORAMUX_HOST_TIER_BYTES": "0",
         "LORAMUX_MAX_RESIDENT_ADAPTERS": "1",
     }

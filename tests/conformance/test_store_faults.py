@@ -1,4 +1,4 @@
-"""`loramux serve` on a failing S3 store: what is resident is served, what is cold is right or refused."""
+"""`loramux serve` on a failing S3 store: resident adapters are served, cold ones are correct or refused."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.conformance.served import deployment
 
 NUM_RESIDENT, NUM_COLD, NUM_COLD_CLIENTS, NUM_SLOTS = 2, 12, 6, 10
 NUM_FAULTS = int(os.environ.get("LORAMUX_STORE_FAULTS", "200"))
-# A load reads the packed file and twice the canonical one, and writes the packed file; then the request runs.
+# A load reads the packed file once and the canonical one twice, and writes the packed file; then the request runs.
 DEADLINE_S = 4 * S3Limits().body_s + 10
 BUCKET = "loramux-faults"
 
 
 @dataclass
 class Seen:
-    """What clients of one kind saw."""
+    """What clients of one kind observed."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     slowest_s: float = 0.0
@@ -56,7 +56,7 @@ def test_resident_adapters_are_served_and_cold_ones_are_right_or_refused(proxy: 
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_DEFAULT_REGION": "us-east-1",
-        # Nothing is kept but in the pool, and there in few slots: cold adapters stay cold.
+        # Adapters are kept only in the pool, which has few slots, so cold adapters stay cold.
         "LORAMUX_DISK_TIER_BYTES": "0",
         "LORAMUX_HOST_TIER_BYTES": "0",
         "LORAMUX_MAX_RESIDENT_ADAPTERS": str(NUM_SLOTS),
@@ -87,7 +87,7 @@ def test_resident_adapters_are_served_and_cold_ones_are_right_or_refused(proxy: 
             resident, cold = suffer(client, proxy, names, right)
             print({fault.name: number for fault, number in proxy.num_injected.items()}, resident, cold)
             proxy.plan = no_faults
-            # The store may be left alone for a while yet.
+            # The circuit breaker may stay open for a while.
             until = time.monotonic() + 60
             for name in names:
                 while (answer := ask(client, name)).status_code == 503 and time.monotonic() < until:
@@ -105,7 +105,7 @@ def test_resident_adapters_are_served_and_cold_ones_are_right_or_refused(proxy: 
 def suffer(
     client: httpx.Client, proxy: FaultProxy, names: list[str], right: dict[str, list[float]]
 ) -> tuple[Seen, Seen]:
-    """Ask for every adapter while the store fails, until it has often enough."""
+    """Request every adapter while the store fails, until enough faults were injected."""
     resident, cold = Seen(), Seen()
     is_over = threading.Event()
     lock = threading.Lock()
@@ -123,7 +123,7 @@ def suffer(
                     break
 
     def keep_streaming(name: str) -> None:
-        """What runs is not evicted, and what has just run is the last to be."""
+        """Keep the adapter in use: running adapters are not evicted, and those that just ran are evicted last."""
         body = {"model": name, "prompt": "The ship", "max_tokens": 100, "ignore_eos": True, "stream": True}
         while not is_over.is_set():
             with client.stream("POST", "/v1/completions", json=body) as answer:

@@ -1,4 +1,4 @@
-"""Random tiny base models and PEFT adapters, made by transformers and peft, and an adapter source over memory."""
+"""Random tiny base models and PEFT adapters, made with transformers and peft and packed like uploads."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 256,
 }
 SMALL_SHAPE = {**SHAPE, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1}
-"""For kernels that are interpreted: few layers and heads, which is what their time goes by."""
+"""A shape with few layers and heads for interpreted kernels, whose run time grows with both."""
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL_LINEARS = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
@@ -67,7 +67,7 @@ ALL_LINEARS = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
 WINDOW = 96
 SMALL_WINDOW = 12
-"""Of models for short prompts."""
+"""Window of models for short prompts, in tokens."""
 
 PHI3_ORIGINAL_LEN = 256
 
@@ -102,19 +102,19 @@ def _qwen3(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 
 def _gemma(shape: dict[str, Any], window: int, num_layers: int) -> dict[str, Any]:
-    """A scale of attention that is not the head's, and windows that the longer prompts pass."""
+    """An attention scale that is not the head's own, and windows shorter than the longer prompts."""
     gemma = {"num_hidden_layers": num_layers, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": window}
     return {**shape, **gemma, "initializer_range": 0.15, "attn_implementation": "eager"}
 
 
 def _gemma2(shape: dict[str, Any], window: int) -> PreTrainedModel:
-    """Soft caps low enough to bend most scores and logits; layers of both kinds."""
+    """Soft caps low enough to affect most scores and logits; layers with and without a window."""
     sizes = _gemma(shape, window, shape["num_hidden_layers"] + 1)
     return Gemma2ForCausalLM(Gemma2Config(**sizes, attn_logit_softcapping=4.0, final_logit_softcapping=8.0))
 
 
 def _gemma3(shape: dict[str, Any], window: int) -> PreTrainedModel:
-    """Five windowed layers to one that sees all, with one more after it; three to one where layers are few."""
+    """Five windowed layers for each full one, plus one more layer; three for each in the small shape."""
     pattern = 2 * shape["num_hidden_layers"]
     ropes = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -129,7 +129,7 @@ def _phi3(shape: dict[str, Any], window: int) -> PreTrainedModel:
 
 
 def _phi3_longrope(shape: dict[str, Any], _: int) -> PreTrainedModel:
-    """Three quarters of a head turn, each pair of channels stretched by its own factor."""
+    """Three quarters of each head are rotated, and each pair of channels is scaled by its own factor."""
     num_pairs = int(shape["hidden_size"] // shape["num_attention_heads"] * 0.75) // 2
     rope = {
         "rope_type": "longrope",
@@ -145,7 +145,7 @@ def _phi3_longrope(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 
 def _with_one_longrope(model: PreTrainedModel) -> PreTrainedModel:
-    """Use the frequencies of long contexts for short ones too, as an engine does that serves long ones."""
+    """Use the long context's frequencies for short contexts too, as an engine that serves long contexts does."""
     rotary = model.model.rotary_emb
     compute = ROPE_INIT_FUNCTIONS["longrope"]
     frequencies, _ = compute(model.config, torch.device("cpu"), seq_len=PHI3_ORIGINAL_LEN + 1)
@@ -166,7 +166,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any], int], PreTrainedModel]] = {
     "phi3-window": _phi3,
     "phi3-longrope": _phi3_longrope,
 }
-"""A random model of each family, given its sizes and its window."""
+"""A random model of each family, from its shape and its window."""
 
 FUSED_MODULES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -175,12 +175,12 @@ FUSED_MODULES = {
 
 
 def make_base(family: str, directory: Path, shape: dict[str, Any] = SHAPE, window: int = WINDOW) -> PreTrainedModel:
-    """Make a random base model of a family, save it to `directory` and return it, float32."""
+    """Make a random base model of a family in float32, save it to `directory` and return it."""
     torch.manual_seed(sum(family.encode()))
     model = FAMILIES[family](shape, window)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Biases and norms begin as constants, which would hide a mix-up.
+            # Biases and norms are initialized to constants, which would hide a mix-up.
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * (0.1 if "norm" in name else 0.3))
     model = model.float().eval()
@@ -190,7 +190,7 @@ def make_base(family: str, directory: Path, shape: dict[str, Any] = SHAPE, windo
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """One adapter to make: its rank, the modules it targets, and ranks and alphas that differ by layer or module."""
+    """One adapter to make: its rank, its target modules, and ranks and alphas that differ by layer or module."""
 
     name: str
     rank: int
@@ -202,7 +202,7 @@ class AdapterPlan:
     layers: list[int] | None = None
 
     def for_family(self, family: str) -> AdapterPlan:
-        """This plan with the names that the family's linears have."""
+        """This plan with the names of the family's linears."""
         if not family.startswith("phi3"):
             return self
         return dataclasses.replace(
@@ -221,7 +221,7 @@ def _fused_pattern(pattern: dict[str, V]) -> dict[str, V]:
     return fused
 
 
-# Patterns are in the order of their names, in which peft saves them: the first that fits counts.
+# Patterns are sorted by name, as peft saves them: the first match counts.
 PLANS = [
     AdapterPlan("r1", 1, ["q_proj"], alpha=2.0),
     AdapterPlan("r3", 3, ["v_proj", "down_proj"], alpha=6.0),
@@ -274,7 +274,7 @@ def add_adapters(base: PreTrainedModel, plans: list[AdapterPlan], directory: Pat
 
 
 def pack_peft_directory(directory: Path, target: PackTarget) -> PackedAdapter:
-    """Take a PEFT directory the way an upload goes: validate, make canonical, pack."""
+    """Process a PEFT directory like an upload: validate it, make its canonical file, and pack it."""
     tensors = directory / "adapter_model.safetensors"
     report = validate_files((directory / "adapter_config.json").read_bytes(), tensors, target)
     canonical = directory / "canonical.safetensors"
