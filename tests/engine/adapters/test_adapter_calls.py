@@ -1,4 +1,4 @@
-"""Loads, unloads and pins: each is answered, whatever else happens, and does what it says."""
+"""Loads, unloads and pins do what they say, and each is answered whatever else happens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWNER = b"gateway"
 
 
 class Calls:
-    """What one gateway asks of adapters."""
+    """One gateway's calls about adapters."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
@@ -34,7 +34,7 @@ class Calls:
         return str(self.num_calls)
 
     def outcome(self, call_id: str) -> str | None:
-        """The answer's code where it failed, else its state; None while there is none."""
+        """The answer's code if it failed, otherwise its state; None before there is an answer."""
         answers = [one for one in self.simulation.answers if one.call_id == call_id]
         assert len(answers) <= 1, "answered twice"
         return answers[0].code or answers[0].state if answers else None
@@ -120,7 +120,7 @@ def test_an_overdue_unload_gives_up_a_fetch_and_waits_for_no_store(simulation: S
     assert simulation.finished["s"].code == "adapter_unavailable"
     assert calls.outcome(call) == "absent"
     assert simulation.adapters.find("a") is None
-    # What the store answers to the fetch that was given up is heard by nobody.
+    # The store's answer to the abandoned fetch is discarded.
     late = simulation.add("late", digest="a")
     simulation.step()
     simulation.let_loads_go()
@@ -291,7 +291,7 @@ def test_what_pins_leave_no_room_for_is_refused_at_once(simulate: Simulate) -> N
 
 
 def test_an_adapter_with_nothing_but_its_pin_is_not_the_one_that_gives_its_slot_up(simulate: Simulate) -> None:
-    """A pin is a user that never ends: those who have fewest users beside it would be spared for ever."""
+    """A pin counts as a use that never ends; otherwise adapters with the fewest other users would be spared forever."""
     simulation = simulate(num_slots=2, adapters={"a": 1, "b": 1, "c": 1})
     calls = Calls(simulation)
     calls.pin("a")
@@ -355,7 +355,7 @@ def test_a_pin_outlives_its_gateway_and_can_be_ended_by_another(simulation: Simu
 
 
 def happenings(calls: Calls, names: list[str], rng: random.Random) -> list[Callable[[], object]]:
-    """What may happen to everybody at any time."""
+    """Events that can happen at any time."""
     simulation = calls.simulation
     engine = simulation.engine
     return [

@@ -1,4 +1,4 @@
-"""Adapters come into the pool, are used and pinned there, and leave it for others in the order of the queue."""
+"""Adapters are loaded into the pool, used, pinned, and evicted in queue order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = {"a": 2, "b": 2, "c": 2, "large": 7}
 
 
 class Bench:
-    """A pool of eight pages over a stager that has everything in memory; `bring` takes them through all phases."""
+    """A pool of eight pages over an in-memory stager; `bring` takes adapters through all phases."""
 
     def __init__(self, num_slots: int = 3, sizes: dict[str, int] = SIZES) -> None:
         self.pages = PagePool(8)
@@ -38,7 +38,7 @@ class Bench:
         )
 
     def ask(self, *digests: str, **demand: int) -> list[AdapterLoad]:
-        """One poll while sequences wait for these adapters, in this order."""
+        """Poll once while sequences wait for these adapters, in this order."""
         for digest in digests:
             self.pool.prefetch(digest)
         settled = self.pool.poll(Demand({digest: position for position, digest in enumerate(digests)}, **demand))
@@ -46,7 +46,7 @@ class Bench:
         return settled
 
     def bring(self, *digests: str) -> list[AdapterLoad]:
-        """These adapters, resident and idle."""
+        """Make these adapters resident and idle."""
         self.ask(*digests)
         self.ask(*digests)
         self.ask()
@@ -169,7 +169,7 @@ def test_an_adapter_is_idle_since_its_last_use() -> None:
     assert bench.pool.idle_s(load) == 3.0
 
 
-# Who gives way
+# Eviction order
 
 
 def test_adapters_that_nobody_waits_for_are_evicted_first() -> None:
@@ -219,7 +219,7 @@ def test_an_adapter_ahead_of_its_turn_leaves_room_for_what_runs(num_growing: int
     assert (bench.find("a").phase is AdapterPhase.COPYING) == is_placed
 
 
-# Adapters that leave
+# Unloading
 
 
 def test_an_idle_adapter_is_unloaded_at_once() -> None:
@@ -348,12 +348,12 @@ def test_adapters_that_do_not_fit_together_take_turns(
     simulation.run(max_steps=500)
     for add in adds:
         assert simulation.tokens[add.sequence_id] == simulation.expected(add)
-    # An adapter that found room may lose it once more to an older request's K and V, not again and again.
+    # An adapter with pages may lose them once to an older request's KV cache, but not repeatedly.
     assert stats_of(simulation).num_adapter_loads <= 2 * num_requests
 
 
 def test_an_old_request_is_not_overtaken_for_ever(simulate: Simulate) -> None:
-    """A large adapter gets its pages although small requests keep coming."""
+    """A large adapter gets its pages although small requests keep arriving."""
     simulation = simulate(num_pages=12, adapters={"large": 10, "small": 1})
     for i in range(4):
         simulation.add(f"early{i}", digest="small", max_tokens=8)
@@ -411,7 +411,7 @@ def test_adapters_that_nobody_wants_any_more_are_let_go(simulate: Simulate) -> N
 
 @pytest.mark.parametrize("shares", [1, 5], ids=["one account", "five accounts"])
 def test_a_long_queue_loads_adapters_about_once_a_request(simulate: Simulate, shares: int) -> None:
-    """More wait for resident adapters than the order lists; those behind them must not have theirs loaded in vain."""
+    """More requests wait for resident adapters than the order lists; the rest must not have adapters loaded in vain."""
     popular = [f"popular{number}" for number in range(5)]
     rare = [f"rare{number}" for number in range(20)]
     simulation = simulate(num_pages=200, num_slots=6, max_sequences=4, adapters=dict.fromkeys([*popular, *rare], 1))

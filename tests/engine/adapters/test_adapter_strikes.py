@@ -19,7 +19,7 @@ def test_strikes_are_forgotten_one_by_one() -> None:
     assert strikes.is_quarantined("a")
     clock.now = MEMORY_S
     assert not strikes.is_quarantined("a")
-    # Two of the three still count.
+    # Two of the three strikes still count.
     strikes.strike("a")
     assert strikes.is_quarantined("a")
 

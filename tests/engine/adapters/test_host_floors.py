@@ -1,4 +1,4 @@
-"""Floors follow the requests of their shares, and one that does not fit disturbs no other."""
+"""Floors follow the requests of their shares, and a floor that does not fit affects no other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIER_BYTES = 100
 
 
 class Tier:
-    """Says what a host tier of 100 bytes would be told, and refuses what it would refuse."""
+    """Records the calls to a host tier of 100 bytes, and refuses what the tier would refuse."""
 
     def __init__(self) -> None:
         self.groups: dict[str, tuple[set[str], int]] = {}

@@ -1,4 +1,4 @@
-"""Adapters on their way into pages: in what order, and what happens when a part of it fails."""
+"""Copying adapters into pages: the order of copies, and failures along the way."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class NumberedFence:
         self.number = number
 
     def wait(self) -> None:
-        """Only its number matters here."""
+        """Do nothing; only the number matters here."""
 
 
 class SteppingAccelerator(HostAccelerator):
-    """Counts steps; an upload waits until it is let go, and remembers which steps it came after."""
+    """Counts steps; an upload waits for permission and records how many steps preceded it."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -69,7 +69,7 @@ class SteppingAccelerator(HostAccelerator):
 
 
 class Bench:
-    """An adapter pool, what its adapters are copied into, and the tables that say where they lie."""
+    """An adapter pool, the pages its adapters are copied into, and the tables that locate them."""
 
     def __init__(self, *adapters: PackedAdapter) -> None:
         self.accelerator = SteppingAccelerator()
@@ -95,14 +95,14 @@ class Bench:
         return self.pool.poll(Demand({digest: position for position, digest in enumerate(wanted)}))
 
     def begin(self, digest: str) -> AdapterLoad:
-        """Have it requested, staged and, as far as there is room, its copy begun."""
+        """Request an adapter, stage it and start its copy."""
         load = self.pool.prefetch(digest)
         assert self.poll(digest) == []
         assert load.phase is AdapterPhase.COPYING
         return load
 
     def settle(self, load: AdapterLoad) -> AdapterLoad:
-        """Wait for the end of a copy that was begun."""
+        """Wait for the end of a copy that was started."""
         while True:
             assert self.woken.wait(10)
             self.woken.clear()
@@ -158,7 +158,7 @@ def test_outer_modules_come_into_tables_of_their_own_and_leave_them_with_the_slo
     assert outer.page_table.data_ptr() == bench.tables.device.page_table.data_ptr()
     assert outer.rank[both].tolist() == [[5, 2]]
     assert torch.equal(outer.off[both, 0], torch.from_numpy(adapter.layout.outer_offsets))
-    # The base multiplies what its embedding gives, and so what the adapter adds to it.
+    # The base multiplies its embedding's output, and so must the adapter's part.
     assert outer.scale[both].tolist() == [[0.75, 0.25]]
     assert bench.tables.max_rank(np.array([both], np.int32)) == 5
     head = bench.load("head").slot
@@ -183,7 +183,7 @@ def test_outer_modules_come_into_tables_of_their_own_and_leave_them_with_the_slo
 
 @pytest.fixture
 def copier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small copies too have a thread of their own."""
+    """Make small copies use the copier's thread too."""
     monkeypatch.setattr(page_copier, "QUICK_COPY_BYTES", 0)
 
 
@@ -192,7 +192,7 @@ def test_a_copy_comes_after_the_steps_that_were_submitted_before_it_and_no_other
     bench = Bench(packed("a", [[3, 0], [1, 2]]))
     bench.accelerator.num_steps = 4
     load = bench.begin("a")
-    # Steps that are submitted from here on cannot read these pages for anybody else.
+    # Later steps cannot read these pages for another owner.
     bench.accelerator.num_steps = 9
     bench.accelerator.may_upload.set()
     assert bench.settle(load).phase is AdapterPhase.RESIDENT
@@ -250,7 +250,7 @@ def test_an_adapter_that_is_nowhere_is_reported() -> None:
 def test_a_staged_adapter_that_nobody_copies_is_released(is_dropped: bool) -> None:
     bench = Bench(packed("a", [[1, 1], [1, 1]]))
     load = bench.pool.prefetch("a")
-    # Somebody else is short of pages.
+    # An earlier sequence is short of pages.
     bench.pool.poll(Demand({"a": 1}, short_position=0))
     assert (load.phase, bench.stager.num_held) == (AdapterPhase.STAGED, 1)
     if is_dropped:

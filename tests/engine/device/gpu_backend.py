@@ -1,4 +1,4 @@
-"""The GPU's backend, or its stand-in: Triton's kernels interpreted, and a host that plays the device."""
+"""The GPU's backend, or a substitute: interpreted Triton kernels on a host that acts as the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.kernels.gpu.interpreted import HAS_GPU, import_kernels, run_interpret
 
 
 def gpu_backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """Everything but CUDA itself is the same on both; holds for one test."""
+    """The backend for one test; everything except CUDA itself is the same in both."""
     if HAS_GPU:
         return open_backend("cuda")
     run_interpreted(monkeypatch)

@@ -1,4 +1,4 @@
-"""A GPU that a test plays and breaks: the host runs its steps, and the calls that a test names fail."""
+"""A fake GPU that tests can break: the host runs its steps, and the calls that a test names fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADVICE = (
 
 
 def cuda_error(what: str) -> torch.AcceleratorError:
-    """What torch raises when a call of CUDA fails, with all that it adds."""
+    """The error that torch raises for a failed CUDA call, with all the advice that it appends."""
     return torch.AcceleratorError(f"CUDA error: {what}\n{ADVICE}")
 
 
@@ -72,7 +72,7 @@ class PlayedCard(HostAccelerator):
 
 
 class PlayedKernels(ReferenceKernels):
-    """The specification, launched on a card."""
+    """The reference kernels, launched on a card."""
 
     def __init__(self, pool: PoolViews, card: PlayedCard) -> None:
         super().__init__(pool)
@@ -84,7 +84,7 @@ class PlayedKernels(ReferenceKernels):
 
 
 def played_backend(card: PlayedCard, make_linear: Any = DenseLinear) -> Backend:
-    """The GPU's way of running steps on `card`; tokens are the likeliest ones."""
+    """A GPU backend that runs its steps on `card` and picks the most likely tokens."""
 
     def sample_tokens(logits: torch.Tensor, *settings: torch.Tensor, all_greedy: bool = False) -> None:
         card.call("launch")

@@ -1,4 +1,4 @@
-"""A GPU that is not there: its kernels are compiled for it or only named, and none of them runs."""
+"""A fake GPU: kernels are compiled for it or only looked up by name, and none of them runs."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ GEMMA = {
 
 
 DEVICES = itertools.count(1000)
-"""Kernels remember for each device what they were compiled to."""
+"""Device numbers that are never reused, because kernels remember their compiled programs by device."""
 
 
 class ZeroWeights:
-    """Weights that nobody multiplies by."""
+    """Weights that are never used in a computation."""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
@@ -60,7 +60,7 @@ class ZeroWeights:
 
 @dataclass(frozen=True, slots=True)
 class PlayedDriver:
-    """What Triton asks of a driver before it launches."""
+    """The parts of a driver that Triton uses before a launch."""
 
     capability: int
     device: int
@@ -79,7 +79,7 @@ class PlayedDriver:
 
 @contextmanager
 def played_driver(capability: int) -> Iterator[None]:
-    """A GPU of this compute capability times 10, for which no kernel has been compiled."""
+    """A GPU with this compute capability, times 10, for which no kernel has been compiled."""
     from triton.runtime import driver
 
     before = driver._active
@@ -103,7 +103,7 @@ class UnlaunchedProgram:
 
 
 def cache_key(source: Any, target: Any, options: dict[str, Any]) -> str:
-    """The name under which Triton's cache has a program: what `triton.compile` would look for first."""
+    """The name of a program in Triton's cache, which `triton.compile` looks up first."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import make_backend
     from triton.runtime.cache import get_cache_key
@@ -120,7 +120,7 @@ def start_engine(
     accelerator: Accelerator | None = None,
     **settings: Any,
 ) -> AssembledEngine:
-    """Start an engine for `model` that believes to be on a GPU, in host memory."""
+    """Start an engine for `model` that believes it is on a GPU, in host memory."""
     (directory / "config.json").write_text(json.dumps(model))
     gpu, sampling = (importlib.import_module(f"loramux.kernels.gpu.{name}") for name in ("kernels", "sampling"))
     backend = Backend(

@@ -1,4 +1,4 @@
-"""What the GPU's accelerator does when CUDA fails: on a CUDA that the test plays, and on a real one where it is."""
+"""The GPU's accelerator when CUDA fails: with a fake CUDA, and with the real one where available."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROW_BYTES = 1 << 20
 
 
 class PlayedGraph:
-    """A graph that notes what is asked of it; a capture that was disturbed cannot be ended without an error."""
+    """A graph that records its calls; ending a disturbed capture raises an error."""
 
     def __init__(self, ends_with: Exception | None = None) -> None:
         self.calls: list[str] = []
@@ -125,7 +125,7 @@ def test_a_refused_registration_harms_nothing_after_it(
     accelerator: CudaAccelerator, host_tier: torch.Tensor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     accelerator.pin(host_tier.flatten())
-    # Whatever is registered is refused a second time, with an error that stays pending.
+    # Memory that is already registered is refused a second time, with an error that stays pending.
     accelerator.pin(host_tier.flatten())
     assert f"{host_tier.numel()} bytes stays pageable" in capsys.readouterr().err
     require_working(accelerator, host_tier)
@@ -145,7 +145,7 @@ def require_working(accelerator: CudaAccelerator, host_tier: torch.Tensor) -> No
     def step() -> None:
         sums.copy_(pool.sum(1))
 
-    # What a step launches is loaded before it is captured.
+    # Load the step's kernels before capturing it.
     step()
     replay = accelerator.capture(step)
     sums.zero_()

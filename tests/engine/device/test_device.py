@@ -1,4 +1,4 @@
-"""Which device an engine runs on, and one sentence where it cannot."""
+"""Which device an engine runs on, and a one-sentence error if it cannot."""
 
 from __future__ import annotations
 

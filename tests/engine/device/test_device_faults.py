@@ -1,4 +1,4 @@
-"""What the engine's process says when its device fails: one line, and a traceback only for a fault of the program."""
+"""The engine process when its device fails: one line, with a traceback only for faults of the program."""
 
 from __future__ import annotations
 
