@@ -1,4 +1,4 @@
-"""An engine over a simulated device, with what each of its sequences has produced."""
+"""An engine over a simulated device, with the output of each of its sequences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 class Clock:
-    """A clock that stands still until it is moved."""
+    """A clock that only tests advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -37,7 +37,7 @@ class Clock:
 
 @dataclass
 class Simulation:
-    """An engine, its parts, and what each sequence has produced."""
+    """An engine, its parts, and the output of each sequence."""
 
     engine: Engine
     pages: PagePool
@@ -105,7 +105,7 @@ class Simulation:
         self.engine.check_integrity()
 
     def hold_loads(self) -> None:
-        """Keep adapters that are requested, and copies that are begun, on their way until `let_loads_go`."""
+        """Hold up requested adapters and started copies until `let_loads_go`."""
         self.stager.is_holding = self.adapter_pages.is_holding = True
 
     def let_loads_go(self) -> None:
@@ -148,13 +148,13 @@ def stats_of(simulation: Simulation) -> Stats:
 
 
 class Simulate(Protocol):
-    """Makes a simulation; arguments as for `simulate_engine`."""
+    """Makes a simulation; takes the arguments of `simulate_engine`."""
 
     def __call__(self, **arguments: Any) -> Simulation: ...
 
 
 def finishes(simulation: Simulation, max_steps: int = 3000) -> bool:
-    """Step until nothing is left to do; False where something is left after so many steps."""
+    """Step until no work is left; False if some is left after `max_steps`."""
     for _ in range(max_steps):
         if not simulation.engine.has_work:
             return True

@@ -1,4 +1,4 @@
-"""What is counted once, and what apart."""
+"""The engine's statistics: nothing is counted twice, and separate things are counted separately."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_a_prompt_counts_once_however_often_it_is_computed(simulate: Simulate) -
     stats = stats_of(simulation)
     assert stats.num_preemptions > 0
     assert stats.prompt_tokens == sum(len(add.prompt) for add in adds)
-    # Each new token but the last has one row of its own; all else are prompts, and what was computed again.
+    # Each new token except the last has its own row; the other rows are prompts and recomputed tokens.
     num_rows = sum(batch.num_tokens for batch in simulation.executor.batches)
     assert stats.recomputed_tokens == num_rows - stats.prompt_tokens - sum(add.max_tokens - 1 for add in adds) > 0
 

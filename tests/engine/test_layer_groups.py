@@ -1,4 +1,4 @@
-"""Modules are mapped to the groups that hold them."""
+"""Modules are mapped to the groups that contain them."""
 
 from __future__ import annotations
 

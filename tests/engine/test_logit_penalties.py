@@ -1,4 +1,4 @@
-"""Bias and penalties: the formula, its cost, and that no token is missed while steps are in flight."""
+"""Bias and penalties: the formula, its cost, and no token missed while steps are in flight."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def last_rows(batch: Batch, tokens: torch.Tensor) -> torch.Tensor:
 
 
 class HostTable:
-    """A model whose logits depend on the last token only; tokens are chosen by the host."""
+    """A model whose logits depend only on the last token, with sampling on the host."""
 
     def submit(self, batch: Batch) -> FinishedStep:
         return FinishedStep(sample(TABLE[last_rows(batch, torch.from_numpy(batch.tokens))], batch.samples, ()))
@@ -152,7 +152,7 @@ class HostTable:
 
 @dataclass
 class DeviceTable:
-    """The same on a device, where the tokens of the step before are that the host does not know yet."""
+    """The same model on a device, which has the previous step's tokens before the host knows them."""
 
     sample_tokens: SampleTokens
     max_samples: int = 16
@@ -219,7 +219,7 @@ def simulate(executor: object, monkeypatch: pytest.MonkeyPatch, lookahead: bool,
 
 
 def naive(prompt: tuple[int, ...], params: SamplingParams, num_tokens: int) -> list[int]:
-    """A greedy sequence by itself, its penalties counted anew for each token."""
+    """A greedy sequence alone, with its penalties recomputed for each token."""
     output: list[int] = []
     for _ in range(num_tokens):
         last = [*prompt, *output][-1]
@@ -233,7 +233,7 @@ def test_the_host_alone_gives_what_the_definition_does(monkeypatch: pytest.Monke
         if params.temperature == 0:
             assert found[name] == naive(tuple(range(3 + i, 9 + 4 * i)), params, 24), name
     plain = naive(tuple(range(3, 9)), GREEDY, 24)
-    # The model runs in circles where nothing keeps it from that.
+    # The model repeats itself if no penalty prevents it.
     assert len(set(plain)) < 12 < len(set(found["presence"]))
 
 
@@ -259,7 +259,7 @@ def test_a_sequence_that_a_step_leaves_out_loses_none_of_its_tokens() -> None:
         inputs = device.inputs([row])
         committed.extend(one.token_id or 0 for one in device.sampler.choose(logits, [row], inputs).tokens())
         if step in (14, 15, 29):
-            # A step without the sequence, before which its tokens had become known.
+            # A step without this sequence, whose earlier tokens are known by now.
             tokens[len(prompt) :] = committed
             other = SamplingRow(GREEDY, 0, 0)
             device.sampler.choose(TABLE[[0]].to(DEVICE), [other], device.inputs([other]))
@@ -276,7 +276,7 @@ def test_the_devices_own_kernel_sees_the_same(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_host_that_runs_ahead_notes_what_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     class AheadTable(HostTable):
-        """Chooses on the host, but for steps whose last tokens the host's engine has not looked at."""
+        """Samples on the host, and fills in the previous step's tokens itself if the engine has not read them yet."""
 
         def __init__(self) -> None:
             self.chosen: list[SampledToken] = []

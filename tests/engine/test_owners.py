@@ -1,4 +1,4 @@
-"""Two gateways know nothing of each other: equal ids, and the death of one."""
+"""Two gateways are independent: they may use equal IDs, and one may die."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIRST, SECOND = b"first", b"second"
 
 
 def run_for(simulation: Simulation, max_steps: int = 100) -> dict[bytes, list[FromEngine]]:
-    """Step until nothing is left to do; what each gateway was told."""
+    """Step until no work is left; the messages sent to each gateway."""
     told: dict[bytes, list[FromEngine]] = defaultdict(list)
     for _ in range(max_steps):
         if not simulation.engine.has_work:

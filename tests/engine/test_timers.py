@@ -1,4 +1,4 @@
-"""Times that are none are refused, and keep nothing else from coming up."""
+"""Invalid times are refused and do not block other timers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that are read whole: their tokens are told of together, and every one of them."""
+"""For answers that are read whole, tokens are reported in groups, and none is lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.engine.simulated_engine import GREEDY, Simulate, Simulation
 
 
 def told(simulation: Simulation) -> tuple[list[int], list[int], Finished]:
-    """How many tokens each output of the one sequence had, all of them, and its end."""
+    """The number of tokens in each output of the one sequence, its tokens, and its end."""
     sizes: list[int] = []
     tokens: list[int] = []
     while simulation.engine.has_work:

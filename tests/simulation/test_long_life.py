@@ -1,4 +1,4 @@
-"""A long random life on the simulated device: everything happens to everybody, and nothing is lost or leaked."""
+"""A long random run on the simulated device: anything can happen to any request, and nothing is lost or leaked."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from loramux.engine.messages import Abort, AdapterState, Add, Extend, Finished, 
 from tests.engine.simulated_engine import Simulation, simulate_engine, stats_of
 
 NUM_TURNS = int(os.environ.get("LORAMUX_SIMULATION_TURNS", "10000"))
-"""Of the campaign."""
+"""Turns in the campaign."""
 
 
 class Life:
-    """Drives one engine with random events, and checks every token it answers."""
+    """Drives one engine with random events, and checks every token of its answers."""
 
     def __init__(self, seed: int, lookahead: bool) -> None:
         self.rng = random.Random(seed)
@@ -71,7 +71,7 @@ class Life:
         for _ in range(20_000):
             if not simulation.engine.has_work:
                 break
-            # Pauses and deadlines pass too.
+            # Let pauses and deadlines pass too.
             simulation.clock.now += 1.0
             self._step()
         else:
@@ -88,7 +88,7 @@ class Life:
             assert finished.cached_tokens <= finished.prompt_tokens in (0, len(add.prompt))
             assert finished.completion_tokens <= len(received)
             if finished.reason == "length":
-                # A limit is raised no further than the pool reaches, and not while its adapter is away.
+                # A limit is raised only as far as the pool reaches, and not while its adapter is not resident.
                 assert add.max_tokens <= finished.completion_tokens == len(received) <= limit
                 assert name in self.extended or finished.completion_tokens == limit
 
@@ -163,9 +163,9 @@ def test_a_random_life_loses_and_leaks_nothing(seed: int, lookahead: bool) -> No
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(100, 110))
 def test_a_long_random_life_loses_and_leaks_nothing(seed: int) -> None:
-    """Ten lives of NUM_TURNS turns."""
+    """Each of ten runs has NUM_TURNS turns."""
     life = live(seed, bool(seed % 2), NUM_TURNS)
     counts = stats_of(life.simulation)
-    # With 80 pages there is room for everybody.
+    # With 80 pages there is room for every request.
     assert counts.num_preemptions > 0 or life.simulation.pages.num_pages == 80
     assert counts.num_adapter_evictions > 0

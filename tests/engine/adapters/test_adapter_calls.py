@@ -291,7 +291,7 @@ def test_what_pins_leave_no_room_for_is_refused_at_once(simulate: Simulate) -> N
 
 
 def test_an_adapter_with_nothing_but_its_pin_is_not_the_one_that_gives_its_slot_up(simulate: Simulate) -> None:
-    """A pin counts as a use that never ends; otherwise adapters with the fewest other users would be spared forever."""
+    """A pin never ends: if the pinned adapter were chosen to give up its slot, the others would be spared forever."""
     simulation = simulate(num_slots=2, adapters={"a": 1, "b": 1, "c": 1})
     calls = Calls(simulation)
     calls.pin("a")

@@ -89,7 +89,7 @@ def test_a_fault_of_the_program_is_no_failure_of_the_device(error: Exception) ->
 
 
 class Ended(BaseException):
-    """In place of the process's end, which no `except Exception` sees either."""
+    """Stands for the end of the process; like it, escapes every `except Exception`."""
 
 
 class Loop:

@@ -1,4 +1,4 @@
-"""What is compiled before the first launch is what the launches need."""
+"""The programs compiled ahead are exactly those that the launches need."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ print(len(found))
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 @pytest.mark.parametrize("model", ["llama", "gemma"])
 def test_the_engine_compiles_nothing_itself(model: str, capability: int, tmp_path: Path) -> None:
-    """A start compiles ahead and then loads everything; the start after it compiles nothing."""
+    """The first start compiles ahead and then loads every program; the second compiles nothing."""
     environment = {
         **os.environ,
         "TRITON_CACHE_DIR": str(tmp_path / "programs"),
@@ -66,7 +66,7 @@ def test_the_engine_compiles_nothing_itself(model: str, capability: int, tmp_pat
 def test_what_is_recorded_is_what_the_warm_up_looks_for(
     model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under the same names in Triton's cache, although layers were left out and JSON knows no tuples."""
+    """The names in Triton's cache agree, although layers were left out and JSON has no tuples."""
     from triton import compiler
 
     from loramux.kernels.gpu.ahead import Program, recorded_programs

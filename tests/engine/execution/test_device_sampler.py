@@ -1,4 +1,4 @@
-"""Choosing tokens on the device: what the host hears later is what its own sampler would have said."""
+"""Sampling on the device: the host later reads the tokens that its own sampler would have chosen."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows_of(*params: SamplingParams, num_chosen: int = 0) -> list[SamplingRow]:
 
 def inputs_of(rows: list[SamplingRow]) -> SamplingInputs:
     def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        # A step's columns are padded; what lies there means nothing.
+        # A step's columns are padded; the padding has no meaning.
         return torch.tensor([*values, *[0] * (MAX_SAMPLES - len(values))], dtype=dtype, device=DEVICE)
 
     params = [row.params for row in rows]
@@ -123,7 +123,7 @@ def test_the_next_step_finds_the_tokens_in_the_place_of_negative_ones(sampler: D
     chosen = [token.token_id for token in choose(sampler, logits, rows_of(*[GREEDY] * 4))]
     assert chosen[2] is None
     tokens = torch.tensor([7, -1, 0, -4, -3, -2], dtype=torch.int32, device=DEVICE)
-    # The row without a token is given 0, whatever lies at the address that its number would be.
+    # The row without a token resolves to 0, whatever is at the address that its index would give.
     assert sampler.resolve(tokens).tolist() == [7, chosen[0], 0, chosen[3], 0, chosen[1]]
 
 
@@ -166,7 +166,7 @@ EDITED = [
 
 
 def edited_rows(params: list[SamplingParams], num_output: int) -> list[SamplingRow]:
-    """Rows of sequences with the same prompt, each with an answer of its own so far."""
+    """Rows of sequences with the same prompt and different answers so far."""
     rows = []
     for seed, one in enumerate(params):
         output = torch.randint(VOCAB_SIZE, (num_output,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -181,9 +181,9 @@ def test_a_bias_and_penalties_are_the_hosts(
     sampler: DeviceSampler, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, at_once: int
 ) -> None:
     monkeypatch.setattr(device_sampler, "EDITED_AT_ONCE", at_once)
-    # Plain rows between and around them.
+    # Plain rows between and around the edited ones.
     params = [GREEDY, *EDITED[:3], GREEDY, *EDITED[3:]]
-    # Logits whose steps in bfloat16 are as large as the penalties.
+    # Large logits, whose bfloat16 steps are as large as the penalties.
     logits = (random_logits(len(params)) * 12).to(dtype)
     found = choose(sampler, logits[:8], edited_rows(params[:8], 6))
     expected = sample(logits.float()[:8], edited_rows(params[:8], 6), EOS)
@@ -234,7 +234,7 @@ def test_no_setting_makes_a_row_pass_for_broken(sampler: DeviceSampler, repetiti
 def test_marks_follow_the_sequences_of_a_step() -> None:
     marks = DeviceTokenMarks(HostAccelerator())
     rows = edited_rows([EDITED[0]] * 9, 3)
-    # More than the first memory holds, some of which go again.
+    # More rows than the initial memory holds; some are dropped again later.
     for held in (rows[:3], rows, rows[5:], [*rows[:2], *rows[8:]]):
         marks.hold(held, VOCAB_SIZE)
         assert marks.num_held == len(held)
@@ -250,7 +250,7 @@ def test_marks_follow_the_sequences_of_a_step() -> None:
 
 
 class DeviceOutOfSight(HostAccelerator):
-    """A device whose tensors have no content that the host could read: whoever tries, fails."""
+    """A device whose tensors have no contents; any attempt by the host to read them fails."""
 
     device = torch.device("meta")
 

@@ -1,4 +1,4 @@
-"""The streams are Philox's, and their numbers are spread evenly."""
+"""The random streams follow Philox, and their numbers are evenly distributed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Sampling at the ends of what settings and logits may be, against the definition in float64, on both kinds of device.
+"""Sampling with extreme settings and logits, compared with the definition in float64, on the host and on the device.
 
-A row is drawn with evenly spaced numbers in [0, 1): how often a token comes then is its probability, whatever the order
-in which a device draws.
+Each row is drawn with evenly spaced numbers in [0, 1), so that a token's frequency is its probability, in whatever
+order a device draws.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tests.engine.device.gpu_backend import gpu_backend
 from tests.kernels.gpu.interpreted import DEVICE
 
 NUM_EXAMPLES = int(os.environ.get("LORAMUX_SAMPLING_EXAMPLES", "3000"))
-"""Of the campaign, on the host; a twentieth of them on the device."""
+"""Examples in the campaign on the host; the device gets a twentieth of them."""
 
 Floats = npt.NDArray[np.float64]
 LEAST_FLOAT32 = float(np.float32(1e-45))
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 EDGE = 1e-4
-"""How far float32 sums may be off, as a share."""
+"""Largest relative error of float32 sums."""
 
 TEMPERATURES = [5e-324, 1e-320, 1e-45, 1e-40, 1e-38, 1e-30, 1e-10, 0.01, 1.0, 2.0, 1e6, LARGEST_FLOAT32, 1e300]
 SETTINGS = st.builds(
@@ -67,21 +67,21 @@ LOGITS = st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, 2**31), st.sam
 
 
 def make(kind: str, seed: int, size: int) -> torch.Tensor:
-    """One row, float32."""
+    """One row of logits, float32."""
     return torch.tensor(KINDS[kind](np.random.default_rng(seed), size), dtype=torch.float32)
 
 
 @dataclass(frozen=True)
 class Definition:
-    """What a row's token may be, by its float32 logits and settings, in float64."""
+    """The tokens that a row may draw, from its float32 logits and settings, computed in float64."""
 
     logits: Floats
     params: SamplingParams
     keeps_ties: bool
-    """Whether all tokens as likely as the last one that top_k or top_p keeps stay too, as on the device."""
+    """Whether tokens tied with the last one kept by top_k or top_p are kept too, as on the device."""
 
     def shares(self, slack: float = 0.0) -> Floats:
-        """The probability of each distinct logit, the largest first; `slack` widens what top_p and min_p keep."""
+        """The probability of each distinct logit, largest first; `slack` widens what top_p and min_p keep."""
         distances = self.distances
         if self.params.temperature == 0:
             return (np.arange(len(distances)) == 0).astype(float)
@@ -96,7 +96,7 @@ class Definition:
             mass = float((weights * counts)[:place].sum()) / total
             top_p = self.params.top_p * (1 + slack)
             if top_p < 1:
-                # So many of these until the share is reached.
+                # As many tied tokens as it takes to reach top_p.
                 most = min(most, math.ceil(min(max(0.0, (top_p - mass) * total / max(weight, 1e-300)), most)))
             if weight < self.params.min_p * (1 - slack):
                 most = 0
@@ -111,7 +111,7 @@ class Definition:
         return np.asarray(self.logits.max() - self.logits)
 
     def check(self, found: Sequence[SampledToken]) -> None:
-        """The tokens of evenly spaced numbers are those that the definition gives."""
+        """Check that the tokens drawn with evenly spaced numbers follow the definition."""
         tokens = [one.token_id for one in found]
         assert None not in tokens, "a row that is finite"
         values, place = np.unique(self.distances, return_inverse=True)
@@ -121,14 +121,15 @@ class Definition:
             return
         wide, narrow, exact = self.shares(EDGE), self.shares(-EDGE), self.shares()
         assert not drawn[wide == 0].any(), "what is left out never comes"
-        # Each value's part of [0, 1) is a few intervals at most; the rest is what lies within rounding of a border.
+        # Each value's part of [0, 1) is made of few intervals; other differences must be within rounding of a
+        # threshold.
         unsure = np.abs(wide - narrow).sum() + 20 * EDGE
         pieces = np.bincount(place, minlength=len(values)) + 1
         assert (np.abs(drawn - exact) <= pieces / len(tokens) + unsure).all()
 
 
 def even(count: int) -> npt.NDArray[np.float32]:
-    """Evenly spaced numbers, the ends of the range among them."""
+    """Evenly spaced numbers, including the ends of the range."""
     numbers = (np.arange(count) + 0.5) / count
     numbers[0], numbers[-1] = 0.0, 1 - 2.0**-24
     return numbers.astype(np.float32)
@@ -191,7 +192,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> DeviceSampler:
     backend = gpu_backend(monkeypatch)
     assert backend.sample_tokens is not None
     for name, size in (("GROUP", 16), ("GROUPS_A_PROGRAM", 8), ("BLOCK", 64), ("MAX_CANDIDATES", 64)):
-        # Small tiles, as in the kernel's own tests: the interpreter is slow.
+        # Small tiles, as in the kernel's own tests, because the interpreter is slow.
         monkeypatch.setitem(backend.sample_tokens.__globals__, name, size)  # type: ignore[attr-defined]
     return DeviceSampler(backend.accelerator, backend.sample_tokens, 32, ())
 
@@ -245,7 +246,7 @@ EDITS = st.builds(
 
 
 def edited(logits: Floats, params: SamplingParams, prompt: Sequence[int], answer: Sequence[int]) -> Floats:
-    """Bias, then penalties, each kept within the finite."""
+    """Apply the bias, then the penalties, keeping each result finite."""
     changed = logits.copy()
     for token, bias in params.logit_bias:
         changed[token] = np.clip(changed[token] + bias, -LARGEST, LARGEST)
@@ -276,7 +277,8 @@ def test_edits_at_their_ends_are_those_of_the_definition(
     if penalties is not None:
         penalties.apply(changed, len(answer))
     assert torch.isfinite(changed).all()
-    # Of the largest term, since terms may cancel. A repetition penalty multiplies some logits and divides others.
+    # Relative to the largest term, since terms may cancel. A repetition penalty multiplies some logits and divides
+    # others.
     penalty = params.repetition_penalty
     scale = np.abs(logits.double().numpy()).clip(min=100.0) * max(1, penalty, 1 / penalty)
     assert (np.abs(changed.double().numpy() - expected) <= 1e-6 * scale).all()
@@ -293,5 +295,5 @@ def test_log_probabilities_of_any_logits_are_numbers(shape: tuple[str, int, int]
         assert token_id is not None
         assert logprob <= 0
         wanted = float(exact[token_id])
-        # Below the least float32 there is nothing but minus infinity, which the API shows as its least number.
+        # Below the lowest float32 there is only minus infinity, which the API shows as its lowest number.
         assert logprob == pytest.approx(wanted, rel=1e-5, abs=1e-5) or (math.isinf(logprob) and wanted < -1e38)

@@ -1,4 +1,4 @@
-"""A step's shape and its metadata: whatever a batch is, it fits its shape, and nothing of an older batch shows."""
+"""A step's shape and metadata: every batch fits its shape, and nothing of an earlier batch shows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_TOKENS, MAX_SEQUENCES, MAX_PAGES = 600, 96, 96 * 8
 
 
 def a_batch(chunks: list[tuple[int, int, int]], seed: int = 0) -> Batch:
-    """Sequences of `(computed, new tokens, slot)`, those of one slot side by side."""
+    """Sequences given as `(computed, new tokens, slot)`, grouped by slot."""
     rng = np.random.default_rng(seed)
     scheduled = []
     for index, (num_computed, num_tokens, slot) in enumerate(sorted(chunks, key=lambda one: one[2])):
@@ -112,7 +112,7 @@ def test_the_device_reads_what_the_batch_says_and_padding_beyond(
 
 
 def outer_of(batch: Batch) -> OuterSlots:
-    """Adapters in even slots change the embedding, those in slots that three divides the head."""
+    """Adapters in even slots change the embedding; those in slots divisible by three change the head."""
     samples = batch.slots[batch.sample_rows]
     return OuterSlots(
         embedding=np.where(batch.slots % 2 == 0, batch.slots, np.int32(-1)),
@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_never_stored(buffer: StepBuffer, shape: StepShape,
 
 
 def test_more_segments_than_a_step_was_captured_for_are_never_stored(buffer: StepBuffer) -> None:
-    """A made-up batch: no scheduler lays the rows of one sequence under several adapters."""
+    """An artificial batch: no scheduler gives the rows of one sequence to several adapters."""
     batch = a_batch([(0, 48, 0)])
     shape = shape_of(batch)
     split = msgspec.structs.replace(batch, slots=np.arange(48, dtype=np.int32))
@@ -260,7 +260,7 @@ def test_every_shape_fits_the_largest_buffer() -> None:
 
 
 def test_the_largest_shapes_come_first() -> None:
-    """What memory there is, is taken at the start or not at all."""
+    """So that memory for the largest shapes is allocated at startup, or startup fails."""
     shapes = list(reachable_shapes(2048, 256))
     assert (shapes[0].num_tokens, shapes[0].num_sequences, shapes[0].max_rank) == (2048, 512, 256)
     assert len(shapes) == len(set(shapes)) < 250

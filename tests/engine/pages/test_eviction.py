@@ -1,4 +1,4 @@
-"""What gives way first, under each policy."""
+"""The order of eviction under each policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loramux.engine.pages.page_pool import PageOwner, PagePool
 
 @dataclass(eq=False)
 class Thing:
-    """Something evictable that knows whether it was evicted."""
+    """Something evictable that records whether it was evicted."""
 
     key: str
     num_pages: int = 1
@@ -53,7 +53,7 @@ def test_what_has_been_idle_longest_goes_first(policy: EvictionPolicy) -> None:
     policy.add(a)
     policy.discard(c)
     taken = [policy.take(anything) for _ in range(3)]
-    # Both agree here: what was used twice is worth more, and it is the newest.
+    # Both policies agree here: the thing that was used twice is worth more, and is the most recent.
     assert taken == [b, a, None]
 
 
@@ -101,7 +101,7 @@ def test_greedy_dual_remembers_what_was_evicted() -> None:
 
 
 class Waiters:
-    """Who waits for which of some things."""
+    """The queue positions of things that somebody waits for."""
 
     def __init__(self, things: list[Thing]) -> None:
         self._things = things
@@ -118,7 +118,7 @@ class Waiters:
 
 
 def filled(policy: EvictionPolicy, positions: list[int | None]) -> tuple[Reclaimer, list[Thing]]:
-    """A pool of ten pages, two for each thing, with the queue position of who waits for it."""
+    """A pool of ten pages with two for each thing, and the queue position of each thing's waiter."""
     pages, things = PagePool(10), []
     for number, position in enumerate(positions):
         thing = Thing(str(number), num_pages=2, has_slot=True, position=position, pages=pages)
@@ -129,7 +129,7 @@ def filled(policy: EvictionPolicy, positions: list[int | None]) -> tuple[Reclaim
 
 
 def test_what_somebody_waits_for_gives_way_last_the_latest_turn_first(policy: EvictionPolicy) -> None:
-    """Or it would have to be had again at once, at the cost of the next that somebody waits for."""
+    """Otherwise it would have to be reloaded immediately, at the expense of the next waiter."""
     reclaimer, things = filled(policy, [1, 7, 6, None, None])
     assert reclaimer.make_room(4, position=5)
     assert [thing.is_gone for thing in things] == [False, False, False, True, True]

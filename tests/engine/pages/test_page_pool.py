@@ -1,4 +1,4 @@
-"""Pages have an owner and as many holders as took them, or are free; a caller that breaks this is stopped."""
+"""Pages are free, or have an owner and a count of holders; a caller that violates this is stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a device the pool takes, on devices that the test plays."""
+"""How much of a device's memory the pool takes, on fake devices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_pool_takes_nothing_of_what_activations_need(tmp_path: Path, monkeyp
     from triton import compiler
 
     class Card(HostAccelerator):
-        """A card of 24 GiB on which 2 GiB and 96 MiB are free beside the weights, once their copies are given back."""
+        """A 24 GiB card with 2 GiB and 96 MiB free next to the weights, once temporary copies are released."""
 
         free = MIN_RESERVE_BYTES + 32 * MIB
 
@@ -59,7 +59,7 @@ def test_the_pool_takes_nothing_of_what_activations_need(tmp_path: Path, monkeyp
     def compile_ahead(launch: Callable[[], None], num_processes: int) -> None:
         assert card.free == MIN_RESERVE_BYTES + 96 * MIB
         launch()
-        # Torch keeps the activations of what was launched.
+        # Torch keeps the launched step's activations.
         card.free -= 80 * MIB
 
     monkeypatch.setattr(compiler, "compile", lambda *arguments, **options: UnlaunchedProgram())

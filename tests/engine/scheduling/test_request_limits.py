@@ -1,4 +1,4 @@
-"""Settings that no kernel should see are found by the engine too, whoever sent them."""
+"""The engine itself also rejects settings that no kernel should see, whoever sent them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each step runs: decode rows, chunks of prompts within the budget, new sequences, and who is preempted."""
+"""The contents of each step: decode rows, prompt chunks within the budget, new sequences, and preemptions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE_TOKENS = 4
 
 
 class Bench:
-    """A scheduler over real pages and adapters; each step is over as soon as it is scheduled, and always chooses 7."""
+    """A scheduler over real pages and adapters; steps end as soon as they are scheduled, and always sample token 7."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Bench:
         return sequence
 
     def step(self) -> dict[str, int]:
-        """The rows of each sequence in the next step, in the step's order."""
+        """The number of rows of each sequence in the next step, in the step's order."""
         self.adapters.poll(self.scheduler.order_waiting())
         scheduled = self.scheduler.schedule()
         self.scheduler.advance(scheduled)
@@ -169,7 +169,7 @@ def test_the_demand_names_adapters_in_the_order_of_the_queue() -> None:
 
 
 def begin_all(bench: Bench, *sequences: Sequence) -> None:
-    """Run them until each has filled its first page and needs a second one next."""
+    """Run the sequences until each has filled its first page and needs a second."""
     for _ in range(2):
         bench.step()
     assert [len(sequence.pages) for sequence in sequences] == [1] * len(sequences)
@@ -196,7 +196,7 @@ def test_among_equals_the_victim_is_of_the_share_that_was_served_most() -> None:
 
 
 def test_a_step_that_preempts_admits_nobody() -> None:
-    """The victim, or one that waits, would take the pages straight back."""
+    """The victim, or a waiting sequence, would immediately take the freed pages."""
     bench = Bench(num_pages=4)
     bench.add("a")
     victim = bench.add("victim", num_prompt=11, priority=-1)
@@ -291,7 +291,7 @@ def test_any_number_of_adapter_misses_blocks_no_base_traffic(simulate: Simulate)
     for _ in range(5):
         simulation.step()
     assert simulation.tokens["base"] == simulation.expected(base)
-    # No more are fetched ahead than may run next.
+    # No more adapters are fetched ahead than may run next.
     assert simulation.stager.num_requests <= 5
     simulation.let_loads_go()
     simulation.run()
@@ -324,7 +324,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_under_way(simulate: Simulat
 
 
 def test_rows_that_nobody_begins_with_go_to_the_prompt_under_way(simulate: Simulate) -> None:
-    """What waits is ready, but its pages are not to be had: the long prompt loses no row to it."""
+    """The waiting requests are ready but get no pages, so the long prompt must not lose rows to them."""
     simulation = simulate(max_batch_tokens=64, max_model_len=1024, num_pages=64)
     simulation.add("long", num_prompt=1000, max_tokens=2)
     simulation.step()

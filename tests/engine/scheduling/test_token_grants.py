@@ -1,4 +1,4 @@
-"""Limits that are raised while a sequence waits, pauses, or is away from its adapter; and pauses that are in vain."""
+"""Limits raised while a sequence waits, is paused, or has no resident adapter; and pauses that would be pointless."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's loop needs beside its engine: what a ready one says, and a stager whose looks a pipe ends."""
+"""What an engine's loop needs in addition to its engine: a ready message, and a stager that a pipe controls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ READY = EngineReady(max_model_len=512, num_pages=64, page_tokens=16, device="cpu
 
 
 class Stager:
-    """Looks take until the other end of a pipe says so; after that there is another pipe."""
+    """A look completes when the other end of its pipe is written to; a new pipe then replaces it."""
 
     def __init__(self) -> None:
         self.looks: list[Callable[[], None]] = []

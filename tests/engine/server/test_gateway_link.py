@@ -1,4 +1,4 @@
-"""Credits: a gateway that does not read gets everything later, in order, and nothing twice."""
+"""Credits: a gateway that does not read gets everything later, in order and only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's loop behind its socket, over the simulated device."""
+"""The engine's loop and its socket, over the simulated device."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_sequences_of_a_gateway_that_is_gone_end_though_nothing_is_sent_to_i
     served: tuple[Gateway, Gateway], simulation: Simulation
 ) -> None:
     gone, staying = served
-    # Without credit its tokens wait in the engine, so that no failed message would tell of its end.
+    # Without credit its tokens stay in the engine, so no failed message would reveal that the gateway is gone.
     gone.send(simulation.make_add("same", (1, 2, 3), 500))
     assert gone.receive() == READY
     staying.send(Credit(count=1000))

@@ -1,4 +1,4 @@
-"""What the engine tells of traced requests, and that it needs no OpenTelemetry for it."""
+"""What the engine records for traced requests, without needing OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST, SECOND = TRACE.format("a" * 32), TRACE.format("b" * 32)
 
 
 class Spans:
-    """A sink that keeps what it is given."""
+    """A sink that keeps its spans."""
 
     def __init__(self) -> None:
         self.records: list[tuple[str, SpanRecord]] = []
@@ -41,7 +41,7 @@ class Spans:
 
 
 def traced(simulation: Simulation) -> Spans:
-    """What is told from now on, where each adapter that was staged was read from the disk."""
+    """The spans recorded from now on; every staged adapter appears to be read from the disk."""
     spans = Spans()
     simulation.engine._traces = SequenceTraces(spans)
     poll = simulation.stager.poll
@@ -142,7 +142,7 @@ def test_an_exporter_that_hangs_costs_the_engine_no_time() -> None:
 
 
 def imported(statements: list[ast.stmt]) -> set[str]:
-    """What a module imports when it is imported itself."""
+    """The modules that a module imports when it is imported."""
     found: set[str] = set()
     for statement in statements:
         match statement:
