@@ -1,6 +1,6 @@
-"""The benchmark's checks of its answers, compiled beforehand in many processes: `python -m tests.gpu.benchmark_checks`.
+"""The benchmark's checks of its answers, precompiled by many processes: `python -m tests.gpu.benchmark_checks`.
 
-`--interpret` checks the small model in Triton's interpreter; other arguments go to the benchmark.
+`--interpret` checks the small model in Triton's interpreter; other arguments are passed to the benchmark.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Two steps of one layer, for a tool that watches each access: `compute-sanitizer python -m tests.gpu.mixed_step`.
+"""Two steps of one layer, for a tool that checks memory accesses: `compute-sanitizer python -m tests.gpu.mixed_step`.
 
-Rows of the base and of adapters of several ranks, prefills and decodes in one batch, launched without a graph: the
-tool sees each kernel, and with torch's cache of memory switched off it knows where each tensor ends.
+Each batch mixes the base with adapters of several ranks, and prefills with decodes. Steps are launched without a graph,
+so that the tool sees each kernel. With torch's memory cache switched off it knows where each tensor ends.
 """
 
 from __future__ import annotations

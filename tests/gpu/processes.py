@@ -1,4 +1,4 @@
-"""Processes that run at once, print into files, and are stopped together."""
+"""Runs processes in parallel, writes their output to files, and stops them together."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GRACE_S = 5.0
-"""Time in which an interrupted pytest writes its report."""
+"""Time for an interrupted pytest to write its report, in seconds."""
 
 MAX_OUTPUT = 40_000
-"""Characters that are kept of what a process printed: its end."""
+"""Longest kept end of a process's output, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A process that is over; `exit_code` is negative, minus the signal's number, where a signal ended it."""
+    """A process that has ended; `exit_code` is minus the signal's number if a signal killed it."""
 
     command: list[str]
     exit_code: int
@@ -30,7 +30,7 @@ class Ended:
 def run_at_once(
     commands: list[list[str]], folder: Path, environment: dict[str, str], cwd: Path, limit_s: float
 ) -> list[Ended]:
-    """Run all commands, and stop those that have not ended after `limit_s`, with whatever they started."""
+    """Run all commands in parallel, and stop those still running after `limit_s`, including their children."""
     started = time.monotonic()
     logs = [folder / f"{number}.log" for number in range(len(commands))]
     running: list[subprocess.Popen[bytes]] = []
@@ -56,7 +56,7 @@ def run_at_once(
             _has_ended(process, started + limit_s + GRACE_S)
     finally:
         for process in running:
-            # Also what a process that is over left behind.
+            # Also kill what an ended process left behind.
             _signal(process, signal.SIGKILL)
             process.wait()
     return [

@@ -1,4 +1,4 @@
-"""What a stage found, as its result file has it and as one line of the table."""
+"""The outcome of a stage, for its result file and its line of the table."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from xml.etree import ElementTree
 from tests.gpu.processes import Ended
 
 NO_TESTS = 5
-"""Pytest's exit code where nothing was to be run, as in a share of few tests."""
+"""Pytest's exit code if there was nothing to run, as in a share of few tests."""
 
 NUM_SLOWEST = 10
 
 
 @dataclass(slots=True)
 class Tests:
-    """The tests of all shares; those of a share that died are missing, and its output ends with the last one's name."""
+    """The tests of all shares. A share that died is missing; its output ends with the name of its last test."""
 
     num_passed: int = 0
     num_skipped: int = 0
@@ -34,7 +34,7 @@ class Tests:
 
 
 def tests_of(scratch: Path) -> Tests | None:
-    """The tests that the reports in `scratch` tell of; None where there is no report."""
+    """The tests from the reports in `scratch`; None if there is no report."""
     reports = [report for path in sorted(scratch.glob("*.xml")) if (report := _parsed(path)) is not None]
     if not reports:
         return None
@@ -56,7 +56,7 @@ def tests_of(scratch: Path) -> Tests | None:
 
 
 def _parsed(path: Path) -> ElementTree.ElementTree | None:
-    """The report, or None where its process was killed while it wrote."""
+    """The report, or None if its process was killed while writing it."""
     try:
         return ElementTree.parse(path)
     except ElementTree.ParseError:
@@ -64,7 +64,7 @@ def _parsed(path: Path) -> ElementTree.ElementTree | None:
 
 
 def _benchmark_of(scratch: Path) -> Any:
-    """What the benchmark wrote, or None."""
+    """The benchmark's results, or None."""
     try:
         return json.loads((scratch / "benchmark.json").read_text())
     except (OSError, ValueError):
@@ -72,7 +72,7 @@ def _benchmark_of(scratch: Path) -> Any:
 
 
 def result_of(name: str, seconds: float, ended: list[Ended], note: str, scratch: Path) -> dict[str, Any]:
-    """The outcome of a stage and everything it is told by."""
+    """The outcome of a stage, with all its details."""
     tests = tests_of(scratch)
     allowed = (0,) if tests is None else (0, NO_TESTS)
     summary = [str(tests)] if tests else []

@@ -1,4 +1,4 @@
-"""A pytest plugin: `--shard 2/12` keeps every twelfth test from the third on, so that processes share the tests."""
+"""A pytest plugin: `--shard 2/12` keeps every twelfth test from the third on, so that processes can share the tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """After `-k` and `-m` have chosen."""
+    """Select the shard's tests, after `-k` and `-m` have been applied."""
     shard, num_shards = (int(number) for number in config.getoption("shard").split("/"))
     items[:], left = items[shard::num_shards], [item for i, item in enumerate(items) if i % num_shards != shard]
     config.hook.pytest_deselected(items=left)

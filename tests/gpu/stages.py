@@ -1,4 +1,4 @@
-"""The stages of a first run on a GPU, in order: the cheapest and most telling come first."""
+"""The stages of a first run on a GPU, in order: the cheapest and most informative come first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOOLKIT = "/usr/local/cuda/bin"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How the stages run: `select` is a `-k` expression of pytest and `marks` a `-m` one; `scratch` is theirs alone."""
+    """How stages run: `select` is a pytest `-k` expression and `marks` a `-m` one; `scratch` is for this stage only."""
 
     is_interpreted: bool
     num_processes: int
@@ -33,7 +33,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The processes of a stage, which run at once. `note` is what the result has to say beside what they print."""
+    """A stage's processes, which run in parallel. `note` adds a remark to the result."""
 
     commands: list[list[str]]
     environment: dict[str, str] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One part of the run, which is stopped after `limit_s`, or later where few stages were chosen."""
+    """One part of the run, stopped after `limit_s`, or later if few stages were chosen."""
 
     name: str
     limit_s: float
@@ -54,7 +54,7 @@ def module(name: str, *arguments: str) -> list[str]:
 
 
 def shares(setting: Setting, files: tuple[str, ...], select: str = "", num_processes: int = 1) -> Plan:
-    """Shares of these files' tests, each in a process with a report of its own in the scratch folder."""
+    """Split these files' tests among processes, each with its own report in the scratch directory."""
     chosen = " and ".join(f"({one})" for one in (select, setting.select) if one)
     options = ["-v", "-rfE", "--tb=short", "-p", "tests.gpu.shards", "-m", setting.marks]
     options += ["-k", chosen] if chosen else []
@@ -70,7 +70,7 @@ def shares(setting: Setting, files: tuple[str, ...], select: str = "", num_proce
             )
             for shard in range(num_processes)
         ],
-        # The specification runs on the CPU.
+        # The reference kernels run on the CPU.
         {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_processes))},
     )
 
@@ -81,7 +81,7 @@ def versions(setting: Setting) -> Plan:
 
 def kernels(setting: Setting) -> Plan:
     files = tuple(f"kernels/{file}" for file in KERNEL_FILES)
-    # Of the files that all implementations share, only what runs on a GPU.
+    # From files shared by all implementations, take only tests that run on a GPU.
     return shares(setting, files, "gpu or triton", setting.num_processes)
 
 
@@ -94,7 +94,7 @@ def registration(setting: Setting) -> Plan:
 
 
 def sanitized(tool: str, environment: dict[str, str]) -> Callable[[Setting], Plan]:
-    """The mixed step under one tool of the sanitizer, or without it where it is not installed."""
+    """The mixed step under one tool of the sanitizer, or without it if the sanitizer is not installed."""
 
     def plan(setting: Setting) -> Plan:
         step = module("tests.gpu.mixed_step")
@@ -116,7 +116,7 @@ STAGES = (
     Stage("kernels", 200, kernels),
     Stage("engine", 120, engine),
     Stage("registration", 40, registration),
-    # Each tensor then has memory of its own, whose end the tool knows.
+    # Each tensor then has its own allocation, whose end the tool knows.
     Stage("memcheck", 60, sanitized("memcheck", {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})),
     Stage("racecheck", 60, sanitized("racecheck", {})),
     Stage("benchmark", 180, benchmark),

@@ -1,4 +1,4 @@
-"""The GPU run, rehearsed on the CPU: what it starts, what it stops, what it writes, and what it imports."""
+"""The GPU run, rehearsed on the CPU: what it starts, stops, writes and imports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.gpu import processes
 from tests.gpu.processes import run_at_once
 from tests.gpu.stages import STAGES, Plan, Stage
 
-# To these names nothing is installed: a machine with a GPU has what `tests.gpu.versions` needs, and maybe no more.
+# Hide these packages: a machine with a GPU has what `tests.gpu.versions` needs, and perhaps nothing else.
 REFUSE = """
 from functools import partial
 from importlib.machinery import PathFinder
@@ -33,7 +33,7 @@ find_spec = PathFinder.find_spec
 PathFinder.find_spec = partial(lambda name, *rest: None if name.split(".")[0] in ABSENT else find_spec(name, *rest))
 """
 
-# The sanitizer writes down how it was called, and runs the program.
+# A fake sanitizer that records its arguments and runs the program.
 SANITIZER = """#!/bin/sh
 echo "$PYTORCH_NO_CUDA_MEMORY_CACHING $@" >> "$0.calls"
 shift 4
@@ -42,7 +42,7 @@ exec "$@"
 
 
 def rehearse(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """Run it without what the engine and the kernels do not need; gives the results by stage."""
+    """Run the stages without packages that engine and kernels do not need; the process, and the results by stage."""
     (folder / "sitecustomize.py").write_text(REFUSE)
     sanitizer = folder / "compute-sanitizer"
     sanitizer.write_text(SANITIZER)
@@ -66,7 +66,7 @@ def test_tests_on_a_gpu_import_nothing_else(tmp_path: Path) -> None:
 def test_all_stages_pass_in_triton_s_interpreter(tmp_path: Path) -> None:
     done, results = rehearse(tmp_path, "--seconds", "3000")
     assert done.returncode in (0, 1), done.stderr
-    # Numba alone is refused where it is asked for.
+    # The run asks for numba, which is hidden.
     assert results["versions"]["outcome"] == "failed"
     assert results["versions"]["processes"][0]["output"].splitlines()[-1].startswith("numba cannot be imported")
     assert list(results) == [stage.name for stage in STAGES]

@@ -1,4 +1,4 @@
-"""Print what this machine is, and fail where it cannot run the GPU's tests: `python -m tests.gpu.versions`."""
+"""Print this machine's versions, and fail if it cannot run the GPU tests: `python -m tests.gpu.versions`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOOLS = ("compute-sanitizer", "ncu", "nvcc", "nvidia-smi")
 
 
 def problems(is_interpreted: bool) -> list[str]:
-    """One sentence for each thing that the tests will miss."""
+    """One sentence for each thing that is missing."""
     found = []
     for name in NEEDED:
         try:

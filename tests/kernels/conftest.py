@@ -15,14 +15,14 @@ from tests.kernels.implementations import CPU_KERNELS, cpu_kernels
 from tests.kernels.pools import AdapterPool, adapter_pool, poisoned_pool
 
 MAX_INTERPRETED = 6
-"""Cases of one test that the interpreter runs in full."""
+"""Most cases of one test that the interpreter runs outside the campaign."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave most of a sweep to the campaign where the GPU's kernels are interpreted, a thousand times slower.
+    """Leave most of a sweep to the campaign if the GPU's kernels are interpreted, a thousand times slower.
 
-    One case in 23 stays: no axis has as many values, so a large sweep meets each value of each axis.
+    One case in 23 stays. No axis has 23 values, so a large sweep covers each value of each axis.
     """
     if HAS_GPU:
         return
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Every test draws the same numbers."""
+    """Make every test draw the same random numbers."""
     torch.manual_seed(0)
 
 
@@ -52,13 +52,13 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture(scope="session")
 def gpu_module() -> ModuleType:
-    """`loramux.kernels.gpu.kernels`, compiled where there is a GPU and interpreted where there is none."""
+    """`loramux.kernels.gpu.kernels`, compiled if there is a GPU, otherwise interpreted."""
     return import_kernels("kernels")[0]
 
 
 @pytest.fixture(params=CPU_KERNELS)
 def make_cpu_kernels(request: pytest.FixtureRequest) -> Callable[[PoolViews], Kernels]:
-    """Each implementation that keeps K and V as the CPU does."""
+    """Each implementation that stores K and V in the CPU's layout."""
     return cpu_kernels(request.param)
 
 
@@ -66,7 +66,7 @@ def make_cpu_kernels(request: pytest.FixtureRequest) -> Callable[[PoolViews], Ke
 def make_kernels(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[PoolViews], Kernels]]:
-    """Each implementation: all must meet the tests' own oracle. A test's tensors are made on the kernels' device."""
+    """Each implementation; all must match the tests' own oracle. A test's tensors are on the kernels' device."""
     if request.param != "gpu":
         yield cpu_kernels(request.param)
         return

@@ -1,4 +1,4 @@
-"""The implementations of the kernels that keep K and V as the CPU does, by name."""
+"""The kernel implementations that store K and V in the CPU's layout, by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPU_KERNELS = ("reference", "cpu")
 
 
 def cpu_kernels(name: str) -> Callable[[PoolViews], Kernels]:
-    """The implementation of that name; numba is imported only where it is used."""
+    """The implementation with this name; numba is imported only if it is needed."""
     if name == "reference":
         return ReferenceKernels
     from loramux.kernels.cpu.kernels import CpuKernels

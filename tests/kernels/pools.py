@@ -1,4 +1,4 @@
-"""A pool whose every unused element is NaN, filled with random adapters that the tests also keep dense."""
+"""A pool whose unused elements are all NaN, filled with random adapters that tests also keep as dense matrices."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from loramux.kernels.tables import AdapterTables, PoolViews
 
 
 def poisoned_pool(num_pages: int, geometry: PageGeometry, dtype: torch.dtype) -> PoolViews:
-    """A pool of NaN: all bits set is NaN in both dtypes."""
+    """A pool of NaN; all bits set is NaN in both dtypes."""
     raw = torch.full((num_pages, geometry.num_layers, geometry.page_bytes), 0xFF, dtype=torch.uint8)
     return PoolViews(raw=raw, kv=raw.view(dtype), adapter=raw.view(dtype), geometry=geometry)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterPool:
-    """Resident adapters in pages, and dense: A `[rank, in]` and Bᵀ `[rank, out]` by slot, layer and module."""
+    """Resident adapters in pages, and as dense A `[rank, in]` and Bᵀ `[rank, out]` by slot, layer and module."""
 
     pool: PoolViews
     tables: AdapterTables
@@ -35,11 +35,11 @@ def adapter_pool(
     geometry: PageGeometry,
     dtype: torch.dtype,
 ) -> AdapterPool:
-    """Fill shuffled pages with random adapters of `ranks` `[num_slots, num_layers, num_modules]`."""
+    """Fill shuffled pages with random adapters with `ranks` `[num_slots, num_layers, num_modules]`."""
     num_slots = ranks.shape[0]
     layouts = [adapter_layout(geometry, modules, slot_ranks) for slot_ranks in ranks]
     longest = max(layout.num_pages for layout in layouts) + 1
-    # Unused entries of a table name the last page, which holds only NaN.
+    # Unused table entries point to the last page, which holds only NaN.
     poison = sum(layout.num_pages for layout in layouts)
     pool = poisoned_pool(poison + 1, geometry, dtype)
     free = torch.randperm(poison, dtype=torch.int32)

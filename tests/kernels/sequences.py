@@ -1,4 +1,4 @@
-"""Batches of sequences whose pages are listed as a step lists them, with poison wherever nothing may be read."""
+"""Batches of sequences with their page lists as in a step, and poison wherever nothing may be read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def batch_of(
     *,
     listed_backwards: bool = False,
 ) -> AttentionBatch:
-    """Sequences over `pages`, the first ones for the first sequence.
+    """Sequences over `pages`, taken from the front in order.
 
-    Entries named `poison` lie before, between and after the lists of the sequences. `listed_backwards` puts the last
-    sequence's list first, so that `page_starts` falls.
+    Entries with the value `poison` surround the sequences' lists. `listed_backwards` puts the last sequence's list
+    first, so that `page_starts` decreases.
     """
     counts = [-(-length // 16) for length in contexts]
     owned = list(pages[: sum(counts)].split(counts))
@@ -47,7 +47,7 @@ def batch_of(
 
 
 def store(kernels: Any, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
-    """Store K and V as they are: each row is turned by no angle."""
+    """Store K and V unchanged, by rotating each row by an angle of zero."""
     num_rows, _, head_dim = k.shape
     cos, sin = torch.ones(num_rows, head_dim // 2), torch.zeros(num_rows, head_dim // 2)
     kernels.rotate_and_store(torch.zeros(num_rows, 1, head_dim), k, v, cos, sin, layer, batch)

@@ -1,4 +1,4 @@
-"""Shrink and expand against dense matrices, over ragged ranks, shuffled pages and poisoned memory."""
+"""Shrink and expand compared with dense matrices, over ragged ranks, shuffled pages and poisoned memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GEOMETRY = {
     torch.float32: PageGeometry(num_layers=2, num_kv_heads=2, head_dim=16, kv_itemsize=4, adapter_itemsize=4),
     torch.bfloat16: PageGeometry(num_layers=2, num_kv_heads=3, head_dim=40, kv_itemsize=2, adapter_itemsize=2),
 }
-"""Pages of 1,024 elements, and of 3,840, which is no power of two."""
+"""Pages of 1,024 elements, or of 3,840, which is not a power of two."""
 
 NUM_SLOTS = 5
 RANKS = (0, 1, 3, 31, 64, 128)
@@ -44,7 +44,7 @@ def group_of(in_features: int, out_features: Sequence[int]) -> ModuleGroup:
 
 
 def segments_of(slots: Sequence[int], kernels: Any, max_rank: int) -> Segments:
-    """The segments of a batch on the tested device."""
+    """A batch's segments on the tested device."""
     segments = build_segments(np.array(slots, np.int32), kernels.segment_rows, max_rank)
     device = torch.get_default_device()
     return Segments(segments.rows.to(device), segments.starts.to(device), segments.slots.to(device), segments.max_rank)
@@ -55,7 +55,7 @@ def poisoned_planes(kernels: Any, call: LoraCall, num_tokens: int) -> torch.Tens
 
 
 def summed(planes: torch.Tensor) -> torch.Tensor:
-    """`[T, modules, max_rank]`, whether or not the device splits the sum."""
+    """The planes as `[T, modules, max_rank]`, whether or not the device splits the sum."""
     return planes.sum(0) if planes.dim() == 4 else planes
 
 
@@ -113,7 +113,7 @@ def test_equals_dense_matrices(
 def test_adding_is_shrinking_and_then_expanding(
     slots: list[int], dtype: torch.dtype, make_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
 ) -> None:
-    """Bit for bit, also where an adapter changes the group in one layer only."""
+    """Bit for bit, even if an adapter changes the group in only one layer."""
     group = group_of(128, OUT_FEATURES["three"])
     modules = [LinearShape("other", 72, 72), *(LinearShape("m", 128, out) for out in OUT_FEATURES["three"])]
     ranks = np.random.default_rng(len(slots)).choice(RANKS, (NUM_SLOTS, 2, len(modules))).astype(np.int32)
@@ -157,7 +157,7 @@ def test_what_an_adapter_does_not_change_is_known_of_each_step_anew(
     torch.testing.assert_close(added(0), part, rtol=1e-4, atol=1e-4)
 
 
-# The interpreter's matrix product is numpy's, which warns.
+# The interpreter multiplies matrices with numpy, which warns.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("slot", [0, 1], ids=["finite-neighbour", "not-finite"])
 def test_a_row_that_is_not_finite_harms_only_itself(

@@ -1,4 +1,4 @@
-"""Triton's kernels on a machine without a GPU: a private copy of Triton that interprets them."""
+"""Triton's kernels on a machine without a GPU, using a private interpreting copy of Triton."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TRITON_MODULES = (
 
 
 def import_kernels(*names: str) -> list[ModuleType]:
-    """Modules of `loramux.kernels.gpu`, compiled where there is a GPU and interpreted where there is none."""
+    """Modules of `loramux.kernels.gpu`, compiled if there is a GPU, otherwise interpreted."""
     if HAS_GPU:
         return [importlib.import_module(f"loramux.kernels.gpu.{name}") for name in names]
     with _interpreted_triton():
@@ -40,9 +40,9 @@ def import_kernels(*names: str) -> list[ModuleType]:
 
 
 def run_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let kernels run for the rest of a test: some of Triton asks the environment only then.
+    """Allow kernels to run for the rest of a test: parts of Triton read the environment only then.
 
-    Skips the test where loops up to a tensor's value fail in the interpreter.
+    Skips the test if the interpreter cannot loop up to a tensor's value.
     """
     numbers = [int(part) for part in version("triton").split(".")[:2]]
     if numbers < [3, 7] and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
@@ -52,10 +52,10 @@ def run_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def _interpreted_triton() -> Iterator[None]:
-    """Import a copy of triton that interprets, and leave the process as it was.
+    """Import an interpreting copy of triton, and restore the process's modules afterwards.
 
-    Triton decides when it is imported, its own functions included, and other tests' libraries may have imported it to
-    compile. Its C extension decides nothing, and cannot be loaded twice.
+    Triton chooses between compiling and interpreting at import, for its own functions too, and another test's library
+    may have imported it to compile. Its C extension is independent of this choice and cannot be loaded twice.
     """
 
     def is_ours(name: str) -> bool:
@@ -79,16 +79,16 @@ def _interpreted_triton() -> Iterator[None]:
 
 
 def _prepare_once_a_launch(interpreter: Any) -> None:
-    """Let the interpreter prepare `triton.language` once a launch, not again at each call of a device function.
+    """Make the interpreter prepare `triton.language` once per launch, not again for each call of a device function.
 
-    Each time costs a millisecond, and `tl.sum` is such a call: a search makes a hundred of them.
+    Each preparation takes a millisecond. `tl.sum` is such a call, and a search makes a hundred of them.
     """
     prepare, prepared = interpreter._patch_lang, set()
 
     def prepare_once(function: Any) -> Any:
         names = id(function.__globals__)
         if names in prepared:
-            # Of a device function's preparation the interpreter keeps nothing.
+            # The interpreter discards a device function's preparation anyway.
             return None
         prepared.add(names)
         scope = prepare(function)

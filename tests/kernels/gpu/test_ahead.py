@@ -1,4 +1,4 @@
-"""Programs are shared out to processes, and none of those is needed."""
+"""Programs are divided among compiling processes, and the engine copes if those fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIE_OF_B = "import sys; sys.exit('no space left' if 'b' in sys.stdin.read() else
 
 
 def launch_two() -> None:
-    """Two programs of one kernel."""
+    """Launch two programs of one kernel."""
     from loramux.kernels.gpu.fused import silu_and_mul
 
     for dtype in (torch.float32, torch.bfloat16):
@@ -73,7 +73,7 @@ def test_what_the_cache_has_is_not_compiled(
 
 
 class Parsed:
-    """A program that cannot be compiled, or is noted."""
+    """A program that fails to compile or records that it was compiled."""
 
     compiled: list[str]
 

@@ -1,4 +1,4 @@
-"""The GPU's norms and gates against torch in float64, on a GPU or in Triton's interpreter."""
+"""The GPU's norms and gates compared with torch in float64, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLERANCE = {
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The GPU, or a host on which Triton interprets; some of it asks the environment only when a kernel runs."""
+    """The GPU, or a host on which Triton interprets; parts of it read the environment only when a kernel runs."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

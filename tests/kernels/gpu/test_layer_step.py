@@ -1,4 +1,4 @@
-"""The GPU's kernels as one step of a layer: captured once, then replayed over whatever its tensors hold."""
+"""The GPU's kernels as one step of a layer: captured once, then replayed on changed contents of its tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.kernels.layer_step import (
 
 @pytest.mark.parametrize(
     ("num_tokens", "steps"),
-    # Mixed steps take the interpreter a quarter of a minute.
+    # In the interpreter a mixed step takes a quarter of a minute.
     [
         pytest.param(*step, id=name, marks=pytest.mark.campaign if name == "mixed" and not HAS_GPU else ())
         for name, step in STEPS.items()
@@ -40,7 +40,7 @@ def test_a_replayed_step_follows_its_tensors(
     gpu_module: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same objects, other content: fewer segments, other lengths, sequences that come and go."""
+    """The same tensors with other contents: fewer segments, other lengths, sequences that start and finish."""
     if not HAS_GPU:
         run_interpreted(monkeypatch)
     reference, gpu = both_sides(gpu_module)

@@ -1,4 +1,4 @@
-"""The GPU's shrink and expand against dense matrices in float64: on a GPU where there is one, else interpreted."""
+"""The GPU's shrink and expand compared with dense matrices in float64, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels
 RANKS = (0, 1, 3, 31, 64, 128)
 NUM_SLOTS = 5
 ALONE = "LORAMUX_TEST_ALONE"
-"""Set for a test that was given a process of its own."""
+"""Set for a test that runs in its own process."""
 POISON = 1 << 30
-"""No row and no segment has this number."""
+"""A number that no row and no segment has."""
 
-# What rounding y costs. Float32 sums are ordered differently; the interpreter truncates to bfloat16.
+# Rounding error of y. Float32 sums are ordered differently; the interpreter truncates to bfloat16.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 2.0**-8 if HAS_GPU else 2.0**-7}
 
-# Each batch with the columns of its grid: at least one a row takes single rows apart, fewer takes tiles only.
+# Each batch with the number of columns of its grid. With at least one column per row, single rows are separate;
+# otherwise all rows are in tiles.
 BATCHES = {
     "empty": ([], 0),
     "empty-padded": ([], 3),
@@ -51,7 +52,7 @@ THREE = (64, 63, 200)
 
 @pytest.fixture(scope="module")
 def triton_kernels() -> dict[str, ModuleType]:
-    """The modules under test by name."""
+    """The modules under test, by name."""
     names = ("addresses", "launches", "shrink", "expand")
     return dict(zip(names, import_kernels(*names), strict=True))
 
@@ -67,7 +68,7 @@ def expand(triton_kernels: dict[str, ModuleType]) -> Callable[..., None]:
 
 
 def geometry_of(dtype: torch.dtype) -> PageGeometry:
-    """Pages of 1,024 elements a layer, and of 3,840, which is no power of two."""
+    """Pages of 1,024 elements per layer, or of 3,840, which is not a power of two."""
     itemsize = torch.empty(0, dtype=dtype).element_size()
     num_kv_heads, head_dim = (2, 16) if itemsize == 4 else (3, 40)
     return PageGeometry(2, num_kv_heads, head_dim, itemsize, itemsize)
@@ -80,7 +81,7 @@ def group_of(in_features: int, out_features: Sequence[int]) -> ModuleGroup:
 
 
 def padded_segments(slots: Sequence[int], num_segments: int, max_rows: int = 16) -> Segments:
-    """The segments of a batch as a captured graph holds them: slot -1 from the last on, the rest poisoned."""
+    """A batch's segments as a captured graph has them: padded with slot -1, and otherwise with poison."""
     segments = build_segments(np.array(slots, np.int32), max_rows)
     missing = num_segments - segments.num_segments
     assert missing >= 0
@@ -115,7 +116,7 @@ def check(
     y: torch.Tensor,
     planes: torch.Tensor,
 ) -> None:
-    """Compare with float64: `planes` written where and only where they must be, `y` within one rounding."""
+    """Compare with float64: `planes` is written exactly where it must be, `y` is within one rounding."""
     x, before, y, planes = x.cpu(), before.cpu(), y.cpu(), planes.cpu()
     scales, tolerance = adapters.tables.scale.cpu().double(), TOLERANCE[y.dtype]
     for t, slot in enumerate(slots):
@@ -150,7 +151,7 @@ def run_case(
     pdl: bool = False,
     max_rows: int = 16,
 ) -> None:
-    """Shrink and expand over random adapters; x, planes and y are views of wider, poisoned or guarded rows."""
+    """Shrink and expand random adapters; x, planes and y are views of wider rows that are poisoned or guarded."""
     slots, num_segments = batch
     rng = np.random.default_rng(in_features + len(slots))
     group = group_of(in_features, out_features)
@@ -163,7 +164,7 @@ def run_case(
     x = torch.full((num_rows, in_features + 5), torch.nan, dtype=x_dtype)
     x[:, 2:-3] = torch.randn(num_rows, in_features)
     x = x.to(DEVICE)[:, 2:-3]
-    # A model's largest batch has more rows than this one.
+    # The workspace fits a model's largest batch, which has more rows than this one.
     planes = torch.full((num_planes, num_rows + 3, len(out_features), max(ranks) + 2), torch.nan, device=DEVICE)
     y_wide = torch.randn(num_rows, group.total_out + 3).to(DEVICE, x_dtype)
     before = y_wide.clone()
@@ -237,7 +238,7 @@ def test_any_number_of_planes_equals_dense_matrices(
     expand: Callable[..., None],
     make_adapter_pool: Callable[..., Any],
 ) -> None:
-    """Also more planes than A has chunks, and numbers that do not divide them."""
+    """Includes more planes than A has chunks, and numbers of planes that do not divide the chunks."""
     batch = ([0, 0, 1], 3)
     run_case(shrink, expand, make_adapter_pool, torch.float32, torch.float32, in_features, ONE, batch, num_planes)
 
@@ -267,7 +268,7 @@ def test_the_largest_rank_equals_dense_matrices(
     run_case(shrink, expand, make_adapter_pool, torch.float16, torch.float16, 128, ONE, batch, 1, (256,))
 
 
-# The interpreter's matrix product is numpy's, which warns.
+# The interpreter multiplies matrices with numpy, which warns.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_a_row_that_is_not_finite_harms_only_itself(
     shrink: Callable[..., None], expand: Callable[..., None], make_adapter_pool: Callable[..., Any]
@@ -294,7 +295,7 @@ def test_one_launch_serves_whatever_the_segments_hold(
     expand: Callable[..., None],
     make_adapter_pool: Callable[..., Any],
 ) -> None:
-    """As a graph does: captured once, then the segments and the tables are rewritten in place."""
+    """As in a graph: the launch is captured once, then segments and tables are rewritten in place."""
     geometry = geometry_of(torch.float32)
     modules = [LinearShape("m", 128, 96)]
     ranks = np.array([3, 31, 64], np.int32).reshape(3, 1, 1).repeat(2, 1)
@@ -360,7 +361,7 @@ def test_refuses_what_it_cannot_serve(
 
 
 class CompiledForHopper:
-    """Takes a kernel's launches and compiles them for compute capability 9.0, which needs no GPU."""
+    """Intercepts a kernel's launches and compiles them for compute capability 9.0, which needs no GPU."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -382,7 +383,7 @@ class CompiledForHopper:
         for i, argument in enumerate(arguments):
             is_tensor = isinstance(argument, torch.Tensor)
             signature[names[i]] = pointers[argument.dtype] if is_tensor else "i32"
-            # The launcher would say the same of what it is given.
+            # The launcher derives the same alignment from its arguments.
             if is_tensor or (names[i] != "layer" and argument % 16 == 0):
                 aligned[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned)
@@ -391,7 +392,7 @@ class CompiledForHopper:
 
 
 def run_alone(request: pytest.FixtureRequest) -> None:
-    """Once a process has interpreted, it can no longer compile: such a test runs itself in a process of its own."""
+    """Run a test in its own process, because a process that has interpreted can no longer compile."""
     test = f"{__file__}::{request.node.name}"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "campaign or not campaign", test]
     done = subprocess.run(command, env={**os.environ, ALONE: "1"}, capture_output=True, text=True, check=False)
@@ -399,7 +400,7 @@ def run_alone(request: pytest.FixtureRequest) -> None:
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """Memory that is never read: for what is only compiled."""
+    """A tensor that is never read, for launches that are only compiled."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -408,7 +409,7 @@ def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 def test_outer_modules_compile_for_hopper(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The embedding and the head of Llama-3.1-8B, whose pages are seen as one layer of 4 MiB."""
+    """The embedding and head of Llama-3.1-8B, whose pages are addressed as one layer of 4 MiB."""
     if ALONE not in os.environ:
         run_alone(request)
         return
@@ -458,7 +459,7 @@ def test_compiles_for_hopper(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The interpreter accepts what the compiler does not. The shapes are q/k/v of Llama-3.1-8B."""
+    """The compiler refuses code that the interpreter accepts. The shapes are q/k/v of Llama-3.1-8B."""
     if ALONE not in os.environ:
         run_alone(request)
         return
@@ -497,13 +498,13 @@ def test_compiles_for_hopper(
         assert (f"griddepcontrol.{instruction}" in ptx) == pdl
         # Tiles of 64 rows are multiplied by a whole warp group.
         assert ("wgmma.mma_async" if max_rows == 64 else "mma.sync") in ptx
-        # Adapters are read 16 bytes at a time, into registers or past them.
+        # Adapters are read 16 bytes at a time, into registers or directly into shared memory.
         assert re.search(r"ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10", ptx)
         if pdl and kernel is expand_kernel:
-            # The first block of B is on its way before shrink is waited for.
+            # The first block of B is prefetched before the wait for shrink.
             waits = [match.start() for match in re.finditer(r"griddepcontrol\.wait", ptx)]
             assert ptx.index("prefetch.global.L2") < waits[-1] < ptx.index("mma.sync")
-        # Several programs fit one multiprocessor's 228 KiB.
+        # Several programs fit in one multiprocessor's 228 KiB.
         assert kernel.compiled.metadata.shared <= 32 * 1024
 
 
@@ -529,7 +530,7 @@ def test_every_batch_and_width_equals_dense_matrices(
 def test_adapters_past_4_gib_are_read(
     shrink: Callable[..., None], expand: Callable[..., None], make_adapter_pool: Callable[..., Any]
 ) -> None:
-    """The same adapters behind 5 GiB of other pages."""
+    """The same adapters, placed after 5 GiB of other pages."""
     dtype = torch.bfloat16
     geometry = geometry_of(dtype)
     modules = [LinearShape("m", 128, 128)]

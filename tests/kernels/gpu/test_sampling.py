@@ -1,4 +1,4 @@
-"""The GPU's choice of tokens against its specification in float64: on a GPU, or in Triton's interpreter."""
+"""The GPU's sampling compared with its specification in float64, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels
 REAL_TILES = {name: getattr(sampling, name) for name in ("GROUP", "GROUPS_A_PROGRAM", "BLOCK", "MAX_CANDIDATES")}
 
 ALONE = "LORAMUX_TEST_ALONE"
-"""Set for a test that was given a process of its own."""
+"""Set for a test that runs in its own process."""
 
 EDGE = 2e-5
-"""How near to the border between two tokens a uniform number is put: far more than float32 sums can err."""
+"""Distance of a uniform number from the border between two tokens; far more than the error of float32 sums."""
 
 LARGEST_UNIFORM = 1 - 2.0**-24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One row's settings; the defaults draw from the plain softmax."""
+    """One row's settings; the defaults sample from the plain softmax."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -56,26 +56,26 @@ RESTRICTIONS = {
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles that make a vocabulary of a thousand tokens what a hundred thousand are to the real ones."""
+    """Scale the tiles down, so that a vocabulary of a thousand tokens behaves like one of a hundred thousand."""
     monkeypatch.setattr(sampling, "GROUP", 16)
     monkeypatch.setattr(sampling, "GROUPS_A_PROGRAM", 8)
     monkeypatch.setattr(sampling, "BLOCK", 256)
     monkeypatch.setattr(sampling, "MAX_CANDIDATES", 64)
     if not HAS_GPU:
-        # Some of the interpreter asks the environment only when a kernel runs.
+        # Parts of the interpreter read the environment only when a kernel runs.
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         skip_overflow_checks(monkeypatch)
 
 
 def skip_overflow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spare the check of each integer sum for overflow, half of the time; the tests with real tiles make it."""
+    """Skip the overflow check of integer sums, which takes half the time; the tests with real tiles keep it."""
     builder = sampling.triton.runtime.interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
 
 
 @pytest.fixture
 def real_tiles(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiles that a server has."""
+    """Restore the tiles that a server uses."""
     for name, value in REAL_TILES.items():
         monkeypatch.setattr(sampling, name, value)
     if not HAS_GPU:
@@ -84,7 +84,7 @@ def real_tiles(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def columns(rows: list[Settings]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """temperature, top_k, top_p and min_p as the kernel takes them."""
+    """temperature, top_k, top_p and min_p as the kernel expects them."""
     return (
         torch.tensor([one.temperature for one in rows], dtype=torch.float32),
         torch.tensor([one.top_k for one in rows], dtype=torch.int32),
@@ -96,7 +96,7 @@ def columns(rows: list[Settings]) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 def run_kernel(
     logits: torch.Tensor, rows: list[Settings], uniform: torch.Tensor | list[float], *, all_greedy: bool = False
 ) -> list[int]:
-    """The tokens of the kernel, with a poisoned workspace and guarded rows of `out_tokens`."""
+    """The kernel's tokens, with a poisoned workspace and guard rows around `out_tokens`."""
     num_rows, vocab_size = logits.shape
     workspace = sampling.sampling_workspace(num_rows + 1, vocab_size, DEVICE).fill_(torch.nan)
     guarded = torch.full((num_rows + 2,), -77, dtype=torch.int32, device=DEVICE)
@@ -119,7 +119,7 @@ def run_reference(logits: torch.Tensor, rows: list[Settings], uniform: torch.Ten
 
 
 def weights_of(logits: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """The oracle's kept weights `[V]` of one row, proven to be the same if top_p and min_p differ by rounding."""
+    """The weights `[V]` that the oracle keeps of one row, checked to be insensitive to rounding of top_p and min_p."""
     settings_of = columns([settings])
     weights = kept_weights(logits[None], *settings_of)[0]
     for factor in (1 - EDGE, 1 + EDGE):
@@ -130,10 +130,11 @@ def weights_of(logits: torch.Tensor, settings: Settings) -> torch.Tensor:
 
 
 def borders(weights: torch.Tensor, shares: tuple[float, ...]) -> tuple[torch.Tensor, list[int]]:
-    """Uniform numbers just before and just after borders between two tokens, and those tokens.
+    """Uniform numbers just before and just after borders between two tokens, and the tokens they select.
 
-    The borders are those nearest to `shares` of the whole. One kept token more or less moves every other border, by
-    most of its share; hence two draws show which tokens are kept, but for some of less than 8 * EDGE together.
+    The borders are those nearest to the given `shares` of the total weight. A kept token more or less would shift every
+    other border by most of its share. So two draws show which tokens are kept, up to tokens with less than 8 * EDGE of
+    the weight in total.
     """
     share = weights / weights.sum()
     end = share.cumsum(0)
@@ -150,7 +151,7 @@ def borders(weights: torch.Tensor, shares: tuple[float, ...]) -> tuple[torch.Ten
 
 
 def check_kept(logits: torch.Tensor, settings: Settings, shares: tuple[float, ...] = (0.5,)) -> set[int]:
-    """One row of logits with `settings`, drawn around the borders of its tokens; the tokens that it keeps."""
+    """Draw one row with `settings` around its tokens' borders, and return the tokens that it keeps."""
     weights = weights_of(logits.float(), settings)
     uniform, expected = borders(weights, shares)
     rows = [settings] * len(expected)
@@ -184,14 +185,14 @@ def test_real_tiles_keep_what_the_specification_does(name: str, real_tiles: None
 def test_a_flat_row_is_narrowed_by_passes(
     settings: Settings, fewest: int, max_candidates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same threshold whether the candidates fit or not."""
+    """The threshold is the same whether the candidates fit or not."""
     monkeypatch.setattr(sampling, "MAX_CANDIDATES", max_candidates)
     assert len(check_kept(torch.randn(1025) * 0.5, settings)) >= fewest
 
 
 @pytest.mark.parametrize("top_k", [21, 41, 900])
 def test_passes_may_stop_at_a_token(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Distances are eighths, and halves of some are others: tokens lie on the ends of what is searched."""
+    """Distances are multiples of an eighth, some twice others, so tokens fall on ends of the search interval."""
     monkeypatch.setattr(sampling, "MAX_CANDIDATES", 16)
     logits = (torch.arange(1025) // 5).float() / -8
     settings = Settings(temperature=20, top_k=top_k)
@@ -263,7 +264,7 @@ def test_one_likely_token_is_always_chosen(token: int) -> None:
 def test_equal_logits_are_equally_likely(value: float) -> None:
     logits = torch.full((1000,), value)
     if value == 0:
-        # Both zeros are equal, whatever their sign and whichever is met first.
+        # Both zeros are equal, whatever their sign and order.
         logits[500:] = 0.0
     every = [Settings(), Settings(top_k=3), Settings(top_p=0.1), Settings(min_p=1.0)]
     rows = [GREEDY, *[Settings()] * 5, *every]
@@ -293,7 +294,7 @@ def test_a_tiny_temperature_chooses_the_likeliest(temperature: float) -> None:
 
 
 def test_a_huge_temperature_evens_weights_but_not_the_order() -> None:
-    """The weights of top_k's tokens are all but equal; their distances are not."""
+    """The weights of top_k's tokens are almost equal; their distances are not."""
     logits = torch.randn(1000) * 3
     assert check_kept(logits, Settings(temperature=1e4, top_k=5)) == set(logits.topk(5).indices.tolist())
     assert len(check_kept(logits, Settings(temperature=1e4, top_p=0.2))) == 200
@@ -301,7 +302,7 @@ def test_a_huge_temperature_evens_weights_but_not_the_order() -> None:
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(top_k=4), Settings(top_p=0.999)], ids=["none", "k", "p"])
 def test_a_token_without_weight_is_never_chosen(settings: Settings) -> None:
-    """Not at the ends of the range of uniform numbers either."""
+    """Not even with uniform numbers at the ends of their range."""
     logits = torch.full((600,), -300.0)
     logits[[290, 301, 400, 511]] = torch.tensor([0.0, -1.0, -0.5, -2.0])
     assert run_kernel(logits.expand(2, -1), [settings] * 2, [0.0, LARGEST_UNIFORM]) == [290, 511]
@@ -311,13 +312,13 @@ def test_rounding_leads_to_the_last_token_with_a_weight() -> None:
     logits = torch.randn(30, 250) * 0.1
     logits[:, 240:] = -300
     chosen = run_kernel(logits, [Settings()] * 30, [LARGEST_UNIFORM] * 30)
-    # Sums taken in another order may pass the last border a token early.
+    # Sums in another order may pass the last border one token early.
     assert set(chosen) <= {238, 239}
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_the_largest_finite_logits_share_the_draw() -> None:
-    """A distance that overflows is no error: such a token has no weight."""
+    """A distance that overflows is not an error: such a token has no weight."""
     logits = torch.full((300,), -3.3e38)
     logits[[20, 280]] = 3.3e38
     rows = [Settings(), Settings(top_k=9), Settings(top_p=0.9), Settings(min_p=0.1)]
@@ -326,7 +327,7 @@ def test_the_largest_finite_logits_share_the_draw() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_neighbours_change_nothing() -> None:
-    """The same token to the bit: uniform numbers are random, hence also such as lie within rounding of a border."""
+    """The token must be exactly the same: uniform numbers are random, so some are within rounding of a border."""
     logits = torch.randn(4, 1000)
     names = ("none", "top-k", "top-p", "min-p-within-both")
     rows, uniform = [RESTRICTIONS[name] for name in names], torch.rand(4)
@@ -341,7 +342,7 @@ def test_neighbours_change_nothing() -> None:
 
 @pytest.mark.parametrize("vocab_size", [63, 1000, 1025])
 def test_greedy_rows_need_no_flag(vocab_size: int) -> None:
-    """The first of equal maxima, wherever groups, programs and blocks end, and nothing is read but the logits."""
+    """The first of equal maxima wins, wherever groups, programs and blocks end, and only the logits are read."""
     logits = torch.randn(5, vocab_size).clamp(max=4)
     for row, tokens in enumerate([[0], [15, 16], [vocab_size - 1], [40, 41, 62], list(range(vocab_size))]):
         logits[row, tokens] = 5
@@ -352,7 +353,7 @@ def test_greedy_rows_need_no_flag(vocab_size: int) -> None:
 
 
 def test_draws_are_distributed_as_the_weights() -> None:
-    """Pearson's chi-square of 200 draws; 24.3 is passed once in a thousand with 7 degrees of freedom."""
+    """Pearson's chi-square of 200 draws; with 7 degrees of freedom it exceeds 24.3 once in a thousand times."""
     logits = torch.full((63,), -9.0)
     tokens = torch.tensor([1, 5, 17, 30, 31, 32, 50, 62])
     logits[tokens] = torch.tensor([0.0, 0.3, -0.4, 0.9, -1.0, 0.1, 0.5, -0.2])
@@ -390,7 +391,7 @@ def test_a_graph_serves_other_rows_and_nothing_waits() -> None:
 
 
 class CompiledForHopper:
-    """Takes a kernel's launches and compiles them for compute capability 9.0, which needs no GPU."""
+    """Intercepts a kernel's launches and compiles them for compute capability 9.0, which needs no GPU."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -412,7 +413,7 @@ class CompiledForHopper:
         for i, argument in enumerate(arguments):
             is_tensor = isinstance(argument, torch.Tensor)
             signature[names[i]] = pointers[argument.dtype] if is_tensor else "i32"
-            # The launcher would say the same of what it is given.
+            # The launcher derives the same alignment from its arguments.
             if is_tensor or argument % 16 == 0:
                 aligned[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned)
@@ -423,9 +424,9 @@ class CompiledForHopper:
 @pytest.mark.campaign
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
 def test_compiles_for_hopper(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter accepts what the compiler does not. The vocabularies are Llama 3's and an odd one."""
+    """The compiler refuses code that the interpreter accepts. The vocabularies are Llama 3's and an odd one."""
     if ALONE not in os.environ:
-        # Once a process has interpreted, it can no longer compile: this test runs itself in a process of its own.
+        # A process that has interpreted can no longer compile, so this test runs in its own process.
         test = f"{__file__}::{request.node.name}"
         command = [sys.executable, "-m", "pytest", "-m", "campaign", "-p", "no:cacheprovider", "--noconftest", test]
         done = subprocess.run(command, env={**os.environ, ALONE: "1"}, capture_output=True, text=True, check=False)
@@ -445,7 +446,7 @@ def test_compiles_for_hopper(request: pytest.FixtureRequest, tmp_path: Path, mon
         module.sample_tokens(logits, real, whole, real, real, real, whole, all_greedy=all_greedy)
 
     launch(128_256, torch.float32, all_greedy=False)
-    # Logits are read 16 bytes at a time, and the next blocks of a row while this one is judged.
+    # Logits are read 16 bytes at a time, and a row's next blocks are loaded while this one is processed.
     assert "ld.global.v4.b32" in maxima.compiled.asm["ptx"]
     assert "cp.async.cg.shared.global" in choose.compiled.asm["ptx"]
     launch(128_256, torch.float32, all_greedy=True)
@@ -462,5 +463,5 @@ def test_a_real_vocabulary_is_drawn_as_specified(settings: Settings, spread: flo
     chosen, specified = run_kernel(logits, rows, uniform), run_reference(logits, rows, uniform)
     for found, expected, row in zip(chosen, specified, logits, strict=True):
         running = kept_weights(row[None], *columns([settings]))[0].cumsum(0)
-        # Of so many tokens some lie within rounding of the border.
+        # With this many tokens, some are within rounding of a border.
         assert abs(running[found] - running[expected]) <= EDGE * running[-1]
