@@ -1,4 +1,4 @@
-"""Ports on loopback for servers that have to be told theirs."""
+"""Loopback ports for servers that must be given one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import itertools
 import random
 import socket
 
-# Systems pick the ports of those that name none from above: nobody is given one of these between here and its use.
+# Below the range from which systems assign ports, so nobody else gets one of these before it is used.
 _FIRST, _END = 10_000, 30_000
 _candidates = itertools.count(random.SystemRandom().randrange(_END - _FIRST))
 
 
 def free_port() -> int:
-    """One that nobody uses and that was not returned before."""
+    """A port that is not in use and was not returned before."""
     for candidate in itertools.islice(_candidates, _END - _FIRST):
         port = _FIRST + candidate % (_END - _FIRST)
         with socket.socket() as listener:

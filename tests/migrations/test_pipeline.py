@@ -1,4 +1,4 @@
-"""Round trips to PostgreSQL: all of a transaction or nothing, and errors as SQLAlchemy has them."""
+"""Pipelined round trips to PostgreSQL: a transaction is all or nothing, and errors are SQLAlchemy's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def names(database: Database) -> set[str]:
 
 
 def add_by_trips(database: Database, *trips: Sequence[str], between: Callable[[], None] = lambda: None) -> None:
-    """Add names in one transaction, whose last trip commits; `between` is called behind each other."""
+    """Add names in one transaction whose last trip commits; `between` runs after every other trip."""
     with database.write_in_pipelines() as connection:
         for number, trip in enumerate(trips, start=1):
             with pipeline(connection, is_last=number == len(trips)) as run:

@@ -1,4 +1,4 @@
-"""An upgrade beside gateways that were not stopped for it: a deadlock costs it another try, and no more than a few."""
+"""An upgrade while gateways are still running: a deadlock makes it retry, but only a few times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_WAITING = "SELECT count(*) FROM pg_locks WHERE relation = 'reservations'::re
 
 
 class Upgraded(Database):
-    """Notes PostgreSQL's codes of what it refused."""
+    """Records the SQLSTATE of each refusal by PostgreSQL."""
 
     def __init__(self, url: str) -> None:
         super().__init__(f"{url}&options=-c%20deadlock_timeout%3D100ms")
@@ -30,7 +30,7 @@ class Upgraded(Database):
 
 @pytest.fixture
 def of_before(postgres_url: str) -> Iterator[Upgraded]:
-    """A database whose schema is not the newest."""
+    """A database with an older schema."""
     database = Upgraded(postgres_url)
     database.upgrade("0011")
     yield database
@@ -38,7 +38,7 @@ def of_before(postgres_url: str) -> Iterator[Upgraded]:
 
 
 def until_waiting(url: str, num_waiting: int) -> None:
-    """Until so many wait for the reservations."""
+    """Wait until this many sessions wait for the reservations."""
     ends_s = time.monotonic() + 20
     with psycopg.connect(url, autocommit=True) as connection:
         while connection.execute(NUM_WAITING).fetchone() != (num_waiting,):
@@ -53,13 +53,13 @@ def test_an_upgrade_in_a_deadlock_with_a_reservation_is_tried_again(of_before: U
         psycopg.connect(postgres_url) as settling,
     ):
         settling.execute("SELECT id FROM reservations WHERE id = '' FOR UPDATE")
-        # Never the one that gives way.
+        # PostgreSQL must never choose this session as the deadlock's victim.
         reserving.execute("SET LOCAL deadlock_timeout = '1min'")
         reserving.execute("SELECT * FROM quota_counters FOR UPDATE")
         reserving.execute("SELECT * FROM quota_policies")
         upgrading = threads.submit(of_before.upgrade)
         until_waiting(postgres_url, 1)
-        # It comes to the reservations behind the upgrade, which has not come to the policies yet.
+        # This waits for the reservations after the upgrade, which has not locked the policies yet.
         reserved = threads.submit(reserving.execute, "UPDATE reservations SET state = state WHERE id = ''")
         until_waiting(postgres_url, 2)
         settling.commit()
