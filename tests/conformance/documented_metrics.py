@@ -19,7 +19,7 @@ def documented() -> dict[str, tuple[str, frozenset[str]]]:
 
 
 def exposed(scrape: str) -> dict[str, tuple[str, set[str]]]:
-    """The same of a scrape; labels only where there are samples. `_created` is left out: client libraries add it."""
+    """The same for a scrape; metrics without samples have no labels. `_created` series of clients are left out."""
     found: dict[str, tuple[str, set[str]]] = {}
     for family in text_string_to_metric_families(scrape):
         if family.name.endswith("_created"):

@@ -109,7 +109,7 @@ class Life:
         assert self.num_answers == self.num_calls
 
     def check(self) -> None:
-        """Each token is the reference's choice after those before it, or equally likely within rounding."""
+        """Check that each token is the reference's choice after the tokens before it, or as likely within rounding."""
         for sequence_id, (name, add) in self.asked.items():
             tokens = self.tokens[sequence_id]
             if self.ends[sequence_id].reason == "length":

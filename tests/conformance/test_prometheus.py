@@ -35,7 +35,7 @@ SELECTOR = re.compile(r"\{__name__[^}]*\}|(?:loramux_\w+|up)(?:\{[^}]*\})?")
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """One that has scraped a server through all that the dashboard shows: load, refusals, uploads, a dead engine."""
+    """A Prometheus that scraped a server through all the dashboard shows: load, refusals, uploads, a dead engine."""
     environment = {
         "LORAMUX_METRICS_TOKEN": TOKEN,
         "LORAMUX_NUM_THREADS": "1",

@@ -1,4 +1,4 @@
-"""Databases that live by a clock which only the test moves, and are emptied for the next test."""
+"""Databases on a clock that only the test advances, emptied after each test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ START_US = 1_800_000_000_000_000
 
 
 class FakeClock:
-    """Microseconds that only the test moves."""
+    """A clock in microseconds that only the test advances."""
 
     def __init__(self) -> None:
         self.now_us = START_US

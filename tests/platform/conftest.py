@@ -1,4 +1,4 @@
-"""Accounts on real databases with a clock that the test moves, and a whole gateway over a scripted engine."""
+"""Accounts on real databases with a fake clock, and a complete gateway over a scripted engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def postgres_accounts_url(postgres_server: str) -> str:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def clocked(request: pytest.FixtureRequest, clock: FakeClock) -> Iterator[Database]:
-    """An empty database of each kind that lives by the fake clock; migrated once, emptied after each test."""
+    """An empty database of each kind on the fake clock; migrated once, emptied after each test."""
     database = Database(request.getfixturevalue(f"{request.param}_accounts_url"), clock)
     yield database
     empty(database)
@@ -46,7 +46,7 @@ def clocked(request: pytest.FixtureRequest, clock: FakeClock) -> Iterator[Databa
 
 @pytest.fixture
 def accounts(sqlite_accounts_url: str) -> Iterator[Database]:
-    """An empty SQLite database on the real clock, for tests in which SQL is not the point."""
+    """An empty SQLite database on the real clock, for tests that are not about SQL."""
     database = Database(sqlite_accounts_url)
     yield database
     empty(database)
@@ -60,7 +60,7 @@ def acme(clocked: Database) -> Tenant:
 
 @pytest.fixture
 def acme_key(clocked: Database, acme: Tenant) -> str:
-    """The identifier of a key of acme's."""
+    """The identifier of one of acme's keys."""
     return ApiKeys(clocked).create(acme.id, "test").key.id
 
 
@@ -93,13 +93,13 @@ async def gateway(
 async def gateway_on_each(
     clocked: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
 ) -> AsyncIterator[Gateway]:
-    """A gateway on each kind of database, by the fake clock."""
+    """A gateway on each kind of database, on the fake clock."""
     async with open_gateway(clocked, tokenizer, threads) as gateway:
         yield gateway
 
 
 @pytest.fixture
 async def gateway_url(gateway: Gateway) -> AsyncIterator[str]:
-    """The gateway behind a real socket, for what needs one: bytes that arrive early and clients that leave."""
+    """The URL of the gateway behind a real socket, for tests of early bytes and of clients that disconnect."""
     async with listening(gateway.app) as url:
         yield url

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of a test's own, which it may pause, kill and start again."""
+"""A PostgreSQL server for one test, which the test may pause, kill and restart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.platform.small_disk import BALLAST, fill, mounted
 
 
 class FaultyPostgres:
-    """Real processes: `pause` stops them where they are, `kill` ends them without a word."""
+    """Real processes: `pause` stops them where they are, and `kill` ends them without warning."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
@@ -38,7 +38,7 @@ class FaultyPostgres:
         self._paused = []
 
     def kill(self) -> None:
-        # Stopped first: a process that it began after its children were listed would hold its memory.
+        # Stop it first: a process that it started after its children were listed would keep its shared memory alive.
         postmaster = self._server.get_pid()
         os.kill(postmaster, signal.SIGSTOP)
         while _state(postmaster) not in "TZ":
@@ -51,20 +51,20 @@ class FaultyPostgres:
             time.sleep(0.01)
 
     def start(self) -> None:
-        # Where nobody collects dead processes, their numbers in these files look alive.
+        # Where nobody reaps dead processes, the PIDs in these files look alive.
         for name in ("postmaster.pid", ".s.PGSQL.5432", ".s.PGSQL.5432.lock"):
             (self._server.pgdata / name).unlink(missing_ok=True)
         self._server.ensure_postgres_running()
         assert self._server.get_uri() == self.url
 
     def fill_disk(self) -> None:
-        """Leave nothing of the disk, which must be the server's own."""
+        """Fill the server's disk, which must be its own."""
         fill(self._server.pgdata)
 
     def free_disk(self) -> None:
         (self._server.pgdata / BALLAST).unlink()
         if not _lives(self._server.get_pid() or 0):
-            # It ends where it cannot even write its log.
+            # The server exits if it cannot even write its log.
             self.start()
 
     def disconnect_all(self) -> None:
@@ -85,7 +85,7 @@ def _lives(pid: int) -> bool:
 
 
 def _state(pid: int) -> str:
-    """A letter, as `proc(5)` lists them; `Z` also of what is no more."""
+    """The process state as a letter of `proc(5)`; `Z` also if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -94,7 +94,7 @@ def _state(pid: int) -> str:
 
 @contextlib.contextmanager
 def faulty_postgres(disk_mb: int | None = None) -> Iterator[FaultyPostgres]:
-    """A server; on a disk of its own of that size, where root may mount one: else the test is skipped."""
+    """A server, with `disk_mb` on its own small disk; the test is skipped where none can be mounted."""
     directory = tempfile.mkdtemp(prefix="loramux-postgres-")
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A whole gateway over a scripted engine, without a socket or behind one."""
+"""A complete gateway over a scripted engine, with or without a socket."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gateway:
-    """A whole gateway over a scripted engine, reached over HTTP without a socket."""
+    """A complete gateway over a scripted engine, reached over HTTP without a socket."""
 
     services: GatewayServices
     app: FastAPI
@@ -60,7 +60,7 @@ class Gateway:
         QuotaPolicies(self.database).set(self.tenant.id, metric, limit)
 
     def add_adapter(self, tenant: str, name: str, versions: int = 1) -> str:
-        """An adapter whose versions are ready; the last is the default. Returns its identifier."""
+        """Add an adapter with ready versions, of which the last is the default, and return its identifier."""
         tenants = Tenants(self.database)
         owner = tenants.get(tenant) or tenants.create(tenant)
         adapter_id = new_id("ada")
@@ -140,7 +140,7 @@ async def open_gateway(
 
 
 class _QuietServer(uvicorn.Server):
-    """A server that leaves the test process's signals alone and says when it listens."""
+    """A server that leaves the test process's signals alone and signals when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -157,7 +157,7 @@ class _QuietServer(uvicorn.Server):
 
 @asynccontextmanager
 async def listening(app: FastAPI) -> AsyncIterator[str]:
-    """The URL of an app that listens on a port of loopback."""
+    """Serve an app on a loopback port, and yield its URL."""
     config = uvicorn.Config(app, port=0, lifespan="off", ws="none", log_config=None)
     server = _QuietServer(config)
     serving = asyncio.create_task(server.serve())

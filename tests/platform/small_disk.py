@@ -1,4 +1,4 @@
-"""A disk that a test fills and empties: a real one of a few megabytes where root may mount it, else an imitation."""
+"""A disk that a test fills and empties: a real one of a few megabytes where it can be mounted, or an imitation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DISK_MB = 8
 
 
 class SmallDisk(Protocol):
-    """Holds a SQLite database and whatever else a test puts into its directory."""
+    """A disk with a SQLite database and anything else that a test puts into its directory."""
 
     directory: Path
     database: Database
@@ -39,7 +39,7 @@ class SmallDisk(Protocol):
 
 @contextlib.contextmanager
 def mounted(directory: Path | str, size_mb: int) -> Iterator[None]:
-    """Have the directory be a disk of its own of that size, where root may mount one: else the test is skipped."""
+    """Mount a small disk at the directory; the test is skipped if that is not permitted."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "none", str(directory)]
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("only root may mount a small disk")
@@ -50,7 +50,7 @@ def mounted(directory: Path | str, size_mb: int) -> Iterator[None]:
 
 
 def fill(directory: Path | str) -> None:
-    """Leave nothing of the disk, which must be mounted there."""
+    """Fill the disk that is mounted at this directory."""
     assert os.path.ismount(directory)
     with Path(directory, BALLAST).open("ab", buffering=0) as ballast, contextlib.suppress(OSError):
         while True:
@@ -58,7 +58,7 @@ def fill(directory: Path | str) -> None:
 
 
 class MountedDisk:
-    """A tmpfs."""
+    """A mounted tmpfs."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -73,7 +73,7 @@ class MountedDisk:
 
 
 class ImitatedDisk:
-    """SQLite's commits and writes that make the spool's file longer fail as they do on a full disk."""
+    """Fails SQLite's commits, and writes that extend the spool's file, as a full disk does."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory = directory
@@ -110,7 +110,7 @@ class ImitatedDisk:
 
 
 def empty_log(database: Path) -> None:
-    """Have SQLite's write-ahead log take no space, so that whoever writes next needs some."""
+    """Truncate SQLite's write-ahead log, so that the next writer needs new space."""
     with contextlib.closing(sqlite3.connect(database)) as connection:
         for _ in range(100):
             if connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0:
@@ -120,7 +120,7 @@ def empty_log(database: Path) -> None:
 
 @contextlib.contextmanager
 def small_disk(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallDisk]:
-    """A disk of the kind `mounted` or `imitated`, with an empty database of the current schema."""
+    """A `mounted` or `imitated` disk with an empty database of the current schema."""
     with tempfile.TemporaryDirectory(prefix="loramux-disk-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         with mounted(directory, DISK_MB) if kind == "mounted" else contextlib.nullcontext():

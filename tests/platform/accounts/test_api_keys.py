@@ -1,4 +1,4 @@
-"""A key opens what its scopes say, and nothing once it is revoked, expired or its tenant is suspended."""
+"""A key permits what its scopes say, and nothing once it is revoked or expired or its tenant is suspended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A key that is revoked in one gateway is dead in every other within five seconds, on both databases."""
+"""A key revoked in one gateway stops working in every other within five seconds, on both databases."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OneGateway:
-    """What a gateway keeps of accounts, and the thread that follows their changes."""
+    """A gateway's account caches, and the thread that invalidates them."""
 
     def __init__(self, database: Database) -> None:
         self.keys, self.tenants = ApiKeys(database), Tenants(database)
@@ -57,7 +57,7 @@ def two_gateways(database_url: str) -> Iterator[tuple[OneGateway, OneGateway]]:
 
 
 def until(is_so: object) -> float:
-    """How long it took until it was so."""
+    """Wait until a condition holds, and return the seconds it took."""
     started = time.monotonic()
     while not is_so():  # type: ignore[operator]
         assert time.monotonic() - started < WITHIN_S
@@ -73,7 +73,7 @@ def test_a_key_revoked_in_one_gateway_is_dead_in_the_other(migrated_url: str) ->
         assert other.keys.authenticate(key.secret) is not None
         assert other.keys.recent(key.secret) is not None, "kept"
         one.keys.revoke(key.key.id)
-        # Far sooner than its entry expires: within a poll and a little.
+        # Far sooner than its entry expires: little more than one poll.
         assert until(lambda: other.keys.recent(key.secret) is None) < 2.5
         assert other.keys.authenticate(key.secret) is None
 
@@ -125,7 +125,7 @@ def test_a_watch_outlives_its_connection(migrated_postgres_url: str) -> None:
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
                 " WHERE datname = current_database() AND pid <> pg_backend_pid()"
             )
-        # The new connection tells at once, since it cannot know what it missed.
+        # A new connection invalidates immediately, since it cannot know what it missed.
         until(lambda: other.num_told > told)
         settle(one, other)
         assert other.keys.authenticate(key.secret) is not None
@@ -151,7 +151,7 @@ def test_every_kept_table_has_its_triggers_after_an_upgrade(database: Database) 
 
 
 def settle(*gateways: OneGateway) -> None:
-    """Wait until the changes so far have been told, so that what is read now stays kept."""
+    """Wait until all changes so far have been reported, so that values read from now on stay cached."""
     told: list[int] = []
     while told != (told := [gateway.num_told for gateway in gateways]):
         time.sleep(0.5)

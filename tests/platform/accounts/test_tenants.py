@@ -1,4 +1,4 @@
-"""Tenants are made once, found by either name, and listed newest first."""
+"""Tenants are created once, found by slug or identifier, and listed newest first."""
 
 from __future__ import annotations
 

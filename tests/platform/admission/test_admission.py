@@ -1,4 +1,4 @@
-"""Quota is exact: what is reserved is held, what is settled is charged, and each request is settled once."""
+"""Quota is exact: reservations are held, settlements are charged, and each request is settled once."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_rate_survives_a_clock_that_jumps_ahead_and_back(
     admission = Admission(clocked)
 
     def admit_all() -> int:
-        """How many requests are admitted until one has to wait for its share of a minute."""
+        """The number of requests admitted until one has to wait for its share of a minute."""
         admitted, wait_s = 0, None
         while wait_s is None:
             try:
@@ -307,12 +307,12 @@ def test_an_expired_reservation_is_recovered_at_its_checkpoint_and_corrected_onc
     assert admission.recover_expired() == 0
     admission.checkpoint([Checkpoint(alive.request_id, 3)])
     clock.advance(0.000_001)
-    # Written by a gateway that is about to die: the tokens count, the lease has not been extended in time.
+    # As if written by a dying gateway: the tokens are counted, but the lease was not extended in time.
     assert admission.recover_expired() == 1
     assert admission.recover_expired() == 0
     assert counter(clocked).reserved == 30, "that of the other"
     level = counter(clocked).level
-    # Its gateway was only slow, and knows better.
+    # The gateway was only slow, and its own figures are correct.
     assert admission.settle(dead.request_id, used(10, 20))
     assert counter(clocked).level == level - 20 * UNITS
     assert not admission.settle(dead.request_id, used(10, 30))
@@ -481,7 +481,7 @@ def test_a_limit_that_changes_while_a_request_waits_for_its_counter_binds_it(
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
     admission = Admission(clocked)
-    # From now on it knows the rule by heart.
+    # From now on the rule is cached.
     admission.settle(admission.reserve(make_request()).request_id, used(10, 0))
     policies, counters = schema.quota_policies, schema.quota_counters
     with ThreadPoolExecutor(1) as other:
@@ -535,7 +535,7 @@ def test_a_late_settlement_that_takes_a_limit_beyond_what_it_admits_is_counted(
     late = admission.reserve(make_request(prompt=10, most=60)).request_id
     clock.advance((LEASE_US + 1) / 1_000_000)
     assert admission.recover_expired() == 1
-    # What was given back by recovery is held by others when the truth comes.
+    # Other requests hold the quota that recovery returned when the true usage arrives.
     admission.reserve(make_request(prompt=10, most=second))
     assert admission.settle(late, used(10, 50))
     assert noted == [1] * counted

@@ -1,4 +1,4 @@
-"""Group commit on both databases: what gathers shares a transaction, and nobody pays for another's refusal."""
+"""Group commit on both databases: queued operations share a transaction, and a refusal affects only its own request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def anyio_backend() -> str:
 
 
 class CountedAdmission(Admission):
-    """Notes how many operations each transaction had; `hold` keeps the next one waiting."""
+    """Records the number of operations of each transaction; `hold` blocks the next one."""
 
     def __init__(self, database: Database) -> None:
         super().__init__(database)
@@ -95,10 +95,10 @@ def closing(reservation: Reservation, completion: int = 5) -> Closing:
 
 
 async def gathered(committer: GroupCommit, admission: CountedAdmission, operations: Sequence[Operation]) -> list[Any]:
-    """The outcomes of operations that come while a transaction is under way."""
+    """The outcomes of operations that arrive while a transaction is in progress."""
     with admission.hold():
         answers = [committer.submit(operation) for operation in operations]
-        # The thread holds the first of them, or nothing yet, and is kept waiting.
+        # The thread holds the first operation, or none yet, and is kept waiting.
         await asyncio.sleep(0.05)
     return await asyncio.gather(*answers, return_exceptions=True)
 
@@ -109,7 +109,7 @@ async def test_what_gathers_shares_a_transaction(
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 10_000)
     reserved = await gathered(committer, admission, [make_request() for _ in range(20)])
     assert all(isinstance(outcome, Reservation) for outcome in reserved)
-    # Each was judged after those that came before it.
+    # Each request was judged after the ones before it.
     assert [outcome.limits[0].remaining for outcome in reserved] == [10_000 - 30 * (i + 1) for i in range(20)]
     assert sum(admission.sizes) == 20
     assert len(admission.sizes) <= 2
@@ -136,7 +136,7 @@ async def test_a_refusal_touches_only_its_own_request(
     assert isinstance(outcomes[1], QuotaExceeded)
     assert isinstance(outcomes[2], LookupError)
     assert outcomes[3] is True
-    # The settlement ahead of it gave back 25 of the 40 tokens that were held.
+    # The settlement before it returned 25 of the 40 tokens held.
     assert isinstance(outcomes[4], Reservation)
     assert outcomes[4].limits[0].remaining == 100 - 15 - 50 - 30
     assert outcomes[5] is False, "settled in the same transaction"
@@ -191,7 +191,7 @@ async def test_what_waits_is_committed_before_the_end(
     assert isinstance(await answers[0], Reservation)
     with clocked.read() as connection:
         assert connection.execute(select(func.count()).select_from(schema.reservations)).scalar() == 3
-    # A task that comes late is told, and nothing breaks under it.
+    # A late task gets an error, and nothing else breaks.
     with pytest.raises(CommitterClosed):
         await committer.submit(make_request())
 

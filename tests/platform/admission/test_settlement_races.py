@@ -1,4 +1,4 @@
-"""Two who end one request at the same moment, on PostgreSQL: the second waits for the first, and finds what it did."""
+"""Two callers end one request at the same moment, on PostgreSQL: the second waits for the first and sees its result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.platform.lock_waits import PATIENCE_S, until_wait
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A database with one request that runs, whose lease ends at `lease_expires_us`."""
+    """A database with one running request, whose lease ends at `lease_expires_us`."""
 
     url: str
     database: Database
@@ -43,7 +43,7 @@ class Running:
         return Extension(request_id=self.request_id, tokens=1)
 
     def ledger(self) -> tuple[int, list[int], list[str]]:
-        """Events, what adjustments add, and the states of reservations."""
+        """The number of events, the adjustments' tokens, and the states of reservations."""
         with self.database.read() as connection:
             events = connection.execute(select(schema.usage_events.c.request_id)).all()
             adjustments = connection.execute(select(schema.usage_adjustments.c.completion_tokens)).scalars().all()
@@ -74,9 +74,9 @@ def running(migrated_postgres_url: str) -> Iterator[Running]:
 
 
 def at_once(running: Running, first: Operation, second: Operation) -> list[object]:
-    """What becomes of both where the second comes when the first has done everything but commit."""
+    """Both outcomes if the second operation starts when the first has done everything except commit."""
     with psycopg.connect(running.url) as holder, ThreadPoolExecutor(2) as threads:
-        # The last table that a settlement writes to.
+        # This is the last table that a settlement writes to.
         holder.execute("LOCK TABLE usage_batches IN ACCESS EXCLUSIVE MODE")
         outcomes = []
         for number, operation in enumerate((first, second), 1):
@@ -109,7 +109,7 @@ def test_what_was_recovered_meanwhile_is_corrected_once(running: Running) -> Non
 
 @pytest.mark.parametrize("how", ["settle", "extend", "recover"])
 def test_what_a_server_of_before_has_settled_stays_so(running: Running, how: str) -> None:
-    """Its row is left, and the request is in the ledger."""
+    """An older server leaves the reservation's row, and the request is in the ledger."""
     assert Admission(running.database).settle(running.request_id, running.settling().settlement)
     with running.database.write() as connection:
         [event] = connection.execute(select(schema.usage_events)).mappings().all()

@@ -1,4 +1,4 @@
-"""A database that lets nobody write and does not say so: whoever waits for it, or for one that does, is answered."""
+"""A database that silently blocks all writes: everyone who waits for it, directly or not, gets an answer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.anyio
 
 RESERVE_WAIT_S, STALLED_S = 2.0, 0.4
 MARGIN_S = 1.0
-"""Of a busy machine."""
+"""Slack for a busy machine, in seconds."""
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def stalled(url: str) -> Iterator[None]:
-    """A stranger holds a lock that every reservation and settlement waits for."""
+    """Another session holds a lock that every reservation and settlement waits for."""
     with psycopg.connect(url) as connection:
         connection.execute("LOCK TABLE reservations")
         yield
@@ -78,7 +78,7 @@ async def test_requests_that_wait_for_cold_adapters_outwait_no_deadline(
             await until_ready(gateway, False)
         await until_ready(gateway, True)
         await until_spool_is_empty(gateway)
-        # Each cold load was given back: two may be had.
+        # Every cold load was refunded, so two are available again.
         for model in ("one", "two", "held", "base"):
             assert is_whole(await ask(gateway, model=model))
         events = [event for event in gateway.usage() if event.status == "completed"]

@@ -1,4 +1,4 @@
-"""The real engine process, but for one thing: a step that holds the token HANGING_TOKEN never ends."""
+"""The real engine process, except that a step with the token HANGING_TOKEN never ends."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The real engine process on a played GPU: `played_card_engine.py full|lost SOCKET RECORD`.
+"""The real engine process on a fake GPU: `played_card_engine.py full|lost SOCKET RECORD`.
 
-`full`: the card has no memory for a context. `lost`: a step that holds the token LOSING_TOKEN loses the card.
+`full`: the card has no memory for a context. `lost`: a step with the token LOSING_TOKEN loses the card.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine's process keeps the memory that a step freed for the next one."""
+"""The engine process keeps memory that a step freed for the next step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the engine's socket lies, and what is left of servers that were killed."""
+"""The location of the engine's socket, and the leftovers of killed servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway's client of an engine that another process supervises: joined, lost, joined again."""
+"""A gateway's client for an engine that another process supervises: it joins, loses it, and joins again."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def until_ready(*engines: EngineClient) -> None:
 
 
 async def kill_while_it_runs(local: LocalEngine, *engines: EngineClient) -> list[Finished]:
-    """Kill the engine while it runs one request of each; how they ended."""
+    """Kill the engine while it runs one request of each client, and return the requests' ends."""
     streams = [engine.submit(add("doomed", 900)) for engine in engines]
     for stream in streams:
         assert isinstance(await anext(stream), SequenceOutput)
@@ -85,12 +85,12 @@ def test_a_joined_engine_lives_and_dies_with_its_supervisors(demo_base: Path, tm
             with pytest.raises(JoinRefused, match="serves another model"):
                 await JoinedEngine(local.socket_path, "0" * 64).start()
 
-            # One engine, the same names: each gateway gets its own tokens alone.
+            # Both gateways use the same names on one engine, and each gets only its own tokens.
             results = await asyncio.gather(*(collect(engine, add("same", 40)) for engine in (local, joined)))
             assert results[0] == results[1]
             assert len(results[0][0]) == 40
 
-            # A gateway that leaves takes its sequences with it, and nobody else's.
+            # A gateway that leaves ends its own sequences and nobody else's.
             leaver = JoinedEngine(local.socket_path, model_sha256(demo_base))
             await leaver.start()
             leaving = leaver.submit(add("left behind", 900))
@@ -102,7 +102,7 @@ def test_a_joined_engine_lives_and_dies_with_its_supervisors(demo_base: Path, tm
             stats = await joined.stats(5.0)
             assert (stats.num_running, stats.num_waiting) == (0, 0)
 
-            # The engine's death ends both gateways' streams, and both come back.
+            # The engine's death ends both gateways' streams, and both rejoin.
             ends = await kill_while_it_runs(local, local, joined)
             assert [end.code for end in ends] == ["engine_unavailable"] * 2
             assert all(end.completion_tokens >= 1 for end in ends)
@@ -110,7 +110,7 @@ def test_a_joined_engine_lives_and_dies_with_its_supervisors(demo_base: Path, tm
                 joined.submit(add("early"))
             assert joined.trouble is not None
             await until_ready(local, joined)
-            # Each knows which of its requests ran at the death, and has forgiven none that did.
+            # Each gateway knows which of its requests ran at the death, and holds it against them.
             assert joined.info is not None
             assert joined.info.ran_at_death == ("doomed",)
             assert [len(engine._strikes) for engine in (local, joined)] == [1, 1]

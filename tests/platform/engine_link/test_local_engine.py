@@ -1,4 +1,4 @@
-"""The supervised engine process: its streams, its death, its restart, its end."""
+"""The supervised engine process: its streams, death, restart and shutdown."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_life_death_and_restart(demo_base: Path, tmp_path: Path) -> None:
             assert stats.completion_tokens == 45
             assert (stats.num_running, stats.num_kv_pages) == (0, 0)
 
-            # An adapter that the store lacks fails its own request alone.
+            # An adapter missing from the store fails only its own request.
             missing, good = await asyncio.gather(
                 collect(engine, add("missing", digest="0" * 64)), collect(engine, add("good"))
             )
@@ -75,7 +75,7 @@ def test_life_death_and_restart(demo_base: Path, tmp_path: Path) -> None:
             assert good[0][:5] == results[0][0]
             assert (await engine.load("1" * 64, 10.0)).state == "failed"
 
-            # An abort ends the stream with what was committed.
+            # An abort ends the stream with the committed tokens.
             stream = engine.submit(add("long", 900))
             received = await anext(stream)
             assert isinstance(received, SequenceOutput)
@@ -84,7 +84,7 @@ def test_life_death_and_restart(demo_base: Path, tmp_path: Path) -> None:
             assert isinstance(rest[-1], Finished)
             assert (rest[-1].reason, 0 < rest[-1].completion_tokens < 900) == ("abort", True)
 
-            # A killed engine ends its streams with what was received; new requests are refused until it is back.
+            # A killed engine ends its streams with what they received; new requests are refused until it is back.
             stream = engine.submit(add("doomed", 900))
             await anext(stream)
             assert engine.pid is not None

@@ -1,4 +1,4 @@
-"""What a process prints becomes events of the log, in whatever pieces it comes."""
+"""A process's output becomes log events, however it is split into pieces."""
 
 from __future__ import annotations
 

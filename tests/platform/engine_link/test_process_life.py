@@ -1,4 +1,4 @@
-"""A served engine's deaths as clients see them, and a drain that a hung engine cannot hold up."""
+"""Deaths of a serving engine as clients see them, and a shutdown that a hung engine cannot block."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for the e
 
 
 class Server:
-    """`loramux serve` on a small engine that runs one sequence at a time."""
+    """`loramux serve` with a small engine that runs one sequence at a time."""
 
     def __init__(self, model: Path, data_dir: Path) -> None:
         own = {
@@ -127,13 +127,13 @@ def test_a_death_under_load_a_restart_and_a_drain_around_a_hung_engine(server: S
         os.kill(first, signal.SIGKILL)
         received = events(lines)
         waited = waits.result()
-    # What ran ends with an error event; what waited is told to come back.
+    # The running request ends with an error event; the waiting one is told to retry.
     assert json.loads(received[-1])["error"]["code"] == "engine_unavailable"
     assert "[DONE]" not in received
     assert (waited.status_code, waited.json()["error"]["code"]) == (503, "engine_unavailable")
     assert int(waited.headers["retry-after"]) >= 1
 
-    # Red, with the reason where operators look; live all the while; then green.
+    # Not ready, with the reason on the admin listener; live the whole time; then ready again.
     red, why = server.health(server.url), server.health(server.admin_url)
     assert (red.status_code, red.json()["engine"], "reason" in red.json()) == (503, False, False)
     assert why.status_code == 503
@@ -142,7 +142,7 @@ def test_a_death_under_load_a_restart_and_a_drain_around_a_hung_engine(server: S
     until(lambda: server.health(server.url).status_code == 200)
     assert "reason" not in server.health(server.admin_url).json()
 
-    # The next engine hangs, which no watchdog has found yet when the server is told to stop.
+    # The next engine hangs, and the server is told to stop before the watchdog notices.
     second = server.engine_pid()
     assert second != first
     with server.ask("Hello again") as response:
@@ -158,7 +158,8 @@ def test_a_death_under_load_a_restart_and_a_drain_around_a_hung_engine(server: S
     assert "Traceback" not in errors
     assert json.loads(received[-1])["error"]["code"] == "engine_unavailable"
     assert "[DONE]" not in received
-    # The drain, the engine's grace, the last words; and some for a busy machine. The step timeout is a minute.
+    # Drain, the engine's grace period, the last events, and slack for a busy machine. The step timeout alone is a
+    # minute.
     assert took_s < 15
     with pytest.raises(ProcessLookupError):
         os.kill(second, 0)

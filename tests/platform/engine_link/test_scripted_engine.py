@@ -1,4 +1,4 @@
-"""The shipped fake keeps an engine's books."""
+"""The shipped fake keeps the same accounts as an engine."""
 
 from __future__ import annotations
 

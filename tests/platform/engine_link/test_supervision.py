@@ -1,4 +1,4 @@
-"""Engines that hang, that die again and again, that cannot be killed; and the requests that do it to them."""
+"""Engines that hang, crash repeatedly or cannot be killed, and the requests that cause this."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_request_that_hangs_its_step_is_refused_after_two_deaths(demo_base: Pa
     async def scenario() -> None:
         async with running(LocalEngine(config, supervision, command)) as engine:
             assert (await end_of(engine.submit(add("first")))).reason == "length"
-            # First death: the step hangs, and the supervisor finds it. One runs beside it, one waits behind both.
+            # First death: a step hangs, and the supervisor notices. One request runs beside it, and one waits.
             pid = engine.pid
             beside = engine.submit(add("beside", max_tokens=900))
             await anext(beside)
@@ -67,11 +67,11 @@ def test_a_request_that_hangs_its_step_is_refused_after_two_deaths(demo_base: Pa
             assert engine.is_live
             assert engine.pid != pid
 
-            # What ran beside it has run to its end since, and is acquitted.
+            # The request that ran beside it has now run to its end and is cleared.
             assert (await end_of(engine.submit(add("beside again")))).reason == "length"
             assert len(engine._strikes) == 1
 
-            # Second death: an engine whose supervisor is gone ends by itself, also while a step hangs.
+            # Second death: an engine without a supervisor ends by itself, even while a step hangs.
             process = engine._process
             assert process is not None
             hanging = engine.submit(add("poison again", 5, HANGING_TOKEN, max_tokens=3))
@@ -82,7 +82,7 @@ def test_a_request_that_hangs_its_step_is_refused_after_two_deaths(demo_base: Pa
             assert (await end_of(hanging)).code == "engine_unavailable"
             await until(lambda: engine.is_ready)
 
-            # The third try reaches no engine; others run.
+            # The third attempt reaches no engine; other requests run.
             pid = engine.pid
             refused = await end_of(engine.submit(add("poison once more", 5, HANGING_TOKEN)))
             assert (refused.reason, refused.code) == ("error", "request_excluded")
@@ -93,7 +93,7 @@ def test_a_request_that_hangs_its_step_is_refused_after_two_deaths(demo_base: Pa
     asyncio.run(scenario())
 
 
-# A process that plays the engine
+# A fake engine process
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_crash_loop_backs_off_and_says_why(
         return [entry["restart_in_s"] for entry in logged if entry["event"] == "engine died"]
 
     asyncio.run(scenario())
-    # Nothing that an engine prints is kept from the operator.
+    # Operators see everything that an engine prints.
     assert capfd.readouterr().err.count("the device fell off") >= 5
 
 
@@ -170,7 +170,7 @@ def test_a_hung_engine_is_replaced_and_one_that_cannot_be_killed_is_not_live(
                 await until(lambda: not engine.is_live)
                 assert not engine.is_ready
             (tmp_path / "hangs").unlink(missing_ok=True)
-            # As when a driver lets go of it at last.
+            # As when a driver finally lets the process die.
             os.kill(process.pid, signal.SIGKILL)
             await until(lambda: engine.is_live and engine.is_ready)
             assert engine.pid != process.pid
@@ -205,7 +205,7 @@ def test_an_idle_engine_is_no_hung_one(toy: Callable[..., LocalEngine]) -> None:
     asyncio.run(scenario())
 
 
-# Parts
+# Units
 
 
 def test_the_watchdog_tells_a_hanging_loop_from_a_slow_start_and_from_its_own_absence() -> None:
@@ -218,7 +218,7 @@ def test_the_watchdog_tells_a_hanging_loop_from_a_slow_start_and_from_its_own_ab
     assert watchdog.look(stepping, 1)
     for num_passes in range(5, 100):
         assert not watchdog.look(LoopProgress(num_passes=num_passes, num_steps=1), 9)
-    # Nobody looked for an hour, because the machine slept: that is not the engine's hour.
+    # The machine slept for an hour without looks; this hour must not count against the engine.
     assert not watchdog.look(LoopProgress(num_passes=99, num_steps=1), 3600)
     assert watchdog.stalled_s == 2
 
@@ -252,7 +252,7 @@ class Clock:
 def test_two_deaths_exclude_a_request_and_ten_quiet_minutes_forgive_it() -> None:
     clock = Clock()
     strikes = CrashStrikes(clock)
-    # Two choices of one request at one death are one strike.
+    # Two choices of one request in one death count as one strike.
     strikes.strike([add("a"), add("b")])
     assert not strikes.is_refused(add("c"))
     clock.now_s = 599

@@ -1,6 +1,6 @@
-"""A process that an engine's supervisor takes for an engine, up in a blink: `toy_engine.py DIRECTORY SOCKET RECORD`.
+"""A fake engine process for a supervisor that starts almost instantly: `toy_engine.py DIRECTORY SOCKET RECORD`.
 
-With a file `fails` in DIRECTORY it prints the file's text and exits instead; with a file `hangs` its loop stands still.
+With a file `fails` in DIRECTORY it exits with the file's text as its error; with a file `hangs` its loop stops.
 """
 
 from __future__ import annotations

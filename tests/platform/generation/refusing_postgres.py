@@ -1,4 +1,4 @@
-"""A PostgreSQL that answers and refuses writes to some tables."""
+"""A PostgreSQL that answers but refuses writes to some tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psycopg
 
 @contextmanager
 def refusing(url: str, tables: Sequence[str], code: str) -> Iterator[None]:
-    """PostgreSQL answers every write to these tables with an SQLSTATE of ours."""
+    """Make PostgreSQL answer every write to these tables with the given SQLSTATE."""
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(
             "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS"

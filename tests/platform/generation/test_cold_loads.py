@@ -1,4 +1,4 @@
-"""Cold loads are counted where the engine must load an adapter, once a load, and named where they are refused."""
+"""Cold loads are counted only when the engine must load an adapter, once per load, and refusals name the limit."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ async def test_a_load_ahead_of_requests_is_charged_and_the_request_after_it_is_n
     adapter_ids = {name: gateway.add_adapter("acme", name) for name in ("first", "second", "third")}
     gateway.limit(METRIC, 2)
     loads = gateway.services.loads
-    # So that what the engine holds was reported before the second is loaded.
+    # The engine's residents are thus reported before the second adapter is loaded.
     assert (await ask(gateway, "first")).status_code == 200
     answer = await loads.load(digest("second"), ahead(gateway, adapter_ids["second"]), 1.0)
     assert answer.state == "resident"
@@ -193,7 +193,7 @@ async def test_a_load_ahead_counts_for_key_adapter_and_platform_policies(
     subjects = {"key": key.id, "adapter": adapter_ids[1], "platform": "platform"}
     QuotaPolicies(gateway.database).set(subjects[subject], METRIC, 1)
     charge = LoadCharge(tenant_id=gateway.tenant.id, api_key_id=key.id, adapter_id=adapter_ids[1])
-    # Nothing is cold before the engine has said what it holds.
+    # Nothing is cold before the engine's first report.
     await gateway.services.loads.load(digest("first"), charge, 1.0)
     with pytest.raises(QuotaExceeded, match=METRIC):
         await gateway.services.loads.load(digest("second"), charge, 1.0)
@@ -225,7 +225,7 @@ async def test_what_another_gateway_had_loaded_is_not_refused(gateway: Gateway) 
         gateway.add_adapter("acme", name)
     gateway.limit(METRIC, 1)
     assert (await ask(gateway, "first")).status_code == 200
-    # Behind this gateway's back, and after its last report.
+    # Loaded without this gateway's knowledge, after its last report.
     await gateway.engine.load(digest("second"), 1.0)
     assert (await ask(gateway, "second")).status_code == 200
 

@@ -1,4 +1,4 @@
-"""A database that answers and takes no writes: whatever its reason, streams finish and nothing is lost or held."""
+"""A database that answers but refuses writes: for whatever reason, streams finish and nothing is lost or stays held."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.anyio
 
 EVERYTHING = tuple(table.name for table in schema.metadata.sorted_tables)
 MAX_UNTIL_FULL = 200
-"""So many small requests fill the pages that a database has begun."""
+"""More small requests than fit into the database's partly used pages."""
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def _tended_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def read_only(url: str) -> Iterator[None]:
-    """As a host of PostgreSQL does where the disk is full, and as a standby is after a failover."""
+    """Make PostgreSQL read-only, as hosting providers do when the disk is full, and as a standby is after failover."""
     with psycopg.connect(url, autocommit=True) as connection:
 
         def set_to(value: str) -> None:
@@ -77,7 +77,7 @@ def read_only(url: str) -> Iterator[None]:
 
 @contextmanager
 def no_more_pages(database: Database) -> Iterator[None]:
-    """SQLite's own limit for a database: a real SQLITE_FULL once the pages that it has are used."""
+    """Limit SQLite's size to its present pages, so that it returns a real SQLITE_FULL."""
     with database.read() as connection:
         num_pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
 
@@ -147,7 +147,7 @@ async def test_postgres_that_takes_no_writes(
 
 
 async def full_and_free_again(gateway: Gateway, begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Requests come until the disk is full; each got either its whole stream, which is in the ledger, or a 503."""
+    """Send requests until the disk is full; each gets its whole stream, which is in the ledger, or a 503."""
     gateway.limit("tokens_per_minute", 1_000_000)
     gateway.engine.script = lambda add: Script(token_ids=(300,) * add.max_tokens, delay_s=0.05)
     assert is_whole(await ask(gateway))
@@ -176,7 +176,7 @@ async def full_and_free_again(gateway: Gateway, begin: Callable[[], None], end: 
 
 
 async def test_sqlite_whose_disk_is_full(tokenizer: ModelTokenizer, tmp_path: Path, anyio_backend: str) -> None:
-    # A file of its own: what other tests deleted would have left it pages to fill first.
+    # A new file: in a shared one, other tests' deletions would have left free pages.
     database = Database(migrated_sqlite(tmp_path / "loramux.db"))
     fault = no_more_pages(database)
     async with maintained(database, tokenizer, tmp_path / "spool") as gateway:
@@ -195,7 +195,7 @@ async def test_postgres_whose_disk_is_full(tokenizer: ModelTokenizer, tmp_path: 
 
 
 class CountedAdmission(Admission):
-    """Counts the transactions that the database undid."""
+    """Counts the transactions that the database rolled back."""
 
     num_refused = 0
 
@@ -228,7 +228,7 @@ async def test_a_deadlock_is_tried_again_and_nobody_notices(migrated_postgres_ur
             reserved_tokens=5,
         )
 
-    # The first makes the counters that the second locks.
+    # The first request creates the counters that the second locks.
     await committer.submit(request())
     counters = schema.quota_counters
     with database.read() as connection:
@@ -239,11 +239,11 @@ async def test_a_deadlock_is_tried_again_and_nobody_notices(migrated_postgres_ur
 
     def in_the_wrong_order(has_last: threading.Event) -> None:
         with database.write() as connection:
-            # Never the one that gives way.
+            # PostgreSQL must never choose this session as the deadlock's victim.
             connection.exec_driver_sql("SET LOCAL deadlock_timeout = '10s'")
             touch(connection, last)
             has_last.set()
-            # The committer has the first by then, and waits for the last.
+            # By now the committer holds the first counter and waits for the last.
             until_wait(migrated_postgres_url, 1)
             touch(connection, first)
 

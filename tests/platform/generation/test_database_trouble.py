@@ -1,4 +1,4 @@
-"""A database that is away, silent, locked or overrun: streams finish, nothing is lost, and the health tells."""
+"""A database that is down, silent, locked or out of connections: streams finish, nothing is lost, health reports it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def postgres() -> Iterator[FaultyPostgres]:
 
 
 Fault = tuple[Callable[[], None], Callable[[], None]]
-"""What brings the trouble, and what ends it."""
+"""Functions that start and end the trouble."""
 
 
 def away(postgres: FaultyPostgres) -> Fault:
@@ -63,21 +63,21 @@ def silent(postgres: FaultyPostgres) -> Fault:
 
 
 def overrun(postgres: FaultyPostgres) -> Fault:
-    """Strangers take every connection, and the gateway loses its own."""
+    """Other clients take every connection, including the gateway's."""
     taken = ExitStack()
 
     def begin() -> None:
         first = taken.enter_context(psycopg.connect(postgres.url, autocommit=True))
         num_places = int(first.execute("SHOW max_connections").fetchone()[0])  # type: ignore[index]
         num_taken, ends_s = 1, time.monotonic() + PATIENCE_S
-        # Only who holds every place itself knows that nobody else has one.
+        # The only proof that the gateway has no connection is to hold them all.
         while num_taken < num_places:
             assert time.monotonic() < ends_s, f"strangers have {num_taken} of {num_places} connections"
             try:
                 taken.enter_context(psycopg.connect(postgres.url))
                 num_taken += 1
             except psycopg.OperationalError:
-                # The rest are the gateway's, and whoever is quicker has the place of one that is ended.
+                # The remaining connections are the gateway's; end them and compete for the free places.
                 first.execute(
                     "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE application_name = 'gateway'"
                 )
@@ -86,7 +86,7 @@ def overrun(postgres: FaultyPostgres) -> Fault:
 
 
 async def trouble_under_streams(gateway: Gateway, begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Streams run when the trouble begins and finish in it; then it ends, and all of them are in the ledger."""
+    """Streams that run when the trouble starts finish during it; after it ends, all of them are in the ledger."""
     gateway.limit("tokens_per_minute", 1_000_000)
     gateway.engine.script = lambda add: Script(token_ids=(300,) * add.max_tokens, delay_s=0.15)
     assert is_whole(await ask(gateway))
@@ -96,7 +96,7 @@ async def trouble_under_streams(gateway: Gateway, begin: Callable[[], None], end
     assert not any(stream.done() for stream in streams), "the trouble took too long to begin"
     started = time.monotonic()
     assert all(map(is_whole, await asyncio.gather(*streams)))
-    # 20 tokens take three seconds; the rest is what a settlement may wait before it goes to the disk.
+    # 20 tokens take three seconds; the rest is how long a settlement may wait before it goes to the disk.
     assert time.monotonic() - started < 12
     assert is_refused(await ask(gateway))
     await until_ready(gateway, False)
@@ -165,7 +165,7 @@ async def test_what_a_dead_gateway_spooled_is_settled_by_its_next_life(
             monkeypatch.setattr(gateway.services.settler, "_settle_now", away)
             assert is_whole(await ask(gateway, 5))
             assert gateway.usage() == []
-        # The same directory, another process's life.
+        # The same directory, opened by the next process.
         commit, spool = GroupCommit(Admission(accounts)), SettlementSpool(tmp_path / "spool", 1 << 20)
         life = Settler(commit, gateway.services.metrics, DatabaseHealth(), spool)
         for _ in range(2):

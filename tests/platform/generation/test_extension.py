@@ -1,4 +1,4 @@
-"""A chat that does not say how much it wants holds a chunk at a time, and is charged for what it got."""
+"""A chat without a token limit holds one chunk at a time, and is charged for what it received."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_a_long_answer_is_granted_in_chunks(gateway: Any) -> None:
     [add] = gateway.engine.adds
     assert (add.max_tokens, add.pause_s) == (CHUNK, 0.5)
     assert [extension.max_tokens for extension in gateway.engine.extensions] == [64, 96, 128]
-    # The end of the sequence is a token as well.
+    # The end-of-sequence token counts as well.
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (101, "stop")
     assert counter(gateway) == (10_000 - len(add.prompt) - 101, 0)
 
@@ -64,7 +64,7 @@ async def test_a_refused_chunk_ends_the_answer_by_its_length(gateway: Any) -> No
     assert gateway.usage()[-1].completion_tokens == 2 * CHUNK
     level, reserved = counter(gateway)
     assert reserved == 0
-    # A test may take some milliseconds, in which a bucket of this size refills by no whole token.
+    # In the few milliseconds of the test, this bucket refills by less than one token.
     assert level == 5
 
 

@@ -1,4 +1,4 @@
-"""A disk that holds the database and the spool and is full at some step of a request's life: every token is billed."""
+"""The disk with the database and the spool fills up at some step of a request's life, and every token is billed."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ pytestmark = pytest.mark.anyio
 
 NUM_STREAMS = 3
 CHUNK = 8
-"""Tokens that a chat is granted at a time."""
+"""Tokens granted to a chat at a time."""
 
 
 @pytest.fixture(autouse=True)
 def _tended_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maintenance, "TEND_INTERVAL_S", 0.02)
-    # Checkpoints and folds come when a test says so.
+    # Checkpoints and folds run only when a test asks for them.
     monkeypatch.setattr(maintenance, "CHECKPOINT_INTERVAL_S", 3600)
     monkeypatch.setattr(planning, "CHUNK_TOKENS", CHUNK)
     monkeypatch.setattr(generation, "CHUNK_TOKENS", CHUNK)
@@ -68,7 +68,7 @@ def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @dataclass(slots=True)
 class Lab:
-    """A gateway on a small disk, and what it was asked and answered."""
+    """A gateway on a small disk, with its streams and answers."""
 
     gateway: Gateway
     disk: SmallDisk
@@ -87,7 +87,7 @@ class Lab:
         self.streams += [asyncio.create_task(self.ask(**body)) for _ in range(NUM_STREAMS)]
 
     def fill_before(self, operation: type, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-        """Fill the disk when the first operation of this kind is handed to the database."""
+        """Fill the disk when the first operation of this type is submitted to the database."""
         commit, is_full = self.gateway.services.commit, asyncio.Event()
         submit = commit.submit
 
@@ -127,7 +127,7 @@ def usage_of(answer: Any) -> tuple[int, int]:
     return usage["prompt_tokens"], usage["completion_tokens"]
 
 
-# Steps of a request's life: each fills the disk at its moment.
+# Steps of a request's life; each one fills the disk at its own moment.
 
 
 async def before_the_reservation(lab: Lab, _: pytest.MonkeyPatch) -> None:
@@ -200,16 +200,16 @@ STEPS = [
     at_a_fold,
 ]
 EACH = [("mounted", "memory"), ("imitated", "memory")]
-"""Disks that hold no space for the spool."""
+"""Disks on which the spool cannot reserve space, so settlements wait in memory."""
 SETTLES_BEFORE = (before_the_reservation, at_the_reservation, at_a_fold)
-"""Steps after which no settlement has to wait."""
+"""Steps after which no settlement is waiting."""
 
 
 @pytest.fixture
 async def lab(
     disk: SmallDisk, tokenizer: ModelTokenizer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Lab]:
-    """With `memory` as its parameter, the disk holds no space for the spool."""
+    """With the parameter `memory`, the spool cannot reserve space on the disk."""
     if request.param == "memory":
 
         def unsupported(*_: object) -> None:
@@ -300,7 +300,7 @@ async def test_what_a_gateway_could_not_settle_is_in_its_log_and_settled_from_th
     await while_streaming(lab, monkeypatch)
     await asyncio.gather(*lab.streams)
     settler = gateway.services.settler
-    # As its process ends: the log has what its memory had.
+    # Shutdown: the settlements held in memory are logged.
     last_life = Settler(gateway.services.commit, gateway.services.metrics, gateway.services.database_health)
     last_life._held = dict(settler._held)
     with capture_logs() as logged:
@@ -313,7 +313,7 @@ async def test_what_a_gateway_could_not_settle_is_in_its_log_and_settled_from_th
     lab.disk.free()
     await until_ready(gateway, True)
     assert gateway.usage() == []
-    # The next life, after an operator has put the records where the log says.
+    # The next process, after an operator has put the records where the log says.
     directory = lab.disk.directory / "next"
     directory.mkdir()
     (directory / LEFT).write_text("\n".join(records))
@@ -343,10 +343,10 @@ async def test_a_gateway_on_postgresql_whose_own_disk_is_full_too(
         with refusing(migrated_postgres_url, ("usage_events",), "53100"):
             assert all(map(is_whole, await asyncio.gather(*lab.streams)))
             assert gateway.services.settler.num_held == NUM_STREAMS
-            # Reservations would be taken.
+            # A reservation would succeed, but is refused.
             assert is_refused(await lab.ask())
             assert not await is_ready(gateway)
-            # Leases go on, so no other gateway takes them for a dead one's.
+            # Leases are extended, so no other gateway recovers these requests.
             with database.write() as connection:
                 connection.execute(schema.reservations.update().values(lease_expires_us=0))
             await gateway.services.maintenance.checkpoint()

@@ -1,4 +1,4 @@
-"""What the spool acknowledged survives crashes, torn lines, damage and a full disk."""
+"""Settlements that the spool acknowledged survive crashes, torn lines, damage and a full disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_what_was_appended_is_there_after_a_restart_and_gone_after_its_replay(tm
     spool = open_spool(tmp_path)
     assert spool.num_bytes > 0
     assert spool.begin_replay().closings == tuple(closing(number) for number in range(3))
-    # A replay that did not end is begun again, even by another process, with what has come meanwhile.
+    # An unfinished replay is restarted, even by another process, including entries added in the meantime.
     spool.append(closing(7))
     spool = open_spool(tmp_path)
     assert len(spool.begin_replay().closings) == 4

@@ -1,4 +1,4 @@
-"""Clients that do not read: they cost what they paid for, and nobody else a moment."""
+"""Clients that do not read: they are charged for what they ordered, and delay nobody else."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_what_a_slow_reader_has_not_taken_joins_and_is_complete_and_in_ord
             pending.put(delta(index, chr(97 + number % 26)))
     pending.put(delta(1, "z", "stop"))
     assert len(pending) == MAX_SEPARATE + 3
-    # A reader that takes a little and rests again changes nothing of it.
+    # A reader that takes a little and pauses again changes nothing.
     early = [await pending.get() for _ in range(MAX_SEPARATE + 1)]
     pending.put(delta(2, "!", "length"))
     pending.close()
@@ -95,7 +95,7 @@ async def test_a_gateway_that_grants_nothing_costs_a_step_nothing_and_gets_all_i
 
 
 async def received_all(gateway: Any, num_choices: int = NUM_CHOICES) -> Generation:
-    """The one running request, once the engine has said all of it, whatever the client has read."""
+    """Wait until the engine has finished the one running request, however much the client has read."""
     async with asyncio.timeout(30):
         while not gateway.services.running._tasks:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -112,7 +112,7 @@ async def test_a_client_that_does_not_read_is_settled_while_others_are_served(ga
     sent: list[bytes] = []
 
     async def send(message: Any) -> None:
-        # As uvicorn's does while the socket's buffer is full.
+        # Block as uvicorn does while the socket's buffer is full.
         if message["type"] == "http.response.body":
             sent.append(message["body"])
             await may_send.wait()
@@ -123,7 +123,7 @@ async def test_a_client_that_does_not_read_is_settled_while_others_are_served(ga
     assert MAX_SEPARATE <= generation.num_pending <= MAX_SEPARATE + NUM_CHOICES
     other = await gateway.openai.completions.create(model="base", prompt="a", max_tokens=8)
     assert other.usage.completion_tokens == 8
-    # Nobody's quota waits for the client either.
+    # Settlement does not wait for the client either.
     async with asyncio.timeout(10):
         while len(gateway.usage()) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -150,7 +150,7 @@ async def test_a_socket_that_is_full_holds_its_own_stream_only(gateway: Any, gat
         client.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(client, (host, int(port)))
-        # Several times what the kernel takes for a socket whose other end does not read.
+        # Several times what the kernel buffers for a socket that the other end does not read.
         num_choices = 64
         content = json.dumps({**BODY, "n": num_choices}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\nauthorization: Bearer {gateway.key}\r\n"
@@ -165,7 +165,7 @@ async def test_a_socket_that_is_full_holds_its_own_stream_only(gateway: Any, gat
 
 
 def call(gateway: Any, body: Any) -> tuple[Any, Any]:
-    """The scope and the receive of a call whose client stays."""
+    """The scope and the receive function of a call whose client stays connected."""
     messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
     async def receive() -> Any:

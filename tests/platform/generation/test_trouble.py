@@ -1,4 +1,4 @@
-"""Clients that leave, engines that die, quotas that bind: each request is settled once, at the truth."""
+"""Clients that disconnect, engines that die, quotas that bind: each request is settled once, at its true usage."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def settled(gateway: Any) -> Any:
     return event
 
 
-# Clients that leave
+# Clients that disconnect
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
@@ -82,7 +82,7 @@ async def test_a_stream_arrives_token_by_token(gateway: Any, gateway_url: str) -
         client.stream("POST", "/v1/completions", json={"model": "base", "prompt": "a", "stream": True}) as response,
     ):
         lines = response.aiter_lines()
-        # The engine has stalled: what has come must not wait for what will.
+        # The engine has stalled; tokens that have arrived must not wait for later ones.
         received = [await asyncio.wait_for(anext(lines), 5) for _ in range(3)]
         assert [bool(line) for line in received] == [True, False, True]
         gateway.engine.die()
@@ -112,7 +112,7 @@ async def test_an_abandoned_request_is_waited_for_however_long_its_step(
     event = await abandoned(gateway, received)
     assert (event.status, event.completion_tokens) == ("aborted", received)
     assert event.prompt_tokens == len(gateway.engine.adds[0].prompt)
-    # Only the engine could say this.
+    # Only the engine can know this number.
     assert event.cached_tokens == 1
 
 
@@ -132,7 +132,7 @@ async def test_an_abandoned_request_whose_engine_hangs_pays_its_prompt_and_what_
 
 
 async def abandoned(gateway: Any, received: int) -> Any:
-    """The usage of a request whose client left once it had `received` tokens."""
+    """The usage of a request whose client disconnected after `received` tokens."""
     asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
     async with asyncio.timeout(10):
         while gateway.engine.num_running == 0:  # noqa: ASYNC110
@@ -263,7 +263,7 @@ async def test_a_quota_that_binds_is_429_with_its_name_and_headers(gateway_on_ea
         await gateway.openai.completions.create(model="base", prompt=[5] * 10, max_tokens=80)
     assert caught.value.code == "rate_limit_exceeded"
     assert "tokens_per_minute" in str(caught.value)
-    # 90 are needed, 80 are left, and 100 come a minute.
+    # 90 are needed, 80 are left, and 100 per minute are added.
     assert caught.value.response.headers["retry-after"] == "6"
     with pytest.raises(openai.BadRequestError) as too_large:
         await gateway.openai.completions.create(model="base", prompt=[5] * 10, max_tokens=91)
@@ -314,7 +314,7 @@ async def test_the_usage_of_a_mixed_load_adds_up(gateway_on_each: Any) -> None:
 
 
 def fail_settlements(gateway: Any, monkeypatch: pytest.MonkeyPatch, failures: int, *, is_answer_lost: bool) -> None:
-    """Let commits of settlements fail a few times: before anything is done, or with only the answer lost."""
+    """Make commits of settlements fail a few times, either before any effect or by losing only the answer."""
     admission = gateway.services.commit._admission
     commit, left = admission.commit, [failures]
 
@@ -426,7 +426,7 @@ async def test_a_database_that_is_away_is_503(gateway: Any, monkeypatch: pytest.
     assert (response.status_code, response.json()["error"]["code"]) == (503, "quota_unavailable")
     assert response.headers["retry-after"] == "5"
     assert gateway.engine.adds == []
-    # Had it been reserved all the same, that would be given back.
+    # If the reservation was made after all, it would be returned now.
     await tended_until_settled(gateway, monkeypatch)
     assert gateway.usage() == []
 

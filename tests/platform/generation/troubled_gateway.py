@@ -1,4 +1,4 @@
-"""A gateway whose database gets into trouble, with all that looks after it, and what its clients and operators see."""
+"""A gateway whose database gets into trouble, with its maintenance, and what its clients and operators see."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ async def ask(gateway: Gateway, max_tokens: int = NUM_TOKENS, model: str = "base
 
 
 def is_whole(answer: Any) -> bool:
-    """Whether a stream came to its end."""
+    """Whether a stream was complete."""
     return answer.status_code == 200 and answer.text.rstrip().endswith("data: [DONE]")
 
 
 def is_refused(answer: Any) -> bool:
-    """Whether a request was told what it is told while the database is in trouble."""
+    """Whether a request got the refusal that is used while the database is in trouble."""
     return (
         answer.status_code == 503
         and answer.json()["error"]["code"] == "quota_unavailable"
@@ -55,7 +55,7 @@ def is_refused(answer: Any) -> bool:
 
 
 async def until_streaming(gateway: Gateway, num_streams: int) -> None:
-    """Wait until so many have received a token, and not all."""
+    """Wait until this many streams have received some tokens, but not all."""
 
     def num_amid() -> int:
         return sum(0 < received < NUM_TOKENS for received in gateway.services.running.progress().values())
@@ -86,7 +86,7 @@ async def until_spool_is_empty(gateway: Gateway) -> None:
 
 
 def assert_all_is_settled(gateway: Gateway) -> None:
-    """Nothing is held any more, and every reservation has had its end."""
+    """Check that nothing is held and no reservation is left."""
     with gateway.database.read() as connection:
         left = connection.execute(select(schema.reservations.c.id, schema.reservations.c.state)).all()
         held = connection.execute(select(schema.quota_counters.c.reserved)).scalars().all()

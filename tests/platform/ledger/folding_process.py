@@ -1,8 +1,7 @@
-"""A process that folds rollups until it is killed: `folding_process.py URL`; for each line that it reads, another one.
+"""Forks processes that fold rollups until they are killed, one for each input line: `folding_process.py URL`.
 
-It answers with the new process's number, forked so that nothing has to be imported or compiled again, and with one
-more line once that has ended. A process that folds writes `b` before each fold and `e` after it to the file that the
-line names.
+It answers with the new process's PID, and with another line once that process has ended. Forking saves the imports and
+compilation. A child writes `b` before each fold and `e` after it to the file named by the line.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from loramux.platform.ledger.rollups import UsageRollups
 
 
 def fold_for_ever(database: Database, rollups: UsageRollups, told: Path) -> None:
-    # The connection is there before the first fold.
+    # Connect before the first fold.
     database.check_schema()
     with told.open("wb", buffering=0) as file:
         while True:
@@ -30,7 +29,7 @@ def main(url: str) -> None:
     rollups = UsageRollups(database)
     for line in sys.stdin:
         rollups.fold(1)
-        # A connection is one process's.
+        # A connection must not be shared between processes.
         database.close()
         pid = os.fork()
         if pid == 0:

@@ -1,4 +1,4 @@
-"""Whether the rollups are the ledger: beside the same sums, which the database makes of all events anew."""
+"""Compares the rollups with the ledger: the database sums up all events again."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from loramux.migrations.model_spans import all_rollups_anew
 
 
 def num_waiting(database: Database) -> int:
-    """Transactions of settlements that are in no rollup yet."""
+    """Number of settlement transactions that are not folded into the rollups yet."""
     with database.read() as connection:
         return connection.execute(select(func.count()).select_from(schema.usage_batches)).scalar_one()
 
 
 def all_rollups(database: Database) -> set[tuple[Any, ...]]:
-    """Every row, by what its series is instead of its number."""
+    """Every row, with its series' content in place of the series' number."""
     rollups, series = schema.usage_rollups.c, schema.usage_series.c
     rest = [column for column in rollups if column.name != "series_id"]
     query = select(*rest, *(column for column in series if column.name != "id")).where(rollups.series_id == series.id)
@@ -29,7 +29,7 @@ def all_rollups(database: Database) -> set[tuple[Any, ...]]:
 
 
 def roll_up_anew(database: Database) -> set[tuple[Any, ...]]:
-    """Every row as the ledger has it, which are then those of the database."""
+    """Rebuild every row from the ledger, in the database, and return the rows."""
     with database.write() as connection:
         for statement in all_rollups_anew():
             connection.exec_driver_sql(statement.replace("%", "%%") if not database.is_sqlite else statement)

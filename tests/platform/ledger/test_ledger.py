@@ -26,7 +26,7 @@ HOUR_US = 3_600_000_000
 
 @pytest.fixture
 def used(clocked: Database, clock: Any) -> list[str]:
-    """Three requests of acme's in two hours and one of other's; returns the request ids."""
+    """Three requests of acme's in two hours and one of another tenant; returns the request IDs."""
     tenants, keys, admission = Tenants(clocked), ApiKeys(clocked), Admission(clocked)
     clock.now_us = 500_000 * HOUR_US
     made = []
@@ -127,7 +127,7 @@ def test_only_so_many_of_the_largest_over_the_whole_range(clocked: Database, top
 def test_buckets_are_half_open_hours_cut_to_the_range(clocked: Database, used: list[str]) -> None:
     start = 500_000 * HOUR_US
     rows = Ledger(clocked).report(None, start + 1, start + HOUR_US + 600_000_000, bucket="1h")
-    # Requests finish after 20, 40, 60 and 80 minutes; the third falls into the second hour, the fourth is outside.
+    # Requests finish after 20, 40, 60 and 80 minutes; the third is in the second hour, the fourth outside the range.
     assert [(row.start_us - start, row.end_us - start) for row in rows] == [
         (1, HOUR_US),
         (HOUR_US, HOUR_US + 600_000_000),
@@ -188,5 +188,5 @@ def test_csv_reads_back_and_holds_no_formula(start: str) -> None:
     header, first, second = csv.reader(io.StringIO(text, newline=""))
     assert header == ["tenant", "model", "requests"]
     assert first == ["a,b\nc", f'\'{start}HYPERLINK("x")', "1"]
-    # A number is no text of a stranger's: it stays one.
+    # A number is not user-supplied text and stays a number.
     assert second == ["", "", "-2"]

@@ -1,4 +1,4 @@
-"""What tokens cost: whole nanos that sum, the right price at the right time, and no change of what is past."""
+"""What tokens cost: whole nanos that add up, the right price at the right time, and no changes to the past."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_request_costs_what_held_when_it_was_admitted(
     truth = Settlement(status="completed", prompt_tokens=1000, completion_tokens=10, cached_tokens=400)
     free = reserve()
     first = announce(price_list, 1, completion_nanos=5 * DOLLAR)
-    # Settled before the price holds, which a book that was just read must not hide.
+    # Settled before the price takes effect, even though the price list was just read again.
     admission.settle(free, truth)
     clock.now_us = first.effective_us
     early, recovered = reserve(), reserve()

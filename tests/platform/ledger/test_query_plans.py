@@ -1,4 +1,4 @@
-"""SQLite finds one tenant's sums by the tenant, and a page of requests by the requests, whatever its samples say."""
+"""SQLite finds one tenant's sums by tenant, and a page of requests by request, whatever its statistics say."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from loramux.platform.ledger.report_sql import select_all
 from tests.migrated import migrated_sqlite
 
 SAMPLES = {
-    # Of ten million requests, as a thousand rows of each index showed them: those of all tenants come first there.
+    # Statistics of ten million requests from a thousand rows of each index; rows of all tenants combined come first.
     ("usage_rollups", "ix_usage_rollups_tenant_span_start"): "45456075 1001 1001 1001 3",
     ("usage_rollups", "usage_rollups"): "35633520 1001 1001 6 2 1",
     ("usage_events", "ix_usage_events_tenant_request"): "5191150 1001 1",
@@ -33,7 +33,7 @@ SAMPLES = {
 
 @pytest.fixture
 def sampled(tmp_path: Path) -> Iterator[Database]:
-    """An empty database with a large one's statistics."""
+    """An empty database with the statistics of a large one."""
     url = migrated_sqlite(tmp_path / "loramux.db")
     database = Database(url)
     database.refresh_statistics()
@@ -48,7 +48,7 @@ def sampled(tmp_path: Path) -> Iterator[Database]:
 
 
 def plan(database: Database, ask: Any) -> str:
-    """How SQLite does what `ask` asks for."""
+    """SQLite's query plan for the statement that `ask` executes."""
     asked: list[tuple[str, Any]] = []
 
     def note(_connection: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:

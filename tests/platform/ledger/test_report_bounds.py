@@ -1,4 +1,4 @@
-"""What a report reads is counted before it is read, and no reading lasts for ever."""
+"""A report's rows are counted before they are read, and every read has a time limit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_too_large_a_report_is_refused_before_it_is_read(database: Database, mon
         (1000, {}),
     ]
     for top, more in cases:
-        # Each request is of an end user of its own: as many sums and events as there are requests.
+        # Each request has its own end user, so there are as many sums and events as requests.
         monkeypatch.setattr(usage_query, "MAX_SUMMED_BY_END_USER", NUM_USERS)
         assert ask(top, **more) == NUM_USERS
         monkeypatch.setattr(usage_query, "MAX_SUMMED_BY_END_USER", NUM_USERS - 1)
@@ -82,13 +82,13 @@ def test_other_groups_have_another_bound(database: Database, monkeypatch: pytest
 def test_a_reading_ends_in_time(database: Database) -> None:
     with pytest.raises(ReadTooLong), database.read(0.05) as connection:
         connection.execute(text(FOR_EVER))
-    # The same connection has all the time that it wants again.
+    # The next read on the same connection has no time limit.
     with database.read() as connection:
         assert connection.execute(text(FOR_EVER.replace("1000000000", "300000"))).scalar() == 300_000
 
 
 def test_a_report_leaves_no_compiled_statement_behind(database: Database) -> None:
-    """Hardly two reports have the same ranges: each one that is kept is memory that is never used again."""
+    """Reports rarely share their ranges, so a cached statement would be memory that is never reused."""
     tenant = Tenants(database).create("acme")
     add_end_users(database, tenant.id, NUM_USERS, days=3)
     now_us = database.now_us()

@@ -1,4 +1,4 @@
-"""Rollups are the ledger after a process was killed in the middle of a fold, and after a migration amid settlements."""
+"""Rollups equal the ledger after a process was killed during a fold, and after a migration during settlements."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.platform.ledger import folding_process
 from tests.platform.ledger.rollup_checks import all_rollups, num_waiting, roll_up_anew
 
 NUM_SETTLED = 8
-"""In a round, each in a transaction of its own."""
+"""Settlements per round, each in its own transaction."""
 MAX_FOLDS = 4
-"""So many folds a process makes at most before it is killed."""
+"""Most folds of a process before it is killed."""
 MAX_MORE_S = 0.008
-"""How long it lives on then, in the middle of whatever it does."""
+"""Longest extra life of a process after its last counted fold, in seconds."""
 SETTLEMENT = Settlement(status="completed", prompt_tokens=7, completion_tokens=3)
 
 
@@ -45,7 +45,7 @@ class Folders:
         self._told = told
         self._random = random.Random(seed)
         self.num_amid = 0
-        """How many were killed in the middle of a fold."""
+        """Number of processes killed during a fold."""
 
     def fold_and_be_killed(self) -> None:
         assert self._process.stdin is not None
@@ -124,7 +124,7 @@ def settle(admission: Admission, tenant_id: str, key_id: str) -> None:
 
 
 def fold_everything(database: Database) -> None:
-    """Also what a process that was killed a moment ago holds still, as far as PostgreSQL knows."""
+    """Fold every batch, including those still locked by a killed process until PostgreSQL notices its death."""
     ends_s = time.monotonic() + 20
     while num_waiting(database):
         assert time.monotonic() < ends_s
@@ -139,7 +139,7 @@ INSERT_EVENT = (
 
 
 class OldGateway(threading.Thread):
-    """Settles as gateways of the release before do, until it is told to stop; it was not stopped for the migration."""
+    """Settles as gateways of the previous release do, and keeps running during the migration."""
 
     def __init__(self, url: str, number: int) -> None:
         super().__init__(daemon=True)
@@ -158,7 +158,7 @@ class OldGateway(threading.Thread):
         self._database.close()
 
     def settles(self, num_more: int) -> None:
-        """Wait until it has."""
+        """Wait until it has settled this many more."""
         wanted, ends_s = self.num_settled + num_more, time.monotonic() + 20
         while self.num_settled < wanted:
             assert self.failure is None, self.failure
@@ -171,7 +171,7 @@ class OldGateway(threading.Thread):
         with self._database.write() as connection:
             connection.exec_driver_sql("SELECT id FROM reservations WHERE id = '' FOR UPDATE")
             connection.exec_driver_sql(event)
-            # So that the migration meets it here.
+            # Gives the migration time to start in between.
             time.sleep(0.002)
             connection.exec_driver_sql(f"INSERT INTO usage_batches (id, at_us) VALUES ({batch_id}, {at_us})")
 

@@ -1,4 +1,4 @@
-"""Rollups and what waits for them are the ledger, exactly: whatever is asked, folded, rolled back or killed."""
+"""Rollups plus unfolded batches equal the ledger exactly, whatever is asked, folded, rolled back or killed."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ ZONES = ("UTC", "Europe/Berlin", "America/New_York", "Asia/Kolkata", "Australia/
 
 
 class Killed(BaseException):
-    """A process that ends in the middle of a transaction."""
+    """Ends a process in the middle of a transaction."""
 
 
 class Ledgers:
-    """Tenants whose requests settle at random, and the same sums kept in a list of facts."""
+    """Tenants whose requests settle at random, and the same sums computed from a list of facts."""
 
     def __init__(self, database: Database, clock: Any, seed: int) -> None:
         self.database, self.clock, self.random = database, clock, random.Random(seed)
@@ -66,7 +66,7 @@ class Ledgers:
         self.recovered: list[tuple[ReservationRequest, Settlement]] = []
 
     def _make_adapters(self) -> dict[str, str]:
-        """Adapters by their versions: every tenant calls them, as if they were granted."""
+        """Adapters by version; every tenant calls them as if they were granted."""
         found = {}
         with self.database.write() as connection:
             for name in ("support", "sales"):
@@ -80,7 +80,7 @@ class Ledgers:
         return found
 
     def settle(self, admission: Admission | None = None) -> None:
-        """A few requests of one transaction; some are recovered first, and settled for good some time later."""
+        """Settle a few requests in one transaction; some are recovered first and settled later."""
         admission = admission or self.random.choice(self.admissions)
         requests = [self._request() for _ in range(self.random.randint(1, 4))]
         admission.commit(requests)
@@ -190,12 +190,12 @@ def question(ledgers: Ledgers, first_us: int) -> dict[str, Any]:
     tenant_id = choose.choice((None, ledgers.keys[0][0].id, ledgers.keys[2][0].id))
     start_us, end_us = ends[0], ends[1] + 1
     if choose.random() < 0.15:
-        # Of everybody, minutes are rolled up too.
+        # For all tenants together, minutes are rolled up too.
         tenant_id, bucket, group_by = None, "1m", tuple(choose.sample(("base", "endpoint", "status"), 2))
         start_us = max(start_us, end_us - 6 * DAY_US)
     adapter_ids = choose.choice((None, frozenset(choose.sample(list(ledgers.adapters.values()), choose.randint(1, 2)))))
     if adapter_ids is not None and bucket == "1m":
-        # Of single adapters they are not, and all tenants' single requests are those of a day.
+        # For single adapters they are not, and reports on all tenants' single requests are limited to a day.
         start_us = max(start_us, end_us - DAY_US)
     if "end_user" in group_by:
         tenant_id = ledgers.keys[0][0].id
@@ -215,7 +215,7 @@ def question(ledgers: Ledgers, first_us: int) -> dict[str, Any]:
 def test_every_report_is_the_sum_of_the_ledger(
     clocked: Database, clock: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Across the night on which clocks of both continents change.
+    # The range includes the night on which clocks change on both continents.
     clock.now_us = 1_793_500_000_000_000
     first_us = clock.now_us
     ledgers = Ledgers(clocked, clock, seed)
@@ -241,7 +241,7 @@ def test_every_report_is_the_sum_of_the_ledger(
 
 
 def _fold_and_die(ledgers: Ledgers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fold that ends after some of its statements: nothing of it may remain."""
+    """Start a fold that dies after some of its statements; nothing of it may remain."""
     left = ledgers.random.randint(0, 7)
     execute = Connection.execute
 
@@ -259,7 +259,7 @@ def _fold_and_die(ledgers: Ledgers, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _check_rollups(database: Database, facts: list[dict[str, Any]]) -> None:
-    """Spans of every length of every grain hold the same; nothing waits; and the database itself sums up the same."""
+    """Check that every grain and span length has the same total, no batch waits, and the database's own sums agree."""
     rollups, total = schema.usage_rollups.c, tuple(sum(fact[name] for fact in facts) for name in AMOUNTS)
     sums = select(*(func.sum(rollups[name]) for name in AMOUNTS))
     with database.read() as connection:
@@ -357,7 +357,7 @@ def test_a_cut_range_has_no_gap_and_no_overlap(start: int, length: int, spans_us
     assert (pieces[0][0], pieces[-1][1]) == (start, start + length)
     assert all(one[1] == other[0] for one, other in pairwise(pieces))
     assert all(edge % span_us == 0 for span_us, ranges in parts.spans.items() for part in ranges for edge in part)
-    # Whatever a whole span can answer, is answered by one.
+    # Everything that a whole span can answer is answered by one.
     assert not any(-(-low // span) * span + span <= high for low, high in parts.events for span in spans_us)
 
 
@@ -386,7 +386,7 @@ def test_what_a_stranger_wrote_twice_is_folded_once(clocked: Database, clock: An
     ledgers = Ledgers(clocked, clock, 5)
     ledgers.settle()
     ledgers.rollups.fold_all()
-    # A batch that is announced again, as a restored backup of one table might, holds nothing that is not its own.
+    # A batch announced again, as by a restored backup of one table, contains nothing new.
     with clocked.write() as connection:
         connection.execute(insert(schema.usage_batches).values(id=1, at_us=clock.now_us))
     facts = Counter({"requests": 0})

@@ -287,7 +287,7 @@ async def test_sql_and_health_do_not_wait_behind_prompts(gateway: Any, monkeypat
         return encode(*arguments)
 
     monkeypatch.setattr(ModelTokenizer, "encode", slow)
-    # A body of this length is tokenised on a thread; more of them than there are such threads.
+    # Bodies of this length are tokenized on a thread; there are more of them than threads.
     body = json.dumps({"model": "base", "prompt": "Hello", "max_tokens": 1}) + " " * MAX_TOKENISED_AT_ONCE
     asking = [asyncio.create_task(gateway.http.post(TEXT, content=body)) for _ in range(8)]
     await asyncio.sleep(0.3)

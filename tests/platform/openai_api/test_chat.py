@@ -27,7 +27,7 @@ async def test_the_prompt_is_the_models_own_template(gateway: Any, tokenizer: An
         "<|assistant|>"
     )
     expected = tokenizer.encode(text)
-    # The plain encoding adds a beginning of its own.
+    # The plain encoding adds its own beginning-of-sequence token.
     assert gateway.engine.adds[0].prompt == expected[1:]
 
 
@@ -57,7 +57,7 @@ async def test_the_body_is_exactly_openais(gateway: Any, tokenizer: Any) -> None
             "prompt_tokens_details": {"cached_tokens": 0},
         },
     }
-    # Without a limit the rest of the context may be used.
+    # Without a limit the answer may use the rest of the context.
     assert gateway.engine.adds[0].max_tokens == 256 - num_prompt
 
 

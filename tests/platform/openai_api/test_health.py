@@ -1,4 +1,4 @@
-"""Health tells the truth without a key, also of a hung engine; and what a request that stops engines is told."""
+"""Health tells the truth without a key, even about a hung engine; and the answer to requests that crash engines."""
 
 from __future__ import annotations
 

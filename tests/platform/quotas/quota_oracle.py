@@ -1,6 +1,6 @@
-"""Quotas in plain dictionaries: what admission on a database must agree with after every step.
+"""Quotas in plain dictionaries, with which admission on a database must agree after every step.
 
-Nothing of the platform's code is used: windows are local dates, and sums are made anew from the requests each time.
+It shares no code with the platform: windows are local dates, and sums are recomputed from the requests each time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from zoneinfo import ZoneInfo
 MINUTE_US = 60_000_000
 LEASE_US = 30_000_000
 PROMPT, CACHED, COMPLETION = 1_234_567, 345_678, 7_654_321
-"""Nanos for a million tokens; odd, so that rounding shows."""
+"""Nanos per million tokens; odd, so that rounding shows."""
 
 
 def cost(prompt: int, cached: int, completion: int) -> int:
@@ -22,7 +22,7 @@ def cost(prompt: int, cached: int, completion: int) -> int:
 
 @dataclass
 class Policy:
-    """One limit, and whether it was changed so that what is held may lie above it."""
+    """One limit, and whether it was changed, so that more than the limit may be held."""
 
     id: str
     subject: str
@@ -43,7 +43,7 @@ class Policy:
 
 @dataclass
 class Bucket:
-    """A rate's fill in 1/60,000,000, when that was, and what is held of it."""
+    """A rate's level in units of 1/60,000,000, and the time of that level."""
 
     level: int
     at_us: int
@@ -51,8 +51,8 @@ class Bucket:
     def now(self, policy: Policy, now_us: int) -> Bucket:
         full = policy.burst * MINUTE_US
         if self.at_us > now_us + MINUTE_US:
-            # The clock was wrong. What the bucket holds of minutes that are still to come is given back; what was used
-            # of them already is forgiven.
+            # The clock was wrong. Undo the refill for minutes that are still to come; usage of those minutes is
+            # forgiven.
             early = policy.limit * (self.at_us - now_us)
             return Bucket(min(full, self.level - min(early, max(0, self.level))), now_us)
         at_us = max(self.at_us, now_us)
@@ -60,31 +60,31 @@ class Bucket:
 
 
 Count = tuple[str, str, tuple[int, ...]]
-"""Policy, subject, and the local date or month; () for what has no window."""
+"""Policy, subject, and the local date or month; () if the policy has no window."""
 
 
 @dataclass
 class Request:
-    """An admitted request: what it holds of each count, and what became of it."""
+    """An admitted request: what it holds of each count, and how it ended."""
 
     id: str
     tenant: str
     prompt: int
     completion: int
-    """Tokens granted beyond the prompt."""
+    """Tokens granted in addition to the prompt."""
     lease_us: int
     held: dict[Count, int] = field(default_factory=dict)
     state: str = "open"
     checkpoint: int = 0
     charged: tuple[int, int, int] = (0, 0, 0)
-    """Prompt, cached and completion tokens that the ledger must add up to."""
+    """Prompt, cached and completion tokens that the ledger must show."""
     corrected: int = 0
-    """By how many tokens a late settlement raised it."""
+    """Tokens that a late settlement added."""
     corrected_nanos: int = 0
 
 
 class QuotaOracle:
-    """Every rule of DESIGN section 7, as simply as it can be said."""
+    """Every rule of DESIGN section 7, in its simplest form."""
 
     def __init__(self, zones: dict[str, str], owners: dict[str, str]) -> None:
         self.zones = {tenant: ZoneInfo(zone) for tenant, zone in zones.items()}
@@ -128,7 +128,7 @@ class QuotaOracle:
         for (subject, metric), policy in self.policies.items():
             is_inherited = subject == "platform" and metric not in own
             if subject in (tenant, key, adapter) or is_inherited:
-                # A tenant that calls another's adapter neither sees nor spends what the owner has of its limit.
+                # A tenant that calls another's adapter neither sees nor spends the owner's share of the limit.
                 is_own = subject == tenant or self.owners.get(subject) == tenant
                 counted = subject if is_own else tenant
                 found.append((policy, (policy.id, counted, self.window(policy, counted, now_us))))
@@ -137,7 +137,7 @@ class QuotaOracle:
     def window(self, policy: Policy, subject: str, now_us: int) -> tuple[int, ...]:
         if not policy.is_budget:
             return ()
-        # Days are those of the tenant that set the limit; of the platform's, those of each tenant.
+        # Days follow the time zone of the tenant that set the limit; for the platform's limits, each tenant's own.
         zone = self.zones[subject if policy.subject == "platform" else self.owners.get(policy.subject, policy.subject)]
         local = datetime.fromtimestamp(now_us // 1_000_000, UTC).astimezone(zone)
         return (local.year, local.month, local.day) if policy.metric.endswith("_day") else (local.year, local.month)
@@ -153,7 +153,7 @@ class QuotaOracle:
         return self.used(policy, count) + self.reserved(count) + wanted <= policy.limit
 
     def admit(self, request: Request, bound: list[tuple[Policy, Count]], now_us: int) -> set[str]:
-        """Take what an admitted request holds; the policies that it goes beyond."""
+        """Record an admitted request's holds; the policies that it exceeds."""
         beyond = set()
         for policy, count in bound:
             wanted = self.price(policy, request.prompt, request.completion)
@@ -170,7 +170,7 @@ class QuotaOracle:
         return beyond
 
     def refuse(self, bound: list[tuple[Policy, Count]], now_us: int) -> None:
-        """A refusal takes nothing, but a bucket whose time was wrong is put right by it."""
+        """A refusal takes nothing, but corrects a bucket whose time was wrong."""
         for policy, count in bound:
             if count in self.buckets and self.buckets[count].at_us > now_us + MINUTE_US:
                 self.touch(policy, count, now_us)
@@ -199,11 +199,11 @@ class QuotaOracle:
         return True
 
     def close(self, request: Request, state: str, charged: tuple[int, int, int], has_run: bool, now_us: int) -> None:
-        """Charge a request, or correct what it was charged when it was recovered."""
+        """Charge a request, or correct the charge from its recovery."""
         was_recovered, before = request.state == "recovered", request.charged
         for policy, count in self.holding(request):
             if policy.metric == "requests_per_minute" and has_run:
-                # It was used at admission, and nothing is written.
+                # It was charged at admission, and nothing is written now.
                 continue
             self.touch(policy, count, now_us)
             if not policy.is_rate:
@@ -220,7 +220,7 @@ class QuotaOracle:
             request.corrected_nanos = cost(*charged) - cost(*before)
 
     def expired(self, now_us: int) -> list[Request]:
-        """Those whose lease has run out, or lies further ahead than any that was written by this clock."""
+        """Open requests whose lease has expired, or is further ahead than this clock could have written."""
         return [
             request
             for request in self.requests.values()
@@ -248,7 +248,7 @@ class QuotaOracle:
         return sum(request.charged[0] + request.charged[2] for request in closed)
 
     def late(self, policy: Policy, count: Count) -> int:
-        """By how much late settlements may have passed a limit."""
+        """The most by which late settlements may have exceeded a limit."""
         requests = [request for request in self.requests.values() if count in request.held]
         if policy.metric.startswith("cost"):
             return sum(max(0, request.corrected_nanos) for request in requests)
@@ -259,6 +259,6 @@ class QuotaOracle:
         return Bucket(policy.burst * MINUTE_US, now_us) if known is None else known.now(policy, now_us)
 
     def touch(self, policy: Policy, count: Count, now_us: int) -> None:
-        """A count that is written is first brought up to the time."""
+        """Refill a rate's bucket up to now, before it is changed."""
         if policy.is_rate:
             self.buckets[count] = self.bucket(policy, count, now_us)

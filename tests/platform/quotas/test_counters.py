@@ -1,4 +1,4 @@
-"""A rate's bucket by a clock that steps: no step refills it twice, and none stops it."""
+"""A rate's bucket on a clock that jumps: no jump refills it twice, and none stops it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ passing = st.integers(0, 3 * MINUTE_US)
 
 
 def used_up(counter: Counter, limit: int, burst: int, now_us: int) -> tuple[Counter, int]:
-    """The bucket after a caller has taken all that it admits, and how much that was."""
+    """The bucket after a caller has taken everything it admits, and the amount taken."""
     counter = counter.refilled(limit, burst, now_us)
     admitted = max(0, counter.free_units // UNITS)
     return counter.changed(level=-admitted * UNITS), admitted

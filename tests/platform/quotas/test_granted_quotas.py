@@ -1,4 +1,4 @@
-"""An adapter's limits count each tenant that calls it apart: a grantee neither sees nor spends what the owner has."""
+"""An adapter's limits count each calling tenant separately: a grantee neither sees nor spends the owner's share."""
 
 from __future__ import annotations
 

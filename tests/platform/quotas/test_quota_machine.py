@@ -1,8 +1,8 @@
-"""A property-based state machine: admission on each database beside plain dictionaries, compared after every step.
+"""A property-based state machine: admission on each database compared with plain dictionaries after every step.
 
-Requests are reserved, extended, checkpointed, settled once and again, recovered and settled late; limits of every scope
-and mode come, change and go; clocks step both ways over windows of zones with daylight saving; and transactions die at
-any of their statements, or at the commit.
+Requests are reserved, extended, checkpointed, settled once and again, recovered and settled late. Limits of every scope
+and mode are set, changed and deleted. Clocks jump both ways over windows of time zones with daylight saving.
+Transactions die at any of their statements, or at the commit.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from tests.platform.quotas.quota_oracle import (
 )
 
 NUM_STEPS = int(os.environ.get("LORAMUX_QUOTA_STEPS", "1500"))
-"""Of the campaign, on each database."""
+"""Steps of the campaign on each database."""
 
 ZONES = ("Europe/Berlin", "America/St_Johns", "Australia/Lord_Howe")
 PRICED_AHEAD_US = 30 * 86_400_000_000
@@ -89,7 +89,7 @@ class Crash(Exception):
 
 @contextmanager
 def crash_at(database: Database, statement: int) -> Iterator[None]:
-    """Die before that statement of the next transaction, or where it has fewer, at its commit."""
+    """Die before this statement of the next transaction or, if it has fewer, at its commit."""
     num_seen = 0
 
     def before_statement(*_: Any) -> None:
@@ -112,7 +112,7 @@ def crash_at(database: Database, statement: int) -> Iterator[None]:
     event.listen(engine, "commit", before_commit)
     run = psycopg.Connection.execute
     with pytest.MonkeyPatch.context() as patch:
-        # What goes to PostgreSQL by round trips is seen here alone.
+        # Pipelined statements to PostgreSQL can only be seen here.
         patch.setattr(psycopg.Connection, "execute", execute)
         patch.setattr(psycopg.Connection, "commit", before_commit)
         try:
@@ -124,7 +124,7 @@ def crash_at(database: Database, statement: int) -> Iterator[None]:
 
 
 class QuotaMachine(RuleBasedStateMachine):
-    """Two tenants, a key and an adapter each, on `database`, which lives by `clock`."""
+    """Two tenants with a key and an adapter each, on `database`, which uses `clock`."""
 
     database: Database
     clock: FakeClock
@@ -141,7 +141,7 @@ class QuotaMachine(RuleBasedStateMachine):
         limits=st.lists(st.fixed_dictionaries(LIMIT), min_size=4, max_size=9),
     )
     def begin(self, start: datetime, zones: list[str], limits: list[dict[str, Any]]) -> None:
-        # Prices hold since long before, so that no step back comes to a time without any.
+        # The prices start long before, so that no backward jump reaches a time without prices.
         self.clock.now_us = int(start.timestamp()) * 1_000_000 - PRICED_AHEAD_US
         tenants, keys = Tenants(self.database), ApiKeys(self.database)
         self.tenants = [tenants.create(f"tenant-{i}", timezone=zone).id for i, zone in enumerate(zones[:2])]
@@ -165,7 +165,7 @@ class QuotaMachine(RuleBasedStateMachine):
         return adapter_id
 
     def _try(self, crash: int | None, work: Callable[[], Any]) -> Any:
-        """The outcome of some work, done once or, with `crash`, first begun by a gateway that dies."""
+        """The outcome of some work; with `crash`, a gateway first starts the work and dies."""
         if crash is not None:
             with crash_at(self.database, crash):
                 work()
@@ -206,7 +206,7 @@ class QuotaMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.oracle.policies)
     @rule(data=st.data())
     def delete_policy(self, data: st.DataObject) -> None:
-        # In the order in which they were set: identifiers differ from run to run.
+        # In the order in which they were set, because identifiers differ between runs.
         subject, metric = data.draw(st.sampled_from(list(self.oracle.policies)))
         assert self.policies.delete(self.oracle.policies[subject, metric].id)
         self.oracle.delete_policy(subject, metric)
@@ -337,7 +337,7 @@ class QuotaMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.ahead_s)
     @rule(seconds=JUMPS)
     def jump_ahead(self, seconds: float) -> None:
-        """The clock goes wrong until it is put right."""
+        """Let the clock be wrong until `jump_back`."""
         self.ahead_s = seconds
         self.clock.advance(seconds)
 
@@ -349,7 +349,7 @@ class QuotaMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1), offset_us=st.sampled_from([-1, 0, 1]))
     def come_to_midnight(self, which: int, offset_us: int) -> None:
-        """To the moment at which a tenant's day ends, by UTC hours and half hours until its date changes."""
+        """Move to the end of a tenant's day, in half-hour steps until the local date changes."""
         zone = self.oracle.zones[self.tenants[which]]
         moment = datetime.fromtimestamp(self.clock.now_us // 1_000_000, UTC).replace(minute=0, second=0)
         today = datetime.fromtimestamp(self.clock.now_us // 1_000_000, UTC).astimezone(zone).date()
@@ -357,7 +357,7 @@ class QuotaMachine(RuleBasedStateMachine):
             moment += timedelta(minutes=30)
         self.clock.now_us = int(moment.timestamp()) * 1_000_000 + offset_us
 
-    # What must hold after every step
+    # Invariants
 
     @invariant()
     def agrees(self) -> None:
@@ -409,7 +409,7 @@ class QuotaMachine(RuleBasedStateMachine):
         ]
 
     def _no_hard_limit_is_passed(self) -> None:
-        """Nothing lies above a hard limit but what was there when it was set, and what settled late (DESIGN 7, 6)."""
+        """Only usage older than a hard limit and late settlements may exceed it (DESIGN 7, 6)."""
         for request in self.oracle.requests.values():
             for policy, count in self.oracle.holding(request):
                 if policy.mode == "hard" and not policy.has_changed and not policy.is_rate:
@@ -428,7 +428,7 @@ def run(database: Database, clock: FakeClock, num_steps: int, steps_each: int, i
         database=None,
         suppress_health_check=list(HealthCheck),
         print_blob=True,
-        # A short run says that something is wrong, the campaign what: shrinking takes minutes.
+        # A short run only shows that something is wrong; the campaign shrinks the example, which takes minutes.
         phases=tuple(Phase) if is_shrinking else (Phase.generate,),
     )
     machine = type("QuotaMachineHere", (QuotaMachine,), {"database": database, "clock": clock})

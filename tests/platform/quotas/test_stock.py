@@ -1,4 +1,4 @@
-"""What a tenant keeps is limited from the moment when it is declared, and counted once on its way to a version."""
+"""What a tenant stores is limited as soon as it is declared, and counted once on its way to a version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOUR_US = 3_600_000_000
 
 
 class Shelf:
-    """A tenant's two adapters, and what it keeps."""
+    """A tenant's two adapters, and what it stores."""
 
     def __init__(self, database: Database, tenant: Tenant) -> None:
         limits = AdapterLimits()
@@ -42,7 +42,7 @@ class Shelf:
 
     @property
     def standing(self) -> tuple[int, int, int, int]:
-        """What is used, reserved and left of the limit, and how often a soft one was exceeded."""
+        """The used, reserved and remaining amounts of the limit, and how often a soft limit was exceeded."""
         (limit,) = QuotaOverview(self.database).effective(QuotaCaller(tenant_id=self.tenant.id))
         return limit.used, limit.reserved, limit.remaining, limit.num_exceeded
 

@@ -1,4 +1,4 @@
-"""Whoever changes a thing that others changed since it was read is refused, however close together the calls are."""
+"""A change to something that was changed since it was read is refused, however close together the calls are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loramux.platform.quotas.policies import QuotaPolicies
 NUM_EDITORS = 6
 
 Edit = Callable[[int, Callable[[Any], None]], Any]
-"""Change a thing to something of this number, once the check has seen it."""
+"""Change a thing to one with this number, after passing its present state to the check."""
 
 
 def _tenant(database: Database) -> tuple[Any, Edit]:
@@ -62,7 +62,7 @@ def test_of_editors_who_read_the_same_state_exactly_one_wins(
         outcomes = list(threads.map(attempt, range(NUM_EDITORS)))
     winners = [outcome for outcome in outcomes if outcome is not None]
     assert len(winners) == 1
-    # What the others meant to write is nowhere, and the next editor sees what the winner wrote.
+    # The losers' changes appear nowhere, and the next editor sees the winner's.
     found: list[Any] = []
     edit(NUM_EDITORS, found.append)
     assert found == winners

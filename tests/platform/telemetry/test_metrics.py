@@ -1,4 +1,4 @@
-"""Metrics count without naming anyone, but for the ten policies that refuse most, whatever their number."""
+"""Metrics name nobody, except the ten policies with the most refusals, however many policies there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request, one trace; a client's own trace counts as far as the operator lets it."""
+"""One trace per request; a client's own trace is used as far as the operator allows it."""
 
 from __future__ import annotations
 

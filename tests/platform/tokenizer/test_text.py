@@ -1,4 +1,4 @@
-"""Tokens become text piece by piece without loss; stop strings are found wherever they are cut."""
+"""Tokens become text piece by piece without loss, and stop strings are found wherever they are split."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_bytes_that_never_complete_are_not_held_for_ever(tokenizer: Any) -> None
 
 
 def sentencepiece_like() -> ModelTokenizer:
-    """A vocabulary in the spelling of Llama 2: spaces as U+2581, single bytes as <0xHH>."""
+    """A vocabulary spelled like Llama 2's: spaces as U+2581, single bytes as <0xHH>."""
     words = ["<unk>", "\u2581Hello", "\u2581world", "ing", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokenizer = Tokenizer(
         models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
@@ -150,7 +150,7 @@ def test_stop_strings_cut_as_in_the_whole_text(parts: list[str], stops: list[str
         read += part
         if finder.is_found:
             break
-    # The first piece that completes a stop string decides; within it, the one that begins first.
+    # The first piece that completes a stop string decides; within it, the stop string that begins first.
     found = [read.find(stop) for stop in stops if stop in read]
     assert finder.is_found == bool(found)
     if found:
