@@ -12,4 +12,4 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         if condition():
             return
         waiting.wait(0.02)
-    raise AssertionError("it did not happen in time")
+    raise AssertionError("the condition was not met in time")

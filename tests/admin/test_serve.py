@@ -94,7 +94,7 @@ def test_a_stopped_server_drains_and_its_successor_finds_the_bill(
     first = start()
     assert first.lines[0].startswith("loramux serves base (cpu, ")
     shown = first.process.stdout.readline().split()  # type: ignore[union-attr]
-    assert shown[:2] == ["admin", "key"], "the first start shows an administrator's key"
+    assert shown[:2] == ["admin", "key"], "the first start prints an administrator's key"
     operator = {"authorization": f"Bearer {shown[2]}"}
     twice = refusal("--model", demo_base, "--data-dir", tmp_path / "data", "--port", 0, "--admin-port", 0)
     assert "another loramux uses the data directory" in twice
@@ -136,11 +136,11 @@ def refusal(*arguments: object, lacking: str = "", **variables: str) -> str:
     return errors
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the measures are Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="the measures need Linux")
 @pytest.mark.parametrize("measure", [FILES, CALLS])
 def test_a_required_sandbox_that_the_machine_lacks_is_refused(demo_base: Path, tmp_path: Path, measure: str) -> None:
     if CALLS in missing_measures():
-        pytest.skip("this machine cannot play a lesser one")
+        pytest.skip("this machine cannot imitate a lesser one")
     arguments = ("--model", demo_base, "--data-dir", tmp_path / "data", "--port", 0, "--admin-port", 0)
     errors = refusal(*arguments, lacking=measure, LORAMUX_SANDBOX="required")
     assert errors == (
@@ -187,7 +187,7 @@ def test_a_model_without_weights_is_refused(demo_base: Path, tmp_path: Path) -> 
     assert "the engine did not start" in errors
 
 
-@pytest.mark.skipif(count_gpus() > 0, reason="there is a GPU")
+@pytest.mark.skipif(count_gpus() > 0, reason="this machine has a GPU")
 def test_a_missing_gpu_is_refused_with_one_sentence(demo_base: Path, tmp_path: Path) -> None:
     errors = refusal(
         "--model", demo_base, "--data-dir", tmp_path / "data", "--port", 0, "--admin-port", 0, "--device", "cuda"

@@ -142,11 +142,11 @@ def test_an_error_is_the_clients_own_class(
     seen: dict[str, Any], what: str, kind: str, status: int, code: str | None
 ) -> None:
     if what not in seen:
-        pytest.skip("this client checks its arguments itself")
+        pytest.skip("this client validates its own arguments")
     assert seen[what][:2] == [kind, status]
     if len(seen[what]) > 2:
         assert seen[what][2] == code if code else seen[what][2]
-        assert seen[what][4], "the client knows the request's id"
+        assert seen[what][4], "the client exposes the request ID"
 
 
 def test_a_limit_is_told_and_waited_for(seen: dict[str, Any]) -> None:

@@ -85,7 +85,7 @@ def test_clients_that_race_for_the_last_tokens_overspend_none(lab: GatewayLab, n
     assert statuses.count(429) == num_racers - num_admitted
     assert used == num_admitted * (MAX_TOKENS + 1)
     assert used <= burst + minutes + 1, "overspent"
-    assert used > burst - (MAX_TOKENS + 1), "the last tokens were given away too"
+    assert used > burst - (MAX_TOKENS + 1), "the last tokens were admitted too"
     lab.check_nothing_held()
 
 
@@ -220,7 +220,7 @@ def test_gateways_killed_at_random_moments_settle_each_request_once(lab: Gateway
     truths = lab.truths()
     events = {event.request_id: event for event in events_of(lab, tenant.id)}
     reserved = lab.reserved_tokens(tenant.id)
-    assert set(reserved) == set(events), "each settled once"
+    assert set(reserved) == set(events), "each request is settled once"
     most_under, num_recovered = 0, 0
     for request_id, event in events.items():
         committed = truths[request_id].completion_tokens

@@ -326,7 +326,7 @@ def test_kernels_of_outer_modules_are_warmed_up_with_each_shape(
     for sequence_id, (name, add) in asked.items():
         assert_parity(outer_subject, name, add, recorder.by_sequence[sequence_id])
     assert {name for name, _, _ in launched} == {"lora_gather", "lora_shrink", "lora_expand"}
-    assert launched == warmed, "a step launched what was not warmed up"
+    assert launched == warmed, "a step launched a kernel that was not warmed up"
     assert any(shape.has_outer for shape in executor._graphs)
     assembled.adapters.close()
 

@@ -45,7 +45,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     made = deployment(DEMO / "base", tmp_path_factory.mktemp("served") / "data", (), environment)
     target = f"127.0.0.1:{made.admin_port}"
     with made.running() as server, running_prometheus(tmp_path_factory.mktemp("prometheus"), target, TOKEN) as asked:
-        assert httpx.get(f"http://{target}/metrics").status_code == 401, "the token is asked for"
+        assert httpx.get(f"http://{target}/metrics").status_code == 401, "the token is required"
         # A counter's first sample is not an increase, so there must be one before anything happens.
         wait_until(lambda: bool(asked.query("loramux_engine_up == 1")))
         put_under_load(made, server.pid)

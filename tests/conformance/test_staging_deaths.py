@@ -53,7 +53,7 @@ def test_adapters_come_although_the_staging_process_dies_and_it_ends_with_its_en
                 cold = pool.submit(logprobs, http, NAMES[0])
                 for _ in range(10):
                     logprobs(http, "demo-base")
-                assert not cold.done(), "of the base nobody waits for adapters"
+                assert not cold.done(), "base requests do not wait for adapters"
                 assert cold.result() == pytest.approx(right[NAMES[0]], abs=1e-6)
             assert not Path(f"/proc/{stopped}").exists()
             assert child_of(server.pid, b"loramux.engine.server.process") == engine

@@ -83,7 +83,7 @@ def test_resident_adapters_are_served_and_cold_ones_are_right_or_refused(proxy: 
             limits=httpx.Limits(max_connections=20),
         ) as client:
             right = {name: logprobs(ask(client, name)) for name in names}
-            assert len({tuple(one) for one in right.values()}) == len(names), "each adapter is known by its answer"
+            assert len({tuple(one) for one in right.values()}) == len(names), "every adapter's answer is different"
             resident, cold = suffer(client, proxy, names, right)
             print({fault.name: number for fault, number in proxy.num_injected.items()}, resident, cold)
             proxy.plan = no_faults
@@ -92,7 +92,7 @@ def test_resident_adapters_are_served_and_cold_ones_are_right_or_refused(proxy: 
             for name in names:
                 while (answer := ask(client, name)).status_code == 503 and time.monotonic() < until:
                     time.sleep(1)
-                assert logprobs(answer) == pytest.approx(right[name], abs=1e-6), "nothing wrong has stayed"
+                assert logprobs(answer) == pytest.approx(right[name], abs=1e-6), "no damage remains"
     assert resident.wrong == []
     assert cold.wrong == []
     assert set(resident.outcomes) == {"200"}

@@ -100,7 +100,7 @@ class Simulation:
                 break
             self.step()
         else:
-            raise AssertionError("the engine did not come to rest")
+            raise AssertionError("the engine still has work")
         self.step()
         self.engine.check_integrity()
 

@@ -50,7 +50,7 @@ def test_two_gateways_may_use_the_same_id(simulation: Simulation, digest: str | 
         assert tokens_of(told[owner]) == simulation.expected(add)
         assert isinstance(told[owner][-1], Finished)
         assert told[owner][-1].completion_tokens == 6
-    assert len(simulation.executor.batches) == 6, "they run side by side"
+    assert len(simulation.executor.batches) == 6, "both run concurrently"
 
 
 def test_an_id_that_runs_is_rejected_and_the_running_one_goes_on(simulation: Simulation) -> None:

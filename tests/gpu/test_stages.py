@@ -145,5 +145,5 @@ def test_a_process_is_stopped_with_what_it_started(tmp_path: Path) -> None:
     child = Path(f"/proc/{done[0].output.strip()}/stat")
     ends_at = time.monotonic() + 30
     while child.exists() and child.read_text().split()[2] != "Z":
-        assert time.monotonic() < ends_at, "the child lives on"
+        assert time.monotonic() < ends_at, "the child still runs"
         time.sleep(0.01)

@@ -270,4 +270,4 @@ def test_warm_says_how_long_it_took(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_compiled_code_is_kept_under_the_name_of_its_sources() -> None:
     assert Path(numba.config.CACHE_DIR) == cache_directory()
-    assert list(cache_directory().rglob("*.nbi")), "a kernel that this run compiled or loaded is kept there"
+    assert list(cache_directory().rglob("*.nbi")), "this run's kernels are cached there"

@@ -35,7 +35,7 @@ def test_folder_is_linked_into_the_namespace(folder: str) -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_top_level_folder_is_no_package_of_its_own(folder: str) -> None:
-    assert not (ROOT / folder / "__init__.py").exists(), "it would shadow a module of Python or of a dependency"
+    assert not (ROOT / folder / "__init__.py").exists(), "it would shadow a Python or third-party module"
 
 
 def test_namespace_holds_the_six_folders_and_nothing_else() -> None:

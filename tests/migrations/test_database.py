@@ -336,7 +336,7 @@ def test_writers_of_one_process_follow_each_other_at_once(tmp_path: Path) -> Non
     with database.write():
         second.start()
         second.join(0.2)
-        assert begun == [threading.current_thread().name], "the second does not ask SQLite before it is free"
+        assert begun == [threading.current_thread().name], "the second thread waits outside SQLite"
     second.join(10)
     assert begun == [threading.current_thread().name, "second"]
     database.close()

@@ -53,7 +53,7 @@ def test_statements_of_several_trips_are_one_transaction(postgres: Database) -> 
             run(ADD, {"name": "test 1"})
             found = run("SELECT name FROM signals WHERE name LIKE 'test%'")
         assert found.fetchall() == [("test 1",)]
-        assert names(postgres) == set(), "others see nothing of it yet"
+        assert names(postgres) == set(), "other connections do not see it yet"
         connection.execute(text("INSERT INTO signals (name, value) VALUES ('test 2', 1)"))
         with pipeline(connection, is_last=True) as run:
             run(ADD, {"name": "test 3"})
@@ -82,7 +82,7 @@ def test_an_exception_between_trips_undoes_all(postgres: Database) -> None:
     assert names(postgres) == set()
     with postgres.write() as connection:
         connection.execute(text("INSERT INTO signals (name, value) VALUES ('test', 1)"))
-    assert names(postgres) == {"test"}, "the connection is as it was"
+    assert names(postgres) == {"test"}, "the connection still works"
 
 
 def test_a_connection_that_is_lost_is_replaced(postgres: Database, migrated_postgres_url: str) -> None:
@@ -101,7 +101,7 @@ def test_connections_that_have_rested_are_asked_first(
     end_connections(migrated_postgres_url)
     with pytest.raises(OperationalError):
         names(postgres)
-    assert names(postgres) == set(), "one that was lost takes the others of its age along"
+    assert names(postgres) == set(), "a lost connection invalidates the older ones"
     end_connections(migrated_postgres_url)
     monkeypatch.setattr(database_module, "UNASKED_S", 0.0)
-    assert names(postgres) == set(), "nobody notices"
+    assert names(postgres) == set(), "no caller notices"

@@ -64,11 +64,11 @@ def test_an_upgrade_in_a_deadlock_with_a_reservation_is_tried_again(of_before: U
         until_waiting(postgres_url, 2)
         settling.commit()
         reserved.result(30)
-        assert not upgrading.done(), "it waits for the end of the reservation"
+        assert not upgrading.done(), "the upgrade waits for the reservation"
         reserving.execute("INSERT INTO signals (name, value) VALUES ('reserved', 1)")
         reserving.commit()
         upgrading.result(60)
-    assert of_before.refusals == ["40P01"], "there was one"
+    assert of_before.refusals == ["40P01"], "exactly one deadlock occurred"
     of_before.check_schema()
     with of_before.read() as connection:
         assert connection.exec_driver_sql("SELECT value FROM signals WHERE name = 'reserved'").scalar() == 1

@@ -75,7 +75,7 @@ class Life:
             simulation.clock.now += 1.0
             self._step()
         else:
-            raise AssertionError("the engine did not come to rest")
+            raise AssertionError("the engine still has work")
         simulation.engine.check_integrity()
 
     def check(self) -> None:

@@ -264,6 +264,6 @@ def test_what_was_acknowledged_before_a_kill_is_whole_and_nothing_else_shows(tmp
     blobs = LocalBlobStore(root)
     keys = list(blobs.list_keys())
     assert {f"k/{number}" for number in acknowledged} <= set(keys)
-    assert len(keys) <= len(acknowledged) + 1, "at most the put that was not acknowledged is there as well"
+    assert len(keys) <= len(acknowledged) + 1, "only the unacknowledged put may also be there"
     for key in keys:
         assert blobs.read_bytes(key) == bytes([int(key.removeprefix("k/")) % 256]) * 200_000

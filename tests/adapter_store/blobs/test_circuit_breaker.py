@@ -68,7 +68,7 @@ def test_each_failed_trial_doubles_the_pause_up_to_its_bound() -> None:
     assert breaker.enter() is None
     breaker.succeeded()
     fail(breaker, 3)
-    assert breaker.enter() == 1.0, "after a success it begins anew"
+    assert breaker.enter() == 1.0, "a success resets the pause"
 
 
 def test_a_trial_that_never_reports_keeps_nobody_out_for_good() -> None:

@@ -28,7 +28,7 @@ PREFIX = "some/prefix"
 THREE_PARTS = random.Random(3).randbytes(2 * MIN_PART_BYTES + 12345)
 DAY_S = 86_400
 
-only_moto = pytest.mark.skipif(IS_RADOSGW, reason="needs a store that checks no signatures, or heeds more conditions")
+only_moto = pytest.mark.skipif(IS_RADOSGW, reason="needs a store without signature checks, or with more conditions")
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_where_parts_cannot_be_conditional_a_large_file_goes_in_one_piece(
     assert blobs.put("k/large", tmp_path / "source")
     proxy.stop()
     assert "-" not in raw_bucket.Object(f"{PREFIX}/k/large").e_tag
-    assert [item.key for item in raw_bucket.objects.all()] == [f"{PREFIX}/k/large"], "the probe is gone"
+    assert [item.key for item in raw_bucket.objects.all()] == [f"{PREFIX}/k/large"], "the probe is deleted"
 
 
 @only_moto
@@ -135,7 +135,7 @@ def test_a_presigned_put_is_used_with_any_client(s3_blobs: S3BlobStore) -> None:
     info = s3_blobs.head("uploads/u/file")
     assert info is not None
     assert info.size == 5
-    assert send(put, b"hello") == 412, "what is there stays"
+    assert send(put, b"hello") == 412, "an existing blob is kept"
 
 
 @pytest.mark.skipif(not IS_RADOSGW, reason="moto checks no signatures")

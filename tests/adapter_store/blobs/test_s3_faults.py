@@ -38,7 +38,7 @@ PASSING = (
 )
 """Faults after which a retry may succeed."""
 
-only_moto = pytest.mark.skipif(IS_RADOSGW, reason="radosgw 16 makes blobs of parts without conditions")
+only_moto = pytest.mark.skipif(IS_RADOSGW, reason="radosgw 16 ignores conditions on multipart uploads")
 by_value = {"ids": lambda fault: fault.name.lower().replace("_", "-")}
 
 
@@ -113,7 +113,7 @@ def test_a_damaged_head_gives_right_bytes_or_an_error_of_ours(
         else:
             num_right += 1
             assert (tmp_path / "copy").read_bytes() == DATA[:300]
-    assert num_right > num_refused, "most bits of a head are harmless, or another try is"
+    assert num_right > num_refused, "most bits of a head are harmless, or a retry succeeds"
 
 
 @pytest.mark.parametrize("fault", [fault for fault in PASSING if fault is not Fault.FLIP], **by_value)
@@ -121,8 +121,8 @@ def test_a_write_that_fails_once_is_made_again_and_known_as_ours(
     fault_proxy: FaultProxy, s3_blobs: S3BlobStore, fault: Fault
 ) -> None:
     fault_proxy.plan = ListedPlan("PUT", fault)
-    assert s3_blobs.put("k/one", DATA), "no other writer was there"
-    assert not s3_blobs.put("k/one", DATA), "the same bytes of another writer are another's"
+    assert s3_blobs.put("k/one", DATA), "there was no other writer"
+    assert not s3_blobs.put("k/one", DATA), "equal bytes do not make it our write"
     assert s3_blobs.read_bytes("k/one") == DATA
 
 
@@ -144,7 +144,7 @@ def test_bytes_that_are_damaged_on_their_way_up_are_never_read(fault_proxy: Faul
     assert s3_blobs.put("k/one", DATA)
     fault_proxy.plan = no_faults
     if IS_RADOSGW:
-        assert s3_blobs.read_bytes("k/one") == DATA, "the store saw it, and was sent them again"
+        assert s3_blobs.read_bytes("k/one") == DATA, "the store noticed, and got the bytes again"
     else:
         with pytest.raises(BlobDamaged):
             s3_blobs.read_bytes("k/one")
@@ -232,7 +232,7 @@ def test_what_no_retry_mends_is_asked_once(fault_proxy: FaultProxy, patient_blob
         with pytest.raises(BlobStoreUnavailable) as caught:
             patient_blobs.read_bytes("k/one")
         assert fault_proxy.num_requests == {"GET": 1}
-        assert caught.value.retry_after_s is None, "the store answers, so that it is asked again at once"
+        assert caught.value.retry_after_s is None, "the store answers, so a retry may follow immediately"
     assert patient_blobs.read_bytes("k/one") == DATA
 
 

@@ -64,7 +64,7 @@ def test_a_version_whose_server_died_is_taken_over_when_its_claim_expires(
     other.recover()
     clock.advance(LEASE_S - 1)
     assert other.next_waiting() is None
-    assert other.process(version.id).state == "validating", "another server has it"
+    assert other.process(version.id).state == "validating", "another server holds the claim"
     clock.advance(1)
     assert other.next_waiting() == version.id
     ready = other.process(version.id)
@@ -83,7 +83,7 @@ def test_a_claim_from_before_the_clock_went_back_is_void(
     assert dead.claim_version(version.id) is not None
     clock.advance(-LEASE_S)
     other = world.another(tmp_path / "other")
-    assert other.next_waiting() is None, "a small step voids no claim"
+    assert other.next_waiting() is None, "a small clock step voids no claim"
     clock.advance(-7 * 86_400)
     assert other.next_waiting() == version.id
     assert other.process(version.id).state == "ready"
@@ -148,7 +148,7 @@ def test_a_version_that_is_given_back_for_a_while_waits_that_long(
     assert world.ingest.next_waiting() == version.id
     assert claims.claim_version(version.id) is not None
     claims.give_back(version.id)
-    assert world.ingest.next_waiting() == version.id, "and at once where nothing is said"
+    assert world.ingest.next_waiting() == version.id, "without a delay it is available immediately"
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)

@@ -105,7 +105,7 @@ def test_the_uploaded_files_come_back_as_they_were(
         (CONFIG_FILE, len(config)),
         (TENSORS_FILE, len(data)),
     ]
-    assert list(export.scratch_dir.iterdir()) == [], "what is copied has no name"
+    assert list(export.scratch_dir.iterdir()) == [], "the temporary copy has no name"
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)

@@ -60,9 +60,9 @@ def test_identical_bytes_give_the_existing_version(world: IngestWorld, make_adap
     assert world.push(make_adapter(seed=1)).number == 2
     upload = world.upload(make_adapter(seed=2).config_bytes, make_adapter(seed=2).tensor_bytes)
     waiting = world.ingest.create_version(world.adapter_id, upload.id)
-    assert world.ingest.create_version(world.adapter_id, upload.id) == waiting, "asked for twice"
+    assert world.ingest.create_version(world.adapter_id, upload.id) == waiting, "a repeated request returns it"
     again = world.upload(make_adapter(seed=2).config_bytes, make_adapter(seed=2).tensor_bytes)
-    assert world.ingest.create_version(world.adapter_id, again.id) == waiting, "still waiting"
+    assert world.ingest.create_version(world.adapter_id, again.id) == waiting, "still pending"
     assert world.ingest.process(waiting.id).state == "ready"
 
 
@@ -108,7 +108,7 @@ def test_a_refused_adapter_leaves_one_row_and_no_blob(
     assert version.report["error"]["param"] is not None
     world.assert_nothing_left_over()
     assert world.registry.resolve("acme", "support") is None
-    assert world.push(make_adapter()).number == 2, "a good one may follow"
+    assert world.push(make_adapter()).number == 2, "a valid version may follow"
 
 
 def file(name: str = CONFIG_FILE, size: int = 10, sha256: str = "0" * 64) -> UploadFile:
@@ -232,14 +232,14 @@ def test_an_expired_upload_is_refused_and_cleared_away(
     world.assert_nothing_left_over()
     with pytest.raises(UploadRefused) as refused:
         world.ingest.create_version(adapter.id, upload.id)
-    assert refused.value.code == "upload_expired", "still said when its files are gone"
+    assert refused.value.code == "upload_expired", "the error stays when the files are deleted"
     used = world.push(make_adapter(seed=1))
     now[0] += 8 * 86_400 * SECOND_US
     world.ingest.remove_abandoned()
     with pytest.raises(UploadNotFound):
         world.ingest.create_version(adapter.id, upload.id)
     world.assert_nothing_left_over(used)
-    assert world.push(make_adapter(seed=1)) == used, "what was used is not forgotten"
+    assert world.push(make_adapter(seed=1)) == used, "used uploads are remembered"
     database.close()
 
 

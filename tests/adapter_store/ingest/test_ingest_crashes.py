@@ -128,11 +128,11 @@ def crash_and_recover(lab: Lab, crash: Crash) -> None:
     own = {"scratch": str(scratch)}
     assert lab.run(crash.kind, die_at=crash.step, nth=crash.nth, **own) == KILLED
     is_published = crash.is_valid and crash.step in AFTER_THE_VERDICT
-    assert (lab.check_served() is not None) == is_published, "what is not finished is not served"
+    assert (lab.check_served() is not None) == is_published, "unfinished versions are not served"
     acknowledged = lab.acknowledged("version")
     assert lab.run("recover", **own) == 0
     if crash.step not in (*BEFORE_A_VERSION, Failpoint.VERSION_ADDED, *AFTER_THE_VERDICT, Failpoint.REJECTED):
-        assert lab.versions()[0].state == "validating", "nobody takes over before the claim has expired"
+        assert lab.versions()[0].state == "validating", "no server takes over before the claim expires"
     assert lab.run("recover", offset_s=LEASE_S, **own) == 0
     versions = lab.versions()
     if crash.kind == "push" and crash.step in BEFORE_A_VERSION:
@@ -210,7 +210,7 @@ def take_over(lab: Lab, step: Failpoint, is_stopped: bool) -> None:
         assert lab.makers.wait(first) == 0
     lab.makers.signal(second, SIGTERM)
     assert lab.makers.wait(second) == 0
-    assert lab.versions() == [published], "nothing was published twice, or anew"
+    assert lab.versions() == [published], "nothing was published twice or again"
     assert lab.check_served() == published
     assert lab.run("recover", offset_s=LIFETIME_S + 1) == 0
     lab.check_blobs()

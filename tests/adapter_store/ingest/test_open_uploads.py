@@ -98,7 +98,7 @@ def test_a_tenant_has_so_many_pending_versions_and_no_more(upload_rows: UploadRo
     assert found is not None
     assert found.state == "open", "it may be used later"
     same = upload_rows.add_version(first, declare(upload_rows, first, mark="a").id)
-    assert same.version.number == 1, "what is there already adds nothing"
+    assert same.version.number == 1, "an existing version is not counted again"
     upload_rows.add_version(other, declare(upload_rows, other, mark="c").id)
     # Versions that an operator imports from a bucket are never refused and do not count towards the tenant's cap.
     upload_rows.add_version_from(other, "s3://bucket/one", SECOND_US)

@@ -104,7 +104,7 @@ def test_weights_share_requests_out_and_each_text_keeps_its_version(named: Named
     after = named.drawn(600)
     assert 130 < Counter(after.values())[3] < 235
     assert all(after[text] == 3 for text, version in before.items() if version == 3), (
-        "a canary that grows keeps its own"
+        "a growing canary keeps its callers"
     )
     # Two aliases are drawn independently; otherwise the same callers would always get the new version.
     named.aliases.set(named.adapter.id, "beta", {1: 70, 3: 30})
@@ -248,7 +248,7 @@ def test_an_archived_version_answers_nothing_until_it_is_restored(named: Named) 
     with pytest.raises(VersionInUse):
         states.archive(adapter_id, 1)
     assert states.archive(adapter_id, 2).state == "archived"
-    assert states.archive(adapter_id, 2).state == "archived", "twice is once"
+    assert states.archive(adapter_id, 2).state == "archived", "repeating it changes nothing"
     assert named.registry.resolve("acme", "support", version=2) is None
     assert states.unserved_digests(adapter_id, 2) == ["b" * 64]
     assert states.restore(adapter_id, 2, ("archived",)).state == "ready"
@@ -271,7 +271,7 @@ def test_a_quarantined_version_leaves_its_aliases_to_the_others(named: Named) ->
     with pytest.raises(VersionNotReady):
         states.restore(adapter_id, 2, ("archived",))
     states.quarantine(adapter_id, 1)
-    assert named.registry.resolve("acme", "support") is None, "never another version than the alias names"
+    assert named.registry.resolve("acme", "support") is None, "only the version that the alias names is served"
     states.restore(adapter_id, 2, ("archived", "quarantined"))
     assert set(named.drawn(10).values()) == {2}
 

@@ -101,8 +101,8 @@ def test_a_name_can_say_which_version(
     assert resolved(alias="canary") == 3
     assert resolved(alias="nightly") is None
     assert resolved(digest_prefix="ab" * 31 + "cd") == 2
-    assert resolved(digest_prefix="ab" * 32) == 3, "the newest of equal ones"
-    assert resolved(digest_prefix="ab" * 6) is None, "fits two different digests"
+    assert resolved(digest_prefix="ab" * 32) == 3, "the newest of equal versions"
+    assert resolved(digest_prefix="ab" * 6) is None, "two digests match"
     assert resolved(digest_prefix="ab" * 5) is None, "too short"
     assert resolved(digest_prefix="%" * 12) is None
 

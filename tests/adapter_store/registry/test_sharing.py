@@ -33,12 +33,12 @@ def test_a_granted_adapter_is_called_by_its_full_name(
 
     assert [may_call(tenant) for tenant in (acme, globex, initech)] == [True, False, False]
     grant = grants.add(shared, globex)
-    assert grants.add(shared, globex) == grant, "twice is once"
+    assert grants.add(shared, globex) == grant, "repeating it changes nothing"
     assert (grant.tenant_id, grant.tenant_slug, grant.adapter_id) == (globex, "globex", shared.id)
     assert grants.list(shared.id) == [grant]
     assert [may_call(tenant) for tenant in (acme, globex, initech)] == [True, True, False]
     listed = [f"{ref.tenant_slug}/{ref.adapter_name}" for ref in registry.list_models(globex)]
-    assert listed == ["globex/zebra", "acme/support"], "its own first"
+    assert listed == ["globex/zebra", "acme/support"], "its own models come first"
     grants.remove(shared.id, globex)
     assert not may_call(globex)
     assert grants.list(shared.id) == []

@@ -125,7 +125,7 @@ def test_wrong_bytes_of_a_fetch_that_was_given_up_are_not_served_later(bench: Be
     bench.blobs.may_answer.set()
     wait_until(lambda: bench.files() == [stored.digest])
     assert_right(fetch(bench.source, stored.digest), stored)
-    assert bench.source.figures.snapshot().num_set_aside == 2, "from the disk, and then from the blob store"
+    assert bench.source.figures.snapshot().num_set_aside == 2, "once from the disk, once from the blob store"
 
 
 def test_an_adapter_that_is_to_be_packed_is_not_packed_for_nobody(bench: Bench) -> None:
@@ -135,7 +135,7 @@ def test_an_adapter_that_is_to_be_packed_is_not_packed_for_nobody(bench: Bench) 
     bench.blobs.may_answer.set()
     wait_until(lambda: not bench.num_downloads)
     assert bench.files() == []
-    assert bench.blobs.num_gets == {"packed": 1}, "the canonical file is not even asked for"
+    assert bench.blobs.num_gets == {"packed": 1}, "the canonical file is not requested"
 
 
 def test_who_asks_again_before_a_fetch_is_given_up_gets_the_adapter(bench: Bench) -> None:

@@ -18,7 +18,7 @@ def test_the_least_recently_used_goes_first_and_never_what_is_leased() -> None:
     tier.add(adapter("e", 20), 1)
     assert (content(tier), tier.used_bytes) == ("ae", 30)
     tier.add(adapter("f", 10), 1)
-    assert (content(tier), tier.used_bytes) == ("aef", 40), "above the bound, but all are leased"
+    assert (content(tier), tier.used_bytes) == ("aef", 40), "above the limit, but all are leased"
     tier.release("a")
     assert (content(tier), tier.used_bytes, tier.num_evictions) == ("ef", 30, 4)
 
@@ -37,7 +37,7 @@ def test_a_floor_keeps_so_many_bytes_of_a_group_from_giving_way_to_others() -> N
     tier.protect("acme", {"a", "b", "c"}, 20)
     for digest in "defg":
         tier.add(adapter(digest), 0)
-    assert content(tier) == "bcfg", "what exceeds the floor goes first, the least recently used of the group"
+    assert content(tier) == "bcfg", "above its floor, the group's least recently used goes first"
     tier.protect("acme", {"a", "b", "c"}, 0)
     tier.add(adapter("h"), 0)
     assert content(tier) == "cfgh"
@@ -52,7 +52,7 @@ def test_a_floor_holds_for_adapters_that_come_later_and_for_two_groups_of_one_ad
     assert content(tier) == "abgh"
     tier.protect("umbrella", (), 0)
     tier.add(adapter("c"), 0)
-    assert content(tier) == "acgh", "what the other group protects stays"
+    assert content(tier) == "acgh", "adapters protected by the other group stay"
 
 
 def test_the_bound_comes_before_the_floors() -> None:

@@ -130,7 +130,7 @@ def test_wrong_canonical_bytes_are_never_served(
             fetch(source, stored.digest)
     assert disk_files(tmp_path) == {}
     assert not watched.exists(packed_key(stored.digest, target.pack_key))
-    assert len(list((tmp_path / "disk" / "set_aside").iterdir())) == 8, "what is set aside is bounded too"
+    assert len(list((tmp_path / "disk" / "set_aside").iterdir())) == 8, "files set aside are limited too"
 
 
 @pytest.mark.parametrize(

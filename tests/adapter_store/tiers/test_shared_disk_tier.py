@@ -145,11 +145,11 @@ def test_nobody_evicts_what_another_engine_reads(directory: Path, start: Start) 
         put(tier, digest, 100)
     assert files(directory) == {A: 100, D: 100}
     put(tier, B, 200)
-    assert files(directory) == {A: 100}, "there is no room for it, so it is not kept"
+    assert files(directory) == {A: 100}, "there is no room, so it is not kept"
     assert other("hold", A) == "100"
     other.kill()
     put(tier, B, 200)
-    assert files(directory) == {B: 200}, "the dead hold nothing"
+    assert files(directory) == {B: 200}, "dead processes hold nothing"
 
 
 def test_what_a_killed_engine_was_making_goes_and_what_a_living_one_makes_stays(
@@ -163,7 +163,7 @@ def test_what_a_killed_engine_was_making_goes_and_what_a_living_one_makes_stays(
     assert len(unfinished(directory)) == 3
     dying.kill()
     put(tier, A, 100)
-    assert len(unfinished(directory)) == 3, "it is looked for once a minute"
+    assert len(unfinished(directory)) == 3, "the scan runs once a minute"
     later = time.monotonic() + 61
     monkeypatch.setattr(disk_tier.time, "monotonic", lambda: later)
     put(tier, B, 100)
@@ -171,7 +171,7 @@ def test_what_a_killed_engine_was_making_goes_and_what_a_living_one_makes_stays(
     assert own.exists()
     living.kill()
     DiskTier(directory, 1000, PACK_KEY)
-    assert unfinished(directory) == [own], "who starts looks at once"
+    assert unfinished(directory) == [own], "a new process scans immediately"
     assert len(list((directory / "runs").iterdir())) <= 2
 
 

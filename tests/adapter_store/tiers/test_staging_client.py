@@ -209,7 +209,7 @@ def test_what_host_memory_has_is_not_asked_for(bench: Bench) -> None:
     staged(client, digest).release()
     assert bench.num_wakes == 0
     client.request(digest)
-    assert bench.num_wakes == 1, "nothing else would tell"
+    assert bench.num_wakes == 1, "nothing else wakes the engine"
     (found,) = client.poll()
     assert bench.is_right(found)
     counts = client.counts()
@@ -225,12 +225,12 @@ def test_a_hold_is_given_back_once_and_the_bound_holds_but_for_what_is_held(benc
     size = first.payload.nbytes
     client = bench.open(host_bytes=size)
     held = [staged(client, adapter.digest) for adapter in (first, second)]
-    assert client.contents()[0].used_bytes == 2 * size, "held adapters stay above the bound"
+    assert client.contents()[0].used_bytes == 2 * size, "held adapters stay even above the limit"
     again = staged(client, first.digest)
     held[0].release()
     held[0].release()
     held[1].release()
-    assert kept(client) == [first.digest], "it is held once more"
+    assert kept(client) == [first.digest], "one more lease is held"
     again.release()
     staged(client, third.digest).release()
     assert kept(client) == [third.digest]
@@ -244,7 +244,7 @@ def test_a_cancelled_request_gives_its_hold_on_host_memory_back(bench: Bench) ->
     client.cancel(first.digest)
     assert client.poll() == []
     staged(client, second.digest).release()
-    assert kept(client) == [second.digest], "nobody holds the other any more"
+    assert kept(client) == [second.digest], "the other is no longer held"
 
 
 def test_room_is_made_for_what_is_coming_before_it_comes(
@@ -259,7 +259,7 @@ def test_room_is_made_for_what_is_coming_before_it_comes(
     stop(client)
     for digest in (e, f, g):
         client.request(digest)
-    assert kept(client) == [d, c], "for no more than come at a time"
+    assert kept(client) == [d, c], "room is made only for the adapters loading now"
     go_on(client)
     held = results(client, 3)
     assert sorted(kept(client)) == sorted([d, e, f, g])
@@ -271,7 +271,7 @@ def test_room_is_made_for_what_is_coming_before_it_comes(
         assert isinstance(one, StagedAdapter)
         one.release()
     staged(client, i).release()
-    assert sorted(kept(client)) == sorted([e, f, g, i]), "what was cancelled is not expected any more"
+    assert sorted(kept(client)) == sorted([e, f, g, i]), "no room is kept for cancelled requests"
     bench.close()
 
 
@@ -305,7 +305,7 @@ def test_what_nobody_uses_any_more_gives_its_memory_back(bench: Bench) -> None:
     view = held.packed.payload[1:]
     held.release()
     del held
-    assert passing_place(client, third.digest) is None, "a view of it is left"
+    assert passing_place(client, third.digest) is None, "a view still exists"
     # Collected on another thread, as happens after a copy.
     thread = threading.Thread(target=lambda views: views.clear(), args=([view],))
     del view
@@ -445,7 +445,7 @@ def test_a_process_that_dies_is_followed_by_one_that_is_asked_again(
     assert capfd.readouterr().err == "the staging process ended: exit code -9\n"
     assert place(client, outcome) == freed_at
     for one in (*held, outcome):
-        assert bench.is_right(one), "what was given out stays as it was"
+        assert bench.is_right(one), "adapters already handed out are unchanged"
     after = client.counts()
     assert after.num_loaded == before.num_loaded + 1
     assert [tier.used_bytes for tier in after.tiers] == [tier.used_bytes for tier in before.tiers]
@@ -510,7 +510,7 @@ def test_memory_that_cannot_be_had_fails_one_adapter(bench: Bench, monkeypatch: 
         assert "memory" in not_staged(client, bench.adapters[0].digest).message
     held = [staged(client, adapter.digest) for adapter in bench.adapters]
     assert all(bench.is_right(one) for one in held)
-    assert len(os.listdir("/proc/self/fd")) == num_open, "what lies outside the slab holds no descriptors"
+    assert len(os.listdir("/proc/self/fd")) == num_open, "memory outside the slab needs no descriptors"
 
 
 def test_a_process_that_refuses_later_says_why(bench: Bench, tmp_path: Path) -> None:

@@ -116,13 +116,13 @@ def test_no_wrong_byte_is_served_and_adapters_on_the_disk_do_not_notice(
     assert outcomes["cold served"] > 0
     assert outcomes["cold AdapterUnavailable"] > 0
     if num_faults >= 1000:
-        assert len(faults) == len(Fault), "every kind of fault was there"
+        assert len(faults) == len(Fault), "every kind of fault occurred"
 
     fault_proxy.plan = no_faults
     time.sleep(0.2)
     for adapter in cold:
         found = fetch(without_disk, adapter.digest)
-        assert np.array_equal(found.payload, adapter.packed.payload), "nothing wrong has stayed"
+        assert np.array_equal(found.payload, adapter.packed.payload), "no damage remains"
 
 
 def test_a_packed_blob_that_is_damaged_where_it_lies_is_made_again(
@@ -150,4 +150,4 @@ def test_a_canonical_blob_that_is_damaged_where_it_lies_is_not_served(
     canonical.put(Body=right[:-1] + bytes([right[-1] ^ 1]), Metadata=answer["Metadata"])
     with pytest.raises((AdapterUnavailable, AdapterCorrupt)):
         fetch(open_source(blobs, target, tmp_path), stored.digest)
-    assert blobs.exists(canonical_key(stored.digest)), "what cannot be made again stays for whoever looks into it"
+    assert blobs.exists(canonical_key(stored.digest)), "a file that cannot be rebuilt is kept for inspection"

@@ -44,14 +44,14 @@ def test_a_load_is_counted_tier_by_tier(target: PackTarget, tmp_path: Path, stor
     held = {tier.tier: tier.used_bytes for tier in counts.tiers}
     assert held["disk"] == source.disk.used_bytes > size
     passed = [f"{one.tier} {one.stage}" for one in noted]
-    assert sorted(passed) == sorted([*stages(counts), "blobs verify"]), "also what a thread of the source passed"
+    assert sorted(passed) == sorted([*stages(counts), "blobs verify"]), "includes stages on the source's threads"
     assert all(one.started_ns <= one.ended_ns for one in noted)
 
     again = open_source(blobs, target, tmp_path)
     for _ in range(3):
         fetch(again, stored.digest)
     counts = again.figures.snapshot()
-    assert len(noted) == len(passed), "what is counted outside the block is not noted"
+    assert len(noted) == len(passed), "stages outside the block are not recorded"
     assert lookups(counts) == {"host": (0, 0), "disk": (3, 0), "blobs": (0, 0)}
     assert stages(counts)["disk verify"] == stages(counts)["disk read"] == (3, 3 * size)
     assert (counts.num_loaded, counts.num_failed, counts.num_given_up, counts.num_set_aside) == (3, 0, 0, 0)

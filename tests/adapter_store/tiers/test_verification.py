@@ -136,7 +136,7 @@ def test_a_packed_file_is_read_in_order_once_and_to_where_it_stays(
     def watched(descriptor: int, into: list[memoryview], begin: int) -> int:
         num_read = preadv(descriptor, into, begin)
         address = np.frombuffer(into[0], np.uint8).ctypes.data
-        assert address == memory[0].ctypes.data + begin - payload_begin, "bytes come where they stay"
+        assert address == memory[0].ctypes.data + begin - payload_begin, "bytes are read directly into place"
         reads.append((begin, begin + num_read))
         return num_read
 
@@ -195,7 +195,7 @@ def test_sha_256_is_computed_once_a_run_and_file(bench: Bench, monkeypatch: pyte
     restarted = bench.reopen()
     for _ in range(2):
         bench.fetch(restarted)
-    assert runs[3:] == [False, True], "what an earlier run left is verified before its first use"
+    assert runs[3:] == [False, True], "files of an earlier run are verified before use"
     # The same bytes in another file, as another engine may write it.
     copy = bench.path.with_suffix(".copy")
     copy.write_bytes(bench.path.read_bytes())

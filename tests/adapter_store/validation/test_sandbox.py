@@ -17,7 +17,7 @@ from loramux.adapter_store.validation import sandbox
 from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures, worker_environment
 from tests.adapter_store.validation import lesser_kernel
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the measures are Linux's")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the measures need Linux")
 
 _PRELUDE = """
 import ctypes, json, os, signal, socket, sys
@@ -102,7 +102,7 @@ def lacking() -> set[str]:
 )
 def test_a_machine_that_lacks_a_measure_is_found_out(lacking: set[str], measures: tuple[str, ...]) -> None:
     if sandbox.CALLS in lacking:
-        pytest.skip("this machine cannot play a lesser one")
+        pytest.skip("this machine cannot imitate a lesser one")
     probe = (
         sys.executable,
         lesser_kernel.__file__,

@@ -227,7 +227,7 @@ def test_all_processes_of_the_group_are_killed(
         except OSError:
             return
         time.sleep(0.01)
-    pytest.fail("a process of the group is still there")
+    pytest.fail("a process of the group still runs")
 
 
 def test_processor_time_is_bounded_as_well(job: ValidationJob, target: PackTarget) -> None:
@@ -265,13 +265,13 @@ def test_what_the_sandbox_lacks_is_logged_once(job: ValidationJob, target: PackT
     ]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the measures are Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="the measures need Linux")
 @pytest.mark.parametrize("measure", [FILES, CALLS])
 def test_a_required_sandbox_that_is_not_there_reads_nothing(
     job: ValidationJob, target: PackTarget, measure: str
 ) -> None:
     if CALLS in missing_measures():
-        pytest.skip("this machine cannot play a lesser one")
+        pytest.skip("this machine cannot imitate a lesser one")
     worker = ("-m", "loramux.adapter_store.validation.worker")
     command = (sys.executable, lesser_kernel.__file__, measure, *worker)
     with structlog.testing.capture_logs() as entries:

@@ -33,7 +33,7 @@ VERBS = dict(verbs(typer.main.get_command(app)))
 @pytest.mark.parametrize("words", sorted(VERBS), ids=" ".join)
 def test_every_verb_says_what_it_does_and_speaks_json(words: tuple[str, ...]) -> None:
     verb = VERBS[words]
-    assert (verb.help or "").strip().endswith("."), "help is a sentence"
+    assert (verb.help or "").strip().endswith("."), "the help ends like a sentence"
     flags = {flag for parameter in verb.params for flag in parameter.opts}
     assert ("--json" in flags) is (words[0] not in WITHOUT_JSON)
     for parameter in verb.params:

@@ -291,7 +291,7 @@ async def test_a_session_ends_with_the_secret_that_opened_it(
     key = keys.create(None, "rotated")
     await sign_in(browser, key.secret)
     keys.rotate(key.key.id, 60_000_000)
-    assert await is_signed_in(browser), "for as long as the old secret goes on"
+    assert await is_signed_in(browser), "the session lasts as long as the old secret"
     keys.rotate(key.key.id, 0)
     assert not await is_signed_in(browser)
 
@@ -335,7 +335,7 @@ async def test_a_suspended_tenant_ends_its_sessions(browser: httpx.AsyncClient, 
     with console_side.services.database.write() as connection:
         connection.execute(update(schema.tenants).where(schema.tenants.c.id == tenant.id).values(state="suspended"))
     refused = await browser.post("/console/keys", data={"csrf": csrf, "name": "left open"})
-    assert refused.headers["location"] == "/console/login", "a form that was open does nothing"
+    assert refused.headers["location"] == "/console/login", "a form opened earlier has no effect"
     sent = await browser.post("/console/playground/stream", headers={"x-csrf-token": csrf})
     assert sent.status_code == 401
     assert "sign in again" in sent.json()["error"]["message"]

@@ -219,7 +219,7 @@ def test_an_engines_socket_that_others_reach_is_noticed(tmp_path: Path) -> None:
         run.chmod(0o700)
         assert checks.check_engine_socket(run).grade is Grade.OK
     deep = checks.check_engine_socket(tmp_path / ("d" * 100) / "run")
-    assert (deep.grade, "/run" in deep.message) == (Grade.OK, False), "a temporary directory takes its place"
+    assert (deep.grade, "/run" in deep.message) == (Grade.OK, False), "a temporary directory is used instead"
 
 
 def test_the_directory_of_the_sockets_is_judged(short_path: Path) -> None:

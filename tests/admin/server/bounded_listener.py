@@ -106,7 +106,7 @@ class Listener:
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 10
         while not is_so():
-            assert time.monotonic() < deadline, "it did not happen in time"
+            assert time.monotonic() < deadline, "the condition was not met in time"
             time.sleep(0.005)
 
 

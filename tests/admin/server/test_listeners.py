@@ -44,7 +44,7 @@ def test_lingering_connections_do_not_keep_the_port() -> None:
 )
 def test_a_listener_knows_where_it_is(host: str, url: str, loopback: bool) -> None:
     if host == "::1" and not socket.has_ipv6:
-        pytest.skip("no IPv6 here")
+        pytest.skip("no IPv6 on this machine")
     with bind(host, 0, "port") as listener:
         port = listener.getsockname()[1]
         assert (url_of(listener), is_loopback(listener)) in [

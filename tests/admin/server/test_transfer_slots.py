@@ -21,7 +21,7 @@ async def test_a_tenant_rests_for_what_it_took(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(RateLimited, match="as many reports as one tenant may have"):
         await resting.acquire_slot("acme")
     async with resting.held_slot("initech"):
-        assert resting.num_taken == 1, "the others have all slots"
+        assert resting.num_taken == 1, "other tenants may use every slot"
 
     unrested = TransferSlots("reports", 2, 1, rest=1.0)
     for _ in range(3):

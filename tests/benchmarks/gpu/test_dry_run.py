@@ -61,7 +61,7 @@ def test_bytes_of_tensors_without_memory() -> None:
         assert memory.restart() == 4000
         view = kept[10:].add_(1.0)
         dropped = torch.empty(500, device="meta") + 1.0
-        assert memory.peak == 4000 + 2 * 2000, "both sides of the sum, and what a view shares once"
+        assert memory.peak == 4000 + 2 * 2000, "both operands, and shared memory counted once"
         assert memory.live == 4000 + 2000
         del dropped
     assert memory.live == 4000

@@ -141,7 +141,7 @@ def rows_of(path: Path, part: str) -> list[dict[str, Any]]:
 needs_loops = pytest.mark.skipif(
     [int(part) for part in triton.__version__.split(".")[:2]] < [3, 7]
     and np.lib.NumpyVersion(np.__version__) >= "2.4.0",
-    reason="the interpreter of this triton cannot loop up to a tensor with this numpy",
+    reason="this triton's interpreter cannot loop up to a tensor with this numpy",
 )
 
 
@@ -228,7 +228,7 @@ def test_a_case_that_fails_loses_its_own_rows_only(tmp_path: Path) -> None:
     ]
     assert result["rows"][2]["problem"] == "RuntimeError: operation not permitted when stream is capturing"
     assert (result["is_failed"], result["error"]) == (True, "")
-    assert [len(cases) for cases in kept] == [1, 2, 3, 4], "each row is kept as it comes"
+    assert [len(cases) for cases in kept] == [1, 2, 3, 4], "each row is saved when it is measured"
 
 
 def test_a_file_holds_one_card_and_one_commit(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ SHORT, LONG = Load(64, 32), Load(32, 128)
 
 
 def never_opened(files: ModelFiles, is_check: bool) -> contextlib.AbstractContextManager[Running]:
-    raise AssertionError("figures need nothing that runs")
+    raise AssertionError("figures do not need a running system")
 
 
 def plain(name: str, dtype: str = "float32") -> System:

@@ -95,7 +95,7 @@ def test_rounds_turn_the_order_round_and_ask_every_system_the_same(files: ModelF
     assert {len(seconds) for seconds in run.samples.values()} == {2}
     timed = [[work for work in scripted.asked if work.num_output == 32] for scripted in (own, peer)]
     asked = [{work.questions for work in works} for works in timed]
-    assert len(asked[0]) == len(timed[0]) == 4 * 2 * OWN_TURNS, "no prompt comes twice"
+    assert len(asked[0]) == len(timed[0]) == 4 * 2 * OWN_TURNS, "no prompt is repeated"
     assert len(asked[1]) == len(timed[1]) == 3 * 2
     assert asked[1] < asked[0]
 

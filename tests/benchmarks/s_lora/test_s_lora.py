@@ -192,7 +192,7 @@ def test_the_clock_of_an_engine_stands_still_while_others_have_the_machine(monke
         assert [one.at_s for one in window.journeys] == [0.5, 1.0]
         assert [(one.ttft_s, one.tpot_s) for one in window.journeys] == [(step_s, step_s)] * 2
         assert (window.num_finished, window.num_tokens) == (2, 16)
-        assert window.cpu_s == 2.0, "of others' turns nothing counts"
+        assert window.cpu_s == 2.0, "other engines' turns do not count"
     assert clock == [3.0]
 
 

@@ -114,7 +114,7 @@ def test_an_overdue_unload_gives_up_a_fetch_and_waits_for_no_store(simulation: S
     assert phase_of(simulation, "a") is AdapterPhase.REQUESTED
     call = calls.unload("a", deadline_s=3.0)
     simulation.step()
-    assert calls.outcome(call) is None, "a request still wants it"
+    assert calls.outcome(call) is None, "a request still needs it"
     simulation.clock.now = 3.0
     simulation.step()
     assert simulation.finished["s"].code == "adapter_unavailable"

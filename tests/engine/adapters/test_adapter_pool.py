@@ -226,7 +226,7 @@ def test_an_idle_adapter_is_unloaded_at_once() -> None:
     bench = Bench()
     bench.bring("a")
     assert bench.pool.unload("a")
-    assert bench.pool.unload("a"), "one that is not there is gone already"
+    assert bench.pool.unload("a"), "an absent adapter counts as unloaded"
     assert (bench.pages.num_free, bench.residency[-1]) == (8, ("a", False))
 
 
@@ -257,7 +257,7 @@ def test_an_adapter_to_be_evicted_when_idle_goes_with_its_last_use() -> None:
     for digest in ("a", "b", "unknown"):
         bench.pool.evict_when_idle(digest)
     assert list(bench.phases) == ["a"], "b was idle"
-    assert ("a", False) in bench.residency, "no other sequence begins with it"
+    assert ("a", False) in bench.residency, "no new sequence starts with it"
     bench.pool.release("a")
     assert bench.phases == {}
     assert bench.pages.num_free == 8

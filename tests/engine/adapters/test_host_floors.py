@@ -46,7 +46,7 @@ def test_the_adapters_that_a_share_asks_for_are_protected(tier: Tier, floors: Ho
         floors.note("acme", digest, 40)
     floors.note("umbrella", "b", 60)
     assert tier.groups == {"acme": ({"a", "b"}, 40), "umbrella": ({"b"}, 60)}
-    assert tier.num_calls == 3, "what is protected already is not told again"
+    assert tier.num_calls == 3, "protected adapters are not reported again"
 
 
 def test_a_floor_is_changed_and_ended_by_the_next_request(tier: Tier, floors: HostFloors) -> None:

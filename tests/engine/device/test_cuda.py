@@ -17,7 +17,7 @@ from loramux.engine.device import cuda
 from loramux.engine.device.cuda import CudaAccelerator, captured, loaded_runtimes
 from tests.kernels.gpu.interpreted import HAS_GPU
 
-needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="there is no GPU")
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="this machine has no GPU")
 ROW_BYTES = 1 << 20
 
 
@@ -82,7 +82,7 @@ def test_memory_that_the_driver_does_not_register_stays_pageable(
     accelerator.pin(memory)
 
     assert registered == [(memory.data_ptr(), 4096)]
-    assert cleared == (["cleared"] * 2 if code else []), "a refusal stays pending in every runtime until it is read"
+    assert cleared == (["cleared"] * 2 if code else []), "a refusal stays pending in every runtime until read"
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (1 if code else 0)
     assert all("4096 bytes stays pageable" in line for line in lines)

@@ -43,7 +43,7 @@ def test_a_gpu_that_was_asked_for_and_is_missing_is_one_sentence(monkeypatch: py
         resolve_device("cuda")
 
 
-@pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+@pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
 def test_without_a_gpu_the_backend_is_refused_with_the_remedy() -> None:
     with pytest.raises(DeviceNotUsable, match="use --device cpu"):
         open_backend("cuda")

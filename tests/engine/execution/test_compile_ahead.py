@@ -82,8 +82,8 @@ def test_what_is_recorded_is_what_the_warm_up_looks_for(
     def record(launch: Callable[[], None], num_processes: int) -> None:
         with recorded_programs() as lines:
             launch()
-        assert not wanted, "it was to be compiled ahead, and was launched"
-        assert not captured, "what launches nothing is not worth a graph"
+        assert not wanted, "it was launched instead of compiled ahead"
+        assert not captured, "a step without launches needs no graph"
         for program in map(Program.parse, lines):
             source = program.source
             key = cache_key(source, program.target, program.options)

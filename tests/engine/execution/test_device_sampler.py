@@ -145,7 +145,7 @@ def test_tokens_are_read_after_the_fence(backend: Backend) -> None:
 
     assert backend.sample_tokens is not None
     if HAS_GPU:
-        pytest.skip("the order is that of the calls, seen on the host")
+        pytest.skip("the order of calls is only visible on the host")
     sampler = DeviceSampler(LateAccelerator(), backend.sample_tokens, MAX_SAMPLES, EOS)
     rows = rows_of(SamplingParams(temperature=0.0, num_logprobs=1))
     step = sampler.choose(random_logits(1), rows, inputs_of(rows))

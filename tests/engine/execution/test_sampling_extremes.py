@@ -113,14 +113,14 @@ class Definition:
     def check(self, found: Sequence[SampledToken]) -> None:
         """Check that the tokens drawn with evenly spaced numbers follow the definition."""
         tokens = [one.token_id for one in found]
-        assert None not in tokens, "a row that is finite"
+        assert None not in tokens, "a finite row has a token"
         values, place = np.unique(self.distances, return_inverse=True)
         drawn = np.bincount(place[np.array(tokens, dtype=int)], minlength=len(values)) / len(tokens)
         if self.params.temperature == 0:
             assert set(tokens) == {int(self.logits.argmax())}
             return
         wide, narrow, exact = self.shares(EDGE), self.shares(-EDGE), self.shares()
-        assert not drawn[wide == 0].any(), "what is left out never comes"
+        assert not drawn[wide == 0].any(), "excluded tokens are never drawn"
         # Each value's part of [0, 1) is made of few intervals; other differences must be within rounding of a
         # threshold.
         unsure = np.abs(wide - narrow).sum() + 20 * EDGE

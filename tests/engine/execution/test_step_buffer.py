@@ -282,5 +282,5 @@ def test_the_device_reads_the_temperature_that_the_host_draws_at(buffer: StepBuf
     batch = build_batch([ScheduledSequence(sequence, 2)], 16)
     (found, *_) = buffer.load(batch, shape_of(batch)).sampling.temperature.tolist()
     assert found == np.float32(used_temperature(temperature))
-    assert (found == 0) == (temperature == 0), "what is random stays random"
+    assert (found == 0) == (temperature == 0), "a random row stays random"
     assert math.isfinite(found)

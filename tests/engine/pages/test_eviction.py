@@ -85,7 +85,7 @@ def test_greedy_dual_forgets_old_glory() -> None:
         if policy.take(anything) is once_great:
             break
     else:
-        pytest.fail("what is never used again must age")
+        pytest.fail("an unused item must age")
 
 
 def test_greedy_dual_remembers_what_was_evicted() -> None:

@@ -105,7 +105,7 @@ def test_a_sequence_begins_with_the_pages_that_another_filled() -> None:
     assert list(second.pages) == list(first.pages[:2])
     assert second.num_computed == second.num_room == 8
     bench.kv.detach(first)
-    assert all(cached.num_users == 1 for cached in bench.kv.find_prefix(second)), "one of two users is gone"
+    assert all(cached.num_users == 1 for cached in bench.kv.find_prefix(second)), "one of two users remains"
     bench.pages.check_integrity()
 
 

@@ -97,7 +97,7 @@ def test_prompts_under_way_keep_a_quarter_for_prompts_that_fit_into_it() -> None
     bench.add("short", num_prompt=3)
     assert bench.step() == {"long": 13, "short": 3}
     bench.add("larger", num_prompt=5)
-    assert bench.step() == {"long": 15, "short": 1}, "rows that nobody begins with go back"
+    assert bench.step() == {"long": 15, "short": 1}, "unused rows go back to the long prompt"
 
 
 def test_no_more_sequences_run_than_allowed() -> None:
@@ -216,7 +216,7 @@ def test_a_victim_comes_back_with_room_for_all_it_had_and_computes_it_again() ->
         bench.step()
     assert (bench.running, victim.num_tokens) == ({"a"}, 12)
     while bench.running:
-        assert "victim" not in bench.step(), "two pages are free, and it had three"
+        assert "victim" not in bench.step(), "it had three pages, and only two are free"
     assert [bench.step() for _ in range(3)] == [{"victim": 8}, {"victim": 4}, {"victim": 1}]
 
 
@@ -229,7 +229,7 @@ def test_nobody_is_preempted_while_pages_of_a_copy_are_about_to_be_evictable() -
     assert bench.scheduler.is_short_of_pages
     assert bench.running == {"x", "y"}
     bench.let_loads_go()
-    assert bench.step() == {"x": 1}, "the idle adapter gave its page up"
+    assert bench.step() == {"x": 1}, "the idle adapter was evicted"
 
 
 # In an engine
@@ -251,7 +251,7 @@ def test_a_long_prompt_is_cut_into_chunks_and_decode_goes_on(simulation: Simulat
     received = len(simulation.tokens["short"])
     for expected in range(received + 1, received + 5):
         simulation.step()
-        assert len(simulation.tokens["short"]) == expected, "decode must not wait for the prompt"
+        assert len(simulation.tokens["short"]) == expected, "decodes must not wait for the prompt"
     simulation.run()
     assert simulation.tokens["short"] == simulation.expected(short)
     assert simulation.tokens["long"] == simulation.expected(long)

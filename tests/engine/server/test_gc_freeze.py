@@ -21,12 +21,12 @@ def test_what_is_there_is_left_alone_and_what_comes_is_collected() -> None:
     gone = weakref.ref(Node())
     freeze_gc()
     try:
-        assert gone() is None, "what was garbage before is not kept"
+        assert gone() is None, "earlier garbage is not kept"
         assert gc.get_freeze_count() > 10_000
         del there
         later = weakref.ref(Node())
         gc.collect()
-        assert is_there() is not None, "the collector does not go through what was there"
+        assert is_there() is not None, "frozen objects are not collected"
         assert later() is None
     finally:
         gc.unfreeze()

@@ -140,7 +140,7 @@ def test_the_sequences_of_a_gateway_that_is_gone_end_though_nothing_is_sent_to_i
     tokens: list[int] = []
     while not isinstance(message := staying.receive(), Finished):
         assert isinstance(message, StepOutput)
-        assert len(message.outputs) == 1, "its own alone"
+        assert len(message.outputs) == 1, "only its own output"
         tokens.extend(message.outputs[0].token_ids)
     assert tokens == simulation.expected(add)
     deadline = time.monotonic() + 10
@@ -174,4 +174,4 @@ def test_who_asks_for_the_tiers_waits_for_a_look_and_others_do_not(
         looked = looking.receive()
         assert isinstance(looked, Stats)
         assert looked.call_id == f"look {number}"
-        assert stager.num_pipes == number + 1, "it is polled again, wherever it is"
+        assert stager.num_pipes == number + 1, "the new pipe is polled"

@@ -67,7 +67,7 @@ def test_a_cold_request_waits_loads_reads_and_answers(simulate: Simulate) -> Non
     simulation.add("joins", digest="a", traceparent=SECOND)
     simulation.add("nobody asks")
     simulation.run()
-    assert len(spans.records) == 8, "the untraced sequence told nothing"
+    assert len(spans.records) == 8, "the untraced sequence has no spans"
     assert spans.of(FIRST) == ["engine.load_adapter", "engine.queue", "engine.prefill", "engine.decode"]
     queue, prefill, decode = (spans.find(FIRST, f"engine.{part}") for part in ("queue", "prefill", "decode"))
     assert queue.started_ns <= queue.ended_ns == prefill.started_ns <= prefill.ended_ns == decode.started_ns
@@ -134,7 +134,7 @@ def test_an_exporter_that_hangs_costs_the_engine_no_time() -> None:
         started = time.perf_counter()
         sink.record(FIRST, span)
         slowest = max(slowest, time.perf_counter() - started)
-    assert slowest < 1.0, "what is too much is dropped"
+    assert slowest < 1.0, "excess spans are dropped"
     started = time.perf_counter()
     sink.close(0.1)
     assert time.perf_counter() - started < 2.0

@@ -112,7 +112,7 @@ def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
         pytest.param(
             OneDnnProduct,
             marks=pytest.mark.skipif(
-                not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU multiplies no bfloat16"
+                not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 product"
             ),
         ),
     ],

@@ -46,7 +46,7 @@ def run_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     numbers = [int(part) for part in version("triton").split(".")[:2]]
     if numbers < [3, 7] and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("the interpreter of this triton cannot loop up to a tensor with this numpy")
+        pytest.skip("this triton's interpreter cannot loop up to a tensor with this numpy")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 

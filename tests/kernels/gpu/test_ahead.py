@@ -69,7 +69,7 @@ def test_what_the_cache_has_is_not_compiled(
     monkeypatch.setattr(ahead.Program, "is_cached", lambda self: self.source.signature["gate_up_ptr"] == "*fp32")
     with played_driver(90):
         ahead.compile_ahead(launch_two, 2, ["/no/such/program"])
-    assert capsys.readouterr().err == "", "the one program that is missing needs no second process"
+    assert capsys.readouterr().err == "", "a single missing program needs no second process"
 
 
 class Parsed:

@@ -526,7 +526,7 @@ def test_every_batch_and_width_equals_dense_matrices(
     run_case(shrink, expand, make_adapter_pool, dtype, dtype, in_features, out_features, batch, 2, ranks)
 
 
-@pytest.mark.skipif(not HAS_GPU, reason="needs a pool larger than the interpreter can walk")
+@pytest.mark.skipif(not HAS_GPU, reason="needs a pool too large for the interpreter")
 def test_adapters_past_4_gib_are_read(
     shrink: Callable[..., None], expand: Callable[..., None], make_adapter_pool: Callable[..., Any]
 ) -> None:

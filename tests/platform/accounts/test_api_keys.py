@@ -166,7 +166,7 @@ def test_a_jump_of_the_clock_prolongs_no_grace(clocked: Database, acme: Tenant, 
     clock.advance(1)
     assert [keys.authenticate(key.secret) is not None for key in (early, created)] == [False, False]
     clock.advance(7 * 86_400 - 30)
-    assert keys.authenticate(created.secret) is None, "nor does it come back"
+    assert keys.authenticate(created.secret) is None, "it does not come back"
 
 
 def test_a_second_rotation_ends_the_first_ones_grace(clocked: Database, acme: Tenant) -> None:

@@ -71,7 +71,7 @@ def test_a_key_revoked_in_one_gateway_is_dead_in_the_other(migrated_url: str) ->
         key = one.keys.create(tenant.id, "test")
         settle(one, other)
         assert other.keys.authenticate(key.secret) is not None
-        assert other.keys.recent(key.secret) is not None, "kept"
+        assert other.keys.recent(key.secret) is not None, "it is cached"
         one.keys.revoke(key.key.id)
         # Far sooner than its entry expires: little more than one poll.
         assert until(lambda: other.keys.recent(key.secret) is None) < 2.5

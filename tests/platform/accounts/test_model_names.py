@@ -106,7 +106,7 @@ async def test_a_granted_adapter_is_called_and_paid_for_by_the_other_tenant(gate
     await gateway.openai.completions.create(model="other/secret:default", prompt="a", max_tokens=1)
     [event], [add] = gateway.usage(), gateway.engine.adds
     assert (event.tenant_id, event.model) == (gateway.tenant.id, "other/secret@1")
-    assert add.share_key == gateway.tenant.id, "the caller's turn and prefix cache, not the owner's"
+    assert add.share_key == gateway.tenant.id, "the caller's share and prefix cache, not the owner's"
     with pytest.raises(openai.NotFoundError):
         await gateway.openai.completions.create(model="secret", prompt="a", max_tokens=1)
     grants.remove(adapter_id, gateway.tenant.id)

@@ -142,9 +142,9 @@ def test_a_rate_survives_a_clock_that_jumps_ahead_and_back(
     assert admit_all() == 4
     for _ in range(3):
         clock.advance(7 * 86_400)
-        assert admit_all() == 4, "a jump looks like time that has passed"
+        assert admit_all() == 4, "a forward jump counts as elapsed time"
         clock.advance(-7 * 86_400)
-        assert admit_all() == 0, "to come back grants nothing"
+        assert admit_all() == 0, "jumping back grants nothing"
     clock.advance(15)
     assert admit_all() == 1
     clock.advance(60)
@@ -179,7 +179,7 @@ def test_a_lease_from_before_the_clock_went_back_has_expired(
     assert admission.recover_expired() == 1
     alive = admission.reserve(make_request())
     clock.advance(-LEASE_US / 1_000_000)
-    assert admission.recover_expired() == 0, "a small step ends no lease"
+    assert admission.recover_expired() == 0, "a small clock step ends no lease"
     assert admission.settle(alive.request_id, used(10, 5))
 
 
@@ -310,7 +310,7 @@ def test_an_expired_reservation_is_recovered_at_its_checkpoint_and_corrected_onc
     # As if written by a dying gateway: the tokens are counted, but the lease was not extended in time.
     assert admission.recover_expired() == 1
     assert admission.recover_expired() == 0
-    assert counter(clocked).reserved == 30, "that of the other"
+    assert counter(clocked).reserved == 30, "only the other request holds quota"
     level = counter(clocked).level
     # The gateway was only slow, and its own figures are correct.
     assert admission.settle(dead.request_id, used(10, 20))
@@ -441,7 +441,7 @@ def test_a_request_that_runs_holds_more_tokens_as_it_needs_them(
     admission = Admission(clocked)
     first, second = admission.reserve(make_request(most=30)), admission.reserve(make_request(most=30))
     assert admission.extend(first.request_id, 25)
-    assert not admission.extend(second.request_id, 16), "15 are left"
+    assert not admission.extend(second.request_id, 16), "15 tokens are left"
     assert admission.extend(second.request_id, 15)
     with clocked.read() as connection:
         rows = connection.execute(select(schema.reservations.c.id, schema.reservations.c.reserved_tokens)).all()

@@ -160,7 +160,7 @@ async def test_a_database_that_is_down_fails_what_waited_and_nothing_later(
     admission.trouble = OperationalError("COMMIT", {}, Exception("the server is gone"))
     outcomes = await gathered(committer, admission, [make_request() for _ in range(5)])
     assert {type(outcome) for outcome in outcomes} == {OperationalError}
-    assert len(admission.sizes) <= 2, "nobody asks a dead database again for each"
+    assert len(admission.sizes) <= 2, "a dead database is not asked again for each operation"
     admission.trouble = None
     assert isinstance(await committer.submit(make_request()), Reservation)
     admission.trouble = ZeroDivisionError("a mistake of ours")

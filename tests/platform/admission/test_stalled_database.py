@@ -69,12 +69,12 @@ async def test_requests_that_wait_for_cold_adapters_outwait_no_deadline(
         with stalled(migrated_postgres_url):
             waiting = [timed(gateway, model) for model in ("one", "one", "two", "one", "two", "held", "base")]
             answers = await asyncio.gather(*waiting)
-            assert is_whole(await stream), "what runs finishes"
+            assert is_whole(await stream), "running streams finish"
             assert all(is_refused(answer) for answer, _ in answers)
             assert max(took_s for _, took_s in answers) < RESERVE_WAIT_S + MARGIN_S
             later = [await timed(gateway, model) for model in ("one", "held", "base")]
             assert all(is_refused(answer) for answer, _ in later)
-            assert max(took_s for _, took_s in later) < RESERVE_WAIT_S / 2, "the trouble is known by now"
+            assert max(took_s for _, took_s in later) < RESERVE_WAIT_S / 2, "the trouble is already known"
             await until_ready(gateway, False)
         await until_ready(gateway, True)
         await until_spool_is_empty(gateway)

@@ -32,13 +32,13 @@ def page_faults(environment: dict[str, str]) -> int:
     return int(ran.stdout)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only GNU libc is told so")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only GNU libc has these settings")
 def test_what_a_step_freed_serves_the_next_without_page_faults() -> None:
     environment = _environment()
     assert environment.items() >= MEMORY_ENVIRONMENT.items()
     assert page_faults(environment) < 500
     plain = {name: value for name, value in os.environ.items() if name not in MEMORY_ENVIRONMENT}
-    assert page_faults(plain) > 5000, "without being told it maps memory anew, so this test can fail"
+    assert page_faults(plain) > 5000, "without the settings there are page faults"
 
 
 def test_an_operator_s_own_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:

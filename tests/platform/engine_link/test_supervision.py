@@ -57,10 +57,10 @@ def test_a_request_that_hangs_its_step_is_refused_after_two_deaths(demo_base: Pa
             waiting = engine.submit(add("waiting", 8, 9))
             ended = await asyncio.wait_for(asyncio.gather(*map(end_of, (beside, hanging, waiting))), PATIENCE_S)
             assert [one.code for one in ended] == ["engine_unavailable"] * 3
-            assert [one.prompt_tokens for one in ended] == [3, 2, 0], "what only waited has cost nothing"
+            assert [one.prompt_tokens for one in ended] == [3, 2, 0], "a waiting request costs nothing"
             assert ended[0].completion_tokens >= 1
             assert not engine.is_ready
-            assert len(engine._strikes) == 2, "what only waited is not blamed"
+            assert len(engine._strikes) == 2, "a waiting request is not blamed"
             with pytest.raises(EngineUnavailable):
                 engine.submit(add("early"))
             await until(lambda: engine.is_ready)
@@ -212,7 +212,7 @@ def test_the_watchdog_tells_a_hanging_loop_from_a_slow_start_and_from_its_own_ab
     watchdog = Watchdog(step_timeout_s=10, first_step_timeout_s=100, max_gap_s=2)
     starting = LoopProgress(num_passes=3, num_steps=0)
     assert not any(watchdog.look(starting, 1) for _ in range(101))
-    assert watchdog.look(starting, 1), "a first step may take long, but not for ever"
+    assert watchdog.look(starting, 1), "a first step may take long, but not forever"
     stepping = LoopProgress(num_passes=4, num_steps=1)
     assert not any(watchdog.look(stepping, 1) for _ in range(11))
     assert watchdog.look(stepping, 1)
@@ -235,7 +235,7 @@ def test_a_record_is_read_by_others_and_holds_what_fits() -> None:
     written.note_running([name * (ID_BYTES - 1) for name in "abc"])
     assert len(read.running()) == 3
     written.note_running([name * ID_BYTES for name in "abcd"])
-    assert read.running() == {name * ID_BYTES for name in "ab"}, "never a part of an id"
+    assert read.running() == {name * ID_BYTES for name in "ab"}, "an ID is never truncated"
     written.note_running([])
     assert read.running() == frozenset()
     written.close()

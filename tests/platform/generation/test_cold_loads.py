@@ -95,12 +95,12 @@ async def test_an_evicted_adapter_is_cold_again_and_a_loading_one_for_a_while_is
     engine.resident["digest"] = 1
     await adapters.refresh()
     del engine.resident["digest"]
-    assert not await is_cold(), "nothing of an eviction is known before the next report"
+    assert not await is_cold(), "an eviction is unknown until the next report"
     await adapters.refresh()
     assert await is_cold()
     now_s[0] = 3 * LOAD_S
     await adapters.refresh()
-    assert await is_cold(), "a load that never ended is not waited for"
+    assert await is_cold(), "a load that never ended is forgotten"
 
 
 @pytest.mark.anyio

@@ -130,7 +130,7 @@ async def test_postgres_that_takes_no_writes(
             spool = gateway.services.spool
             assert spool is not None
             if "reservations" not in tables or tables == EVERYTHING:
-                assert spool.num_bytes > 0, "its settlement waits on the disk"
+                assert spool.num_bytes > 0, "its settlement is spooled"
             if tables != ("usage_events",):
                 refused = await ask(gateway)
                 assert is_refused(refused), refused.text
@@ -253,5 +253,5 @@ async def test_a_deadlock_is_tried_again_and_nobody_notices(migrated_postgres_ur
     assert isinstance(await committer.submit(request()), Reservation)
     await wrong
     committer.close()
-    assert admission.num_refused == 1, "there was one"
+    assert admission.num_refused == 1, "exactly one deadlock occurred"
     database.close()

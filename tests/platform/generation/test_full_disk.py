@@ -247,7 +247,7 @@ async def test_a_disk_that_fills(
     assert is_refused(await lab.ask())
     assert not await is_ready(gateway)
     if isinstance(lab.disk, MountedDisk):
-        assert "SQLITE_" in str(gateway.services.trouble()), "operators are told which error it is"
+        assert "SQLITE_" in str(gateway.services.trouble()), "operators see the error's name"
     lab.disk.free()
     await until_all_is_settled(gateway)
     assert is_whole(await lab.ask())

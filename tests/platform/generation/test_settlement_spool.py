@@ -40,7 +40,7 @@ def test_what_was_appended_is_there_after_a_restart_and_gone_after_its_replay(tm
     assert len(spool.begin_replay().closings) == 4
     spool.append(closing(8))
     spool.end_replay()
-    assert spool.begin_replay().closings == (closing(8),), "what came during a replay waits for the next"
+    assert spool.begin_replay().closings == (closing(8),), "entries added during a replay wait for the next"
     spool.end_replay()
     assert spool.num_bytes == 0
     assert spool.begin_replay().closings == ()

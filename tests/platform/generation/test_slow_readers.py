@@ -161,7 +161,7 @@ async def test_a_socket_that_is_full_holds_its_own_stream_only(gateway: Any, gat
                 await asyncio.sleep(0.01)
         assert 0 < generation.num_pending <= MAX_SEPARATE + num_choices
         assert (await gateway.openai.completions.create(model="base", prompt="a", max_tokens=8)).usage is not None
-        assert generation.num_pending > 0, "the server reads ahead of its client only so far"
+        assert generation.num_pending > 0, "the server reads only a limited way ahead"
 
 
 def call(gateway: Any, body: Any) -> tuple[Any, Any]:

@@ -35,7 +35,7 @@ async def settled(gateway: Any) -> Any:
     assert await gateway.services.running.drain(5)
     [event] = gateway.usage()
     with gateway.database.read() as connection:
-        assert connection.execute(select(schema.reservations)).all() == [], "what was settled is in the ledger alone"
+        assert connection.execute(select(schema.reservations)).all() == [], "a settled request is only in the ledger"
     return event
 
 

@@ -90,5 +90,5 @@ def assert_all_is_settled(gateway: Gateway) -> None:
     with gateway.database.read() as connection:
         left = connection.execute(select(schema.reservations.c.id, schema.reservations.c.state)).all()
         held = connection.execute(select(schema.quota_counters.c.reserved)).scalars().all()
-    assert left == [], "what was refused holds nothing either"
+    assert left == [], "refused requests hold nothing either"
     assert set(held) == {0}

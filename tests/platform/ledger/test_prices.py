@@ -88,7 +88,7 @@ def test_the_most_particular_price_of_the_nearest_owner_holds() -> None:
         assert found is not None
         return found.prompt_nanos
 
-    assert prompt_price("ten_a", "ada_1") == 4, "a tenant's own price comes before the list"
+    assert prompt_price("ten_a", "ada_1") == 4, "a tenant's own price overrides the list"
     assert prompt_price("ten_a", None) == 5
     assert prompt_price("ten_b", "ada_1") == 6
     assert prompt_price("ten_b", "ada_2") == 2

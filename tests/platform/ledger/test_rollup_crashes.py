@@ -198,7 +198,7 @@ def test_what_is_settled_while_the_ledger_is_rolled_up_anew_is_counted_once(post
             gateway.is_over.set()
             gateway.join(20)
     database.upgrade()
-    assert num_waiting(database) > 0, "some came after the migration"
+    assert num_waiting(database) > 0, "some settlements came after the migration"
     fold_everything(database)
     folded = all_rollups(database)
     assert roll_up_anew(database) == folded

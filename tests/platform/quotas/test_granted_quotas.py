@@ -93,7 +93,7 @@ def test_a_changed_limit_holds_for_every_caller_from_the_next_request_on(two: Tw
             two.reserve(tenant)
     clock.advance(6)
     two.limit("requests_per_minute", 4)
-    assert (two.remaining(two.owner), two.remaining(two.grantee)) == (4, 2), "what was earned, at the old rate"
+    assert (two.remaining(two.owner), two.remaining(two.grantee)) == (4, 2), "earned at the old rate"
     clock.advance(15)
     assert two.remaining(two.grantee) == 3
 

@@ -46,7 +46,7 @@ def test_a_tenants_own_policy_replaces_the_platforms_unless_it_only_watches(mode
         cache.put(one)
     assert {binding.policy.id for binding in cache.bindings("tenant", "key", "adapter", 0)} == expected
     inherited = {binding.key.subject_id for binding in cache.bindings("stranger", None, None, 0)}
-    assert inherited == {"stranger"}, "each tenant has a count of its own"
+    assert inherited == {"stranger"}, "each tenant is counted separately"
 
 
 class SlowDict(dict[str, Any]):

@@ -378,7 +378,7 @@ class QuotaMachine(RuleBasedStateMachine):
             if row.window_start_us:
                 count = (policy.id, row.subject_id, self.oracle.window(policy, row.subject_id, row.window_start_us))
                 assert self.oracle.window(policy, row.subject_id, row.window_start_us - 1) != count[2]
-            assert count not in found, "two windows of one date"
+            assert count not in found, "two windows for one date"
             found[count] = row
             assert row.reserved == self.oracle.reserved(count)
             assert row.used == self.oracle.used(policy, count)

@@ -61,7 +61,7 @@ def test_open_uploads_count(shelf: Shelf) -> None:
     assert (refused.value.code, refused.value.param) == ("insufficient_quota", METRIC)
     with pytest.raises(QuotaExceeded) as refused:
         shelf.declare(2)
-    assert refused.value.retry_after_s == 1, "what open uploads hold may come back at any time"
+    assert refused.value.retry_after_s == 1, "open uploads may return bytes at any time"
     assert shelf.standing == (0, 1000, 0, 0)
 
 

@@ -62,7 +62,7 @@ def test_only_the_most_refusing_are_shown_and_they_are_forgotten() -> None:
     assert refusals.top() == [("a", 3), ("c", 2)]
     now[0] += REFUSALS_WINDOW_S
     refusals.count("b")
-    assert refusals.top() == [("a", 3), ("b", 2)], "what happened in the window before still counts"
+    assert refusals.top() == [("a", 3), ("b", 2)], "the previous window still counts"
     now[0] += REFUSALS_WINDOW_S
     assert refusals.top() == [("b", 1)]
     now[0] += 5 * REFUSALS_WINDOW_S

@@ -108,7 +108,7 @@ async def test_what_fails_says_with_which_code(traced_gateway: Gateway, kept: In
     assert (await traced_gateway.http.post("/v1/completions", json={**CALL, "model": "nope"})).status_code == 404
     spans = by_name(kept)
     assert spans["resolve"].status.description == "model_not_found"
-    assert spans["POST /v1/completions"].status.is_unset, "a client's mistake is no failure of the server"
+    assert spans["POST /v1/completions"].status.is_unset, "a client's mistake is not a server failure"
     kept.clear()
     traced_gateway.engine.die()
     assert (await traced_gateway.http.post("/v1/completions", json=CALL)).status_code == 503
@@ -197,6 +197,6 @@ def test_a_collector_gets_spans_by_otlp(collector: Any) -> None:
 def test_a_collector_that_is_away_delays_nobody() -> None:
     tracing = OtelTracing.open(TraceConfig(exporter="otlp", target="http://127.0.0.1:9/v1/traces"), 0.0, "link")
     begun = tracing.begin("POST /v1/completions", {})
-    assert begun.begin("generate").traceparent is None, "none of the share"
+    assert begun.begin("generate").traceparent is None, "the request is not sampled"
     begun.root.end()
     tracing.close()

@@ -198,11 +198,11 @@ async def test_a_code_belongs_to_one_sign_in_of_one_browser(browser: httpx.Async
     good = {"code": "a-code", "state": asked["state"]}
     ((name, cookie),) = under_way(browser).items()
     browser.cookies.clear()
-    assert (await browser.get(CALLBACK, params=good)).status_code == 403, "a link that somebody was sent"
+    assert (await browser.get(CALLBACK, params=good)).status_code == 403, "a link from another browser is refused"
     for forged in (cookie + "A", cookie.replace(".", ".1", 1), cookie[:-4], "x" * 43, ""):
         browser.cookies.clear()
         browser.cookies.set(name, forged, domain=urlsplit(CONSOLE_HOST).hostname or "")
-        assert (await browser.get(CALLBACK, params=good)).status_code == 403, "a sign-in that nobody began"
+        assert (await browser.get(CALLBACK, params=good)).status_code == 403, "a sign-in that was never started"
     assert provider.received == []
     browser.cookies.clear()
     asked = await begin(browser, provider)
@@ -227,7 +227,7 @@ async def test_every_tab_may_finish_its_sign_in(browser: httpx.AsyncClient, prov
     assert under_way(browser) == {}
     again = await browser.get(CALLBACK, params={"code": "a-code", "state": asked["state"]})
     assert (again.status_code, "Begin again" in again.text) == (403, True)
-    assert (await browser.get("/console/keys")).status_code == 200, "who reloads the way back stays signed in"
+    assert (await browser.get("/console/keys")).status_code == 200, "reloading the callback does not sign out"
 
 
 async def test_a_browser_has_a_few_sign_ins_under_way(browser: httpx.AsyncClient, provider: FakeProvider) -> None:
@@ -316,7 +316,7 @@ async def test_an_access_token_that_is_over_is_renewed(
         hours.passed_s += CONFIRMED_S + 1
         assert (await browser.get("/console/keys")).status_code == 200
         assert provider.received[-1]["grant_type"] == "refresh_token"
-        assert provider.received[-1]["refresh_token"] == f"refresh-{number}", "the newest one, kept in the session"
+        assert provider.received[-1]["refresh_token"] == f"refresh-{number}", "the session keeps the newest token"
 
 
 @pytest.mark.parametrize("silence", ["no groups in userinfo", "no userinfo", "an access token that is over"])
@@ -363,7 +363,7 @@ async def test_a_provider_that_is_away_is_waited_for_and_then_no_more(
     num_asked = provider.num_asked
     for _ in range(3):
         assert (await browser.get("/console/keys")).status_code == 200
-    assert provider.num_asked == num_asked + 1, "not at each request"
+    assert provider.num_asked == num_asked + 1, "not on every request"
     hours.passed_s += ASK_EVERY_S + 1
     assert (await browser.get("/console/keys")).status_code == 200
     assert provider.num_asked == num_asked + 2
@@ -437,7 +437,7 @@ def real_provider() -> Iterator[str]:
 
 
 @pytest.mark.campaign
-@pytest.mark.skipif(not NODE_MODULES, reason="make test-oidc installs the provider")
+@pytest.mark.skipif(not NODE_MODULES, reason="run make test-oidc to install the provider")
 @pytest.mark.parametrize(
     ("person", "status"), [("alice+ops", 200), ("bob+viewers", 200), ("carol+nobody", 403)], ids=str
 )
@@ -459,8 +459,8 @@ async def test_a_real_provider_signs_people_in(
         csrf = re.search(r'name="csrf-token" content="([^"]+)"', page.text)[1]  # type: ignore[index]
         out = await browser.post("/console/logout", data={"csrf": csrf})
         link = re.search(r'href="(http://127[^"]+)"', out.text)[1].replace("&amp;", "&")  # type: ignore[index]
-        assert (await outside.get(link)).status_code == 200, "the provider takes our word for who signs out"
-        assert (await browser.get(back)).status_code == 403, "nothing can be played again"
+        assert (await outside.get(link)).status_code == 200, "the provider accepts the sign-out"
+        assert (await browser.get(back)).status_code == 403, "the callback cannot be replayed"
 
 
 async def at_provider(outside: httpx.AsyncClient, location: str, person: str) -> str:
@@ -476,4 +476,4 @@ async def at_provider(outside: httpx.AsyncClient, location: str, person: str) ->
             response = await outside.post(urljoin(location, action), data=form)
         assert response.status_code in (302, 303), response.text
         location = urljoin(location, response.headers["location"])
-    raise AssertionError("the provider does not let anybody through")
+    raise AssertionError("the provider did not redirect back")

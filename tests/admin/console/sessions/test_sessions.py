@@ -63,7 +63,7 @@ def test_throttle_counts_by_address_at_all_servers_and_forgets(database: Databas
     assert [throttle.begin("192.0.2.1") for throttle in servers] == [REFILL_S, REFILL_S]
     assert servers[0].begin("192.0.2.2") == 0
     servers[1].forgive("192.0.2.1")
-    assert servers[0].begin("192.0.2.1") == 0, "a right key does not count"
+    assert servers[0].begin("192.0.2.1") == 0, "a correct key does not count"
     assert servers[0].begin("192.0.2.1") > 0
     clock[0] += REFILL_S
     assert servers[1].begin("192.0.2.1") == 0
@@ -74,7 +74,7 @@ def test_throttle_counts_by_address_at_all_servers_and_forgets(database: Databas
     for _ in range(BURST):
         assert servers[0].begin("::ffff:192.0.2.7") == 0
     assert servers[1].begin("192.0.2.7") > 0
-    assert servers[1].begin("::ffff:192.0.2.8") == 0, "each of those who come by IPv4 to a listener on ::"
+    assert servers[1].begin("::ffff:192.0.2.8") == 0, "mapped IPv4 addresses count separately"
     clock[0] += BURST * REFILL_S
     assert ExpiredRows(database).sweep()["login_failures"] == 6
     assert ExpiredRows(database).sweep()["login_failures"] == 0
@@ -86,7 +86,7 @@ def test_a_jump_of_the_clock_locks_no_address_out(database: Database, clock: lis
     assert throttle.begin("192.0.2.1") == 0
     clock[0] -= 7 * 86_400
     assert throttle.begin("192.0.2.1") == 0
-    assert throttle.begin("192.0.2.1") == REFILL_S, "one attempt, and no burst"
+    assert throttle.begin("192.0.2.1") == REFILL_S, "one attempt, no burst"
     clock[0] += REFILL_S
     assert throttle.begin("192.0.2.1") == 0
 
@@ -98,12 +98,12 @@ def test_a_jump_of_the_clock_prolongs_no_session(
     clock[0] += LIFETIME_S
     token, forgotten = sessions.open(OPERATOR, content), sessions.open(OPERATOR, content)
     clock[0] -= TOUCH_S
-    assert sessions.find(token) is not None, "a small step ends no session"
+    assert sessions.find(token) is not None, "a small clock step ends no session"
     clock[0] -= LIFETIME_S - TOUCH_S
     assert sessions.find(token) is None
     assert ExpiredRows(database).sweep()["console_sessions"] == 2
     clock[0] += LIFETIME_S
-    assert sessions.find(forgotten) is None, "nor does it come back"
+    assert sessions.find(forgotten) is None, "it does not come back"
 
 
 def test_sessions_end_by_age_and_by_idleness_and_are_swept(

@@ -40,7 +40,7 @@ async def test_a_canary_grows_and_is_rolled_back_in_one_call(http: httpx.AsyncCl
     history = (await http.get(f"{base}/aliases/default/history", params={"limit": 2})).json()
     assert [(change["revision"], change["action"]) for change in history["data"]] == [(5, "rollback"), (4, "rollback")]
     assert history["has_more"]
-    assert history["data"][0]["actor"], "who moved it"
+    assert history["data"][0]["actor"], "the actor is recorded"
     older = await http.get(f"{base}/aliases/default/history", params={"after": history["last_id"]})
     assert [change["revision"] for change in older.json()["data"]] == [3, 2, 1]
     nothing = await http.post(f"{base}/aliases/default/rollback", json={"revision": 5})
@@ -55,7 +55,7 @@ async def test_an_alias_moves_only_from_where_the_caller_saw_it(http: httpx.Asyn
     assert (second.status_code, second.json()["error"]["code"]) == (412, "precondition_failed")
     back = await http.post(f"{base}/aliases/default/rollback", headers={"if-match": etag})
     assert (back.status_code, back.json()["error"]["code"]) == (412, "precondition_failed")
-    assert targets(await http.get(f"{base}/aliases/default")) == {2: 100}, "not moved to where somebody never saw it"
+    assert targets(await http.get(f"{base}/aliases/default")) == {2: 100}, "the alias is unchanged"
     for malformed in ("3", '"x"', 'W/"1"', '"99999999999"'):
         refused = await http.put(f"{base}/aliases/default", json={"version": 3}, headers={"if-match": malformed})
         assert refused.status_code == 400, malformed
@@ -74,10 +74,10 @@ async def test_an_alias_is_deleted_only_from_where_the_caller_saw_it(http: httpx
     assert (await http.delete(path, headers={"if-match": etag})).status_code == 204
     assert (await http.delete(path, headers={"if-match": etag})).status_code == 404
     await http.put(path, json={"version": 2})
-    assert (await http.delete(path, headers={"if-match": etag})).status_code == 412, "another one of that name"
+    assert (await http.delete(path, headers={"if-match": etag})).status_code == 412, "a different alias with that name"
     for headers in ({"if-match": "*"}, {}):
         await http.put(path, json={"version": 2})
-        assert (await http.delete(path, headers=headers)).status_code == 204, "whatever it leads to"
+        assert (await http.delete(path, headers=headers)).status_code == 204, "whatever the alias targets"
 
 
 @pytest.mark.parametrize(

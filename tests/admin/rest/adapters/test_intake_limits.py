@@ -162,7 +162,7 @@ async def test_a_tenants_preload_is_charged_and_an_operators_is_not(
         assert refused.json()["error"]["param"] == METRIC
         assert 0 < int(refused.headers["retry-after"]) <= 60
         assert list(admin_side.engine.resident) == digests[:1]
-        assert (await developer.post(f"{path}/1/preload")).status_code == 200, "it is there already"
+        assert (await developer.post(f"{path}/1/preload")).status_code == 200, "it is already resident"
         assert (await http.post(f"{path}/2/preload")).status_code == 200
         assert (await developer.post(f"{path}/2/preload")).status_code == 200
 

@@ -251,7 +251,7 @@ async def test_a_bucket_that_cannot_be_reached_is_asked_again_and_given_up(
     wake_up = admin_side.services.ingest.has_pending.set
     version = await register(http, adapter_id, "s3://operator/adapters/down", wake_up)
     assert (version["state"], version["error"]["code"]) == ("rejected", "source_unavailable")
-    assert "10.0.0.7" not in str(version), "where it lies is the operator's affair"
+    assert "10.0.0.7" not in str(version), "only operators see the address"
     tries = [entry for entry in log if entry["event"] == "source_unavailable"]
     assert len(tries) > 1
     assert "10.0.0.7" in tries[0]["error"]

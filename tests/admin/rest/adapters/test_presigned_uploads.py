@@ -158,7 +158,7 @@ def test_a_push_follows_the_servers_answer_to_the_bucket(
     num_parts = -(-(directory / FILES[1]).stat().st_size // MIN_PART_BYTES)
     assert (num_parts > 1) == (rank == 170)
     assert len(sent) == 1 + num_parts
-    assert all(port != server and not has_key for _, port, has_key in sent), "our key stays with us"
+    assert all(port != server and not has_key for _, port, has_key in sent), "our API key is not sent to the store"
     adapter_id = client.get("adapters", tenant="acme")["data"][0]["id"]
     for name in FILES:
         url = f"{client._base_url}/admin/v1/adapters/{adapter_id}/versions/1/files/{name}"
@@ -231,7 +231,7 @@ def test_parts_that_are_missing_are_no_file(
     for number, part in enumerate(ways[FILES[1]]["parts"]):
         client.put_presigned(part, [data[number * size : (number + 1) * size]])
     assert client.post(versions, {"upload_id": upload["id"]})["number"] == 1
-    assert client.post(versions, {"upload_id": upload["id"]})["number"] == 1, "asked for twice"
+    assert client.post(versions, {"upload_id": upload["id"]})["number"] == 1, "a repeated request returns it"
 
 
 def test_files_may_be_sent_to_the_server_all_the_same(
@@ -245,7 +245,7 @@ def test_files_may_be_sent_to_the_server_all_the_same(
     for name in FILES:
         client.put_bytes(f"{own}/{name}", ways[name]["size"], [(directory / name).read_bytes()])
     stored = admin_side.blobs.read_bytes(upload_key(upload["id"], FILES[0]))
-    assert stored == (directory / FILES[0]).read_bytes(), "what was acknowledged is what is kept"
+    assert stored == (directory / FILES[0]).read_bytes(), "the stored file is the acknowledged one"
 
 
 def test_a_store_that_refuses_or_is_away_is_told_apart(client: AdminClient, make_wide: Callable[[int], Path]) -> None:

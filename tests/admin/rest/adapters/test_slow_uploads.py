@@ -61,7 +61,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         time.sleep(0.02)
-    raise AssertionError("it did not happen in time")
+    raise AssertionError("the condition was not met in time")
 
 
 def test_slow_uploads_hold_up_only_each_other(

@@ -90,7 +90,7 @@ async def test_how_adapters_come_to_the_pool_is_scraped_while_the_engine_answers
             'loramux_adapter_loads_total{outcome="loaded"} 1.0',
             "loramux_adapter_files_set_aside_total 0.0",
         }
-        assert len(samples) == 6 + 2 + 2 + 3 * 8 + 3 + 1, "nothing depends on which adapters there are"
+        assert len(samples) == 6 + 2 + 2 + 3 * 8 + 3 + 1, "the series do not depend on the adapters"
         parsed = list(text_string_to_metric_families(text))
         assert len({family.name for family in parsed}) == len(parsed)
         del admin_side.engine.stats

@@ -52,7 +52,7 @@ async def test_a_tenants_reports_wait_for_each_other_alone(http: httpx.AsyncClie
         assert refusal(await acme.get(path)) == (429, "too_many_reports"), path
         assert (await initech.get(path)).status_code == 200, path
         assert (await http.get(f"/admin/v1{path}", params={"tenant": acme.id})).status_code == 200, path
-    assert (await acme.get("/adapters")).status_code == 200, "other calls go on"
+    assert (await acme.get("/adapters")).status_code == 200, "other calls are still served"
     for release_slot in releases:
         release_slot()
     for path in REPORTS:
@@ -127,7 +127,7 @@ async def test_exports_that_nobody_reads_are_few(http: httpx.AsyncClient, admin_
             await stack.enter_async_context(admin_side.services.export_slots.held_slot(acme.id))
         for path in ("/usage/events/export", long):
             assert refusal(await acme.get(path)) == (429, "too_many_exports"), path
-        assert (await acme.get("/usage")).status_code == 200, "a short report is sent at once"
+        assert (await acme.get("/usage")).status_code == 200, "a short report is sent immediately"
         assert (await initech.get("/usage/events/export")).status_code == 200
     answer = await acme.get(long)
     assert len(answer.content) > SENT_AT_ONCE_BYTES
