@@ -21,4 +21,4 @@ def free_port() -> int:
             except OSError:
                 continue
         return port
-    raise OSError("no port of loopback is free")
+    raise OSError("no loopback port is free")

@@ -146,9 +146,9 @@ async def feel(
         )
         failed = Counter(str(one.status) for one in attacked + quiet if one.status != 200 or not one.is_complete)
         if failed:
-            finding.faults.append(f"the polite tenant was answered {dict(failed)}")
+            finding.faults.append(f"the polite tenant got errors: {dict(failed)}")
         if finding.ratio is None or finding.ratio > LIMIT:
-            finding.faults.append(f"the polite tenant's p99 rose {finding.ratio or 0:.2f} times")
+            finding.faults.append(f"the polite tenant's p99 rose to {finding.ratio or 0:.2f} times")
         note(finding)
 
 
@@ -163,9 +163,9 @@ def check(stand: Stand) -> list[str]:
     billed = stand.num_billed() - stand.billed_before
     committed = metrics["loramux_engine_tokens_total", ("completion",)]
     if billed != committed:
-        faults.append(f"{billed} tokens are billed, the engine committed {committed:.0f}")
+        faults.append(f"{billed} tokens were billed, but the engine committed {committed:.0f}")
     if held:
-        faults.append(f"{held} tokens stay reserved")
+        faults.append(f"{held} tokens are still reserved")
     leaked = metrics["loramux_engine_pages", ("kv",)] - metrics["loramux_engine_prefix_pages", ()]
     if leaked:
         faults.append(f"{leaked:.0f} pages have no owner")
@@ -248,8 +248,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--databases", nargs="+", choices=DATABASES, default=DATABASES)
     parser.add_argument("--only", nargs="+", choices=[*COUNTED, *FELT], default=[*COUNTED, *FELT], metavar="ATTACK")
-    parser.add_argument("--calls", type=int, default=600, help="calls of each counted attack")
-    parser.add_argument("--rounds", type=int, default=2, help="quiet and attacked stretches of each felt attack")
+    parser.add_argument("--calls", type=int, default=600, help="number of calls per counted attack")
+    parser.add_argument("--rounds", type=int, default=2, help="number of attacked and quiet stretches per felt attack")
     parser.add_argument("--stretch-s", type=float, default=20.0, help="length of a stretch, in seconds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
@@ -258,7 +258,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _print(findings: Sequence[Finding]) -> None:
-    table = Table(title="what attacks did", show_lines=True)
+    table = Table(title="effects of the attacks", show_lines=True)
     for column in ("database", "attack", "answers", "quiet p99 ms", "attacked p99 ms", "ratio", "faults and notes"):
         table.add_column(column, justify="right" if "p99" in column or column == "ratio" else "left")
     for finding in findings:

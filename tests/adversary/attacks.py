@@ -18,7 +18,7 @@ from tests.conformance.demo_adapters import DEMO
 NUM_VERSIONS = 60
 OPEN_UPLOAD_BYTES = 1_000_000
 RAMP_S = 4.0
-"""Time over which a socket attack opens its connections, and closes them, in seconds. All at once is another attack."""
+"""Time over which a socket attack opens (and closes) its connections, in seconds; a burst is another attack."""
 
 Counted = Callable[[Stand, random.Random, int], Awaitable[Counter[str]]]
 """Makes about that many calls and counts the answers."""
@@ -81,7 +81,7 @@ async def pending_versions(stand: Stand, dice: random.Random, seconds: float) ->
     await asyncio.sleep(2.0)
     beside_s = await asyncio.to_thread(push, start + NUM_VERSIONS + 1)
     counts = await flooding
-    stand.notes.append(f"a polite push took {alone_s:.2f} s alone and {beside_s:.2f} s beside the versions")
+    stand.notes.append(f"a polite push took {alone_s:.2f} s alone and {beside_s:.2f} s during the flood")
     began_s = time.monotonic()
     await asyncio.to_thread(stand.wait_idle)
     counts["seconds until all were validated"] = round(time.monotonic() - began_s)

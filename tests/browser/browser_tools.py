@@ -26,14 +26,14 @@ def chromium_path() -> str:
     named = os.environ.get("LORAMUX_CHROMIUM")
     found = named or next((path for name in CHROMIUM if (path := shutil.which(name))), None)
     if found is None:
-        raise RuntimeError("there is no Chromium here: apt-get install chromium, or set LORAMUX_CHROMIUM")
+        raise RuntimeError("Chromium is not installed: apt-get install chromium, or set LORAMUX_CHROMIUM")
     return found
 
 
 def axe_source() -> str:
     content = AXE_FILE.read_bytes()
     if hashlib.sha256(content).hexdigest() != AXE_SHA256:
-        raise RuntimeError(f"{AXE_FILE} is not {AXE}: remove it and run make test-browser again")
+        raise RuntimeError(f"{AXE_FILE} is not {AXE}; remove it and run make test-browser again")
     return content.decode()
 
 

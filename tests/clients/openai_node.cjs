@@ -1,4 +1,4 @@
-// What the official Node client sees; prints one JSON document. CLIENT_MODULES is where npm put it.
+// What the official Node client receives; prints one JSON document. CLIENT_MODULES is its npm directory.
 const { createRequire } = require("node:module");
 const load = createRequire(process.env.CLIENT_MODULES + "/");
 const OpenAI = load("openai");
@@ -59,7 +59,7 @@ async function limits() {
   return { status: "never limited" };
 }
 
-// A reader that goes away in the middle: the server has to end the request by itself.
+// A client that disconnects mid-stream: the server has to end the request by itself.
 async function leave() {
   const stream = await client().chat.completions.create({ ...chat, max_tokens: 512, ignore_eos: true, stream: true });
   let count = 0;

@@ -31,7 +31,7 @@ PATIENCE_S = 60.0
 
 @dataclass(slots=True)
 class LabGateway:
-    """One gateway process and where it listens."""
+    """One gateway process, with its settings."""
 
     settings: dict[str, Any]
     pid: int = 0
@@ -43,7 +43,7 @@ class LabGateway:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What the engine reports it committed for one request."""
+    """Tokens that the engine reports having committed for one request."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -310,7 +310,7 @@ def test_the_graph_that_was_replayed_longest_ago_is_dropped(subject: Subject, mo
 def test_kernels_of_outer_modules_are_warmed_up_with_each_shape(
     outer_subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first step that needs these kernels finds them loaded, and is captured at once like any other."""
+    """The first step that needs these kernels finds them loaded, and is captured immediately like any other."""
     backend = plain_backend(HostAccelerator(), compiles=True)
     launched: set[tuple[str, int, int]] = set()
     for name in ("lora_gather", "lora_shrink", "lora_expand"):

@@ -102,7 +102,7 @@ def _qwen3(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 
 def _gemma(shape: dict[str, Any], window: int, num_layers: int) -> dict[str, Any]:
-    """An attention scale that is not the head's own, and windows shorter than the longer prompts."""
+    """An attention scale other than head_dim's, and windows shorter than the longer prompts."""
     gemma = {"num_hidden_layers": num_layers, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": window}
     return {**shape, **gemma, "initializer_range": 0.15, "attn_implementation": "eager"}
 

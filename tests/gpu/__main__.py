@@ -38,12 +38,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STAGE", help=", ".join(names))
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "build" / "gpu", help="the result files' folder (%(default)s)"
+        "--out", type=Path, default=ROOT / "build" / "gpu", help="directory for the result files (%(default)s)"
     )
-    parser.add_argument("--seconds", type=float, default=TOTAL_S, help="time for all chosen stages (%(default)s)")
-    parser.add_argument("--processes", type=int, help="processes that share the tests of a stage")
+    parser.add_argument("--seconds", type=float, default=TOTAL_S, help="seconds for all chosen stages (%(default)s)")
+    parser.add_argument("--processes", type=int, help="number of processes that share a stage's tests")
     parser.add_argument(
-        "--select", default="", help="run these tests of kernels and engine, an expression of pytest -k"
+        "--select", default="", help="run only these tests of kernels and engine (a pytest -k expression)"
     )
     parser.add_argument("--campaign", action="store_true", help="run the long tests too")
     parser.add_argument("--interpret", action="store_true", help="rehearse on the CPU, in Triton's interpreter")

@@ -25,7 +25,7 @@ def main() -> int:
         results = gpu.run(padded(step, num_tokens, num_segments=5, num_listed=24, max_q=12))
         for result, expected in zip(results, reference.run(step), strict=True):
             torch.testing.assert_close(result[: sum(num_queries)].cpu(), expected, rtol=1e-4, atol=1e-4)
-    print(f"two mixed steps on {DEVICE} equal the specification")
+    print(f"two mixed steps on {DEVICE} match the reference")
     return 0
 
 

@@ -78,7 +78,7 @@ def result_of(name: str, seconds: float, ended: list[Ended], note: str, scratch:
     summary = [str(tests)] if tests else []
     if any(one.was_stopped for one in ended):
         outcome = "stopped"
-        summary.append("its time was over")
+        summary.append("it ran out of time")
     elif any(one.exit_code not in allowed for one in ended):
         outcome = "failed"
         summary += sorted({f"exit code {one.exit_code}" for one in ended if one.exit_code not in allowed})

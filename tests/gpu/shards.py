@@ -6,7 +6,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", default="0/1", help="which share of the tests, of how many")
+    parser.addoption("--shard", default="0/1", help="share of the tests to run, as INDEX/COUNT")
 
 
 @pytest.hookimpl(trylast=True)

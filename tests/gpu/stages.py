@@ -100,7 +100,7 @@ def sanitized(tool: str, environment: dict[str, str]) -> Callable[[Setting], Pla
         step = module("tests.gpu.mixed_step")
         sanitizer = shutil.which(SANITIZER) or shutil.which(SANITIZER, path=TOOLKIT)
         if sanitizer is None:
-            return Plan([step], note=f"{SANITIZER} is not there: the step ran without it")
+            return Plan([step], note=f"{SANITIZER} is not installed, so the step ran without it")
         return Plan([[sanitizer, "--tool", tool, "--error-exitcode", "9", *step]], environment)
 
     return plan

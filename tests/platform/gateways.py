@@ -60,7 +60,7 @@ class Gateway:
         QuotaPolicies(self.database).set(self.tenant.id, metric, limit)
 
     def add_adapter(self, tenant: str, name: str, versions: int = 1) -> str:
-        """Add an adapter with ready versions, of which the last is the default, and return its identifier."""
+        """Add an adapter whose versions are ready, the last one the default, and return its identifier."""
         tenants = Tenants(self.database)
         owner = tenants.get(tenant) or tenants.create(tenant)
         adapter_id = new_id("ada")

@@ -21,7 +21,7 @@ from tests.adapter_store.blobs.limits import HURRIED
 HALF_A_HEAD = b"HTTP/1.1 200 OK\r\nETag: "
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
 MARGIN_S = 1.0
-"""Slack for threads that wait for a core."""
+"""Slack for threads that wait for a core, in seconds."""
 
 
 @pytest.fixture

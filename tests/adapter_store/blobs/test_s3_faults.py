@@ -25,7 +25,7 @@ from tests.adapter_store.blobs.radosgw import IS_RADOSGW
 DATA = random.Random(1).randbytes(70_000)
 LARGE = random.Random(2).randbytes(3 * MIN_PART_BYTES + 1)
 MARGIN_S = 1.0
-"""Slack for threads that wait for a core."""
+"""Slack for threads that wait for a core, in seconds."""
 
 PASSING = (
     Fault.SLOW_DOWN,

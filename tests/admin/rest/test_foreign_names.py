@@ -1,6 +1,6 @@
 """Another tenant's name and an unused name get the same answer, after the same SQL statements.
 
-Statements are counted rather than timed: an extra round trip or transaction is what a clock would reveal.
+Statements are counted rather than timed: a clock would only reveal an extra round trip or transaction.
 """
 
 from __future__ import annotations

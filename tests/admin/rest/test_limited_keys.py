@@ -450,7 +450,7 @@ async def test_its_usage_adds_up_to_its_events(app: ASGIApp, world: World, is_fo
 
 
 async def test_equal_weights_of_another_adapter_are_not_named(app: ASGIApp, world: World) -> None:
-    """Versions of several adapters can share a digest; the residency names only those of the key's adapters."""
+    """Versions of several adapters can share a digest; the residency names only versions of the key's adapters."""
     digest = b"support1".hex().ljust(64, "f")
     values = {"id": new_id("adv"), "adapter_id": world.payroll.id, "number": 9, "digest": digest, "state": "ready"}
     with world.services.database.write() as connection:

@@ -51,7 +51,7 @@ wrong = gpu.main()
 sys.exit(0 if (right, wrong) == (0, 1) else 1)
 """
 
-# Every part is timed by the host's clock, with the reference kernels in place of those that the engine would launch.
+# Every part is timed by the host's clock, with reference kernels in place of the engine's own.
 # Then two parts are rerun on an engine that adds every LoRA delta twice.
 REHEARSAL = """
 import dataclasses

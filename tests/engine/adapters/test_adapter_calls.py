@@ -351,7 +351,7 @@ def test_a_pin_outlives_its_gateway_and_can_be_ended_by_another(simulation: Simu
     assert not resident(simulation)["a"].is_pinned
 
 
-# Everything at once
+# Everything together
 
 
 def happenings(calls: Calls, names: list[str], rng: random.Random) -> list[Callable[[], object]]:

@@ -1,4 +1,4 @@
-"""The programs compiled ahead are exactly those that the launches need."""
+"""Exactly the programs that launches need are compiled ahead."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ async def end_of(stream: AsyncIterator[SequenceOutput | Finished]) -> Finished:
 
 async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not is_so():  # noqa: ASYNC110  what happens in other processes has no event here
+        while not is_so():  # noqa: ASYNC110  other processes set no event here
             await asyncio.sleep(0.02)
 
 

@@ -205,7 +205,7 @@ def test_an_idle_engine_is_no_hung_one(toy: Callable[..., LocalEngine]) -> None:
     asyncio.run(scenario())
 
 
-# Units
+# Components
 
 
 def test_the_watchdog_tells_a_hanging_loop_from_a_slow_start_and_from_its_own_absence() -> None:

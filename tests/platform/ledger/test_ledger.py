@@ -1,4 +1,4 @@
-"""The report adds up, over every grouping and bucket, on both databases."""
+"""Reports add up for every grouping and bucket, on both databases."""
 
 from __future__ import annotations
 

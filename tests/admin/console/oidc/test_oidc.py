@@ -415,7 +415,7 @@ def test_a_role_rule_that_cannot_hold_is_refused(rule: str) -> None:
         parse_rule(rule)
 
 
-# The real one
+# The real provider
 
 NODE_MODULES = os.environ.get("LORAMUX_TEST_OIDC", "")
 
