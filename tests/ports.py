@@ -6,7 +6,7 @@ import itertools
 import random
 import socket
 
-# Below the range from which systems assign ports, so nobody else gets one of these before it is used.
+# Below the range from which systems assign ports, so these are not given away before they are used.
 _FIRST, _END = 10_000, 30_000
 _candidates = itertools.count(random.SystemRandom().randrange(_END - _FIRST))
 

@@ -56,7 +56,7 @@ class Server:
         self.admin_url = self.lines[2].split()[-1]
 
     def ended(self) -> tuple[int, str, str]:
-        """Wait until it exits; the exit code and the rest of both outputs."""
+        """Wait until the server exits, and return its exit code and the rest of both outputs."""
         output, errors = self.process.communicate(timeout=40)
         return self.process.returncode, output, errors
 

@@ -1,4 +1,4 @@
-"""Streams that clients leave at random points, and clients that race for the last tokens of a quota."""
+"""Streams that clients abandon at random points, and clients that race for the last tokens of a quota."""
 
 from __future__ import annotations
 

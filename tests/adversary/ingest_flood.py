@@ -113,7 +113,7 @@ def _declare(
     counts: Counts,
     contents: dict[str, bytes] | None = None,
 ) -> Any:
-    """Declare an upload; its document, or None if it is refused."""
+    """Declare an upload, and return its document, or None if it is refused."""
     files = [
         {"name": name, "size": size, "sha256": hashlib.sha256((contents or {}).get(name, b"")).hexdigest()}
         for name, size in sizes.items()

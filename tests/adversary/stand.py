@@ -203,7 +203,7 @@ def _family(pid: int) -> list[int]:
 
 @contextmanager
 def _s3(directory: Path) -> Iterator[dict[str, str]]:
-    """Run an S3-compatible server with the bucket in its own process; the environment that points to it."""
+    """Run an S3-compatible server with the bucket in its own process, and yield the environment for it."""
     port = free_port()
     environment = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",

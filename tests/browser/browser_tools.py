@@ -1,6 +1,6 @@
 """What the browser tests need in addition to Python: Debian's Chromium, and axe-core from the npm registry.
 
-python -m tests.browser.browser_tools installs Chromium if run as root, and fetches axe-core
+`python -m tests.browser.browser_tools` installs Chromium if run as root, and downloads axe-core.
 """
 
 from __future__ import annotations

@@ -346,7 +346,7 @@ def _kill_engine_until(demo: Demo, is_enough: threading.Event) -> None:
 
 
 def _small_targets(page: Any) -> list[str]:
-    """Touch targets that are less than 44 px high; links inside a sentence do not count."""
+    """Touch targets less than 44 px high, except links inside a sentence."""
     wanted = (
         "button, .button, select, nav a, td a, th a, input:not([type=checkbox]):not([type=radio]):not([type=hidden])"
     )

@@ -83,7 +83,7 @@ def plain(stand: Stand) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=CLIENTS, ids=str)
 def seen(request: pytest.FixtureRequest, stand: Stand) -> dict[str, Any]:
-    """What one client received."""
+    """The document that one client printed."""
     program, script = CLIENTS[request.param]
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("LORAMUX_", "PYTHON"))},

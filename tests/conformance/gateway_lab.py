@@ -159,7 +159,7 @@ class GatewayLab:
         return tenant, ApiKeys(self.database).create(tenant.id, "key").secret
 
     def truths(self) -> defaultdict[str, Truth]:
-        """What the engine committed, by request; each has one sequence, and zeros if it never reached the engine."""
+        """The tokens that the engine committed, by request; zero for requests that never reached it."""
         found: defaultdict[str, Truth] = defaultdict(lambda: Truth(0, 0))
         for line in self._ends.read_text().splitlines():
             sequence_id, num_prompt, num_completion, _ = json.loads(line)

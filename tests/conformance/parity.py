@@ -135,7 +135,7 @@ def run(engine: Engine) -> None:
 
 
 def assert_parity(subject: Subject, name: str | None, add: Add, recorded: list[torch.Tensor]) -> None:
-    """Compare each step's logits with the reference's on the generated tokens, and the greedy choices."""
+    """Compare each step's logits, on the generated tokens, and its greedy choice with the reference's."""
     assert len(recorded) == add.max_tokens
     generated = [int(row.argmax()) for row in recorded]
     expected = subject.reference_logits(name, [*add.prompt, *generated[:-1]])[len(add.prompt) - 1 :]

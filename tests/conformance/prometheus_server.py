@@ -1,6 +1,6 @@
 """A real Prometheus on loopback, from Debian's package.
 
-python -m tests.conformance.prometheus_server installs it if it is missing
+`python -m tests.conformance.prometheus_server` installs it if it is missing.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def add(name: str, num_tokens: int = 6, digest: str | None = None) -> Add:
 
 
 def finished(engine: Engine) -> dict[str, Finished]:
-    """Run all sequences to their end; how each one ended."""
+    """Run all sequences to their end, and return how each one ended."""
     while engine.has_work:
         engine.step()
     messages = [one.message for one in engine.take_outbox()]

@@ -1,4 +1,4 @@
-"""Configurations that peft loads and we accept give equal logits: random ones, from a saved directory to the engine.
+"""Random configurations that both peft and loramux accept give equal logits, from saved directory to engine.
 
 Each configuration is saved by peft, reloaded by peft as the reference, and processed like an upload by our code.
 """
@@ -87,7 +87,7 @@ class Pair:
     directory: Path
 
     def save(self, index: int, settings: dict[str, Any], dtype: torch.dtype) -> Path | None:
-        """Have peft save a random adapter with these settings; None if peft finds nothing to adapt."""
+        """Have peft save a random adapter with these settings; returns None if it finds nothing to adapt."""
         directory = self.directory / str(index)
         torch.manual_seed(index)
         try:
@@ -119,7 +119,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int) -> Counter[str]:
-    """Compare configurations `[first, first + count)`; the number of each outcome."""
+    """Compare configurations `[first, first + count)`, and count the outcomes."""
     outcomes: Counter[str] = Counter()
     assembled = pair.subject.assemble()
     recorder = Recorder(assembled.engine, monkeypatch)

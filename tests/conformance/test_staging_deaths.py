@@ -1,4 +1,4 @@
-"""`loramux serve` whose engine loses its staging process: requests do not notice."""
+"""`loramux serve` whose engine loses its staging process: requests are not affected."""
 
 from __future__ import annotations
 

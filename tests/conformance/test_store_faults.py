@@ -30,7 +30,7 @@ BUCKET = "loramux-faults"
 
 @dataclass
 class Seen:
-    """What clients of one kind observed."""
+    """The answers that one group of clients got."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     slowest_s: float = 0.0

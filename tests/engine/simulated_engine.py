@@ -154,7 +154,7 @@ class Simulate(Protocol):
 
 
 def finishes(simulation: Simulation, max_steps: int = 3000) -> bool:
-    """Step until no work is left; False if some is left after `max_steps`."""
+    """Step until no work is left; returns False if some is left after `max_steps`."""
     for _ in range(max_steps):
         if not simulation.engine.has_work:
             return True

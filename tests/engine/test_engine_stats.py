@@ -1,4 +1,4 @@
-"""The engine's statistics: nothing is counted twice, and separate things are counted separately."""
+"""The engine's statistics count nothing twice, and keep prompt, cached and recomputed tokens apart."""
 
 from __future__ import annotations
 

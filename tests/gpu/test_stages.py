@@ -42,7 +42,7 @@ exec "$@"
 
 
 def rehearse(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """Run the stages without packages that engine and kernels do not need; the process, and the results by stage."""
+    """Run the stages without unneeded packages, and return the process and the results by stage."""
     (folder / "sitecustomize.py").write_text(REFUSE)
     sanitizer = folder / "compute-sanitizer"
     sanitizer.write_text(SANITIZER)

@@ -22,7 +22,7 @@ MAX_INTERPRETED = 6
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave most of a sweep to the campaign if the GPU's kernels are interpreted, a thousand times slower.
 
-    One case in 23 stays. No axis has 23 values, so a large sweep covers each value of each axis.
+    One case in 23 stays. Every axis has fewer values, so a large sweep covers each value of each axis.
     """
     if HAS_GPU:
         return

@@ -77,7 +77,7 @@ class Step:
 
 
 def run(kernels: Kernels, weights: Weights, tables: AdapterTables, step: Step) -> list[torch.Tensor]:
-    """Run one layer's kernels; the residual, and both gates of the normed sum."""
+    """Run one layer's kernels, and return the residual and both gates of the normed sum."""
     num_tokens = step.hidden.shape[0]
 
     def adapted(x: torch.Tensor, y: torch.Tensor, group: ModuleGroup) -> torch.Tensor:

@@ -35,7 +35,7 @@ def adapter_pool(
     geometry: PageGeometry,
     dtype: torch.dtype,
 ) -> AdapterPool:
-    """Fill shuffled pages with random adapters with `ranks` `[num_slots, num_layers, num_modules]`."""
+    """Fill shuffled pages with random adapters of `ranks` `[num_slots, num_layers, num_modules]`."""
     num_slots = ranks.shape[0]
     layouts = [adapter_layout(geometry, modules, slot_ranks) for slot_ranks in ranks]
     longest = max(layout.num_pages for layout in layouts) + 1

@@ -1,6 +1,6 @@
 """A real S3-compatible server on loopback: Ceph's radosgw with one monitor and one OSD that keeps its data in memory.
 
-python -m tests.adapter_store.blobs.radosgw installs Debian's packages if they are missing
+`python -m tests.adapter_store.blobs.radosgw` installs Debian's packages if they are missing.
 
 `Radosgw` starts a server in its own directory and stops it. Nothing of it outlives the test.
 """

@@ -12,7 +12,7 @@ from loramux.adapter_store.errors import BlobStoreUnavailable
 
 
 class WatchedBlobStore(MemoryBlobStore):
-    """Counts reads, waits when a test holds it up, and can be down."""
+    """Counts reads; a test can hold it up or take it down."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -270,7 +270,7 @@ def test_a_damaged_module_is_named(make_adapter: Any, target: PackTarget, tmp_pa
     packed = packed_of(make_adapter(modules=("self_attn.q_proj",)), target, tmp_path / "c")
     write_packed(path, packed, target)
     data = bytearray(path.read_bytes())
-    # In the first page's second layer.
+    # Damage the first page's second layer.
     data[4096 + target.geometry.page_bytes] ^= 1
     path.write_bytes(data)
     with pytest.raises(AdapterCorrupt, match=r"layers\.1\.self_attn\.q_proj"):

@@ -1,4 +1,4 @@
-"""Uploaded files come back byte for byte, in memory that does not grow with their size, or not at all."""
+"""Uploaded files are returned byte for byte or not at all, in memory that does not grow with their size."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Runs a program as on a kernel or in a container that lacks some sandbox measures: their system calls are refused.
 
-python lesser_kernel.py landlock,seccomp -m loramux.adapter_store.validation.sandbox
+Usage: python lesser_kernel.py landlock,seccomp -m loramux.adapter_store.validation.sandbox
 
 Seccomp filters stack and are inherited, so this has the same effect as a container's profile.
 """

@@ -1,4 +1,4 @@
-"""What a confined validation process cannot do; each test really tries it, in a separate process."""
+"""A confined validation process is harmless: each test tries a forbidden action in a separate process."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ result = [outcome, len(files) < 32]
 
 
 def test_it_dies_with_the_server(scratch: Path) -> None:
-    """The kernel kills it together with the thread that started it, as nobody is left to wait for a verdict."""
+    """The kernel kills the process with the thread that started it; nobody is left to wait for its verdict."""
     child = (
         "import sys, time; from loramux.adapter_store import sandbox; from pathlib import Path; sandbox.confine([]);"
         " print('ready', flush=True); time.sleep(60)"

@@ -231,7 +231,7 @@ def test_all_processes_of_the_group_are_killed(
 
 
 def test_processor_time_is_bounded_as_well(job: ValidationJob, target: PackTarget) -> None:
-    """Wall-clock time may come much later; the kernel counts the CPU time that the process uses."""
+    """The wall-clock limit may be far away; the kernel also limits the CPU time that the process uses."""
     code = (
         "from loramux.adapter_store.validation.sandbox import limit_resources\n"
         "limit_resources(1 << 32, 1 << 20, 1)\n"

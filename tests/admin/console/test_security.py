@@ -1,4 +1,4 @@
-"""The console's protection: sessions, cookies, tokens, headers, throttling, and redirects."""
+"""The console's security: sessions, cookies, tokens, headers, throttling, and redirects."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from schemathesis.generation import GenerationMode
 MEANT_OTHERWISE = [*range(200, 300), 400, 401, 403, 404, 409, 412, 413, 422, 429]
 
 Known = Callable[[str], Mapping[str, Any]]
-"""For an operation's path, the names of existing things, by parameter."""
+"""The names of existing things by parameter, for an operation with this path."""
 
 
 @dataclass(slots=True)
@@ -140,7 +140,7 @@ class _Visitor:
             call()
 
     def _name_what_exists(self, case: Any) -> bool:
-        """Replace names in a case by existing ones; whether there were any.
+        """Replace names in a case by existing ones, and return whether there were any.
 
         Deliberately invalid parts are kept, because the checks expect their refusal.
         """

@@ -1,6 +1,6 @@
 """Another tenant's name and an unused name get the same answer, after the same SQL statements.
 
-Statements are counted rather than timed: a clock would only reveal an extra round trip or transaction.
+Statements are counted, not timed, because only an extra round trip or transaction could be measured by a client.
 """
 
 from __future__ import annotations

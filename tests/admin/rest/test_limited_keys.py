@@ -77,7 +77,7 @@ class World:
         self._use(self.tenant.id, another, "the-base", None, is_hidden=True)
 
     def _furnish(self, adapter: Adapter, payer_id: str, key_id: str, *, is_hidden: bool) -> Names:
-        """Add one thing of each kind; their identifiers by the names of the routes' parameters."""
+        """Add one object of each kind, and return their identifiers by route parameter."""
         files = (UploadFile(CONFIG_FILE, 10, "0" * 64), UploadFile(TENSORS_FILE, 10, "1" * 64))
         upload, used = (self.services.ingest.create_upload(adapter.id, files) for _ in range(2))
         ready = self._version(adapter, 1, state="ready", upload_id=used.id, max_rank=2, num_pages=1)
@@ -154,7 +154,7 @@ class World:
         return request_id
 
     def leaks(self, text: str) -> list[str]:
-        """The hidden values in a text; numbers also as they are formatted for people."""
+        """The hidden values that a text contains, including numbers with thousands separators."""
         words = {word for word in self.hidden if not word.isdecimal()}
         numbers = {shown for word in self.hidden if word.isdecimal() for shown in (word, f"{int(word):,}")}
         found = [word for word in words if word in text]
@@ -200,7 +200,7 @@ NARROWED = {
     "GET /usage/events",
     "GET /usage/events/export",
 }
-"""Lists of only its own adapters and things."""
+"""Lists that contain only the key's own adapters and their objects."""
 
 ONE_OF_ITS = {
     "DELETE /adapters/{adapter_id}/uploads/{upload_id}",
@@ -223,7 +223,7 @@ ONE_OF_ITS = {
     "POST /adapters/{adapter_id}/versions/{number}/preload",
     "PUT /adapters/{adapter_id}/aliases/{name}",
 }
-"""Its own objects; all others do not exist."""
+"""Routes to one of the key's own objects; for the key, all others do not exist."""
 
 ONE_THAT_IS_NOT_THERE = {
     # No file was sent, so none is stored.
@@ -231,7 +231,7 @@ ONE_THAT_IS_NOT_THERE = {
     "POST /adapters/{adapter_id}/versions",
     "PUT /adapters/{adapter_id}/uploads/{upload_id}/files/{name}",
 }
-"""As above, but even its own call is refused, because it has no content."""
+"""As above, but the call fails even for its own object, because it has no content."""
 
 OF_THE_TENANT = {"GET /tenants", "GET /tenants/{id_or_slug}"}
 """The tenant's names, limits and states, which say nothing about its adapters."""

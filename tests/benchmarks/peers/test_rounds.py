@@ -101,7 +101,7 @@ def test_rounds_turn_the_order_round_and_ask_every_system_the_same(files: ModelF
 
 
 def test_loramux_does_its_work_there_and_back(files: ModelFiles) -> None:
-    """The way back is compared with loramux's own base, but not with peers."""
+    """The second pass counts in comparisons with loramux's own base, but not with peers."""
     own = flat(1.0)
     run = measurement(files, system(LORAMUX, "bfloat16", own), repeats=1)
     run.run(lambda: None)

@@ -1,4 +1,4 @@
-"""What a model directory may contain, and the named refusal of everything else."""
+"""What a model directory may contain; everything else is refused by name."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ TOKENS = tuple(range(100, 120))
 
 
 class Bench:
-    """Sequences' pages over a small pool; `compute` stands for the steps that fill them."""
+    """The pages of sequences over a small pool; `compute` stands for the steps that fill them."""
 
     def __init__(self, num_pages: int = 8) -> None:
         self.pages = PagePool(num_pages)

@@ -164,7 +164,7 @@ def run_case(
     x = torch.full((num_rows, in_features + 5), torch.nan, dtype=x_dtype)
     x[:, 2:-3] = torch.randn(num_rows, in_features)
     x = x.to(DEVICE)[:, 2:-3]
-    # The workspace fits a model's largest batch, which has more rows than this one.
+    # The planes have room for a model's largest batch, which has more rows than this one.
     planes = torch.full((num_planes, num_rows + 3, len(out_features), max(ranks) + 2), torch.nan, device=DEVICE)
     y_wide = torch.randn(num_rows, group.total_out + 3).to(DEVICE, x_dtype)
     before = y_wide.clone()

@@ -126,7 +126,7 @@ def test_a_rate_survives_a_clock_that_jumps_ahead_and_back(
     admission = Admission(clocked)
 
     def admit_all() -> int:
-        """The number of requests admitted until one has to wait for its share of a minute."""
+        """Count the requests that are admitted before one has to wait for its share of a minute."""
         admitted, wait_s = 0, None
         while wait_s is None:
             try:

@@ -1,4 +1,4 @@
-"""The shipped fake keeps the same accounts as an engine."""
+"""The shipped fake engine keeps the same accounts as a real one."""
 
 from __future__ import annotations
 

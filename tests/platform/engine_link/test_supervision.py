@@ -218,7 +218,7 @@ def test_the_watchdog_tells_a_hanging_loop_from_a_slow_start_and_from_its_own_ab
     assert watchdog.look(stepping, 1)
     for num_passes in range(5, 100):
         assert not watchdog.look(LoopProgress(num_passes=num_passes, num_steps=1), 9)
-    # The machine slept for an hour without looks; this hour must not count against the engine.
+    # The machine slept for an hour, which must not count against the engine.
     assert not watchdog.look(LoopProgress(num_passes=99, num_steps=1), 3600)
     assert watchdog.stalled_s == 2
 

@@ -1,4 +1,4 @@
-"""A fake engine process for a supervisor that starts almost instantly: `toy_engine.py DIRECTORY SOCKET RECORD`.
+"""A fake engine process that starts almost instantly: `toy_engine.py DIRECTORY SOCKET RECORD`.
 
 With a file `fails` in DIRECTORY it exits with the file's text as its error; with a file `hangs` its loop stops.
 """

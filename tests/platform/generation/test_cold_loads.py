@@ -170,7 +170,7 @@ async def test_a_load_ahead_of_requests_is_charged_and_the_request_after_it_is_n
     adapter_ids = {name: gateway.add_adapter("acme", name) for name in ("first", "second", "third")}
     gateway.limit(METRIC, 2)
     loads = gateway.services.loads
-    # The engine's residents are thus reported before the second adapter is loaded.
+    # This makes the engine report its residents before the second adapter is loaded.
     assert (await ask(gateway, "first")).status_code == 200
     answer = await loads.load(digest("second"), ahead(gateway, adapter_ids["second"]), 1.0)
     assert answer.state == "resident"

@@ -1,4 +1,4 @@
-"""A database that answers but refuses writes: for whatever reason, streams finish and nothing is lost or stays held."""
+"""A database that answers but refuses writes: whatever the reason, streams finish and nothing is lost or left held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the rollups with the ledger: the database sums up all events again."""
+"""Compares the rollups with the ledger by having the database sum up all events again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Health tells the truth without a key, even about a hung engine; and the answer to requests that crash engines."""
+"""Health is correct and needs no key, even with a hung engine; and requests that crash engines are refused."""
 
 from __future__ import annotations
 

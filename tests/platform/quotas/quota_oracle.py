@@ -153,7 +153,7 @@ class QuotaOracle:
         return self.used(policy, count) + self.reserved(count) + wanted <= policy.limit
 
     def admit(self, request: Request, bound: list[tuple[Policy, Count]], now_us: int) -> set[str]:
-        """Record an admitted request's holds; the policies that it exceeds."""
+        """Record what an admitted request holds, and return the policies that it exceeds."""
         beyond = set()
         for policy, count in bound:
             wanted = self.price(policy, request.prompt, request.completion)

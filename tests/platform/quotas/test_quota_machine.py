@@ -84,7 +84,7 @@ JUMPS = st.sampled_from([40, 60.000_001, 90, 7200, 8 * 86_400])
 
 
 class Crash(Exception):
-    """The gateway dies here."""
+    """Simulates the death of a gateway."""
 
 
 @contextmanager

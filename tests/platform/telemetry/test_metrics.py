@@ -1,4 +1,4 @@
-"""Metrics name nobody, except the ten policies with the most refusals, however many policies there are."""
+"""Metrics name nothing but the ten policies with the most refusals, however many policies there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An OpenID provider whose answers, including false ones, a test chooses."""
+"""An OpenID provider whose answers, true or false, are set by a test."""
 
 from __future__ import annotations
 

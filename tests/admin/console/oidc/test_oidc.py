@@ -464,7 +464,7 @@ async def test_a_real_provider_signs_people_in(
 
 
 async def at_provider(outside: httpx.AsyncClient, location: str, person: str) -> str:
-    """Sign in at the provider as a person does (name, password, consent); the URL that it redirects the browser to."""
+    """Sign in at the provider with name, password and consent, and return the URL that it redirects to."""
     for _ in range(12):
         if location.startswith(CONSOLE_HOST):
             return location

@@ -1,4 +1,4 @@
-"""Every administrative change is in the audit log, with who, from where and what, but never a secret."""
+"""Every administrative change is in the audit log, with its actor, source and content, but never a secret."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ ELSEWHERE = {
     ("POST", "/admin/v1/requests/{request_id}/cancel"): "request.cancel",
 }
 CHANGES_NOTHING = {
-    # Bytes for a version that is audited when it is created, a cache hint, and a question.
+    # Uploads, whose versions are audited when they are created; a cache hint; and a dry run.
     ("POST", f"{_ADAPTER}/uploads"),
     ("DELETE", f"{_ADAPTER}/uploads/{{upload_id}}"),
     ("PUT", f"{_ADAPTER}/uploads/{{upload_id}}/files/{{name}}"),
