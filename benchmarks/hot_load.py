@@ -1,16 +1,16 @@
-"""How fast do adapters come from the disk tier to the pool, beside a plain sequential read of the same files?
+"""How fast do adapters load from the disk tier into the pool, compared with a plain sequential read of the same files?
 
-On a CPU, in turns, for adapters of several ranks on all linears of a 1B Llama, from the operating
-system's memory (warm) and, after it was asked to drop the files, from the disk (cold):
+Runs on a CPU with adapters of several ranks on all linears of a 1B Llama. Files are read from the page cache (warm)
+and, after the operating system was asked to drop them, from the disk (cold). Six ways alternate:
 
-    plain     each file's pages are read in order, straight into the same pages of the pool, by one thread
-    memory    by fetches of the disk tier, one after another, into host memory: open, lock, read, verify
-    fetch     the same by as many threads as the staging process has: what a GPU, which copies by itself, is fed with
-    pool      by the staging process into memory that it shares, and from there by a thread to the pages of the pool
-    one       the same, each adapter from its request to its published tables before the next
-    first     as `pool`, by a staging process that was just opened: SHA-256 instead of lane sums
+    plain     one thread reads each file's pages in order, straight into the same pages of the pool
+    memory    one thread fetches adapters from the disk tier into host memory: open, lock, read, verify
+    fetch     the same with as many threads as the staging process has; a GPU would copy from there itself
+    pool      the staging process reads into shared memory, and a thread here copies to the pool's pages
+    one       as `pool`, but one adapter at a time, from its request to its published tables
+    first     as `pool`, with a staging process that has just started: SHA-256 instead of lane sums
 
-What counts is the throughput of each over that of `plain` in the same round.
+The result is each way's throughput relative to `plain` in the same round.
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ from loramux.engine.pages.pool_memory import allocate_pool
 SCRATCH = Path(__file__).parent / "scratch" / "hot_load"
 PLAIN, MEMORY, FETCH, POOL, ONE, FIRST = WAYS = ("plain", "memory", "fetch", "pool", "one", "first")
 TARGET = 0.8
-"""What `pool` must reach of `plain`."""
+"""Lowest throughput of `pool`, relative to `plain`, that meets the target."""
 
 MAX_UNDER_WAY = 6
-"""Adapters that are fetched and not yet copied: the memory of so many is taken."""
+"""Most adapters that are being loaded at a time; memory is reserved for this many."""
 
 MIN_FILES = 8
-"""With fewer, the first and the last are most of it, beside which nothing else is under way."""
+"""Fewest files to measure with. With fewer, the first and last loads, which overlap with nothing, would dominate."""
 
 
 class CheckError(Exception):
-    """What was loaded is not what was stored."""
+    """Loaded bytes differ from stored bytes."""
 
 
 class OpenPool:
-    """An adapter pool over a staging process, and what wakes whoever waits for it."""
+    """An adapter pool over a staging process, and the pipe that wakes a waiting thread."""
 
     def __init__(self, bench: Bench) -> None:
         files = bench.files
@@ -89,7 +89,7 @@ class OpenPool:
             str(files.directory),
             files.tier_bytes,
             EngineMemory(bench.memory_bytes),
-            # Without a host tier, so that each load begins at the disk tier.
+            # No host tier, so that each load starts at the disk tier.
             HostTier(0),
             bench.num_loaders,
             self._wake,
@@ -109,15 +109,15 @@ class OpenPool:
 
     @property
     def processor_s(self) -> float:
-        """Processor time of the staging process so far."""
+        """CPU time used by the staging process so far."""
         clock = ctypes.c_int()
         pid = self.stager.pid
         if pid is None or ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock)):
-            raise OSError("the staging process is gone")
+            raise OSError("the staging process has exited")
         return time.clock_gettime(clock.value)
 
     def wait(self) -> None:
-        """Until something may have come."""
+        """Block until a fetch or a copy may have finished."""
         ready = select.select([self.stager, self._wake_read], [], [])[0]
         if self._wake_read in ready:
             os.read(self._wake_read, 4096)
@@ -132,14 +132,14 @@ class OpenPool:
 
 
 class Bench:
-    """The engine's own parts between the disk tier and the pool."""
+    """The engine's own components between the disk tier and the pool."""
 
     def __init__(self, files: HotFiles, num_loaders: int) -> None:
         self.files = files
         self.num_loaders = num_loaders
         target, geometry = files.target, files.target.geometry
         self.accelerator = HostAccelerator()
-        # Room for every adapter, so that no page changes hands between two rounds.
+        # Room for every adapter, so that nothing is evicted between rounds.
         self.views = allocate_pool(
             geometry, files.count * files.payload_bytes, torch.bfloat16, torch.bfloat16, self.accelerator.device
         )
@@ -151,22 +151,22 @@ class Bench:
         self._newest = self._opened
 
     def open_source(self) -> PackedSource:
-        """A disk tier without blobs behind it."""
+        """A source that reads from the disk tier, with an empty blob store behind it."""
         files = self.files
         disk = DiskTier(files.directory, files.tier_bytes, files.target.pack_key)
         return PackedSource(MemoryBlobStore(), disk, files.target, self._slab.allocate)
 
     def stage_counts(self) -> dict[tuple[str, str], StageCounts]:
-        """What the staging process that stays open, and the pool that it feeds, have counted."""
+        """Stage counters of the long-lived staging process and the pool that it feeds."""
         return {(one.tier, one.stage): one for one in self._opened.stager.counts().stages}
 
     @property
     def processor_s(self) -> float:
-        """Processor time of this process and of the staging process that was opened last."""
+        """CPU time of this process and of the most recently started staging process."""
         return time.process_time() + self._newest.processor_s
 
     def prepare(self, way: str) -> None:
-        """What comes before a way's time begins."""
+        """Unload all adapters, and start a new staging process for `first`; not timed."""
         if self._newest is not self._opened:
             self._newest.close()
             self._newest = self._opened
@@ -213,7 +213,7 @@ class Bench:
         self.source.fetch(digest, Cancellation())
 
     def _load(self, max_under_way: int) -> None:
-        """Bring every adapter to its pages, at most so many at a time, as the engine's thread would between steps."""
+        """Load every adapter, `max_under_way` at a time, as the engine's thread would between steps."""
         adapters = self._newest.adapters
         waiting, under_way = deque(self.files.digests), dict[str, AdapterLoad]()
         while waiting or under_way:
@@ -231,7 +231,10 @@ class Bench:
         return self.pages(number) if load is None else load.pages
 
     def check(self) -> int:
-        """Compare every byte in the pool with what was stored, and have a damaged file refused; returns the bytes."""
+        """Compare every byte in the pool with the stored files, and check that a damaged file is refused.
+
+        Returns the number of bytes compared.
+        """
         num_bytes = 0
         for way, load in ((PLAIN, self.plain), (FIRST, self.first), (POOL, self.pool)):
             self.prepare(way)
@@ -240,7 +243,7 @@ class Bench:
             for number, digest in enumerate(self.files.digests):
                 found = self.views.raw[self._pages_of(way, number, digest)].numpy()
                 if not np.array_equal(found, self.files.payload(digest)):
-                    raise CheckError("what came to the pool is not what was stored")
+                    raise CheckError("bytes in the pool differ from the stored file")
                 num_bytes += found.nbytes
         self._check_damage()
         return num_bytes
@@ -260,18 +263,18 @@ class Bench:
                 source.fetch(digest, Cancellation())
             except AdapterUnavailable:
                 continue
-            raise CheckError("a damaged file was served")
+            raise CheckError("a damaged file was accepted")
         self.files.make()
         self.memory()
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One way's turn."""
+    """One way's measurement in one round."""
 
     bytes_s: float
     processor_s: float
-    """Of all threads, a gigabyte."""
+    """CPU seconds of all threads per gigabyte."""
 
 
 def measure(bench: Bench, is_cold: bool, num_rounds: int) -> dict[str, list[Round]]:
@@ -279,7 +282,7 @@ def measure(bench: Bench, is_cold: bool, num_rounds: int) -> dict[str, list[Roun
     num_bytes = bench.files.count * bench.files.payload_bytes
     found: dict[str, list[Round]] = {way: [] for way in WAYS}
     for number in range(num_rounds + 1):
-        # In turns, each first in its round, so that a drift of the machine meets all alike.
+        # The order rotates from round to round, so that drift in the machine's speed affects all ways alike.
         place = number % len(WAYS)
         for way in (*WAYS[place:], *WAYS[:place]):
             bench.prepare(way)
@@ -296,7 +299,7 @@ def measure(bench: Bench, is_cold: bool, num_rounds: int) -> dict[str, list[Roun
 
 
 def figures_of(bench: Bench, is_cold: bool, found: dict[str, list[Round]], stages: dict[str, float]) -> dict[str, Any]:
-    """One case's figures; ratios are of the same round, and their median counts."""
+    """One case's figures; ratios are taken within a round, and their median is reported."""
     ways = {}
     for way, rounds in found.items():
         ratios = [one.bytes_s / plain.bytes_s for one, plain in zip(rounds, found[PLAIN], strict=True)]
@@ -319,7 +322,7 @@ def figures_of(bench: Bench, is_cold: bool, found: dict[str, list[Round]], stage
 
 @contextmanager
 def stages_of(bench: Bench) -> Iterator[dict[str, float]]:
-    """Seconds a gigabyte of each stage of the store's loads inside the block, from the engine's own figures."""
+    """Seconds per gigabyte of each loading stage inside the block, from the engine's own statistics."""
     found: dict[str, float] = {}
     before = bench.stage_counts()
     yield found
@@ -327,13 +330,13 @@ def stages_of(bench: Bench) -> Iterator[dict[str, float]]:
     num_bytes = after["disk", "read"].num_bytes - before["disk", "read"].num_bytes
     for (tier, stage), one in after.items():
         if one.count > before[tier, stage].count:
-            # Only some ways go on to the pool.
+            # Only some ways reach the pool, so a stage is divided by its own bytes, if it counts any.
             per = one.num_bytes - before[tier, stage].num_bytes or num_bytes
             found[f"{tier} {stage}"] = round((one.seconds - before[tier, stage].seconds) / per * 1e9, 4)
 
 
 def table_of(cases: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="from the disk tier, over a plain read of the same files")
+    table = Table(title="throughput from the disk tier, over a plain read of the same files")
     for heading in ("rank", "MB", "cache", "plain MB/s", *WAYS[1:], "target"):
         table.add_column(heading, justify="right")
     for case in cases:
@@ -356,18 +359,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m benchmarks.hot_load", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", choices=sorted(SHAPES), default="1b", help="whose linears the adapters change")
+    add("--model", choices=sorted(SHAPES), default="1b", help="model whose linears the adapters change")
     add("--ranks", type=lambda text: [int(one) for one in text.split(",")], default=[8, 16, 64], metavar="8,16,64")
-    add("--megabytes", type=int, default=360, help="of files of each rank")
-    add("--rounds", type=int, default=9, help="of each way; the median counts")
-    add("--loaders", type=int, default=4, help="threads of the staging process; one of the engine copies")
+    add("--megabytes", type=int, default=360, help="total size of the files of each rank")
+    add("--rounds", type=int, default=9, help="rounds of each way; the median is reported")
+    add("--loaders", type=int, default=4, help="threads of the staging process; one engine thread copies")
     add("--skip-cold", action="store_true", help="do not ask the operating system to drop the files")
-    add("--scratch", type=Path, default=SCRATCH, help="where the files are made: the disk that is measured")
+    add("--scratch", type=Path, default=SCRATCH, help="directory for the files, on the disk to measure")
     add("--out", type=Path, help="write the figures as JSON, for benchmarks/results/")
     add_allow_busy(parser)
     arguments = parser.parse_args(argv)
     if min(*arguments.ranks, arguments.megabytes, arguments.rounds, arguments.loaders) < 1:
-        parser.error("ranks, --megabytes, --rounds and --loaders must be above 0")
+        parser.error("--ranks, --megabytes, --rounds and --loaders must be above 0")
     return arguments
 
 
@@ -376,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     machine = describe()
     busy_before = require_idle(arguments.allow_busy)
-    # As in an engine: whoever waits for the interpreter gets it soon.
+    # As in an engine: a thread that waits for the interpreter lock gets it soon.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     target = target_of(SHAPES[arguments.model])
     cases: list[dict[str, Any]] = []
@@ -393,7 +396,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 console.print(f"[red]nothing was measured: {error}[/red]")
                 return 1
             console.print(
-                f"rank {rank}: {files.count} files of {files.payload_bytes / 1e6:.1f} MB came whole to the pool"
+                f"rank {rank}: {files.count} files of {files.payload_bytes / 1e6:.1f} MB reached the pool intact"
             )
             for is_cold in (False,) if arguments.skip_cold else (False, True):
                 with stages_of(bench) as stages:

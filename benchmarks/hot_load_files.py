@@ -1,4 +1,4 @@
-"""Packed adapters of one rank in a disk tier, with contents that a seed gives."""
+"""Packed adapters of one rank in a disk tier, with seeded random contents."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class HotFiles:
         return self.directory / self.target.pack_key / f"{digest}.packed"
 
     def payload(self, digest: str) -> npt.NDArray[np.uint8]:
-        """What the adapter's pages hold."""
+        """The contents of the adapter's pages, as [num_pages, num_layers, page_bytes]."""
         shape = (self.num_pages, self.target.geometry.num_layers, self.target.geometry.page_bytes)
         return np.random.default_rng(int(digest[:8], 16)).integers(0, 256, shape, np.uint8)
 
     def make(self) -> None:
-        """Write them anew, and to the disk itself, so that the operating system may drop what it keeps of them."""
+        """Write all files, through to the disk, so that the operating system can drop its cached pages."""
         tier = DiskTier(self.directory, self.tier_bytes, self.target.pack_key)
         layout = self.target.layout(self._ranks())
         scales = np.full(layout.ranks.shape, 2.0, np.float32)
@@ -79,7 +79,7 @@ class HotFiles:
             tier.add(digest, file)
 
     def drop_cached(self) -> None:
-        """Have the operating system drop what it keeps of the files, so that they come from the disk itself."""
+        """Ask the operating system to drop its cached pages of the files, so that the next read is from the disk."""
         for digest in self.digests:
             descriptor = os.open(self.path(digest), os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""What a figure was measured on, and whether the machine was quiet enough to measure at all."""
+"""Describes the machine that figures were measured on, and refuses to measure on a busy one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUSY_SHARE = 0.15
 
 
 def busy_share(seconds: float = 2.0) -> float:
-    """The share of all cores' time that was not idle, from /proc/stat."""
+    """The share of all cores' time that was not idle over `seconds`, from /proc/stat."""
 
     def read() -> tuple[int, int]:
         fields = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
@@ -32,21 +32,21 @@ def busy_share(seconds: float = 2.0) -> float:
 
 
 def add_allow_busy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--allow-busy", action="store_true", help="measure on a machine that is busy with other things")
+    parser.add_argument("--allow-busy", action="store_true", help="measure even while other programs use the machine")
 
 
 def require_idle(is_busy_allowed: bool) -> float:
-    """Stop a measurement that other processes would spoil; returns the busy share that was seen."""
+    """Exit if other processes keep the machine busy, unless that is allowed; returns the busy share."""
     share = busy_share()
     if share > BUSY_SHARE and not is_busy_allowed:
         raise SystemExit(
-            f"the machine is {share:.0%} busy: stop what else runs, or pass --allow-busy to measure all the same"
+            f"the machine is {share:.0%} busy: stop other programs, or pass --allow-busy to measure anyway"
         )
     return share
 
 
 def describe() -> dict[str, str | int | bool]:
-    """Hardware, versions and commit."""
+    """Hardware, package versions and commit."""
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),

@@ -1,7 +1,7 @@
-"""Sixteen requests with sixteen adapters in one batch: loramux, its own base-only run, and peft's two ways.
+"""Sixteen requests with sixteen adapters in one batch: loramux with and without adapters, and peft's two ways.
 
-In process on a CPU, one run, the answers compared first. peft's mixed batch is a static batch in which every request
-begins and ends together, which flatters it.
+Everything runs in process on a CPU, in one run, after the answers were compared. peft's mixed batch is a static batch
+in which all requests start and end together, which favours peft.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Way:
 
 
 def pack_adapters(model: Any, base: Path, scratch: Path, num_adapters: int, dtype: str) -> list[PackedAdapter]:
-    """Save peft's adapters and take them the way an upload goes."""
+    """Save peft's adapters, then validate, canonicalize and pack them as an upload would be."""
     directory = scratch / "adapters"
     model.save_pretrained(directory)
     target = pack_target(ModelConfig.load(base), dtype)
@@ -81,7 +81,7 @@ def assemble(base: Path, packed: list[PackedAdapter], dtype: str, threads: int) 
 def run_loramux(
     assembled: AssembledEngine, prompts: torch.Tensor, num_tokens: int, digests: list[str | None]
 ) -> tuple[list[list[int]], float]:
-    """All requests at once, greedy; returns each one's tokens and the seconds from the first to the last."""
+    """Run all requests together, greedily; returns each request's tokens and the total seconds."""
     engine = assembled.engine
     engine.take_outbox()
     answers: list[list[int]] = [[] for _ in prompts]
@@ -105,7 +105,7 @@ def run_loramux(
 
 
 def check(base: Path, prompts: torch.Tensor, model: Any, packed: list[PackedAdapter], threads: int) -> None:
-    """Refuse to measure unless loramux and peft give the same tokens in float32."""
+    """Exit unless loramux and peft give the same tokens in float32."""
     expected, _ = peft_ways.mixed_batch(model, prompts, NUM_CHECKED_TOKENS)
     assembled = assemble(base, packed, "float32", threads)
     found, _ = run_loramux(assembled, prompts, NUM_CHECKED_TOKENS, [one.digest for one in packed])
@@ -129,12 +129,12 @@ def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Way],
         way.seconds.append(seconds)
         console.print(f"  {name}: {count * arguments.output / seconds:.1f} tokens/s")
 
-    console.print("float32: the same tokens from loramux and peft, then peft where it multiplies float32")
+    console.print("float32: compare the tokens of loramux and peft, then time peft")
     model = load_peft(base, count, rank, torch.float32)
     check(base, prompts, model, pack_adapters(model, base, scratch, count, "float32"), threads)
     console.print(f"  checked: {count} x {NUM_CHECKED_TOKENS} tokens are equal")
     if not arguments.skip_float32:
-        # The check has warmed the model up.
+        # The check has already warmed up the model.
         record(
             "transformers static batch, base only, float32", peft_ways.base_only(model, prompts, arguments.output)[1]
         )
@@ -154,7 +154,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Way],
     assembled = assemble(base, packed, "bfloat16", threads)
     digests: list[str | None] = [one.digest for one in packed]
     run_loramux(assembled, prompts, 4, digests)
-    # Alternating, so that a drift of the machine meets both.
+    # Alternate, so that drift in the machine's speed affects all ways alike.
     for _ in range(arguments.repeats):
         record("loramux, base only", run_loramux(assembled, prompts, arguments.output, [None] * count)[1])
         record("loramux, distinct adapters", run_loramux(assembled, prompts, arguments.output, digests)[1])
@@ -175,13 +175,13 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--output", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each loramux way; the median counts")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each loramux way; the median is reported")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--skip-float32", action="store_true", help="do not time peft in float32")
     add_allow_busy(parser)
     parser.add_argument("--save", type=Path, help="write the figures as JSON, for benchmarks/results/")
     arguments = parser.parse_args()
-    # peft asks transformers 5 by old names; that is not what is measured here.
+    # peft uses deprecated names of transformers 5, which are irrelevant here.
     warnings.filterwarnings("ignore", category=FutureWarning)
     console = Console()
     machine = describe()
@@ -190,13 +190,13 @@ def main() -> None:
         ways, workload = measure(arguments, console)
     speed = {way.name: way.tokens_per_second for way in ways}
     table = Table(title=workload)
-    for heading in ("way", "tokens/s", "of loramux with adapters"):
+    for heading in ("way", "tokens/s", "relative to loramux with adapters"):
         table.add_column(heading, justify="left" if heading == "way" else "right")
     ours = speed["loramux, distinct adapters"]
     for name, value in sorted(speed.items(), key=lambda item: item[1]):
         table.add_row(name, f"{value:.1f}", f"{value / ours:.2f}")
     console.print(table)
-    # Where the CPU multiplies no bfloat16, float32 is the faster way to run the others: each is taken at its best.
+    # On a CPU without bfloat16 arithmetic, peft and transformers are faster in float32: use the better of the two.
     best_peft = max(value for name, value in speed.items() if name.startswith("peft"))
     best_static = max(value for name, value in speed.items() if name.startswith("transformers"))
     base = speed["loramux, base only"]

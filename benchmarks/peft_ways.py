@@ -1,4 +1,4 @@
-"""The two ways in which peft serves many adapters in process, and transformers' static batch."""
+"""peft's two ways to serve many adapters in process, and transformers' static batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import torch
 def generate(
     model: Any, prompts: torch.Tensor, num_tokens: int, adapter_names: list[str] | None
 ) -> tuple[list[list[int]], float]:
-    """Greedy static batch; `adapter_names` one a row (`__base__` for none), None for whatever is active."""
+    """Run a greedy static batch; returns each row's tokens, and the seconds.
+
+    `adapter_names` holds one name per row (`__base__` for no adapter); with None, the active adapter serves all rows.
+    """
     extra: dict[str, Any] = {} if adapter_names is None else {"adapter_names": adapter_names}
     started = time.perf_counter()
     output = model.generate(
@@ -35,12 +38,12 @@ def base_only(model: Any, prompts: torch.Tensor, num_tokens: int) -> tuple[list[
 
 
 def mixed_batch(model: Any, prompts: torch.Tensor, num_tokens: int) -> tuple[list[list[int]], float]:
-    """One static batch, `adapter_names` naming each row's adapter."""
+    """Run one static batch, each row with its own adapter."""
     return generate(model, prompts, num_tokens, [f"a{row}" for row in range(len(prompts))])
 
 
 def switching(model: Any, prompts: torch.Tensor, num_tokens: int) -> tuple[list[list[int]], float]:
-    """One request after another, `set_adapter` between them."""
+    """Run one request after another, with `set_adapter` before each."""
     answers, total = [], 0.0
     for row in range(len(prompts)):
         started = time.perf_counter()

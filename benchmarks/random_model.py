@@ -1,6 +1,6 @@
-"""Random base models of known shapes and random PEFT adapters for them, made once into a scratch folder.
+"""Random base models of known shapes and random PEFT adapters for them, created once in a scratch folder.
 
-`python -m benchmarks.random_model small DIRECTORY` makes a base for the benchmarks that take one by `--base`.
+`python -m benchmarks.random_model small DIRECTORY` creates a base model for the benchmarks that accept `--base`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama's sizes."""
+    """Dimensions of a Llama."""
 
     hidden_size: int
     num_layers: int
@@ -35,7 +35,7 @@ SHAPES = {
 
 
 def make_base(shape: Shape, directory: Path) -> None:
-    """Write a random bfloat16 Llama with tied embeddings to `directory`."""
+    """Write a random bfloat16 Llama with tied embeddings to `directory`, unless it already holds one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if (directory / "model.safetensors").exists():
@@ -50,14 +50,14 @@ def make_base(shape: Shape, directory: Path) -> None:
         vocab_size=shape.vocab_size,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
-        # Larger than usual, so that greedy choices are decided by more than rounding.
+        # Larger than usual, so that rounding does not decide greedy choices.
         initializer_range=0.05,
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
 
 
 def load_peft(base: Path, num_adapters: int, rank: int, dtype: torch.dtype) -> Any:
-    """The base with random adapters `a0`, `a1`, ... on all seven linears; equal for equal arguments but the dtype."""
+    """Load the base with random adapters `a0`, `a1`, ... on all seven linears; every dtype gets the same values."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForCausalLM
 
@@ -70,7 +70,7 @@ def load_peft(base: Path, num_adapters: int, rank: int, dtype: torch.dtype) -> A
         for name, parameter in sorted(model.named_parameters()):
             if "lora_" in name:
                 values = torch.randn(parameter.shape, generator=generator) * 0.05
-                # Rounded once, so that every dtype holds the same numbers.
+                # Rounded to bfloat16, so that every dtype holds the same values.
                 parameter.copy_(values.to(torch.bfloat16))
     return model.to(dtype).eval()
 

@@ -1,9 +1,9 @@
-"""How many steps a second does the engine make when the device takes no time?
+"""How many steps per second can the engine run when the device takes no time?
 
-Scheduler, pools, prefix cache and fair queue run as they do in an engine, on a simulated device, a simulated clock and
-a seeded random source, with so many sequences running at any time: prompts of 16 to 100 tokens, answers of 32 to 128,
-24 adapters of 3 pages in 16 slots, 8 shares. What is counted is the processor's time, the device's part included; every
-answer is compared with what the device must have said.
+Scheduler, pools, prefix cache and fair queue run as in a real engine, on a simulated device with a simulated clock and
+a seeded random source. A fixed number of sequences runs at any time: prompts of 16 to 100 tokens, answers of 32 to 128,
+24 adapters of 3 pages in 16 slots, 8 shares. The figure is CPU time, including the simulated device's. Every answer is
+compared with the one that the device generates for its prompt.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TARGET_STEPS_S = 2000
 
 
 class SteadyLoad:
-    """An engine that always has `num_running` sequences to run and a few that wait."""
+    """An engine that always has `num_running` sequences running and a few waiting."""
 
     def __init__(self, num_running: int, is_ahead: bool) -> None:
         self._rng = random.Random(1)
@@ -75,7 +75,7 @@ class SteadyLoad:
         self.num_running = 0
 
     def run(self, num_steps: int) -> float:
-        """Make so many steps; returns the processor's seconds without those of asking and checking."""
+        """Run `num_steps` steps; returns their CPU seconds, without creating requests and checking answers."""
         seconds = 0.0
         for _ in range(num_steps):
             while len(self._adds) < self._num_wanted:
@@ -113,14 +113,14 @@ class SteadyLoad:
         add = self._adds.pop(finished.sequence_id)
         received = self._tokens.pop(finished.sequence_id)
         if received != self._executor.generate(add.prompt, add.max_tokens, add.digest):
-            raise CheckError(f"{finished.sequence_id} received what the device has not said")
+            raise CheckError(f"{finished.sequence_id} received tokens that the device did not generate")
         self.num_checked += 1
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation", description=__doc__)
-    parser.add_argument("--running", type=int, default=32, help="sequences that run at any time")
-    parser.add_argument("--steps", type=int, default=10_000, help="of each way, at least 200")
+    parser.add_argument("--running", type=int, default=32, help="sequences running at any time")
+    parser.add_argument("--steps", type=int, default=10_000, help="steps with and without stepping ahead, at least 200")
     parser.add_argument("--out", type=Path, help="write the figures as JSON, for benchmarks/results/")
     add_allow_busy(parser)
     return parser.parse_args(argv)
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         num_chunks = max(1, arguments.steps // CHUNK_STEPS)
         rates = [CHUNK_STEPS / load.run(CHUNK_STEPS) for _ in range(num_chunks)]
         if not load.num_checked:
-            raise CheckError("no sequence came to its end: make more steps")
+            raise CheckError("no sequence finished: use more --steps")
         results[name] = {
             "steps": num_chunks * CHUNK_STEPS,
             "steps_per_s_median": round(statistics.median(rates)),

@@ -1,11 +1,11 @@
-"""Where tables are printed."""
+"""The console that tables are printed on."""
 
 from __future__ import annotations
 
 from rich.console import Console
 
 MIN_COLUMNS = 132
-"""What they need where the output is no terminal."""
+"""Width of a table when the output is not a terminal, in columns."""
 
 
 def open_console() -> Console:

@@ -1,8 +1,8 @@
-"""How long do the admin API's lists take, when it keeps a grown company's adapters?
+"""How long do the admin API's lists take over a large company's data?
 
-By default 100,000 versions of 10,000 adapters of 1,000 tenants with a key each, 1,000 requests in flight and 1,000
-resident adapters, on SQLite and on PostgreSQL. Every call goes through the whole app: authentication, SQL, the answer
-and its check against the documented shape; no network. Pages have 100 items.
+By default there are 1,000 tenants with one key each, 10,000 adapters, 100,000 versions, 1,000 requests in flight and
+1,000 resident adapters, on SQLite and on PostgreSQL. Every call goes through the whole app but no network:
+authentication, SQL, the answer, and its validation against the documented schema. Pages have 100 items.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def open_services(database: Database, world: World) -> Iterator[AdminServices]:
 
 
 def add_keys_and_requests(database: Database, filled: Filled) -> None:
-    """A key a tenant, and requests in flight of the first ones."""
+    """Insert one key per tenant, and NUM_RUNNING requests in flight spread over the tenants."""
     key_ids = {tenant_id: new_id("key") for tenant_id in filled.tenant_ids}
     keys = [
         {
@@ -159,7 +159,7 @@ def add_keys_and_requests(database: Database, filled: Filled) -> None:
 
 
 def paths(filled: Filled, choose: random.Random) -> dict[str, str]:
-    """A call of each kind, of a tenant and at a place that are drawn."""
+    """One call of each kind, for a random tenant and a random position in the list."""
     tenant = choose.randrange(len(filled.tenant_ids))
     tenant_id, adapter_id = filled.tenant_ids[tenant], choose.choice(filled.adapter_ids[tenant])
     far = sorted(adapter_id for row in filled.adapter_ids for adapter_id in row)[choose.randrange(100, 1000)]
@@ -239,7 +239,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tenants", type=int, default=1000)
     parser.add_argument("--adapters-each", type=int, default=10)
     parser.add_argument("--versions-each", type=int, default=10)
-    parser.add_argument("--calls", type=int, default=100, help="of each list")
+    parser.add_argument("--calls", type=int, default=100, help="calls of each list")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     add_allow_busy(parser)
     return parser.parse_args()

@@ -1,15 +1,15 @@
-"""How many requests a second can a gateway reserve quota for and settle, and how long does each wait?
+"""How many requests per second can a gateway reserve and settle, and how long does each operation take?
 
-Every request reserves under three policies of its tenant and settles; the next of its client follows at once. Compared
-in one run, on SQLite and PostgreSQL, for one tenant that all clients share and for a thousand tenants:
+Every request reserves under three policies of its tenant, then settles; the client sends its next request immediately.
+Two ways are compared in one run, on SQLite and PostgreSQL, for one tenant that all clients share and for a thousand:
 
-    one by one      each operation a transaction of its own, on as many threads as a gateway has
-    group commit    what a gateway does: its threads commit what has gathered
+    one by one      each operation in its own transaction, on as many threads as a gateway has
+    group commit    as a gateway does: each transaction commits all operations that have queued up
 
-On PostgreSQL also by the group commits of several processes at once, among which the clients are divided: where all
-share one tenant, these wait for each other's locks.
+On PostgreSQL, several gateway processes with group commit also share the clients. With a single tenant they wait for
+each other's locks.
 
-Afterwards the ledger must hold every token exactly once, and nothing may still be reserved.
+Afterwards the ledger must hold every token exactly once, and no reservation may remain open.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Commit = Callable[[Operation], Awaitable[Any]]
 WARM_UP_S = 1.5
 
 _start: Any = None
-"""In a process of several gateways: the barrier at which all begin."""
+"""Barrier at which the gateway processes start together; set in each of them."""
 
 
 def main() -> None:
@@ -71,9 +71,9 @@ def main() -> None:
             with open_database_at(kind) as (database, url):
                 accounts = _accounts(database, num_tenants)
                 for clients in arguments.clients:
-                    # What a tenant's first request reads is kept for the next ones.
+                    # A tenant's first request fills caches, so it is not measured.
                     asyncio.run(_measure(database, accounts, GROUP, clients, WARM_UP_S))
-                    # The ways take turns, so that no moment of the machine is one way's alone.
+                    # The ways alternate, so that drift in the machine's speed affects both alike.
                     rounds = [
                         asyncio.run(_measure(database, accounts, way, clients, arguments.seconds))
                         for _ in range(arguments.repeats)
@@ -95,10 +95,10 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tenants", type=int, default=1000, help="tenants of the second setting")
+    parser.add_argument("--tenants", type=int, default=1000, help="tenants in the case with many tenants")
     parser.add_argument("--clients", type=int, nargs="+", default=[64, 256], help="requests in flight")
-    parser.add_argument("--gateways", type=int, default=4, help="processes of several gateways; 1: none")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--gateways", type=int, default=4, help="gateway processes on PostgreSQL; 1 skips that case")
+    parser.add_argument("--seconds", type=float, default=4.0, help="length of each measurement")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     add_allow_busy(parser)
@@ -106,7 +106,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _accounts(database: Database, num_tenants: int) -> list[tuple[str, str]]:
-    """Tenants with a key and ample policies, by identifier."""
+    """Create tenants with a key and generous policies; returns (tenant ID, key ID) pairs."""
     tenants, keys, policies = Tenants(database), ApiKeys(database, None), QuotaPolicies(database)
     accounts = []
     for number in range(num_tenants):
@@ -151,7 +151,7 @@ def _measure_together(
     clients: int,
     arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Rounds of several processes, each with its part of the clients."""
+    """Run the rounds on several gateway processes, each with its part of the clients."""
     num_gateways: int = arguments.gateways
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(num_gateways)
@@ -185,7 +185,7 @@ def _take_barrier(start: Any) -> None:
 def _gateway(
     url: str, accounts: Sequence[tuple[str, str]], mine: range, clients: int, arguments: argparse.Namespace
 ) -> Any:
-    """One process of several, with clients of its own: it warms up, and begins when all have."""
+    """Run one of several gateway processes: warm up with its own clients, then start together with the others."""
     freeze_gc()
     database = Database(url)
     admission = Admission(database)
@@ -203,7 +203,10 @@ def _gateway(
 async def _run(
     accounts: Sequence[tuple[str, str]], commit: Commit, clients: range, num_clients: int, most_s: float
 ) -> dict[str, Any]:
-    """What these of all clients did. Each has the tenants in turn, and no two the same one where there are enough."""
+    """Run the clients numbered `clients`, out of `num_clients`, for `most_s` seconds.
+
+    Each client cycles through the tenants; with at least as many tenants as clients, no two use the same tenant.
+    """
     reserved: list[float] = []
     settled: list[float] = []
     deadline = time.perf_counter() + most_s
@@ -228,7 +231,7 @@ async def _run(
             settlement = Settlement(status="completed", prompt_tokens=PROMPT, completion_tokens=USED - PROMPT)
             started = time.perf_counter()
             if await commit(Closing(request_id=request.request_id, settlement=settlement)) is not True:
-                raise CheckError("a request could not be settled")
+                raise CheckError("a request was not settled")
             settled.append(time.perf_counter() - started)
 
     started = time.perf_counter()
@@ -246,7 +249,7 @@ def _ledger_tokens(database: Database) -> int:
 def _check(database: Database, before: int, num_pairs: int) -> None:
     charged = _ledger_tokens(database) - before
     if charged != num_pairs * USED:
-        raise CheckError(f"the ledger gained {charged} tokens, {num_pairs} requests used {num_pairs * USED}")
+        raise CheckError(f"the ledger gained {charged} tokens, but {num_pairs} requests used {num_pairs * USED}")
     is_open = select(func.count()).select_from(reservations).where(reservations.c.state == "open")
     with database.read() as connection:
         held = int(connection.execute(select(func.sum(quota_counters.c.reserved))).scalar() or 0)

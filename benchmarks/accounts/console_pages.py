@@ -1,7 +1,7 @@
 """How long do the console's pages take over ten million requests of a thousand tenants?
 
-The world is that of usage_world.py. Every page is opened when nobody has looked at it for longer than figures are
-shared, and once more a moment later: through the whole app, without a network.
+The data comes from usage_world.py. Every page is requested once after its cached figures have expired, and again a
+moment later, through the whole app but no network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from loramux.engine.server.gc_freeze import freeze_gc
 
 TARGET_MS = 200.0
 SHARED_S = 10.5
-"""A little longer than the console shares figures among those who look."""
+"""Pause after which the console's cached figures have expired, in seconds."""
 
 
 def pages(made: UsageWorld) -> dict[str, str]:
@@ -77,10 +77,10 @@ async def measure(services: AdminServices, made: UsageWorld, rounds: int, progre
                     started = time.perf_counter()
                     response = await client.get(path)
                     times.setdefault(name, []).append((time.perf_counter() - started) * 1e3)
-                    # A part that cannot be had says so on the page, which is none of these.
+                    # A section that could not be loaded shows an alert in a page with status 200.
                     if response.status_code != 200 or 'role="alert"' in response.text:
                         raise CheckError(f"{name}: {response.status_code}, {response.text[-300:]}")
-    # The first round finds templates and statements that are not compiled yet, and is left out.
+    # The first round compiles templates and statements, and is left out.
     return {
         name: {"first_p50_ms": _quantile(first[name], 50), "first_p95_ms": _quantile(first[name], 95)}
         | {"again_p50_ms": _quantile(again[name], 50), "again_p95_ms": _quantile(again[name], 95)}
@@ -92,7 +92,7 @@ async def _sign_in(client: httpx.AsyncClient) -> None:
     page = await client.get("/login")
     csrf = re.search(r'name="csrf" value="([^"]+)"', page.text)
     if csrf is None:
-        raise CheckError("the page to sign in has no token")
+        raise CheckError("the sign-in page has no CSRF token")
     answer = await client.post("/login", data={"csrf": csrf[1], "key": ADMIN_KEY})
     if answer.status_code != 303:
         raise CheckError(f"signing in: {answer.status_code}")
@@ -114,7 +114,7 @@ def main() -> None:
                 open_services(database, world) as services,
             ):
                 if made.end_us < database.now_us():
-                    raise SystemExit(f"the world in {arguments.folder} has grown old: remove it, and it is made anew")
+                    raise SystemExit(f"the data in {arguments.folder} is too old: delete it, and run again")
                 freeze_gc()
                 figures = asyncio.run(measure(services, made, arguments.rounds, progress, kind))
                 results[kind] = {"busy_share": round(busy_share(), 2), "pages": figures}
@@ -147,7 +147,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tenants", type=int, default=1000)
     parser.add_argument("--adapters-each", type=int, default=10)
     parser.add_argument("--databases", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--rounds", type=int, default=20, help="each page twice in each, and 10 s between them")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds, 10 s apart; each requests every page twice")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     add_folder(parser)
     add_allow_busy(parser)

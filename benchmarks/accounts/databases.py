@@ -1,4 +1,4 @@
-"""Databases for a measurement: made for it, and gone after it."""
+"""Temporary databases for one measurement."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ KINDS = ("sqlite", "postgresql")
 
 @contextmanager
 def open_database(kind: str) -> Iterator[Database]:
-    """An empty database of one of KINDS, with our schema."""
+    """An empty database with the loramux schema; `kind` is one of KINDS."""
     with open_database_at(kind) as (database, _):
         yield database
 
 
 @contextmanager
 def open_database_at(kind: str) -> Iterator[tuple[Database, str]]:
-    """The same, with the URL by which another process finds it."""
+    """The same, with the URL at which other processes reach it."""
     with tempfile.TemporaryDirectory() as directory:
         if kind == "sqlite":
             url, close = f"sqlite:///{directory}/loramux.db", lambda: None

@@ -1,8 +1,8 @@
-"""What do quotas add to the time to first token when many requests come at once?
+"""How much do quotas add to the time to first token under many concurrent requests?
 
-Two tenants ask one gateway in turn, round by round in one run: one without a policy, one under three of its own. What
-they ask runs in the real engine's scheduler over the simulated device, which takes 10 ms a step, so that what is left
-is the gateway: authenticate, reserve, submit, first chunk. Each round keeps `--concurrency` requests in flight.
+Two tenants alternate on one gateway, round by round in one run: one without policies, one with three. Their requests
+run through the real scheduler on a simulated device that takes 10 ms per step. What differs is the gateway's work:
+authenticate, reserve, submit, send the first chunk. Each round keeps `--concurrency` requests in flight.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--concurrency", type=int, default=64, help="requests in flight")
-    parser.add_argument("--rounds", type=int, default=10, help="of each tenant, in turn; 4 requests a place and round")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of each tenant; each client sends 4 requests")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     add_allow_busy(parser)
     return parser.parse_args()
@@ -75,7 +75,7 @@ async def _rounds(port: int, keys: dict[str, str], concurrency: int, num_rounds:
                 raise SystemExit(f"a request was answered with {status}")
 
     for _ in range(num_rounds):
-        # In turn, so that no moment of the machine is one way's alone.
+        # The tenants alternate, so that drift in the machine's speed affects both alike.
         for way, key in keys.items():
             await asyncio.gather(*(place(key, waits[way]) for _ in range(concurrency)))
     return waits

@@ -1,14 +1,14 @@
-"""How long does the registry take to say what a name means, when it holds a grown company's adapters?
+"""How long does the registry take to resolve a name among a large company's adapters?
 
-By default 100,000 versions of 10,000 adapters of 1,000 tenants, on SQLite and on PostgreSQL. Each kind of name is
-checked against what was written and then timed, and so are the pages of the lists, first ones and ones far behind:
+By default there are 1,000 tenants, 10,000 adapters and 100,000 versions, on SQLite and on PostgreSQL. Each kind of name
+is first checked against the inserted rows and then timed. So are pages at the start and further down the lists.
 
-    bare        tenant/adapter, the default alias; every tenth has a canary beside it
+    bare        tenant/adapter, the default alias; every tenth alias also has a canary
     number      tenant/adapter@3
     digest      tenant/adapter@sha256:...
-    granted     another tenant's adapter
+    granted     an adapter that another tenant granted to the caller
     foreign     another tenant's adapter, not granted
-    absent      a name that nobody has
+    absent      a name that does not exist
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STICKY_USERS = 50
 
 
 class Names:
-    """Random names of each kind, and the version numbers that they may mean; 0 is none."""
+    """Random names of each kind, and the version numbers that each can resolve to; 0 means not found."""
 
     def __init__(self, registry: AdapterRegistry, world: World, filled: Filled, seed: int) -> None:
         self._registry = registry
@@ -94,7 +94,7 @@ def main() -> None:
         arguments.out.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
     worst = max(figures["p99_ms"] for result in results.values() for figures in result["resolve"].values())
     if worst > TARGET_MS:
-        raise SystemExit(f"a name took {worst:.2f} ms at p99, the target is {TARGET_MS:g} ms")
+        raise SystemExit(f"a name took {worst:.2f} ms at p99; the target is {TARGET_MS:g} ms")
 
 
 def _arguments() -> argparse.Namespace:
@@ -102,7 +102,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tenants", type=int, default=1000)
     parser.add_argument("--adapters-each", type=int, default=10)
     parser.add_argument("--versions-each", type=int, default=10)
-    parser.add_argument("--calls", type=int, default=3000, help="names of each kind, and a tenth as many pages")
+    parser.add_argument("--calls", type=int, default=3000, help="names of each kind; a tenth as many of each list")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     add_allow_busy(parser)
     return parser.parse_args()
@@ -120,9 +120,9 @@ def _measure(database: Database, world: World, filled: Filled, calls: int) -> di
             resolve, expected = names.draw(kind)
             found = resolve()
             if found not in expected:
-                raise CheckError(f"a {kind} name means version {found}, not one of {expected}")
+                raise CheckError(f"a {kind} name resolved to version {found}, not one of {expected}")
     _check_pages(registry, world, filled)
-    # The kinds take turns, so that no moment of the machine is one kind's alone.
+    # The kinds alternate, so that drift in the machine's speed affects all of them alike.
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(calls):
         for kind in KINDS:
@@ -145,7 +145,7 @@ def _measure(database: Database, world: World, filled: Filled, calls: int) -> di
 
 
 def _check_pages(registry: AdapterRegistry, world: World, filled: Filled) -> None:
-    """Page by page, every adapter comes once."""
+    """Check that the pages together list every adapter exactly once."""
     seen: list[str] = []
     after: str | None = None
     while True:

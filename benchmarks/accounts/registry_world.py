@@ -1,4 +1,4 @@
-"""A registry as a grown company's: tenants, their adapters, and the versions, aliases and grants of those."""
+"""Registry rows of a large company: tenants, adapters, versions, aliases and grants."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS_AT_ONCE = 2000
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """How many of each there are; adapter `a` of tenant `t` is `tenant-t/adapter-a`."""
+    """How many rows of each kind to create; adapter `a` of tenant `t` is named `tenant-t/adapter-a`."""
 
     num_tenants: int
     adapters_each: int
@@ -41,14 +41,14 @@ class World:
         return self.num_adapters * self.versions_each
 
     def default(self, tenant: int, adapter: int) -> int:
-        """The version that a bare name means; every tenth alias has a canary beside it."""
+        """The version that a bare name resolves to; every tenth alias also has a canary."""
         return 1 + (tenant + adapter) % self.versions_each
 
     def canary(self, tenant: int, adapter: int) -> int | None:
         return None if (tenant + adapter) % 10 else 1 + self.default(tenant, adapter) % self.versions_each
 
     def grantee(self, tenant: int, adapter: int) -> int | None:
-        """Every adapter-0 is granted to the next tenant."""
+        """The next tenant for every adapter-0, else None."""
         return (tenant + 1) % self.num_tenants if adapter == 0 else None
 
 
@@ -58,14 +58,14 @@ def digest_of(tenant: int, adapter: int, number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """The identifiers of what `fill` made."""
+    """Identifiers of the rows that `fill` inserted."""
 
     tenant_ids: Sequence[str]
     adapter_ids: Sequence[Sequence[str]]
 
 
 def fill(database: Database, world: World) -> Filled:
-    """Write a world into an empty database."""
+    """Insert a world's rows into an empty database."""
     tenant_ids = [new_id("ten") for _ in range(world.num_tenants)]
     adapter_ids = [[new_id("ada") for _ in range(world.adapters_each)] for _ in range(world.num_tenants)]
     _insert(database, tenants, (_tenant(index, tenant_id) for index, tenant_id in enumerate(tenant_ids)))

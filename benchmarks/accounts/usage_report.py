@@ -1,9 +1,9 @@
 """How long does a report over a ledger of ten million requests take?
 
-A month of settled requests of a thousand tenants (usage_world.py) is asked what a console and an operator ask. Before
-anything is measured the reports must be equal, to the token and the nano, to sums over the events themselves. How fast
-a gateway folds settlements into the rollups is measured over a smaller ledger, and its sums must be those that the
-database makes of the same ledger by itself.
+The reports are those of the console and of operators, over a month of settled requests of a thousand tenants
+(usage_world.py). Before timing, the reports must equal sums over the events exactly, in tokens and in cost. The rate at
+which a gateway folds settlements into the rollups is measured on a smaller ledger; the rollups must equal those that
+the database computes in SQL from the same ledger.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from loramux.platform.ledger.rollups import UsageRollups
 
 TARGET_MS = 200.0
 TOP = 200
-"""Twice as many groups as the console shows."""
+"""Groups in a `largest` report: twice as many as the console shows."""
 ASKED_US = MONTH_US - 17 * HOUR_US
-"""What is called a month: nearly all that is there, begun and ended in the middle of a day."""
+"""Length of a report over "a month", in microseconds: nearly all of the data, without whole days at either end."""
 FOLDED_WORLD = World(50, 4, 2)
 
 
@@ -93,8 +93,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tenants", type=int, default=1000)
     parser.add_argument("--adapters-each", type=int, default=10)
     parser.add_argument("--databases", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--repeats", type=int, default=20, help="of each report")
-    parser.add_argument("--fold", type=int, default=50_000, help="events of the ledger that a gateway's fold sums up")
+    parser.add_argument("--repeats", type=int, default=20, help="timed runs of each report")
+    parser.add_argument("--fold", type=int, default=50_000, help="events in the smaller ledger for timing the fold")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     add_folder(parser)
     add_allow_busy(parser)
@@ -123,7 +123,7 @@ def _measure(kind: str, database: Database, made: UsageWorld, repeats: int, prog
 
 
 def _fold(kind: str, database: Database, num_events: int, progress: Progress) -> int:
-    """How many events a second a gateway adds to the rollups; raises CheckError unless they are the ledger's sums."""
+    """Events per second that a gateway folds into the rollups; raises CheckError if they differ from the ledger."""
     make_usage_world(kind, database, num_events, FOLDED_WORLD, progress, is_folded=False)
     rollups, started = UsageRollups(database), time.perf_counter()
     with_bar = progress.add_task(f"{kind}: fold", total=num_events)
@@ -135,7 +135,7 @@ def _fold(kind: str, database: Database, num_events: int, progress: Progress) ->
         for statement in all_rollups_anew():
             connection.execute(text(statement))
     if by_gateway != _all_rollups(database):
-        raise CheckError("the fold is not what the database sums up by itself")
+        raise CheckError("the gateway's rollups differ from those computed by the database")
     return round(num_events / took_s)
 
 
@@ -147,7 +147,7 @@ def _all_rollups(database: Database) -> set[tuple[Any, ...]]:
 
 
 def _check(database: Database, made: UsageWorld) -> None:
-    """Reports must equal what the events sum up to."""
+    """Check that reports equal sums over the events."""
     events, tenants = schema.usage_events, schema.tenants
     sums = [func.count(), *(func.sum(events.c[name]) for name in AMOUNTS[1:])]
     first_us, end_us = made.first_us, made.end_us
@@ -175,20 +175,20 @@ def _check(database: Database, made: UsageWorld) -> None:
             num_keys = len(group_by) + bool(bucket)
             expected = {tuple(row[:num_keys]): tuple(map(int, row[num_keys:])) for row in connection.execute(direct)}
         if reported != expected:
-            raise CheckError(f"the report by {group_by or bucket} is not the sum of the events")
+            raise CheckError(f"the report by {group_by or bucket} does not equal the sum of the events")
 
 
 def _check_largest(database: Database, asked: UsageQuery, rows: Sequence[UsageRow]) -> None:
     found = largest(database, asked, TOP)
     by_tokens = sorted((row.prompt_tokens + row.completion_tokens for row in rows), reverse=True)
     if [row.prompt_tokens + row.completion_tokens for row in found.rows] != by_tokens[:TOP]:
-        raise CheckError(f"the largest by {asked.group_by} are not those of all")
+        raise CheckError(f"the largest groups by {asked.group_by} differ from those of the full report")
     if found.num_groups != len(rows) or found.total.requests != sum(row.requests for row in rows):
-        raise CheckError(f"the largest by {asked.group_by} do not know the rest")
+        raise CheckError(f"the largest groups by {asked.group_by} come with the wrong totals")
 
 
 def _now_us(made: UsageWorld) -> int:
-    """In the middle of a day and of an hour."""
+    """A time in the middle of a day and of an hour."""
     return made.end_us - 11 * HOUR_US - 1_234_567_890
 
 
@@ -198,7 +198,7 @@ def _query(made: UsageWorld, length_us: int, **more: Any) -> UsageQuery:
 
 
 def _whole_lists(database: Database, made: UsageWorld) -> dict[str, Callable[[], Any]]:
-    """A row for each of thousands, which somebody takes away rather than reads: they have no target."""
+    """Reports with thousands of rows, for export rather than reading; they have no target."""
 
     def ask(group_by: tuple[str, ...]) -> Callable[[], Any]:
         return lambda: answer(database, _query(made, ASKED_US, group_by=group_by))
@@ -210,7 +210,7 @@ def _whole_lists(database: Database, made: UsageWorld) -> dict[str, Callable[[],
 
 
 def _reports(database: Database, made: UsageWorld) -> dict[str, Callable[[], Any]]:
-    """What is asked, in words."""
+    """The timed reports, by description."""
     ledger, of_tenant, now_us = Ledger(database), made.tenant_ids[0], _now_us(made)
 
     def ask(length_us: int, **more: Any) -> Callable[[], Any]:
@@ -256,7 +256,7 @@ def _reports(database: Database, made: UsageWorld) -> dict[str, Callable[[], Any
 
 def _timed(ask: Callable[[], Any], repeats: int) -> dict[str, float]:
     times = []
-    # One more than is counted, which finds statements not yet compiled and pages not yet read.
+    # The first run compiles statements and reads pages from disk, and is reported separately.
     for _ in range(repeats + 1):
         started = time.perf_counter()
         ask()
@@ -283,7 +283,7 @@ def _print(result: dict[str, Any]) -> None:
         table.add_row(name, *(str(figures[column]) for column in columns))
     console = open_console()
     console.print(table)
-    console.print(f"made in {result['made_s']} s; a gateway folds {result['folded_events_s']} events/s")
+    console.print(f"created in {result['made_s']} s; a gateway folds {result['folded_events_s']} events/s")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A grown company's registry and a month of its requests, written by the database itself and kept for the next run.
+"""A large company's registry and a month of its requests, generated in SQL and kept for the next run.
 
-A thousand tenants, few of which make most requests, call their adapters, few of which get most of these, and every
-fourth time the base, by two keys each. The month ends a day after the world was made, so that what asks for the last
-hour finds a usual one for a day. Indexes are built and rollups summed up when all is there, as nobody waits meanwhile.
+A few of the thousand tenants make most requests, and a few of each tenant's adapters get most of those. Every fourth
+request goes to the base model. Each tenant has two keys. The month ends a day after the data was created, so that a
+report over the last hour finds ordinary traffic for a day. Indexes and rollups are built after all rows are inserted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MONTH_US = 30 * DAY_US
 PER_BATCH = 100
 INSERTED_AT_ONCE = 250_000
 
-# u and v are spread evenly over [0, 2^20), and their squares pick the tenant and the adapter.
+# u and v are spread evenly over [0, 2^20); their squares select the tenant and the adapter.
 _EVENTS = """
 INSERT INTO usage_events (request_id, tenant_id, api_key_id, adapter_id, adapter_version_id, model, endpoint, status,
     prompt_tokens, cached_tokens, completion_tokens, started_us, finished_us, first_token_us, base, end_user,
@@ -56,7 +56,7 @@ _NUMBERS = {
     "postgresql": "generate_series(CAST({low} AS bigint), {high} - 1) AS n(i)",
 }
 _REQUEST_ID = {"sqlite": "printf('req_%032x', i)", "postgresql": "'req_' || lpad(to_hex(i), 32, '0')"}
-# Of these rows, none refers to what is not there, and what a crash would lose is made again.
+# The rows satisfy all foreign keys, and after a crash the data would be created again, so skip checks and syncing.
 _CARELESS = {
     "sqlite": ("PRAGMA defer_foreign_keys=ON", "PRAGMA cache_size=-500000"),
     "postgresql": (
@@ -69,13 +69,13 @@ _CARELESS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageWorld:
-    """What was made: `first_us` is where the month begins, and tenants are listed from the largest to the smallest."""
+    """The data that was created. The month starts at `first_us`; tenants are sorted from largest to smallest."""
 
     num_events: int
     first_us: int
     tenant_ids: tuple[str, ...]
     adapter_ids: tuple[str, ...]
-    """Of the largest tenant."""
+    """Adapters of the largest tenant."""
     made_s: float
 
     @property
@@ -87,7 +87,7 @@ class UsageWorld:
 def open_usage_world(
     kind: str, folder: Path, num_events: int, world: World, progress: Progress
 ) -> Iterator[tuple[Database, UsageWorld]]:
-    """The world of that size in the folder, made first if it is not there. `kind` is one of databases.KINDS."""
+    """Open the world of that size in the folder, creating it if needed. `kind` is one of databases.KINDS."""
     place = folder / f"{kind}-{num_events}-{world.num_tenants}"
     label = place / "made.json"
     if not label.exists():
@@ -98,14 +98,14 @@ def open_usage_world(
             database.upgrade()
             made = make_usage_world(kind, database, num_events, world, progress)
             label.write_bytes(msgspec.json.encode(made))
-        # As every server does when it starts.
+        # Every server does this when it starts.
         database.refresh_statistics()
         yield database, msgspec.json.decode(label.read_bytes(), type=UsageWorld)
 
 
 @contextmanager
 def open_kept_database(kind: str, place: Path) -> Iterator[Database]:
-    """The database in a folder, which is left there."""
+    """A database in a folder, kept after it is closed."""
     close: Callable[[], None] = lambda: None  # noqa: E731
     if kind == "sqlite":
         url = f"sqlite:///{place}/loramux.db"
@@ -127,14 +127,14 @@ def add_folder(parser: argparse.ArgumentParser) -> None:
         "--folder",
         type=Path,
         default=Path(tempfile.gettempdir(), "loramux-usage-worlds"),
-        help="keeps the databases for the next run: about 0.8 KB of disk an event each",
+        help="where the databases are kept for the next run: about 0.8 KB of disk per event in each",
     )
 
 
 def make_usage_world(
     kind: str, database: Database, num_events: int, world: World, progress: Progress, is_folded: bool = True
 ) -> UsageWorld:
-    """Fill an empty database. Where it is not folded, everything waits in batches for the rollups instead."""
+    """Fill an empty database. Unless `is_folded`, the events are left in batches that wait for the fold."""
     started = time.perf_counter()
     filled = fill(database, world)
     first_us = time.time_ns() // 1000 // DAY_US * DAY_US + 2 * DAY_US - MONTH_US
@@ -184,7 +184,7 @@ def _events(kind: str, low: int, num_events: int, first_us: int, world: World) -
 
 
 def _name(connection: Connection, tenant_ids: Sequence[str], adapter_ids: Sequence[Sequence[str]]) -> None:
-    """Two keys for each tenant, and tables by which SQL finds what number a tenant and an adapter has."""
+    """Insert two keys per tenant, and helper tables that map a number to a tenant or adapter in SQL."""
     numbered = []
     keys = []
     for number, tenant_id in enumerate(tenant_ids):

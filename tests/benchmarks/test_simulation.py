@@ -27,5 +27,5 @@ def test_a_run_leaves_figures_of_both_ways(tmp_path: Path) -> None:
 
 def test_a_wrong_answer_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatedExecutor, "generate", lambda *_arguments: [])
-    with pytest.raises(CheckError, match="has not said"):
+    with pytest.raises(CheckError, match="did not generate"):
         simulation.main(SMALL)
