@@ -1,9 +1,9 @@
-"""The S-LoRA workload on a CPU: does throughput hold when requests name ever more adapters than the pool can hold?
+"""The S-LoRA workload on a CPU: does throughput hold as requests name ever more adapters than fit the pool?
 
-An engine in process on a small base, adapters really on disk, a pool that holds some of them beside the K and V of the
-running sequences. Each number of adapters has an engine of its own, all are open at once, and they take turns. Each is
-measured twice: at a rate that the engine cannot keep up with, for throughput, and at about 70 % of what it can, for
-latencies. See `workload.py` for where it comes from.
+An in-process engine on a small base, with adapters on disk and a pool that holds some of them and the K and V of the
+running sequences. Each number of adapters has its own engine; all are open, and they alternate. Each is measured twice:
+above its capacity, for throughput, and at about 70 % of capacity, for latencies. See `workload.py` for the source of
+the workload.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from benchmarks.tables import open_console
 from loramux.engine.pages.eviction import POLICIES
 
 SATURATED = 1.5
-"""The rate for throughput, over capacity."""
+"""Request rate for measuring throughput, over capacity."""
 
 CALM = 0.7
-"""The rate for latencies, over capacity."""
+"""Request rate for measuring latencies, over capacity."""
 
 WARM_SHARE = 0.25
-"""What runs before a window opens, over the window's length."""
+"""Warm-up before each window, over the window's length."""
 
 PATIENCE_S = 30.0
-"""How long the requests of a window are waited for once it has closed."""
+"""Longest wait for a window's requests after it has closed, in seconds."""
 
 TURN_S = 0.25
-"""How long a saturated engine has the machine before the next one does: its speed drifts within seconds."""
+"""Length of a saturated engine's turn, in seconds; short, since the machine's speed drifts within seconds."""
 
 SEED_STRIDE = 1000
-"""Between the seeds of two rounds: none repeats another one's prompts, which the engine may still have."""
+"""Distance between the seeds of two rounds, so that no round repeats prompts that may still be cached."""
 
 CAPACITY_BATCHES = 64
-"""Full batches that are queued at once to find the capacity."""
+"""Full batches queued at the start to measure capacity."""
 
 CAPACITY_S = 5.0
-"""The longest window to find it in."""
+"""Longest window for measuring capacity, in seconds."""
 
 
 class Measurement:
-    """One run's settings, and what is done in each turn."""
+    """Settings of one run, and its measurements."""
 
     def __init__(self, arguments: argparse.Namespace, files: AdapterFiles) -> None:
         self.arguments = arguments
@@ -87,7 +87,7 @@ class Measurement:
         return open_engine(self.arguments.base, self.files, plan, dtype, policy, self.arguments.threads)
 
     def capacity(self) -> float:
-        """Requests a second that the first policy answers with the fewest adapters when many are queued at once."""
+        """Requests/s that the first policy answers with the fewest adapters, from a full queue."""
         requests = self.traffic.requests(
             CAPACITY_BATCHES * self.plan.num_sequences, self._digests(min(self.arguments.adapters))
         )
@@ -97,28 +97,28 @@ class Measurement:
             with self.open(self.plan, self.arguments.dtype, self.arguments.policy[0]) as engine:
                 window = drive(engine, arrivals, WARM_SHARE * seconds, (1.0 + WARM_SHARE) * seconds, 0.0)
             if window.fewest_sequences < self.plan.num_sequences:
-                # All came to an end too early, so that the window was not full.
+                # The queue ran empty before the window closed: use a shorter one.
                 seconds /= 2
             elif window.num_finished:
                 return window.num_finished / window.seconds
-            # Else the machine was busy with others for all of the window.
+            # Otherwise nothing finished, because other processes took the machine: try again.
 
     def _digests(self, num_adapters: int) -> Sequence[str]:
         return self.files.digests[:num_adapters]
 
     def saturate(self, engines: Sequence[tuple[Case, OpenEngine]], rate: float, number: int) -> list[Figures]:
-        """All engines' throughput in that round, where they take turns of a fraction of a second."""
+        """Measure the throughput of all engines in one round, in which they alternate within a second."""
         end_s = self.warm_s + self.arguments.seconds
         drives = []
         for case, engine in engines:
             digests, num_at_once = self._digests(case.num_adapters), 2 * self.plan.num_sequences
-            # Some more than can run come at once, so that the queue is never short.
+            # More requests than there are sequence slots arrive at the start, so that the queue never runs empty.
             arrivals = self.traffic.arrivals(digests, rate, end_s, num_at_once, seed=42 + number * SEED_STRIDE)
             drives.append(Drive(engine, arrivals, self.warm_s, end_s, 0.0))
         return [{**throughput_figures(window), "rate": rate} for window in drive_in_turns(drives, TURN_S)]
 
     def calm(self, case: Case, engine: OpenEngine, rate: float, number: int) -> Figures:
-        """One engine's latencies in that round, where it has the machine to itself."""
+        """Measure one engine's latencies in one round, while the other engines are idle."""
         end_s = self.warm_s + self.arguments.seconds
         arrivals = self.traffic.arrivals(self._digests(case.num_adapters), rate, end_s, seed=142 + number * SEED_STRIDE)
         figures = latency_figures(drive(engine, arrivals, self.warm_s, end_s, PATIENCE_S), self.arguments.slo)
@@ -132,7 +132,7 @@ def measure(measurement: Measurement, console: Console) -> tuple[list[Case], dic
     calm_rate = CALM * capacity if arguments.rate is None else arguments.rate
     console.print(
         f"capacity with {min(arguments.adapters)} adapters: {capacity:.1f} requests/s; "
-        f"{SATURATED * capacity:.1f} arrive for throughput, {calm_rate:.1f} for latencies"
+        f"throughput is measured at {SATURATED * capacity:.1f} requests/s, latencies at {calm_rate:.1f}"
     )
     cases = [Case(policy, n, [], []) for policy in arguments.policy for n in sorted(arguments.adapters)]
     with ExitStack() as stack:
@@ -151,8 +151,8 @@ def measure(measurement: Measurement, console: Console) -> tuple[list[Case], dic
                 case.latency.append(latency)
                 console.print(f"  {case.policy}, {case.num_adapters} adapters: {throughput['tokens_s']:.0f} tokens/s")
                 if (throughput["fewest_sequences"] or 0) <= arguments.max_sequences:
-                    console.print("  [yellow]the queue ran empty: more could have been answered[/yellow]")
-            # Who was first is last in the next one.
+                    console.print("  [yellow]the queue ran empty: throughput is a lower bound[/yellow]")
+            # The first engine of this round is the last of the next.
             engines.append(engines.pop(0))
     return cases, {
         "requests_s": capacity,
@@ -167,26 +167,26 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--adapters", type=_numbers, default=[5, 100, 1000, 2000], help="numbers of adapters, 5,100,1000,2000")
-    add("--pool-adapters", type=int, default=50, help="adapters that the pool holds beside K and V")
-    add("--host-adapters", type=int, default=200, help="adapters that host memory holds besides")
-    add("--max-sequences", type=int, default=32, help="sequences that run at once")
-    add("--seconds", type=float, default=20.0, help="length of each window; a quarter more runs before it")
-    add("--repeats", type=int, default=1, help="rounds over all cases; medians count")
-    add("--alpha", type=float, default=1.0, help="popularity: 1 is uniform, less is steeper (numpy.random.power)")
+    add("--pool-adapters", type=int, default=50, help="adapters that fit the pool in addition to K and V")
+    add("--host-adapters", type=int, default=200, help="adapters that the host tier holds")
+    add("--max-sequences", type=int, default=32, help="sequence slots")
+    add("--seconds", type=float, default=20.0, help="length of each window; the warm-up is a quarter of it")
+    add("--repeats", type=int, default=1, help="rounds over all cases; medians are reported")
+    add("--alpha", type=float, default=1.0, help="popularity: 1 is uniform, lower is more skewed (numpy.random.power)")
     add("--cv", type=float, default=1.0, help="coefficient of variation of the time between arrivals")
-    add("--rate", type=_rate, default=None, help="requests/s for latencies; auto: 70 %% of capacity")
+    add("--rate", type=_rate, default=None, help="requests/s for measuring latencies; auto: 70 %% of capacity")
     add("--input", type=lengths, default=Lengths(8, 128), metavar="LO-HI", help="prompt tokens in [LO, HI)")
     add("--output", type=lengths, default=Lengths(8, 128), metavar="LO-HI", help="new tokens in [LO, HI)")
-    add("--prefix", type=int, default=0, help="further prompt tokens, the same for an adapter's requests")
-    add("--shares", choices=("adapter", "one"), default="adapter", help="an account an adapter, or one for all")
+    add("--prefix", type=int, default=0, help="additional prompt tokens that an adapter's requests share")
+    add("--shares", choices=("adapter", "one"), default="adapter", help="one account per adapter, or one for all")
     add("--policy", type=_policies, default=list(POLICIES), help=",".join(POLICIES))
-    add("--slo", type=_goal, default=Goal(1.0, 0.05), metavar="TTFT,TPOT", help="seconds, for goodput")
+    add("--slo", type=_goal, default=Goal(1.0, 0.05), metavar="TTFT,TPOT", help="goodput limits, in seconds")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    add("--plot", type=Path, help="draw throughput over adapters, FILE.svg")
+    add("--plot", type=Path, help="plot throughput over adapters to this file, FILE.svg")
     add_engine(parser)
     arguments = parser.parse_args(argv)
     if arguments.plot is not None and arguments.plot.suffix != ".svg":
-        parser.error("--plot draws SVG only: name a file that ends in .svg")
+        parser.error("--plot writes SVG only: name a file that ends in .svg")
     if min(arguments.alpha, arguments.cv, arguments.seconds) <= 0 or min(arguments.adapters) < 1:
         parser.error("--alpha, --cv, --seconds and the numbers of adapters must be above 0")
     return arguments
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         checked = check_answers(arguments, files, measurement.traffic, arguments.policy)
         for policy, one in checked.items():
             console.print(
-                f"checked, {policy}: {one['num_tokens']} float32 tokens alone and in an evicting batch are equal, "
+                f"checked, {policy}: {one['num_tokens']} float32 tokens are equal alone and in a batch with "
                 f"{one['num_evictions']} evictions"
             )
         cases, rates = measure(measurement, console)
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     titles = (f"saturated, {rates['saturated_rate']:.1f} requests/s", f"calm, {rates['calm_rate']:.1f} requests/s")
     for table in tables(found, *titles):
         console.print(table)
-    console.print(f"good: TTFT <= {arguments.slo.ttft_s} s and TPOT <= {arguments.slo.tpot_s} s")
+    console.print(f"goodput counts requests with TTFT <= {arguments.slo.ttft_s} s and TPOT <= {arguments.slo.tpot_s} s")
     for name, value in (workload | machine).items():
         console.print(f"[dim]{name}: {value}[/dim]", highlight=False)
     if arguments.out is not None:

@@ -1,4 +1,4 @@
-"""Thousands of random adapters in a blob store on disk, made once for a base and found again by later runs."""
+"""Thousands of random adapters in a blob store on disk, created once per base and reused by later runs."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from loramux.engine.config import pack_target
 from loramux.engine.model.model_config import ModelConfig
 
 EFFECT = 0.5
-"""What an adapter adds to a linear's output, over the size of its input: enough to change most answers."""
+"""Size of what an adapter adds to a linear's output, over the size of its input: enough to change most answers."""
 
 SAY_EVERY = 500
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """Adapters of one rank on all linears of a base: canonical files in the blob store, packed ones beside them and in
-    the disk tier's directory."""
+    """Adapters of one rank on all linears of a base: canonical and packed files in the blob store, and packed files in
+    the disk tier."""
 
     directory: Path
     model: ModelConfig
@@ -48,31 +48,31 @@ class AdapterFiles:
         return self.directory / "disk_tier"
 
     def packed_blobs(self, digest: str) -> list[Path]:
-        """The packed files that the blob store has of an adapter."""
+        """An adapter's packed files in the blob store."""
         return [*self.directory.glob(f"blobs/packed/{digest}/*")]
 
     def page_bytes(self, dtype: str) -> int:
-        """Of a page over all layers."""
+        """Bytes of a page, over all layers."""
         return pack_target(self.model, dtype).geometry.total_page_bytes
 
     def num_pages(self, dtype: str) -> int:
-        """Of one adapter; all are alike."""
+        """Pages of one adapter; all adapters have the same size."""
         target = pack_target(self.model, dtype)
         return target.num_pages(np.full((target.geometry.num_layers, len(target.modules)), self.rank, np.int32))
 
     def pack(self, digests: tuple[str, ...], dtype: str, disk_bytes: int, say: Callable[[str], None]) -> None:
-        """See to it that the packed files lie in the disk tier, the way an engine's own first use would."""
+        """Bring the packed files into the disk tier, as an engine does when it first uses an adapter."""
         target = pack_target(self.model, dtype)
         disk = DiskTier(self.cache_dir, disk_bytes, target.pack_key)
         source = PackedSource(open_blob_store(self.blob_url), disk, target)
         for number, digest in enumerate(digests, 1):
             source.fetch(digest, Cancellation())
             if number % SAY_EVERY == 0:
-                say(f"  {number} of {len(digests)} adapters are packed and on disk")
+                say(f"  {number} of {len(digests)} adapters are packed")
 
 
 def make_adapters(scratch: Path, base: Path, num_adapters: int, rank: int, say: Callable[[str], None]) -> AdapterFiles:
-    """At least `num_adapters` adapters with contents of their own; those of an earlier run are used again."""
+    """Create adapters until there are `num_adapters`, each with different contents; reuses those of earlier runs."""
     model = ModelConfig.load(base)
     target = pack_target(model, "bfloat16")
     identity = hashlib.sha256((base / "config.json").read_bytes()).hexdigest()
@@ -85,10 +85,10 @@ def make_adapters(scratch: Path, base: Path, num_adapters: int, rank: int, say: 
         canonical = Path(folder) / "canonical.safetensors"
         for number in range(len(digests), num_adapters):
             if number % SAY_EVERY == 0:
-                say(f"  {number} of {num_adapters} adapters are made")
+                say(f"  {number} of {num_adapters} adapters are created")
             digest = write_canonical(*_random_adapter(target, rank, number), canonical)
             blobs.put(canonical_key(digest), canonical)
-            # Listed only once it is there, so that a run that was stopped leaves nothing that is missing.
+            # Listed only after the upload, so that every listed adapter exists even if the run is interrupted.
             listing.write(digest + "\n")
             listing.flush()
             digests.append(digest)
@@ -100,7 +100,7 @@ def _blob_url(directory: Path) -> str:
 
 
 def _random_adapter(target: PackTarget, rank: int, number: int) -> tuple[bytes, dict[str, float]]:
-    """A safetensors file in bfloat16, and the scale of each module."""
+    """A bfloat16 safetensors file, and the scale of each module."""
     generator = torch.Generator().manual_seed(number)
     tensors: dict[str, torch.Tensor] = {}
     scales: dict[str, float] = {}

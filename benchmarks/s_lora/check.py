@@ -1,8 +1,8 @@
-"""Before anything is measured: do adapters answer the same while others come and go around them?
+"""Checks before any measurement that an adapter's answers do not change while other adapters are loaded and evicted.
 
-A few (adapter, prompt) pairs are answered in float32, each alone on an engine that has room for all. Then an engine
-with a small pool answers them among many others, at the front of the queue and again at its end, by when their adapters
-have been evicted and come back to other pages.
+A few (adapter, prompt) pairs are answered in float32, each alone, on an engine with room for all. Then an engine with a
+small pool answers them among many other requests, at the front of the queue and again at its end. In between, their
+adapters have been evicted and reloaded into other pages.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ PROMPTS, OUTPUTS = Lengths(8, 64), Lengths(8, 24)
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What the check saw: float32 answers were the same in `num_tokens` tokens, `worst` is the largest difference of a
-    log-probability."""
+    """Result of the check: `num_tokens` float32 tokens were equal, and `worst` is the largest difference between two
+    log-probabilities."""
 
     num_tokens: int
     worst: float
@@ -48,7 +48,7 @@ def roomy_plan() -> PoolPlan:
 
 
 def pairs_of(traffic: Traffic, digests: Sequence[str]) -> list[Add]:
-    """Pairs whose prompts are equal two by two, so that adapters are seen to make a difference."""
+    """(adapter, prompt) pairs; each two adapters share a prompt, to check that they answer differently."""
     adds = _requests(traffic, NUM_PAIRS, digests, seed=7)
     return [
         msgspec.structs.replace(
@@ -64,26 +64,26 @@ def pairs_of(traffic: Traffic, digests: Sequence[str]) -> list[Add]:
 
 
 def answer_alone(engine: OpenEngine, pairs: Sequence[Add]) -> dict[str, Answer]:
-    """Each pair without company; raises CheckError where adapters make no difference."""
+    """Answer each pair alone; raises CheckError if an adapter makes no difference."""
     answers: dict[str, Answer] = {}
     for pair in pairs:
         answers |= _answer(engine, [pair])
         plain = msgspec.structs.replace(pair, digest=None, isolation_key=b"base")
         if _answer(engine, [plain])[pair.sequence_id].tokens == answers[pair.sequence_id].tokens:
-            raise CheckError(f"the adapter of {pair.sequence_id} changes nothing")
+            raise CheckError(f"the adapter of {pair.sequence_id} does not change the base's answer")
     for even, odd in zip(pairs[::2], pairs[1::2], strict=True):
         if answers[even.sequence_id].tokens == answers[odd.sequence_id].tokens:
-            raise CheckError(f"the adapters of {even.sequence_id} and {odd.sequence_id} answer alike")
+            raise CheckError(f"the adapters of {even.sequence_id} and {odd.sequence_id} give the same answer")
     return answers
 
 
 def check_mixed(
     engine: OpenEngine, traffic: Traffic, digests: Sequence[str], pairs: Sequence[Add], expected: dict[str, Answer]
 ) -> Checked:
-    """The pairs among others while adapters are evicted; raises CheckError where an answer differs."""
+    """Answer the pairs among other requests while adapters are evicted; raises CheckError if an answer differs."""
     others = _requests(traffic, NUM_OTHERS, digests, seed=8)
     again = {pair.sequence_id: f"{pair.sequence_id}, again" for pair in pairs}
-    # In a namespace of its own, the second time is computed and not found.
+    # A separate namespace, so that the second answer is computed rather than taken from the prefix cache.
     repeated = [
         msgspec.structs.replace(pair, sequence_id=again[pair.sequence_id], isolation_key=b"again " + pair.isolation_key)
         for pair in pairs
@@ -93,19 +93,19 @@ def check_mixed(
     worst, num_tokens = compare({name: found[name] for name in wanted}, wanted)
     stats = engine.stats()
     if not stats.num_adapter_evictions:
-        raise CheckError("no adapter was evicted: the check has shown nothing")
+        raise CheckError("no adapter was evicted, so the check proves nothing")
     return Checked(num_tokens, worst, stats.num_adapter_evictions, stats.num_preemptions)
 
 
 def _requests(traffic: Traffic, count: int, digests: Sequence[str], seed: int) -> list[Add]:
-    """Requests that ask for all adapters alike, with what the comparison needs to know about near choices."""
+    """Requests spread evenly over all adapters, with the log-probabilities that the comparison needs for near ties."""
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, num_logprobs=2)
     traffic = replace(traffic, prompts=PROMPTS, outputs=OUTPUTS, alpha=1.0, num_prefix=0)
     return traffic.requests(count, digests[:NUM_ADAPTERS], sampling, seed)
 
 
 def _answer(engine: OpenEngine, adds: Sequence[Add]) -> dict[str, Answer]:
-    """Run requests to their ends; raises CheckError where one ends otherwise than by its length."""
+    """Run requests to completion; raises CheckError if one ends for a reason other than its length."""
     answers = {add.sequence_id: Answer([], []) for add in adds}
     for add in adds:
         engine.add(add)
@@ -117,5 +117,5 @@ def _answer(engine: OpenEngine, adds: Sequence[Add]) -> dict[str, Answer]:
                         answers[output.sequence_id].tokens.extend(output.token_ids)
                         answers[output.sequence_id].logprobs.extend(output.logprobs)
                 case Finished(sequence_id=sequence_id, reason=reason, message=message) if reason != "length":
-                    raise CheckError(f"the request {sequence_id} ended by {reason}: {message}")
+                    raise CheckError(f"request {sequence_id} ended with {reason}: {message}")
     return answers

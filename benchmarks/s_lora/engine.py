@@ -1,4 +1,4 @@
-"""A CPU engine in this process over adapters on disk, whose pool holds only some of them."""
+"""An in-process CPU engine whose pool holds only some of the adapters on disk."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from loramux.engine.server.gc_freeze import freeze_gc
 PAGE_TOKENS = 16
 WAKE_S = 0.001
 DISK_BYTES = 64 << 30
-"""More than all adapters take: what is measured is the way from the disk, never from the blob store."""
+"""Size of the disk tier: larger than all adapters together, so that none is fetched from the blob store."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """A pool for `num_adapters` adapters beside the K and V of `num_sequences` sequences at their mean full length.
+    """A pool for `num_adapters` adapters and the K and V of `num_sequences` sequences of mean full length.
 
-    There are slots for as many adapters as all pages could hold: pages are what is scarce. The host tier holds
-    `num_host_adapters`; what is in neither is read from the disk.
+    There are adapter slots for as many adapters as fit all pages, so that pages are the limit. The host tier holds
+    `num_host_adapters`; all others are read from disk.
     """
 
     num_adapters: int
@@ -46,7 +46,7 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenEngine:
-    """An engine that this thread steps."""
+    """An engine stepped by the calling thread."""
 
     assembled: AssembledEngine
     wake: threading.Event
@@ -66,14 +66,14 @@ class OpenEngine:
         return self.assembled.engine.stats(StatsRequest(call_id=""))
 
     def step(self, wait_s: float = WAKE_S) -> list[Outbound]:
-        """One step, or a wait of at most `wait_s` where nothing can run; what the engine said."""
+        """Run one step, or wait at most `wait_s` if nothing can run; returns the engine's messages."""
         if not self.assembled.engine.step():
             self.wake.wait(wait_s)
             self.wake.clear()
         return self.assembled.engine.take_outbox()
 
     def abort(self) -> None:
-        """End all sequences and wait for nothing they asked for."""
+        """Abort all sequences, and discard their messages."""
         self.assembled.engine.abort_all()
         while self.assembled.engine.has_work:
             self.step()
@@ -101,7 +101,7 @@ def open_engine(
         "eviction_policy": policy,
     }
     assembled = assemble_engine(msgspec.convert(document, EngineConfig), wake.set)
-    # As an engine's process does before it serves.
+    # As an engine process does before it serves.
     freeze_gc()
     try:
         yield OpenEngine(assembled, wake)

@@ -1,4 +1,4 @@
-"""What a window of a run says: throughput, latencies, and how hard the pool had to work."""
+"""Figures of one window: throughput, latencies, and the pool's loads and evictions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.s_lora.run import Window
 PERCENTILES = (50, 90, 99)
 
 Figures = dict[str, float | None]
-"""By name, with units in the names; None: infinite, or nothing to measure it on."""
+"""Figures by name, with the unit in the name; None if infinite or not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a request must keep to count towards goodput, in seconds."""
+    """Limits that a request must meet to count towards goodput, in seconds."""
 
     ttft_s: float
     tpot_s: float
@@ -31,7 +31,7 @@ def pool_figures(window: Window) -> Figures:
     cached, computed = window.counted("cached_tokens"), window.counted("prompt_tokens")
     return {
         "adapter_hit_rate": _share(sum(one.was_resident for one in window.journeys), len(window.journeys)),
-        # Above 1, adapters were evicted before those who waited for them could run.
+        # Above 1, some adapters were evicted before the requests waiting for them could run.
         "loads_per_request": _share(loads, window.num_first_tokens),
         "loads": loads,
         "evictions": window.counted("num_adapter_evictions"),
@@ -66,7 +66,7 @@ def latency_figures(window: Window, goal: Goal) -> Figures:
 
 
 def median_of(rounds: Sequence[Figures]) -> Figures:
-    """Each figure's median; infinite where it was in half of the rounds."""
+    """Each figure's median; None if the figure is infinite in half of the rounds."""
     medians: Figures = {}
     for name in rounds[0]:
         values = (one[name] for one in rounds)
@@ -75,7 +75,7 @@ def median_of(rounds: Sequence[Figures]) -> Figures:
 
 
 def _percentiles(name: str, values: Sequence[float]) -> dict[str, Any]:
-    # Of two neighbours the higher one: between a number and infinity there is no middle.
+    # Use the higher of two neighbours, since a number and infinity cannot be interpolated.
     found = np.percentile(values, PERCENTILES, method="higher").tolist() if values else [math.inf] * len(PERCENTILES)
     return {f"{name}_p{percent}": _finite(value) for percent, value in zip(PERCENTILES, found, strict=True)}
 

@@ -1,4 +1,4 @@
-"""Throughput over the number of adapters, one line a policy, as an SVG."""
+"""Throughput over the number of adapters as an SVG, one line per policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUM_TICKS = 5
 
 
 def draw_plot(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
-    """`lines` holds by name the points (adapters, tokens a second); the horizontal axis is logarithmic."""
+    """Draw `lines`, which holds (adapters, tokens/s) points by name; the horizontal axis is logarithmic."""
     numbers = sorted({number for points in lines.values() for number, _ in points})
     top = _round_up(max(value for points in lines.values() for _, value in points))
     parts = [
@@ -57,7 +57,7 @@ def _y(value: float, top: float) -> float:
 
 
 def _round_up(value: float) -> float:
-    """The next of 1, 2, 2.5, 5 and 10 times a power of ten."""
+    """The smallest of 1, 2, 2.5, 5 and 10 times a power of ten that is at least `value`."""
     power = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= value)
 

@@ -1,4 +1,4 @@
-"""The measured cases as a table and as a document."""
+"""The measured cases as tables and as a JSON document."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHARES = frozenset({"adapter_hit_rate", "prefix_hit_rate", "good_share"})
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One policy with so many adapters: the figures of each round."""
+    """The figures of each round for one policy and one number of adapters."""
 
     policy: str
     num_adapters: int
@@ -52,9 +52,9 @@ class Case:
 
 
 def summaries(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Medians of the rounds; `over_fewest` is throughput over that of the same policy with the fewest adapters.
+    """Medians over the rounds; `over_fewest` is throughput relative to the same policy with the fewest adapters.
 
-    `over_fewest_by_round` is the median of the ratios within each round: a machine's speed drifts from one to another.
+    `over_fewest_by_round` is the median of the ratios within each round, which drift between rounds does not affect.
     """
     fewest = min(case.num_adapters for case in cases)
     found: list[dict[str, Any]] = []

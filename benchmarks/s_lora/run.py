@@ -1,4 +1,4 @@
-"""Drives an engine by a list of arrivals and keeps what happened to each request, and when."""
+"""Drives an engine with a list of arrivals, and records the times of each request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loramux.engine.messages import Add, Finished, FromEngine, Stats, StepOutput
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request and the second at which it arrives."""
+    """A request and its arrival time, in seconds."""
 
     at_s: float
     add: Add
@@ -23,11 +23,11 @@ class Arrival:
 
 @dataclass(slots=True)
 class Journey:
-    """One request's seconds: when it came, and when its first and its latest token came out."""
+    """Times of one request in seconds: its arrival, and its first and latest token."""
 
     at_s: float
     was_resident: bool
-    """Whether its adapter was in the pool when it came."""
+    """Whether its adapter was in the pool when it arrived."""
     first_s: float = math.inf
     latest_s: float = math.inf
     end_s: float = math.inf
@@ -35,12 +35,12 @@ class Journey:
 
     @property
     def ttft_s(self) -> float:
-        """Counted from when the request came, whether or not the engine had time to take it then."""
+        """Time to first token from the request's scheduled arrival, even if the engine accepted it later."""
         return self.first_s - self.at_s
 
     @property
     def tpot_s(self) -> float:
-        """The mean time of a token after the first; 0 where there is none."""
+        """Mean time per token after the first; 0 for a single token, infinite for an unfinished request."""
         if self.end_s == math.inf:
             return math.inf
         return (self.latest_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0
@@ -48,7 +48,7 @@ class Journey:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the engine has counted so far, and this process's processor time."""
+    """The engine's counters and this process's CPU time at one moment."""
 
     stats: Stats
     cpu_s: float
@@ -60,17 +60,17 @@ class Snapshot:
 
 @dataclass(slots=True)
 class Window:
-    """What happened in [begin_s, end_s) of a run."""
+    """Observations in [begin_s, end_s) of a run."""
 
     begin_s: float
     end_s: float
     journeys: list[Journey] = field(default_factory=list)
-    """Of the requests that arrived in it, however long they took."""
+    """The requests that arrived in the window, even if they finished after it."""
     num_tokens: int = 0
     num_first_tokens: int = 0
     num_finished: int = 0
     fewest_sequences: int = 1 << 62
-    """The fewest sequences that waited or ran at any time in it."""
+    """The fewest sequences that waited or ran at any time in the window."""
     before: Snapshot | None = None
     after: Snapshot | None = None
 
@@ -80,23 +80,23 @@ class Window:
 
     @property
     def cpu_s(self) -> float:
-        """Processor time of all threads."""
+        """CPU time of all threads during the window."""
         assert self.before is not None
         assert self.after is not None
         return self.after.cpu_s - self.before.cpu_s
 
     def counted(self, name: str) -> int:
-        """How far a counter of the engine's statistics came."""
+        """The increase of one of the engine's counters during the window."""
         assert self.before is not None
         assert self.after is not None
         return int(getattr(self.after.stats, name)) - int(getattr(self.before.stats, name))
 
 
 class Drive:
-    """One engine and what arrives at it. Its clock runs only while it has the machine, so that some may take turns.
+    """One engine and its arrivals. Its clock runs only during its own turns, so that several engines can alternate.
 
-    Nothing arrives once the window has closed, and the requests that came in it have `patience_s` to be answered; the
-    rest are aborted.
+    Nothing arrives after the window has closed. Requests that are not answered within `patience_s` after that are
+    aborted.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Drive:
         return self._now_s >= end_s and not (self._num_open and self._now_s < end_s + self._patience_s)
 
     def run(self, seconds: float) -> None:
-        """Step for so long, or until it is over; raises CheckError where a request ends, but not by its length."""
+        """Step for `seconds` or to the end; raises CheckError if a request ends for a reason other than its length."""
         until_s = self._now_s + seconds
         started, cpu_started = time.perf_counter() - self._now_s, time.process_time() - self._cpu_s
         while self._now_s < until_s and not self.is_over:
@@ -130,7 +130,7 @@ class Drive:
         self._cpu_s = time.process_time() - cpu_started
 
     def end(self) -> Window:
-        """Abort what still runs; the window."""
+        """Abort the remaining requests, and return the window."""
         self._window.before = self._window.before or self._snapshot(self._cpu_s)
         self._window.after = self._window.after or self._snapshot(self._cpu_s)
         self._engine.abort()
@@ -180,18 +180,18 @@ class Drive:
                 window.num_finished += is_inside
                 self._num_open -= 1
             case Finished(sequence_id=sequence_id, reason=reason, message=message):
-                raise CheckError(f"the request {sequence_id} ended by {reason}: {message}")
+                raise CheckError(f"request {sequence_id} ended with {reason}: {message}")
 
 
 def drive(engine: OpenEngine, arrivals: Iterable[Arrival], begin_s: float, end_s: float, patience_s: float) -> Window:
-    """All of it at once: see `Drive`."""
+    """Run one `Drive` from start to end without turns."""
     one = Drive(engine, arrivals, begin_s, end_s, patience_s)
     one.run(math.inf)
     return one.end()
 
 
 def drive_in_turns(drives: Sequence[Drive], turn_s: float) -> list[Window]:
-    """Give each the machine for `turn_s` at a time, so that a drift of its speed meets all alike."""
+    """Run each for `turn_s` at a time, so that drift in the machine's speed affects all alike."""
     while not all(one.is_over for one in drives):
         for one in drives:
             one.run(turn_s)

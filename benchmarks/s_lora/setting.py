@@ -1,4 +1,4 @@
-"""What measurements on the S-LoRA engine share: its arguments, the adapters on disk, and the check before."""
+"""Arguments, adapters on disk and initial check shared by the measurements on the S-LoRA engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--base", type=Path, default=DEMO_BASE, help="the base model's directory")
     add("--rank", type=int, default=8)
-    add("--dtype", choices=DTYPES, default=DTYPES[0], help="of weights, K and V and adapters while measuring")
+    add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of weights, K and V and adapters while measuring")
     add("--scratch", type=Path, default=FOLDER / "scratch" / "s_lora", help="where adapters are kept between runs")
     add("--out", type=Path, help="write the figures as JSON")
     add_allow_busy(parser)
@@ -49,7 +49,7 @@ def describe_base(base: Path) -> dict[str, str]:
 
 
 def open_files(arguments: argparse.Namespace, num_adapters: int, console: Console) -> AdapterFiles:
-    """At least so many adapters, packed and on disk."""
+    """At least `num_adapters` adapters, packed into the disk tier."""
     count = max(num_adapters, NUM_ADAPTERS)
     files = make_adapters(arguments.scratch, arguments.base, count, arguments.rank, console.print)
     files.pack(files.digests[:NUM_ADAPTERS], "float32", DISK_BYTES, console.print)
@@ -60,9 +60,9 @@ def open_files(arguments: argparse.Namespace, num_adapters: int, console: Consol
 def check_answers(
     arguments: argparse.Namespace, files: AdapterFiles, traffic: Traffic, policies: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """What was compared for each policy.
+    """Check each policy; returns what was compared.
 
-    Raises CheckError where an adapter answers otherwise in an evicting batch than alone.
+    Raises CheckError if an adapter's answer changes in a batch with evictions.
     """
     digests = files.digests[:NUM_ADAPTERS]
     pairs = pairs_of(traffic, digests)

@@ -1,4 +1,4 @@
-"""Requests of the S-LoRA workload as an engine takes them, with the times at which they arrive."""
+"""Requests of the S-LoRA workload as engine messages, with their arrival times."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What requests are like. Each adapter has a namespace of its own, within which equal prefixes are shared.
+    """Parameters of the requests. Each adapter has its own namespace, within which equal prefixes are shared.
 
-    Prompts are random but for their first `num_prefix` tokens, which come on top of the drawn length and are the same
-    for an adapter's requests. With `is_one_share` all adapters belong to one account, else each to its own.
+    Prompts are random except for their first `num_prefix` tokens, which come in addition to the drawn length and are
+    the same in all requests of an adapter. With `is_one_share`, all adapters belong to one account, otherwise each to
+    its own.
     """
 
     prompts: Lengths
@@ -62,7 +63,7 @@ class Traffic:
     def arrivals(
         self, digests: Sequence[str], rate: float, until_s: float, num_at_once: int = 0, seed: int = 42
     ) -> list[Arrival]:
-        """`num_at_once` requests at the start, then `rate` a second."""
+        """`num_at_once` requests at the start, and a process of `rate` per second."""
         times = [0.0] * num_at_once + list(draw_arrivals(rate, self.cv, until_s, seed))
         requests = self.requests(len(times), digests, seed=seed)
         return [Arrival(at_s, add) for at_s, add in zip(times, requests, strict=True)]

@@ -1,8 +1,8 @@
-"""The S-LoRA workload, drawn: which adapter each request names, how long it is, and when it arrives.
+"""The random draws of the S-LoRA workload: each request's adapter, lengths and arrival time.
 
-After "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (Sheng et al., 2023, arXiv 2311.03285), section 7, and
-`benchmarks/trace.py` of its repository. Everything is seeded, and the same requests arrive at the same times whatever
-the number of adapters: only whom they name changes.
+Follows section 7 of "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (Sheng et al., 2023, arXiv 2311.03285) and
+`benchmarks/trace.py` of its repository. Everything is seeded. For every number of adapters, the same requests arrive at
+the same times; only the adapters that they name differ.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Numbers of tokens in [shortest, end), all equally likely."""
+    """Uniformly distributed numbers of tokens in [shortest, end)."""
 
     shortest: int
     end: int
@@ -30,7 +30,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class DrawnRequest:
-    """Lengths in tokens, and the number of the adapter that is asked for."""
+    """Lengths in tokens, and the index of the requested adapter."""
 
     adapter: int
     num_prompt: int
@@ -40,26 +40,26 @@ class DrawnRequest:
 def draw_requests(
     num_requests: int, num_adapters: int, prompts: Lengths, outputs: Lengths, alpha: float = 1.0, seed: int = 42
 ) -> list[DrawnRequest]:
-    """Adapters have places in [0, 1) drawn with the density `alpha * x ** (alpha - 1)`, as `numpy.random.power` does.
+    """Draw adapters from positions in [0, 1) with density `alpha * x ** (alpha - 1)`, like `numpy.random.power`.
 
-    An alpha of 1 is uniform, the hardest on a pool. Below 1 the first adapters are asked for most: the share of the
-    first k of n is `(k / n) ** alpha`.
+    An alpha of 1 is uniform, the hardest case for a pool. Below 1, the first adapters are requested most: the first k
+    of n get the share `(k / n) ** alpha` of the requests.
     """
     lengths = np.random.default_rng(seed).integers(
         [prompts.shortest, outputs.shortest], [prompts.end, outputs.end], (num_requests, 2)
     )
     places = np.random.default_rng(seed + 1).random(num_requests) ** (1.0 / alpha)
     return [
-        # Far above 1, an alpha rounds the last places up to 1.
+        # With an alpha far above 1, the last positions round up to 1.
         DrawnRequest(min(int(place * num_adapters), num_adapters - 1), num_prompt, num_output)
         for (num_prompt, num_output), place in zip(lengths.tolist(), places.tolist(), strict=True)
     ]
 
 
 def draw_arrivals(rate: float, cv: float, until_s: float, seed: int = 42) -> Iterator[float]:
-    """Seconds at which requests arrive before `until_s`: a gamma process of `rate` a second.
+    """Arrival times in seconds before `until_s`: a gamma process of `rate` per second.
 
-    The time between two has the coefficient of variation `cv`: 1 is a Poisson process, more comes in bursts.
+    The time between arrivals has the coefficient of variation `cv`: 1 is a Poisson process, higher values are bursty.
     """
     random = np.random.default_rng(seed + 3)
     at_s = 0.0

@@ -1,19 +1,19 @@
-"""Many adapters come for the first time at once: what do tenants notice whose answers are being written?
+"""How much do many cold adapters slow down the streams of other tenants?
 
-An engine in process on a small base, and resident streams: requests whose adapters are in the pool, one following the
-other without end. What comes beside them takes turns, in one run:
+An in-process engine on a small base runs resident streams: endless sequences of requests whose adapters are in the
+pool. Four kinds of extra traffic alternate in one run:
 
-    quiet   nothing
-    loads   so many adapters are loaded for the first time, by `Load` messages: nothing but the loading
-    warm    so many short requests, for adapters that are in the pool
-    storm   the same requests at the same times, each for an adapter that comes for the first time
+    quiet   none
+    loads   many adapters are loaded for the first time by `Load` messages, without requests
+    warm    as many short requests, for adapters that are in the pool
+    storm   the same requests at the same times, each for an adapter that was never loaded
 
-Every adapter is read from the disk, or has to come from the blob store first, is verified and copied to the pool, where
-about half take the place of another. What counts is the time between two tokens of a resident stream: `loads` over
-`quiet` and `storm` over `warm` are what loading costs; `storm` over `quiet` has the storm's own requests in it.
+Every new adapter is read from the disk or from the blob store, verified, and copied to the pool. About half of them
+evict another. The figure is the time between two tokens of a resident stream. `loads` over `quiet` and `storm` over
+`warm` show the cost of loading; `storm` over `quiet` also includes the storm's own requests.
 
-The ways take turns every two seconds, at the pace of 200 adapters in 10 s: a machine that drifts by a third within ten
-seconds cannot tell a tenth where each way has ten of its own.
+Windows are two seconds long, at a rate of 200 adapters in 10 s. The speed of a shared machine can drift by a third
+within ten seconds, so longer windows could not resolve a difference of a tenth.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ TARGETS = (Target(LOADS, QUIET, 1.1), Target(STORM, WARM, 1.1), Target(STORM, QU
 PATIENCE_S = 30.0
 
 NUM_REQUESTS = 32
-"""Different requests of one resident stream; they share no prefixes, so that the same one again is computed again."""
+"""Distinct requests of one resident stream. They share no prefixes, and a repeated request is computed in full."""
 
 
 class Measurement:
-    """One run's settings and requests."""
+    """Settings and requests of one run."""
 
     def __init__(self, arguments: argparse.Namespace, files: AdapterFiles) -> None:
         self.arguments = arguments
@@ -74,7 +74,7 @@ class Measurement:
         self.traffic = traffic_of(arguments, files)
         self.resident = files.digests[: arguments.resident_adapters]
         self.warm = files.digests[arguments.resident_adapters : arguments.pool_adapters - arguments.spare_adapters]
-        # Every adapter that a storm names is new to the engine, also in later rounds.
+        # Every adapter of a storm is new to the engine, in later rounds too.
         self._fresh: Iterator[str] = iter(files.digests[arguments.pool_adapters :])
         self.plan = PoolPlan(
             arguments.pool_adapters,
@@ -95,7 +95,7 @@ class Measurement:
         return [Stream(itertools.cycle(adds[place::count])) for place in range(count)]
 
     def timed(self, way: str, number: int) -> list[Timed]:
-        """What comes in round `number`, at random times, the same for all ways."""
+        """The extra traffic of round `number`, at random times that are the same for all ways."""
         if way == QUIET:
             return []
         count = self.arguments.loads
@@ -117,9 +117,9 @@ class Measurement:
 
 
 def _forget(files: AdapterFiles, digests: Sequence[str], source: str) -> None:
-    """Have the operating system drop what it keeps of the packed files, so that they come from the disk itself.
+    """Ask the operating system to drop its cached pages of the packed files, so that they are read from the disk.
 
-    For the blob store's sake they are removed from the disk tier.
+    If `source` is "blobs", also remove the files from the disk tier.
     """
     for digest in digests:
         for path in files.cache_dir.glob(f"*/{digest}.packed"):
@@ -138,14 +138,14 @@ def _drop_cached(path: Path) -> None:
 
 
 def measure(measurement: Measurement, console: Console) -> dict[str, list[Observed]]:
-    """What each round of each way saw."""
+    """Run all rounds; returns each way's observations, one per round."""
     arguments = measurement.arguments
     found: dict[str, list[Observed]] = {way: [] for way in WAYS}
     with open_engine(
         arguments.base, measurement.files, measurement.plan, arguments.dtype, "lru", arguments.threads
     ) as engine:
         for number in track(range(arguments.repeats), "Rounds", console=console):
-            # In turns, each first in its round, so that a drift of the machine meets all alike.
+            # The order rotates from round to round, so that drift in the machine's speed affects all ways alike.
             place = number % len(WAYS)
             for way in (*WAYS[place:], *WAYS[:place]):
                 observed = _window(engine, measurement, way, number)
@@ -160,12 +160,12 @@ def _window(engine: OpenEngine, measurement: Measurement, way: str, number: int)
     keep_only(engine, (*measurement.resident, *measurement.warm))
     observed = Drive(engine, arguments.settle, arguments.seconds, PATIENCE_S).run(measurement.streams(), timed)
     if way in COLD_WAYS:
-        # The last few come when the window is over.
+        # The last few may arrive after the window has closed.
         num_answered = sum(math.isfinite(one) for one in (*observed.loads_s, *observed.first_tokens_s))
         if num_answered < arguments.loads or (way == STORM and observed.num_cold < arguments.loads):
-            raise CheckError(f"only {num_answered} of {arguments.loads} adapters came, {observed.num_cold} of them new")
+            raise CheckError(f"only {num_answered} of {arguments.loads} adapters loaded, {observed.num_cold} were cold")
     elif observed.counted("num_adapter_loads") or observed.num_cold:
-        raise CheckError("adapters were loaded where none should have been")
+        raise CheckError("adapters were loaded in a window that needs none")
     return observed
 
 
@@ -178,20 +178,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--residents", type=int, default=16, help="resident streams")
     add("--resident-adapters", type=int, default=8, help="adapters of the resident streams")
-    add("--from", dest="source", choices=("disk", "blobs"), default="disk", help="where new adapters are")
-    add("--loads", type=int, default=40, help="adapters that come for the first time in a window")
+    add("--from", dest="source", choices=("disk", "blobs"), default="disk", help="where new adapters are read from")
+    add("--loads", type=int, default=40, help="adapters loaded for the first time in each window")
     add("--seconds", type=float, default=2.0, help="length of each window")
-    add("--settle", type=float, default=0.4, help="seconds of resident streams alone before each")
-    add("--seats", type=int, default=16, help="sequences beside the resident ones that run at once")
-    add("--pool-adapters", type=int, default=50, help="adapters that the pool holds beside K and V")
-    add("--spare-adapters", type=int, default=4, help="of these, room for what is on its way")
-    add("--host-adapters", type=int, default=50, help="adapters that host memory holds besides")
-    add("--storm-output", type=lengths, default=Lengths(4, 12), metavar="LO-HI", help="their new tokens in [LO, HI)")
+    add("--settle", type=float, default=0.4, help="seconds of resident streams alone before each window")
+    add("--seats", type=int, default=16, help="sequence slots in addition to those of the resident streams")
+    add("--pool-adapters", type=int, default=50, help="adapters that fit the pool in addition to K and V")
+    add("--spare-adapters", type=int, default=4, help="of these, room for adapters being loaded")
+    add("--host-adapters", type=int, default=50, help="adapters that the host tier holds")
+    add("--storm-output", type=lengths, default=Lengths(4, 12), metavar="LO-HI", help="new tokens in [LO, HI)")
     add_common(parser, repeats=20, outputs=Lengths(64, 128))
     arguments = parser.parse_args(argv)
     require_sound(parser, arguments)
     if not 0 < arguments.resident_adapters < arguments.pool_adapters - arguments.spare_adapters:
-        parser.error("--pool-adapters must be above --resident-adapters and --spare-adapters together")
+        parser.error("--pool-adapters must exceed the sum of --resident-adapters and --spare-adapters")
     return arguments
 
 
@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     measurement = Measurement(arguments, files)
     try:
         checked = check(arguments, files)
-        console.print(f"checked: {checked['num_tokens']} float32 tokens alone and in an evicting batch are equal")
+        console.print(f"checked: {checked['num_tokens']} float32 tokens are equal alone and in a batch with evictions")
         found = measure(measurement, console)
     except CheckError as error:
         console.print(f"[red]nothing was measured: {error}[/red]")
@@ -217,8 +217,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_evicted = sum(one.counted("num_adapter_evictions") for one in rounds)
         steps_s = statistics.median(one.counted("num_steps") / one.seconds for one in rounds)
         console.print(f"  {way}: {num_loaded} adapters loaded, {num_evicted} evicted, {steps_s:.0f} steps/s")
-    console.print(table("between a resident stream's tokens", {"gaps": gaps}))
-    console.print(table("what comes beside", {"TTFT": first_tokens, "Load": loads}))
+    console.print(table("time between a resident stream's tokens", {"gaps": gaps}))
+    console.print(table("extra requests and loads", {"TTFT": first_tokens, "Load": loads}))
     outcome = Outcome(
         busy_before,
         _workload(measurement),
@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         },
         [compare(gaps, target) for target in TARGETS],
         draw_tails(
-            f"Resident streams while {arguments.loads / arguments.seconds:g} adapters come a second",
+            f"Resident streams while {arguments.loads / arguments.seconds:g} adapters arrive per second",
             "time between tokens",
             {way: pooled(rounds) for way, rounds in gaps.items()},
         ),

@@ -1,4 +1,4 @@
-"""Percentiles of two ways of one thing, taken in turns, and what one is over the other."""
+"""Percentiles of alternating measurements, and their ratios."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.table import Table
 PERCENTILES = (50, 90, 99)
 
 Rounds = Mapping[str, Sequence[Sequence[float]]]
-"""By the name of a way, its samples of each round."""
+"""The samples of each round, by way."""
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Of two neighbours the higher one; infinite where there is nothing."""
+    """The percentile, rounded up to a sample; infinite without samples."""
     return float(np.percentile(samples, percent, method="higher")) if samples else math.inf
 
 
@@ -33,7 +33,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A ratio of p99s: of all rounds' samples together, which counts, and the least and the most of one round."""
+    """A ratio of p99s: over all rounds' samples together, which is compared with the limit, and of each round."""
 
     target: Target
     ratio: float
@@ -73,7 +73,7 @@ def compare(samples: Rounds, target: Target) -> Comparison:
 
 
 def ratio(way: Sequence[float], reference: Sequence[float]) -> float:
-    """Infinite where the way's p99 is, or nothing was measured."""
+    """The ratio of the two p99s; infinite if the way's p99 is infinite or there are no samples."""
     above, below = percentile(way, 99), percentile(reference, 99)
     return above / below if math.isfinite(above) and 0 < below < math.inf else math.inf
 
@@ -83,7 +83,7 @@ def pooled(rounds: Sequence[Sequence[float]]) -> list[float]:
 
 
 def spread(rounds: Sequence[Sequence[float]]) -> dict[str, float | None]:
-    """Milliseconds over all rounds together, and how many samples they are."""
+    """Percentiles in milliseconds over all rounds together, and the number of samples."""
     samples = pooled(rounds)
     figures: dict[str, float | None] = {"samples": len(samples)}
     for percent in PERCENTILES:
@@ -93,7 +93,7 @@ def spread(rounds: Sequence[Sequence[float]]) -> dict[str, float | None]:
 
 
 def table(title: str, columns: Mapping[str, Rounds]) -> Table:
-    """A row a way; `columns` holds what was measured of each by its heading."""
+    """One row per way; `columns` maps a heading to the measurements below it."""
     drawn = Table(title=title)
     drawn.add_column("")
     for heading in columns:

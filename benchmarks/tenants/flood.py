@@ -1,13 +1,14 @@
-"""One account floods the engine: what do polite accounts see of it?
+"""How much does one account that floods the engine slow down polite accounts?
 
-An engine in process on a small base, some polite accounts whose requests come as a Poisson process, and a load of the
-same requests over the same resident adapters in three ways, which take turns in one run:
+An in-process engine on a small base serves a few polite accounts, whose requests arrive as a Poisson process, and a
+background load. The load consists of the same requests over the same resident adapters in three ways, which alternate
+in one run:
 
-    flood         one account's: so many of its requests always run or wait, so that the queue is always full
-    full crowd    many accounts', each with its part of as many requests that always run or wait
-    calm crowd    many accounts', as a Poisson process that comes to a little less than the engine can answer
+    flood         from one account, which keeps the queue full at all times
+    full crowd    from many accounts, which together keep as many requests open
+    calm crowd    from many accounts, as a Poisson process a little below the engine's capacity
 
-What counts is the polite accounts' time to the first token beside the flood over that beside either crowd.
+The figure is the polite accounts' time to first token during the flood, relative to that during either crowd.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ WARM_S = 2.0
 PATIENCE_S = 30.0
 
 NUM_REQUESTS = 1024
-"""Different requests of the standing load; they share no prefixes, so that the same one again is computed again."""
+"""Distinct requests of the background load. They share no prefixes, and a repeated request is computed in full."""
 
 
 class Measurement:
-    """One run's settings and requests."""
+    """Settings and requests of one run."""
 
     def __init__(self, arguments: argparse.Namespace, files: AdapterFiles) -> None:
         self.arguments = arguments
@@ -71,7 +72,7 @@ class Measurement:
         )
 
     def streams(self, way: str) -> list[Stream]:
-        """The load that always runs or waits: the same requests in the same order, of one account or of many."""
+        """The background load, the same requests in the same order, from one account or from many."""
         if way == CALM:
             return []
         adds = self._load(NUM_REQUESTS, seed=42)
@@ -81,7 +82,7 @@ class Measurement:
         return [Stream(itertools.cycle(adds[place::shares]), self.arguments.open // shares) for place in range(shares)]
 
     def timed(self, way: str, capacity: float, number: int) -> list[Timed]:
-        """What comes in round `number`; the polite accounts' requests are the same whatever the way."""
+        """Requests at given times in round `number`; those of the polite accounts are the same in every way."""
         timed = self._arrivals(self.arguments.polite_load * capacity, 100 + number, is_counted=True)
         if way == CALM:
             rate = (self.arguments.calm_load - self.arguments.polite_load) * capacity
@@ -89,7 +90,7 @@ class Measurement:
         return sorted(timed, key=lambda one: one.at_s)
 
     def _arrivals(self, rate: float, seed: int, is_counted: bool) -> list[Timed]:
-        # The load's come before the window, too, so that it finds the engine as it is to be.
+        # The background load starts before the window, so that the engine has reached its steady state.
         begin_s = 0.0 if is_counted else -WARM_S
         times = list(draw_arrivals(rate, 1.0, self.arguments.seconds - begin_s, seed))
         if is_counted:
@@ -99,7 +100,7 @@ class Measurement:
         return [Timed(begin_s + at_s, add, is_counted) for at_s, add in zip(times, adds, strict=True)]
 
     def _load(self, count: int, seed: int) -> list[Add]:
-        """Requests of the crowd's accounts in turn, each with an adapter of its own."""
+        """Requests that cycle through the crowd's accounts, each with its own adapter."""
         adds = self.traffic.requests(count, self.crowd, seed=seed)
         digests = itertools.cycle(self.crowd)
         return [
@@ -109,12 +110,12 @@ class Measurement:
 
 
 def _unshared(add: Add) -> Add:
-    """Without a namespace nothing stays in the prefix cache, where it would push adapters out of the pool."""
+    """Without a namespace no prefix is cached, so none can evict adapters from the pool."""
     return msgspec.structs.replace(add, isolation_key=b"")
 
 
 def measure(measurement: Measurement, console: Console) -> tuple[dict[str, list[Observed]], list[float]]:
-    """What each round of each way saw, and the requests a second that the engine could answer in each."""
+    """Run all rounds; returns each way's observations, and the engine's capacity in requests/s in each round."""
     arguments = measurement.arguments
     found: dict[str, list[Observed]] = {way: [] for way in WAYS}
     capacities: list[float] = []
@@ -123,17 +124,17 @@ def measure(measurement: Measurement, console: Console) -> tuple[dict[str, list[
     ) as engine:
         preload(engine, (*measurement.crowd, *measurement.polite))
         for number in range(arguments.repeats):
-            # Found again each time: on a machine that others use, it is not what it was.
+            # Calibrate in each round, since the speed of a shared machine drifts.
             calibration = Drive(engine, WARM_S, CALIBRATION_S, 0.0, arguments.clock).run(measurement.streams(FULL), [])
             capacity = calibration.num_ended / CALIBRATION_S
             capacities.append(capacity)
             console.print(f"  round {number + 1}: the engine answers {capacity:.1f} requests/s")
-            # In turns, each first in its round, so that a drift of the machine meets all alike.
+            # The order rotates from round to round, so that drift in the machine's speed affects all ways alike.
             place = number % len(WAYS)
             for way in (*WAYS[place:], *WAYS[:place]):
                 observed = _window(engine, measurement, way, measurement.timed(way, capacity, number))
                 found[way].append(observed)
-                console.print(f"  {way}: {observed.num_ended / observed.seconds:.1f} requests/s were answered")
+                console.print(f"  {way}: {observed.num_ended / observed.seconds:.1f} requests/s answered")
                 if way != CALM and arguments.clock == "wall":
                     say_disturbed(observed, console)
     return found, capacities
@@ -145,7 +146,7 @@ def _window(engine: OpenEngine, measurement: Measurement, way: str, timed: list[
         measurement.streams(way), timed
     )
     if observed.num_cold or observed.counted("num_adapter_loads"):
-        raise CheckError("an adapter was not resident: the ways would differ by more than their shares")
+        raise CheckError("an adapter was not resident: the ways would differ in more than their accounts")
     if way != CALM and observed.fewest_sequences <= arguments.seats:
         raise CheckError("the queue ran empty: --open must be well above --seats")
     return observed
@@ -158,22 +159,22 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--seats", type=int, default=32, help="sequences that run at once")
-    add("--open", type=int, default=256, help="requests of the load that run or wait, always")
-    add("--crowd", type=int, default=32, help="accounts among which the load is divided in the one way")
-    add("--polite", type=int, default=8, help="polite accounts, the same in both ways")
-    add("--polite-load", type=float, default=0.12, help="what all polite accounts ask for, over capacity")
-    add("--calm-load", type=float, default=0.95, help="what all ask for where the crowd is calm, over capacity")
-    add("--clock", choices=CLOCKS, default="wall", help="processor: the engine thread's time, for a shared machine")
+    add("--seats", type=int, default=32, help="sequence slots")
+    add("--open", type=int, default=256, help="requests of the background load that run or wait at any time")
+    add("--crowd", type=int, default=32, help="accounts that share the background load in the crowd ways")
+    add("--polite", type=int, default=8, help="polite accounts, the same in all ways")
+    add("--polite-load", type=float, default=0.12, help="load of all polite accounts, over capacity")
+    add("--calm-load", type=float, default=0.95, help="total load with the calm crowd, over capacity")
+    add("--clock", choices=CLOCKS, default="wall", help="processor: CPU time of its thread, for a shared machine")
     add("--seconds", type=float, default=20.0, help="length of each window")
     add_common(parser, repeats=6, outputs=Lengths(8, 32))
     arguments = parser.parse_args(argv)
     require_sound(parser, arguments)
     fair = 1.0 / (arguments.crowd + arguments.polite) if min(arguments.crowd, arguments.polite) > 0 else 0.0
     if arguments.open % max(1, arguments.crowd) or not 0 < arguments.polite_load < fair * arguments.polite:
-        parser.error("--crowd must divide --open, and the polite must ask for less than their fair share")
+        parser.error("--crowd must divide --open, and --polite-load must be below the polite fair share")
     if arguments.clock == "processor" and arguments.threads > 1:
-        parser.error("--clock processor sees one thread only: use it with --threads 1")
+        parser.error("--clock processor measures one thread only: use --threads 1")
     if not arguments.polite_load < arguments.calm_load < 1:
         parser.error("--calm-load must lie between --polite-load and 1")
     return arguments
@@ -187,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     measurement = Measurement(arguments, files)
     try:
         checked = check(arguments, files)
-        console.print(f"checked: {checked['num_tokens']} float32 tokens alone and in an evicting batch are equal")
+        console.print(f"checked: {checked['num_tokens']} float32 tokens are equal alone and in a batch with evictions")
         found, capacities = measure(measurement, console)
     except CheckError as error:
         console.print(f"[red]nothing was measured: {error}[/red]")
@@ -196,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gaps = {way: [one.gaps_s for one in rounds] for way, rounds in found.items()}
     console.print(table("the polite accounts' requests", {"TTFT": first_tokens, "between tokens": gaps}))
     picture = draw_tails(
-        "Polite accounts beside one that floods, and beside many with the same load",
+        "Polite accounts during a flood from one account, and during the same load from many",
         "time to the first token",
         {way: pooled(rounds) for way, rounds in first_tokens.items()},
     )

@@ -1,4 +1,4 @@
-"""How long the slowest few took, one line a way, as an SVG."""
+"""The tails of latency distributions as an SVG, one line per way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEGEND_WIDTH = 150
 
 
 def draw_tails(title: str, axis: str, lines: Mapping[str, Sequence[float]]) -> str:
-    """`lines` holds seconds by name; across, each further nine of the percentile takes the same room."""
+    """Draw `lines`, which holds seconds by name; the percentile axis gives each additional nine the same width."""
     curves = {name: [(p, 1e3 * percentile(samples, p)) for p in PERCENTS] for name, samples in lines.items()}
     curves = {name: [(p, value) for p, value in points if value < math.inf] for name, points in curves.items()}
     top = _round_up(max((value for points in curves.values() for _, value in points), default=1.0))
@@ -56,7 +56,7 @@ def _y(value: float, top: float) -> float:
 
 
 def _round_up(value: float) -> float:
-    """The next of 1, 2, 2.5, 5 and 10 times a power of ten."""
+    """The smallest of 1, 2, 2.5, 5 and 10 times a power of ten that is at least `value`."""
     power = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= value)
 

@@ -1,7 +1,7 @@
-"""Drives an engine with standing streams of requests beside messages at given times, and keeps when tokens came.
+"""Drives an engine with continuous streams of requests and messages at given times, and records when tokens arrive.
 
-All of it runs on the engine's own thread, between steps, where an engine's process reads its socket: what is measured
-shares the cores and the interpreter with nothing but the threads that load adapters.
+Everything runs on the engine's own thread, between steps, where an engine process reads its socket. The engine
+therefore shares the cores and the interpreter only with the threads that load adapters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from loramux.engine.messages import AdapterState, Add, Finished, Load, StepOutpu
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A client that keeps `num_open` requests in the engine: when one ends, the next comes at once."""
+    """A client that keeps `num_open` requests in the engine: when one ends, it sends the next immediately."""
 
     requests: Iterator[Add]
     num_open: int = 1
@@ -31,53 +31,53 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A message and the second at which it comes."""
+    """A message and the time at which it is sent, in seconds."""
 
     at_s: float
     message: Add | Load
     is_counted: bool = True
-    """Whether it is one of those that are measured; others are load."""
+    """Whether the request is measured, rather than part of the background load."""
 
 
 @dataclass(slots=True)
 class Observed:
-    """What happened in a window of `seconds`; every list is in seconds."""
+    """Observations in a window of `seconds`; all lists are in seconds."""
 
     seconds: float
     first_tokens_s: list[float] = field(default_factory=list)
-    """Of the measured requests that came in it: from when they came to their first token, infinite where none came."""
+    """Times to first token of the measured requests that arrived in the window; infinite without a token."""
     gaps_s: list[float] = field(default_factory=list)
-    """Between a measured request's tokens, where the later came in the window."""
+    """Times between a measured request's tokens, if the later token came in the window."""
     load_gaps_s: list[float] = field(default_factory=list)
-    """The same of the load's requests."""
+    """The same for the background load's requests."""
     loads_s: list[float] = field(default_factory=list)
-    """From a Load to its answer, infinite where none came."""
+    """Times from a Load to its answer; infinite without an answer."""
     num_cold: int = 0
-    """Requests at given times whose adapter was not in the pool when they came."""
+    """Timed requests whose adapter was not in the pool when they arrived."""
     num_ended: int = 0
-    """All requests that ended in it."""
+    """All requests that ended in the window."""
     num_tokens: int = 0
     fewest_sequences: int = 1 << 62
-    """The fewest requests that waited or ran at any time in it."""
+    """The fewest requests that waited or ran at any time in the window."""
     before: Snapshot | None = None
     after: Snapshot | None = None
 
     @property
     def processor_share(self) -> float:
-        """Processor time of all threads over the window's length."""
+        """CPU time of all threads, divided by the window's length."""
         assert self.before is not None
         assert self.after is not None
         return (self.after.cpu_s - self.before.cpu_s) / self.seconds
 
     def counted(self, name: str) -> int:
-        """How far a counter of the engine's statistics came."""
+        """The increase of one of the engine's counters during the window."""
         assert self.before is not None
         assert self.after is not None
         return int(getattr(self.after.stats, name)) - int(getattr(self.before.stats, name))
 
 
 class WallClock:
-    """Seconds as the world counts them."""
+    """Wall-clock seconds."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -86,14 +86,14 @@ class WallClock:
         return time.perf_counter() - self._started
 
     def skip_to(self, at_s: float) -> None:
-        """Nothing is to be done until then; the engine waits for itself."""
+        """Do nothing: the engine's step waits."""
 
 
 class ProcessorClock:
-    """Processor time of the calling thread, and the time in which it has nothing to do.
+    """CPU time of the calling thread, plus the idle time that is skipped.
 
-    What other processes do to the machine hardly shows. Only for an engine with one thread that waits for no other: of
-    what it waits for, nothing is counted.
+    Other processes on the machine barely affect it. It suits only an engine with a single thread, since time spent
+    waiting for other threads is not counted.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class ProcessorClock:
         return time.thread_time() - self._started
 
     def skip_to(self, at_s: float) -> None:
-        """Nothing is to be done until then: it is then."""
+        """Advance the clock to `at_s`, since there is nothing to do until then."""
         self._started -= max(0.0, at_s - self.now())
 
 
@@ -121,9 +121,9 @@ class _Request:
 class Drive:
     """One run: `warm_s` for the engine to settle, then the window of `seconds`.
 
-    Timed messages count from the window's begin, and come before its end. Once it is over the streams go on until each
-    measured request has its first token and each Load its answer, or `patience_s` have passed; then everything is
-    aborted.
+    Times of messages are relative to the start of the window, and lie before its end. After the window, the streams
+    continue until each measured request has its first token and each Load its answer, for at most `patience_s`. Then
+    everything is aborted.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Drive:
         self._num_expected = 0
 
     def run(self, streams: Sequence[Stream], timed: Iterable[Timed]) -> Observed:
-        """Raises CheckError where a request ends otherwise than by its length, or a load fails."""
+        """Run to the end; raises CheckError if a request ends for a reason other than its length, or a load fails."""
         observed = self._observed
         left = deque(timed)
         clock = self._clock()
@@ -205,7 +205,7 @@ class Drive:
                     if stream is not None:
                         self._add(next(stream.requests), now, stream)
                 case Finished(sequence_id=sequence_id, reason=reason, message=message):
-                    raise CheckError(f"the request {sequence_id} ended by {reason}: {message}")
+                    raise CheckError(f"request {sequence_id} ended with {reason}: {message}")
                 case AdapterState(call_id=call_id, state="resident"):
                     observed.loads_s.append(now - self._loads.pop(call_id))
                 case AdapterState(message=message):
@@ -223,7 +223,7 @@ class Drive:
 
 
 def keep_only(engine: OpenEngine, digests: Sequence[str]) -> None:
-    """Have these adapters in the pool and no others; raises CheckError where one cannot be loaded."""
+    """Make the pool hold exactly these adapters; raises CheckError if one cannot be loaded."""
     for entry in engine.stats().adapters:
         if entry.digest not in digests:
             engine.assembled.engine.unload(b"", Unload(call_id=entry.digest, digest=entry.digest))
@@ -231,7 +231,7 @@ def keep_only(engine: OpenEngine, digests: Sequence[str]) -> None:
 
 
 def preload(engine: OpenEngine, digests: Iterable[str]) -> None:
-    """Make adapters resident before anything is measured; raises CheckError where one cannot be."""
+    """Load adapters before anything is measured; raises CheckError if one cannot be loaded."""
     wanted = set(digests)
     for digest in wanted:
         engine.assembled.engine.load(b"", Load(call_id=digest, digest=digest))

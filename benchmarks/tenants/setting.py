@@ -1,4 +1,4 @@
-"""What measurements of tenants beside each other share: arguments, the check before, and what is left behind."""
+"""Arguments, initial check and output files shared by the measurements of several tenants."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from benchmarks.tenants.figures import Comparison
 from benchmarks.tenants.run import Observed
 
 WHOLE_SHARE = 0.95
-"""Of a core: below, others took part of it."""
+"""CPU share of an engine that always has work; a lower share means that other processes took part of the core."""
 
 
 def add_common(parser: argparse.ArgumentParser, repeats: int, outputs: Lengths) -> None:
     add = parser.add_argument
-    add("--repeats", type=int, default=repeats, help="rounds; in each, every way has a window")
+    add("--repeats", type=int, default=repeats, help="rounds, with one window per way each")
     add("--input", type=lengths, default=Lengths(8, 32), metavar="LO-HI", help="prompt tokens in [LO, HI)")
     add("--output", type=lengths, default=outputs, metavar="LO-HI", help="new tokens in [LO, HI)")
-    add("--threads", type=int, default=1, help="of a step; another core is left to those that load adapters")
-    add("--plot", type=Path, help="draw the tails, FILE.svg")
+    add("--threads", type=int, default=1, help="threads of a step; leave a core to the threads that load adapters")
+    add("--plot", type=Path, help="plot the tails to this file, FILE.svg")
     add_engine(parser)
 
 
@@ -47,13 +47,13 @@ def traffic_of(arguments: argparse.Namespace, files: AdapterFiles) -> Traffic:
 
 
 def check(arguments: argparse.Namespace, files: AdapterFiles) -> dict[str, Any]:
-    """What was compared; raises CheckError where an adapter answers otherwise in an evicting batch than alone."""
+    """Returns what was compared; raises CheckError if an adapter's answer changes in a batch with evictions."""
     return check_answers(arguments, files, traffic_of(arguments, files), ("lru",))["lru"]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run found; `picture` is an SVG."""
+    """Results of a run; `picture` is an SVG."""
 
     busy_before: float
     workload: dict[str, Any]
@@ -64,7 +64,7 @@ class Outcome:
 
 
 def leave(outcome: Outcome, arguments: argparse.Namespace, console: Console) -> None:
-    """Print what the figures rest on, and write the files that were asked for."""
+    """Print the comparisons with the workload and machine, and write the requested files."""
     for comparison in outcome.comparisons:
         console.print(f"[bold]{comparison}[/bold]", highlight=False)
     machine = describe()
@@ -89,9 +89,9 @@ def leave(outcome: Outcome, arguments: argparse.Namespace, console: Console) -> 
 
 
 def say_disturbed(observed: Observed, console: Console) -> None:
-    """Warn where an engine that always had work did not get a whole core."""
+    """Warn if an engine that always had work did not get a whole core."""
     if observed.processor_share < WHOLE_SHARE:
-        console.print(f"  [yellow]disturbed: it got {observed.processor_share:.0%} of a core[/yellow]")
+        console.print(f"  [yellow]disturbed: the engine got {observed.processor_share:.0%} of a core[/yellow]")
 
 
 def common_workload(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -108,13 +108,13 @@ def common_workload(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def longest(drawn: Lengths) -> Lengths:
-    """For a pool with room for every sequence at its longest, so that nothing in it ever has to give way."""
+    """The longest length alone, for a pool with room for every sequence at its longest, so that none is preempted."""
     return Lengths(drawn.end, drawn.end + 1)
 
 
 def require_sound(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be measured or drawn."""
+    """Exit with an error if the arguments cannot be measured or plotted."""
     if arguments.plot is not None and arguments.plot.suffix != ".svg":
-        parser.error("--plot draws SVG only: name a file that ends in .svg")
+        parser.error("--plot writes SVG only: name a file that ends in .svg")
     if arguments.seconds <= 0 or arguments.repeats < 1:
         parser.error("--seconds and --repeats must be above 0")
