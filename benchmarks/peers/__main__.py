@@ -1,7 +1,7 @@
-"""loramux beside peft, vLLM and llama-server: the same model, adapters and requests, in one run.
+"""loramux compared with peft, vLLM and llama-server on the same model, adapters and requests, in one run.
 
-Sixteen greedy requests arrive at once, for the base only, for sixteen adapters, and for one adapter. peft runs them in
-process as a static batch, which flatters it; the others are servers on loopback, one alive at a time.
+Sixteen greedy requests arrive together, for the base only, for sixteen adapters, and for one adapter. peft runs them in
+process as a static batch, which favours it. The others are servers on loopback, of which one runs at a time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FOLDER = Path(__file__).parents[1]
 LOADS = (Load(64, 32), Load(32, 128))
 CHECKED_SIZE = "small"
 MIN_COLUMNS = 160
-"""What the tables need where the output is no terminal."""
+"""Width of a table when the output is not a terminal, in columns."""
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -46,23 +46,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--size", choices=sorted(SHAPES), default="1b")
     add("--load", type=_load, action="append", metavar="PROMPT/OUTPUT", help="may be repeated; 64/32 and 32/128")
-    add("--adapters", type=_positive, default=16, help="adapters, and requests that arrive at once")
+    add("--adapters", type=_positive, default=16, help="number of adapters, and of requests that arrive together")
     add("--rank", type=_positive, default=16)
-    add("--repeats", type=_positive, default=3, help="rounds over all systems; medians count")
+    add("--repeats", type=_positive, default=3, help="rounds over all systems; medians are reported")
     add("--only", action="append", metavar="NAME", help="peers to compare with: peft, vLLM, llama-server")
     add("--threads", type=_positive, default=len(os.sched_getaffinity(0)))
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of loramux; auto would say bfloat16")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of loramux")
     add("--check-only", action="store_true", help="compare the answers and time nothing")
     add_allow_busy(parser)
-    add("--scratch", type=Path, default=FOLDER / "scratch" / "peers", help="models and logs, kept between runs")
+    add("--scratch", type=Path, default=FOLDER / "scratch" / "peers", help="where models and logs are kept")
     add("--out", type=Path, help="write the figures as JSON")
-    add("--plot", type=Path, help="draw them, FILE.svg; beside --out if not given")
+    add("--plot", type=Path, help="plot the figures to this file; by default --out with the suffix .svg")
     arguments = parser.parse_args(argv)
     arguments.load = arguments.load or list(LOADS)
     if arguments.plot is None and arguments.out is not None:
         arguments.plot = arguments.out.with_suffix(".svg")
     if arguments.plot is not None and arguments.plot.suffix != ".svg":
-        parser.error("--plot draws SVG only: name a file that ends in .svg")
+        parser.error("--plot writes SVG only: name a file that ends in .svg")
     return arguments
 
 
@@ -75,16 +75,16 @@ def find_peers(arguments: argparse.Namespace, logs: Path, console: Console) -> l
     names = {peer.name for peer in peers}
     unknown = set(arguments.only or ()) - names
     if unknown:
-        raise SystemExit(f"--only {', '.join(sorted(unknown))}: the peers are {', '.join(sorted(names))}")
+        raise SystemExit(f"--only {', '.join(sorted(unknown))}: no such peer; choose from {', '.join(sorted(names))}")
     return [peer for peer in peers if not arguments.only or peer.name in arguments.only]
 
 
 def check(
     arguments: argparse.Namespace, files: ModelFiles, peers: Sequence[Peer], logs: Path, console: Console
 ) -> tuple[dict[str, Agreement], dict[str, str]]:
-    """How many answers of each system are those of peft, and what of the peers does not run.
+    """Returns each system's agreement with peft, and the peers that failed, with the reason.
 
-    Raises CheckFailed where loramux differs.
+    Raises CheckFailed if loramux differs from peft.
     """
     own = loramux_system("float32", arguments.threads, logs)
     reference = find_peft(arguments.threads).systems[0]
@@ -107,7 +107,7 @@ def check(
         agreements[peer.name] = agreement
         console.print(f"  {peer.name}: {agreement}")
         if agreement.share < LEAST_SHARE:
-            failures[peer.name] = f"most of its float32 answers are not those of peft, so it is not timed: {agreement}"
+            failures[peer.name] = f"not timed, since most of its float32 answers differ from peft's: {agreement}"
     return agreements, failures
 
 
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for peer in peers:
         console.print(f"{peer.name}: {peer.version}" if peer.missing is None else f"{peer.name}: {peer.missing}")
     try:
-        console.print("float32, the small model: are greedy answers those of peft?")
+        console.print("comparing greedy float32 answers on the small model with peft's")
         small = make_model_files(arguments.scratch, CHECKED_SIZE, arguments.adapters, arguments.rank)
         agreements, failures = check(arguments, small, peers, logs, console)
         if arguments.check_only:
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
 
         def save(is_complete: bool = False) -> None:
-            """After each session, so that a run that has to end leaves what it measured."""
+            """Save after each session, so that an interrupted run keeps its measurements."""
             if arguments.out is None:
                 return
             busy = {"before": round(busy_before, 3), "after": round(busy_share(), 3)} if is_complete else {}
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"[dim]{name}: {value}[/dim]", highlight=False)
     if arguments.plot is not None:
         arguments.plot.parent.mkdir(parents=True, exist_ok=True)
-        title = f"{arguments.adapters} requests at once, {arguments.size} model, {arguments.threads} threads"
+        title = f"{arguments.adapters} concurrent requests, {arguments.size} model, {arguments.threads} threads"
         arguments.plot.write_text(picture(title, speeds))
     return 0
 
@@ -193,7 +193,7 @@ def _load(text: str) -> Load:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    # Told twice, as `timeout` tells a group and its leader, it still ends its servers.
+    # `timeout` signals the process and its group: ignore the second signal, to end the servers properly.
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
@@ -206,6 +206,6 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    # So that the servers end with this process, in whichever way it is told to.
+    # Raise SystemExit on SIGTERM too, so that the servers end with this process.
     signal.signal(signal.SIGTERM, _end)
     raise SystemExit(main())

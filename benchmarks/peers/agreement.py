@@ -1,4 +1,4 @@
-"""Before anything is timed: do all systems give the same tokens, greedily and in float32, on the small model?"""
+"""Checks before any timing that all systems give the same greedy float32 tokens on the small model."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from benchmarks.peers.workload import (
 
 LOAD = Load(24, 8)
 LEAST_SHARE = 0.5
-"""Of all answers; a peer below it runs another model or no adapters, and its speed would say nothing."""
+"""Lowest share of equal answers. A peer below it runs a different model or no adapters, so its speed is meaningless."""
 
 TokenIds = tuple[tuple[int, ...], ...]
 
 
 class CheckFailed(Exception):
-    """Something answers wrongly, so that nothing may be measured; the message says what."""
+    """A wrong answer, after which nothing is measured; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Answers equal to the reference's, of so many, by kind of work."""
+    """Number of answers equal to the reference's, and of all answers, by kind of work."""
 
     equal: Mapping[str, int]
     num_answers: Mapping[str, int]
@@ -48,7 +48,7 @@ class Agreement:
 
 
 def answers_of(system: System, files: ModelFiles, kinds: Sequence[str]) -> dict[str, TokenIds]:
-    """What the system answers to the same prompts with each kind of adapters; raises SystemFailed."""
+    """The system's answers to the same prompts with each kind of adapters; raises SystemFailed."""
     found: dict[str, TokenIds] = {}
     with system.open(files, True) as running:
         for kind in kinds:
@@ -59,7 +59,7 @@ def answers_of(system: System, files: ModelFiles, kinds: Sequence[str]) -> dict[
 
 
 def check_work(kind: str, files: ModelFiles) -> Work:
-    """The same prompts for each kind, so that only the adapters can make a difference."""
+    """Work with the same prompts for each kind, so that only the adapters differ."""
     asked = draw_work(DISTINCT, LOAD, files.num_adapters, files.shape.vocab_size, "check")
     adapters = adapters_of(kind, files.num_adapters)
     pairs = zip(asked.questions, adapters, strict=True)
@@ -67,10 +67,10 @@ def check_work(kind: str, files: ModelFiles) -> Work:
 
 
 def require_effect(reference: Mapping[str, TokenIds]) -> None:
-    """Raises CheckFailed where an adapter leaves an answer as the base gives it: the check would not see it missing."""
+    """Raises CheckFailed if an adapter does not change the base's answer: its absence would go unnoticed."""
     for kind, answers in reference.items():
         if kind != BASE and any(map(tuple.__eq__, answers, reference[BASE])):
-            raise CheckFailed(f"with {kind}, an answer of the reference is the base's own")
+            raise CheckFailed(f"with {kind}, one of the reference's answers is the base's own")
 
 
 def compare(reference: Mapping[str, TokenIds], found: Mapping[str, TokenIds]) -> Agreement:

@@ -1,4 +1,4 @@
-"""A server in a child process on loopback: started, waited for with a deadline, and ended with all that it started."""
+"""A server in a child process on loopback, which is stopped together with all processes that it started."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DROPPED = ("LORAMUX_", "OMP_", "GOMP_", "KMP_", "MKL_", "VLLM_", "LLAMA_")
 
 
 class ChildServer:
-    """One process group of our own; the only one that `stop` touches."""
+    """A server in its own process group; `stop` signals no other."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.name = name
@@ -41,7 +41,7 @@ class ChildServer:
             )
 
     def wait_until_ready(self, url: str, timeout_s: float) -> None:
-        """Poll `url` until it answers 200; raises SystemFailed when the process ends or time is up."""
+        """Poll `url` until it answers 200; raises SystemFailed if the process ends or the time is up."""
         deadline = time.monotonic() + timeout_s
         with httpx.Client(timeout=5.0, trust_env=False) as client:
             while True:
@@ -64,21 +64,21 @@ class ChildServer:
         return SystemFailed(f"{self.name} {what}; the end of {self._log}:\n" + "\n".join(lines))
 
     def stop(self) -> None:
-        """Ask the server to end, then end whatever of its group is still there."""
+        """Ask the server to end, then kill the remaining processes of its group."""
         try:
             if self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(STOP_S)
         finally:
-            # Even where the wait is broken off. The leader's number names the group until the last of it has gone.
+            # Also if the wait is interrupted. The leader's PID identifies the group until its last process has ended.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         deadline = time.monotonic() + KILLED_S
         while _is_group_running(self._process.pid):
             if time.monotonic() > deadline:
-                raise SystemFailed(f"{self.name} does not end: processes of group {self._process.pid} are still there")
+                raise SystemFailed(f"{self.name} does not end: process group {self._process.pid} is still running")
             time.sleep(POLL_S / 10)
 
 
@@ -92,10 +92,10 @@ def child_server(name: str, command: Sequence[str], environment: Mapping[str, st
 
 
 def _is_group_running(group: int) -> bool:
-    """Whether a process of the group is more than a zombie, which holds nothing any more."""
+    """Whether any process of the group is not a zombie; zombies hold no resources."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The name may hold spaces and brackets; behind it are state, parent and group.
+            # The name can contain spaces and brackets; state, parent and group follow it.
             state, _, found = stat.read_text().rpartition(")")[2].split()[:3]
             if int(found) == group and state != "Z":
                 return True
@@ -103,10 +103,10 @@ def _is_group_running(group: int) -> bool:
 
 
 def server_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables without those that would change how a server runs.
+    """This process's environment without variables that would change how a server runs, plus `extra`.
 
-    Settings of loramux are among them, since it refuses unknown ones such as those that name peers; and threads are
-    every server's own affair.
+    loramux's own variables are dropped because it rejects unknown ones, such as those that name peers. Thread settings
+    are dropped because each server chooses its own.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED)}
     return kept | dict(extra)

@@ -1,4 +1,4 @@
-"""From seconds to tokens a second, to the best of the peers, to the ratios that count."""
+"""Turns seconds into tokens per second, and those into ratios to the best peer and overheads, with their targets."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from benchmarks.peers.system import LORAMUX, System
 from benchmarks.peers.workload import ATTENTION, BASE, DISTINCT, PEER_KINDS, SAME, Load
 
 OVER_PEERS = {BASE: 1.0, DISTINCT: 2.6, SAME: 1.2}
-"""How often the best peer's tokens a second loramux is to give at least, at every load."""
+"""Lowest throughput of loramux at any load that meets the target, over the best peer's, by kind of work."""
 
 OVERHEAD = {Load(64, 32): 0.15, Load(32, 128): 0.22}
-"""The most that adapters on all seven linears may cost over loramux' own base, by load."""
+"""Highest overhead of adapters on all seven linears over loramux's own base that meets the target, by load."""
 
 ATTENTION_OVERHEAD = 0.10
-"""The same with adapters on q, k, v and o, at every load that has a target."""
+"""The same for adapters on q, k, v and o, at every load that has a target."""
 
 NEAR = 0.7
-"""Of the best; what is slower than this cannot become the best by a machine's drift."""
+"""Share of the best speed below which drift in the machine's speed cannot make a cell the best."""
 
 
 HOPELESS = 0.35
-"""Of the best; a dtype below it, which the processor has to imitate, is tried no further."""
+"""Share of the best speed below which a dtype, which the CPU then has to emulate, is not tried further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A figure beside its target; `against` is what it is over. None: there was nothing to measure it on."""
+    """A figure with its target; `against` names the denominator. `value` is None if it was not measured."""
 
     load: Load
     name: str
@@ -54,20 +54,20 @@ class Ratio:
 
 
 def tokens_per_second(samples: Mapping[Cell, list[float]], num_questions: int) -> dict[Cell, float]:
-    """By the median of each cell's seconds."""
+    """Each cell's throughput, from the median of its seconds."""
     return {
         cell: num_questions * cell.load.num_output / statistics.median(seconds) for cell, seconds in samples.items()
     }
 
 
 def best_peer(speeds: Mapping[Cell, float], load: Load, kind: str) -> Cell | None:
-    """Of all peers in all dtypes."""
+    """The fastest of all peers in all dtypes, or None."""
     cells = [cell for cell in speeds if cell.system.name != LORAMUX and (cell.load, cell.kind) == (load, kind)]
     return max(cells, key=lambda cell: speeds[cell], default=None)
 
 
 def near_the_best(speeds: Mapping[Cell, float]) -> set[Cell]:
-    """Cells that may be the best of those of their load and kind."""
+    """Cells that could turn out to be the best of their load and kind."""
     best: dict[tuple[Load, str], float] = {}
     for cell, speed in speeds.items():
         best[cell.load, cell.kind] = max(speed, best.get((cell.load, cell.kind), 0.0))
@@ -75,7 +75,7 @@ def near_the_best(speeds: Mapping[Cell, float]) -> set[Cell]:
 
 
 def is_hopeless(cell: Cell, samples: Mapping[Cell, list[float]]) -> bool:
-    """Whether the same peer has done this work so much faster in another way that no other kind need be tried."""
+    """Whether another setting of the same peer did this work so much faster that this one is not worth trying."""
     others = [
         statistics.median(seconds)
         for other, seconds in samples.items()
@@ -90,7 +90,7 @@ def ratios(
     loads: Iterable[Load],
     kinds: Collection[str] = PEER_KINDS,
 ) -> list[Ratio]:
-    """Over the peers by `speeds`, and what adapters cost by `own_speeds`, those of loramux over all its turns."""
+    """Ratios to the best peer from `speeds`, and overheads of adapters from `own_speeds`, loramux's over all turns."""
     found = []
     for load in loads:
         own = _by_kind(speeds, load)
@@ -110,5 +110,5 @@ def ratios(
 
 
 def _by_kind(speeds: Mapping[Cell, float], load: Load) -> dict[str, float]:
-    """Those of loramux."""
+    """loramux's speeds at one load."""
     return {cell.kind: speed for cell, speed in speeds.items() if cell.system.name == LORAMUX and cell.load == load}

@@ -1,4 +1,4 @@
-"""All questions of a piece of work at once over HTTP, timed from the first byte sent to the last answer read."""
+"""Sends all questions concurrently over HTTP, timed from the first byte sent to the last answer read."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from benchmarks.peers.workload import Question, Work
 Document = dict[str, Any]
 
 TIMEOUT_S = 3600.0
-"""A slow peer on a large model takes minutes; one that hangs still ends."""
+"""Longest wait for an answer, in seconds: a slow peer on a large model takes minutes."""
 
 
 def post_all(
     url: str, bodies: Sequence[Document], headers: Mapping[str, str] | None = None
 ) -> tuple[list[Document], float]:
-    """Each body's answer, and the seconds for all; raises SystemFailed for an answer that is no success."""
+    """Each body's answer, and the seconds for all; raises SystemFailed unless every answer is a success."""
     return asyncio.run(_post_all(url, bodies, headers or {}))
 
 
@@ -32,7 +32,7 @@ async def _post_all(url: str, bodies: Sequence[Document], headers: Mapping[str, 
         try:
             responses = await asyncio.gather(*(client.post(url, json=body) for body in bodies))
         except httpx.HTTPError as error:
-            raise SystemFailed(f"{url} broke off: {error!r}") from error
+            raise SystemFailed(f"the connection to {url} failed: {error!r}") from error
         seconds = time.perf_counter() - started
     for response in responses:
         if not response.is_success:
@@ -41,7 +41,7 @@ async def _post_all(url: str, bodies: Sequence[Document], headers: Mapping[str, 
 
 
 def completion_body(question: Question, num_output: int, model: str) -> Document:
-    """A greedy call of `/v1/completions` with token ids, as vLLM and loramux take it."""
+    """The body of a greedy `/v1/completions` request with token ids, for vLLM and loramux."""
     return {
         "model": model,
         "prompt": list(question.prompt),
@@ -52,6 +52,6 @@ def completion_body(question: Question, num_output: int, model: str) -> Document
 
 
 def require_lengths(name: str, lengths: Sequence[int], work: Work) -> None:
-    """Throughput counts tokens that were asked for: an answer of another length would make it up."""
+    """Raises SystemFailed unless all answers have the requested length, on which throughput is based."""
     if any(length != work.num_output for length in lengths):
-        raise SystemFailed(f"{name} answered {sorted(set(lengths))} tokens where {work.num_output} were asked for")
+        raise SystemFailed(f"{name} answered with {sorted(set(lengths))} tokens instead of {work.num_output}")

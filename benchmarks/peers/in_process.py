@@ -1,4 +1,4 @@
-"""peft's mixed batch and transformers' static batch in this process: all requests begin and end together."""
+"""peft's mixed batch and transformers' static batch in this process; all requests start and end together."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StaticBatch:
 def open_peft(dtype: str, threads: int, files: ModelFiles, is_check: bool) -> Iterator[Running]:
     torch.set_num_threads(threads)
     with peft_ways.quiet_transformers(), warnings.catch_warnings():
-        # peft asks transformers 5 by old names; that is not what is measured here.
+        # peft uses deprecated names of transformers 5, which are irrelevant here.
         warnings.simplefilter("ignore", FutureWarning)
         adapters = files.adapters | (files.attention_adapters if is_check else {})
         running = StaticBatch(_load(files.base, adapters, getattr(torch, dtype)))

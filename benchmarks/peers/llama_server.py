@@ -1,4 +1,4 @@
-"""llama.cpp's llama-server, on files that its own scripts convert."""
+"""llama.cpp's llama-server, on files converted by llama.cpp's own scripts."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ SCRIPTS_VARIABLE = "LORAMUX_PEER_LLAMA_SCRIPTS"
 PYTHON_VARIABLE = "LORAMUX_PEER_LLAMA_PYTHON"
 ADVICE = (
     f"set {SERVER_VARIABLE} to the built llama-server, {SCRIPTS_VARIABLE} to the folder of convert_hf_to_gguf.py and "
-    f"{PYTHON_VARIABLE} to a python that has its requirements"
+    f"{PYTHON_VARIABLE} to a Python interpreter that has its requirements"
 )
 BASE_SCRIPT, LORA_SCRIPT = "convert_hf_to_gguf.py", "convert_lora_to_gguf.py"
 OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 START_S = 300.0
 FLOAT32 = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
-"""By default K and V are float16, and its flash attention rounds more than the distance of near-tied logits."""
+"""Options for the check: K and V are float16 by default, and flash attention's rounding can swap near-tied logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaFiles:
-    """A built server with its converters."""
+    """Paths of the server binary, the conversion scripts and the Python interpreter that runs them."""
 
     server: Path
     scripts: Path
@@ -56,7 +56,7 @@ class LlamaServer:
 
 
 def question_body(question: Question, num_output: int, adapter_ids: Mapping[str, int]) -> Document:
-    """Adapters that a question does not name are off; an empty list would not switch off those of a question before."""
+    """The body of one request. Adapters missing from `lora` are off, but an empty list keeps the previous request's."""
     lora = {"id": 0, "scale": 0.0} if question.adapter is None else {"id": adapter_ids[question.adapter], "scale": 1.0}
     return {
         "prompt": list(question.prompt),
@@ -73,7 +73,7 @@ def question_body(question: Question, num_output: int, adapter_ids: Mapping[str,
 def llama_command(
     found: LlamaFiles, files: ModelFiles, outtype: str, threads: int, port: int, is_check: bool
 ) -> list[str]:
-    """As many slots as requests come at once, each with room for the longest of them."""
+    """The server's command line, with one slot per concurrent request, each with room for the longest request."""
     adapters = ",".join(str(lora_file(files, name, outtype)) for name in files.adapters)
     slots = files.num_adapters
     command = [
@@ -93,7 +93,7 @@ def lora_file(files: ModelFiles, name: str, outtype: str) -> Path:
 
 
 def convert(found: LlamaFiles, files: ModelFiles, outtype: str) -> None:
-    """Convert what is not there yet; raises SystemFailed with what the script said last."""
+    """Convert the files that do not exist yet; raises SystemFailed with the script's last output."""
     base = base_file(files, outtype)
     if not base.exists():
         base.parent.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ def convert(found: LlamaFiles, files: ModelFiles, outtype: str) -> None:
         arguments = ("--base", str(files.base), str(files.adapters[name]))
         _run_script(found, LORA_SCRIPT, lora_file(files, name, outtype), outtype, *arguments)
 
-    # A script's time goes into importing torch: several at once use all cores.
+    # A script spends most of its time importing torch: run several in parallel to use all cores.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(convert_one, missing))
 
@@ -115,8 +115,8 @@ def _run_script(found: LlamaFiles, script: str, out: Path, outtype: str, *argume
     ran = subprocess.run(command, capture_output=True, text=True, env=server_environment({}), check=False)
     if ran.returncode != 0:
         last = "\n".join(ran.stderr.splitlines()[-10:])
-        raise SystemFailed(f"{script} failed ({PYTHON_VARIABLE} names the python that runs it):\n{last}")
-    # Renamed only once whole, so that a run that was stopped leaves nothing half written.
+        raise SystemFailed(f"{script} failed ({PYTHON_VARIABLE} names the Python that runs it):\n{last}")
+    # Renamed only when complete, so that an interrupted run leaves no partial file.
     part.rename(out)
 
 
@@ -132,7 +132,7 @@ def open_llama(
 ) -> Iterator[Running]:
     outtype = OUTTYPES[dtype]
     if not lora_file(files, "a0", outtype).exists():
-        say(f"  converting the {outtype} files of llama.cpp once: minutes")
+        say(f"  converting files to {outtype} for llama.cpp; this takes minutes, but only once")
     convert(found, files, outtype)
     port = free_port()
     command = llama_command(found, files, outtype, threads, port, is_check)

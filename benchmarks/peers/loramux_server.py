@@ -1,4 +1,4 @@
-"""`loramux serve` with every adapter pushed over the admin REST, called like any OpenAI server."""
+"""`loramux serve` with every adapter pushed over the admin REST API, called like any OpenAI server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LoramuxServer:
     url: str
     api_key: str
     models: Mapping[str, str]
-    """What a call names for each adapter."""
+    """The model name to request, by adapter."""
 
     def answer(self, work: Work, *, needs_token_ids: bool) -> Answers:
         bodies = [

@@ -1,4 +1,4 @@
-"""The rounds: every system in turn, one alive at a time, the order turned round from one round to the next."""
+"""Runs the rounds: one system at a time, in an order that is reversed from one round to the next."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from benchmarks.peers.workload import Load, draw_work
 
 WARM_LOAD = Load(8, 2)
 TRIAL_SHARE = 4
-"""A trial is this much shorter than the first load, in prompt and answer."""
+"""Factor by which a trial's prompts and answers are shorter than those of the first load."""
 
 OWN_TURNS = 2
-"""How often loramux does the work of a session, there and back. What adapters add to its base is less than a machine
-drifts in the minutes between two cells; over there and back together, a steady drift meets all cells alike."""
+"""How often loramux runs the cells of a session, forwards and then backwards. The overhead of adapters is smaller than
+the drift of a machine's speed in the minutes between two cells; over both directions, a steady drift cancels out."""
 
 PATIENCE_S = 120.0
-"""How long a machine that has become busy is waited for."""
+"""Longest wait for a machine that has become busy, in seconds."""
 
 
 class MachineBusy(Exception):
-    """Other processes run, so that a figure would be theirs as much as ours."""
+    """Other processes keep the machine busy, so that its figures would be distorted."""
 
 
 @dataclass
 class Measurement:
-    """Seconds by cell, and what went wrong; filled by `run`.
+    """Seconds by cell, and failures; filled by `run`.
 
-    `samples` has what every system does once a session, and is what loramux is compared with peers by; `way_back` has
-    its later turns.
+    `samples` holds every system's first turn of each session, from which loramux is compared with peers. `way_back`
+    holds loramux's later turns.
     """
 
     files: ModelFiles
@@ -50,25 +50,25 @@ class Measurement:
     way_back: dict[Cell, list[float]] = field(default_factory=dict)
     trials: dict[Cell, list[float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    """By a system's label; it is left alone from then on."""
+    """Reasons by label of the failed system, which is not run again."""
     busy_shares: list[float] = field(default_factory=list)
-    """Of the machine before each session, when no system of ours ran."""
+    """Busy share of the machine before each session, while none of the systems ran."""
 
     @property
     def own_samples(self) -> dict[Cell, list[float]]:
-        """All turns of loramux: what it is compared with itself by."""
+        """All turns of loramux, from which overheads are computed."""
         own = {cell: seconds for cell, seconds in self.samples.items() if cell.system.name == LORAMUX}
         return {cell: [*seconds, *self.way_back.get(cell, ())] for cell, seconds in own.items()}
 
     def run(self, save: Callable[[], None]) -> None:
-        """Raises SystemFailed when loramux fails, and MachineBusy; `save` is called after each session."""
+        """Run all rounds, and call `save` after each session; raises SystemFailed if loramux fails, and MachineBusy."""
         with Progress(console=self.console, transient=True, refresh_per_second=2) as progress:
             cells = self._after_trials(progress)
             for number in range(self.repeats):
                 self._round(number, cells if number == 0 else self._still_open(cells), progress, save)
 
     def _after_trials(self, progress: Progress) -> list[Cell]:
-        """All cells, without the dtypes in which a peer is far behind itself."""
+        """Run the trials; returns all cells except those of dtypes in which a peer is far behind its own best."""
         cells = [Cell(system, load, kind) for system in self.systems for load in self.loads for kind in system.kinds]
         names = [system.name for system in self.systems]
         tried = [system for system in self.systems if names.count(system.name) > 1]
@@ -86,13 +86,13 @@ class Measurement:
         return [cell for cell in cells if cell.system not in tried or (cell.system, cell.kind) in worth]
 
     def _still_open(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Those of loramux, and of the peers those that may yet be the best: running the rest again decides nothing."""
+        """The cells of loramux, and those of peers that could still be the best; the rest cannot change any ratio."""
         speeds = tokens_per_second(self.samples, self.files.num_adapters)
         near = near_the_best({cell: speed for cell, speed in speeds.items() if cell.system.name != LORAMUX})
         return [cell for cell in cells if cell.system.name == LORAMUX or cell in near]
 
     def _round(self, number: int, cells: Sequence[Cell], progress: Progress, save: Callable[[], None]) -> None:
-        # A drift of the machine meets those first that it met last before.
+        # Reverse every second round, so that drift in the machine's speed evens out.
         ordered = list(cells) if number % 2 == 0 else list(reversed(cells))
         turns = {cell: OWN_TURNS if cell.system.name == LORAMUX else 1 for cell in ordered}
         task = progress.add_task(f"round {number + 1} of {self.repeats}", total=sum(turns.values()))
@@ -111,7 +111,7 @@ class Measurement:
         task: TaskID,
         num_turns: int = 1,
     ) -> None:
-        """Open the one system of these cells, warm it up, time each cell once a turn, and close it."""
+        """Open the system that all these cells share, warm it up, time each cell once per turn, and close it."""
         system = cells[0].system
         if system.label in self.failures:
             return
@@ -124,7 +124,7 @@ class Measurement:
                         if cell.kind not in warm:
                             self._ask(running, Cell(system, WARM_LOAD, cell.kind), f"{seed} warm")
                             warm.add(cell.kind)
-                        # No turn repeats the prompts of another.
+                        # Each turn has its own prompts.
                         seconds = self._ask(running, cell, seed if turn == 0 else f"{seed}, turn {turn + 1}")
                         (into if turn == 0 else self.way_back).setdefault(cell, []).append(seconds)
                         speed = self.files.num_adapters * cell.load.num_output / seconds
@@ -150,4 +150,4 @@ class Measurement:
                 self.busy_shares.append(round(share, 3))
                 return
             if time.monotonic() > deadline:
-                raise MachineBusy(f"the machine is {share:.0%} busy with something else: the run ends here")
+                raise MachineBusy(f"the machine is {share:.0%} busy with other programs: the run ends here")

@@ -1,4 +1,4 @@
-"""One random model and its adapters on disk, as every system reads them; made once into a scratch folder."""
+"""One random model with adapters on disk for all systems, created once in a scratch folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A base with PEFT adapters `a0`, `a1`, ... on all seven linears, and the same ones cut down to q/k/v/o as
+    """A base with PEFT adapters `a0`, `a1`, ... on all seven linears, and the same adapters reduced to q/k/v/o as
     `attention0`, `attention1`, ..."""
 
     directory: Path
@@ -34,7 +34,7 @@ class ModelFiles:
 
     @property
     def adapters(self) -> dict[str, Path]:
-        """By name, all seven linears."""
+        """Adapters on all seven linears, by name."""
         return {f"a{index}": self._adapter(f"a{index}") for index in range(self.num_adapters)}
 
     @property
@@ -47,14 +47,14 @@ class ModelFiles:
 
 
 def make_model_files(scratch: Path, size: str, num_adapters: int, rank: int) -> ModelFiles:
-    """Write what is not there yet; those of an earlier run are used again."""
+    """Create the model files, or reuse those of an earlier run."""
     files = ModelFiles(
         scratch.absolute() / f"{size}-{num_adapters}-adapters-rank{rank}", SHAPES[size], num_adapters, rank
     )
     made = files.directory / "made"
     if made.exists():
         return files
-    # What a run that was stopped has left behind is not to be trusted.
+    # Files of an interrupted run can be incomplete.
     shutil.rmtree(files.directory, ignore_errors=True)
     make_base(files.shape, files.base)
     write_tokenizer(files.base, files.shape.vocab_size)

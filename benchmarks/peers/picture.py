@@ -1,4 +1,4 @@
-"""Tokens a second as bars: a panel for each load, a group for each kind of work, a bar for each system at its best."""
+"""A bar chart of tokens/s: a panel per load, a group per kind of work, a bar per system at its best."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ WIDTH, PANEL_HEIGHT = 760, 240
 LEFT, RIGHT, HEADER, TOP, BOTTOM = 24, 16, 64, 28, 32
 COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df")
 BAR_SHARE = 0.8
-"""Of a group's width; the rest is the gap to the next."""
+"""Share of a group's width that its bars take; the rest is the gap to the next group."""
 
 
 def draw_bars(title: str, panels: Mapping[str, Mapping[str, Mapping[str, float]]], names: Sequence[str]) -> str:
-    """`panels` holds tokens a second by panel, group and name; a name's colour is the same throughout."""
+    """Draw `panels`, which holds tokens/s by panel, group and name; a name keeps its colour in all panels."""
     height = HEADER + PANEL_HEIGHT * len(panels)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '

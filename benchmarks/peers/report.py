@@ -1,4 +1,4 @@
-"""The measured cells as tables, as a document and as a picture."""
+"""The measured cells as tables, as a JSON document and as a picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.peers.workload import KINDS, Load
 
 
 def speed_table(speeds: Mapping[Cell, float], loads: Sequence[Load], peers: Sequence[Peer]) -> Table:
-    """A row for each system and dtype; one for each peer that is not there, with how to bring it in."""
+    """One row per system and dtype, and one per peer that was not found."""
     table = Table(title="output tokens/s, median")
     table.add_column("system")
     columns = [(load, kind) for load in loads for kind in KINDS]
@@ -33,7 +33,7 @@ def speed_table(speeds: Mapping[Cell, float], loads: Sequence[Load], peers: Sequ
 
 
 def ratio_table(found: Sequence[Ratio]) -> Table:
-    table = Table(title=f"{LORAMUX} beside its targets")
+    table = Table(title=f"{LORAMUX} and its targets")
     for heading in ("load", "figure", "over", "value", "target", ""):
         table.add_column(heading, justify="right" if heading in ("value", "target") else "left")
     for ratio in found:
@@ -43,7 +43,7 @@ def ratio_table(found: Sequence[Ratio]) -> Table:
 
 
 def shown(ratio: Ratio, value: float | None) -> str:
-    """An overhead as a share, a ratio as a factor."""
+    """Formats an overhead as a percentage, a ratio as a factor."""
     if value is None:
         return "-"
     return f"{value:.1%}" if ratio.is_ceiling else f"{value:.2f}x"
@@ -56,19 +56,19 @@ def _target(ratio: Ratio) -> str:
 
 
 def notes(peers: Sequence[Peer], agreements: Mapping[str, Agreement], measurement: Measurement) -> list[str]:
-    """What a reader has to know beside the figures."""
+    """Warnings that a reader of the figures needs."""
     found = [f"{peer.name}: not found; {peer.missing}" for peer in peers if peer.missing is not None]
     found += [
-        f"{name}: not all of its float32 answers are those of peft: {agreement}"
+        f"{name}: some of its float32 answers differ from peft's: {agreement}"
         for name, agreement in agreements.items()
         if not agreement.is_whole
     ]
     found += [f"{label}: {message}" for label, message in measurement.failures.items()]
     busiest = max(measurement.busy_shares, default=0.0)
     if busiest > BUSY_SHARE:
-        # Systems whose threads spin at barriers suffer most from a neighbour, so that ratios do not hold either.
+        # Systems whose threads spin at barriers suffer most from other programs, so that ratios are distorted too.
         found.append(
-            f"the machine was up to {busiest:.0%} busy with other things: no target is met or missed by this run"
+            f"the machine was up to {busiest:.0%} busy with other programs: this run does not decide any target"
         )
     return found
 
@@ -119,7 +119,7 @@ def _cell(cell: Cell, seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def picture(title: str, speeds: Mapping[Cell, float]) -> str:
-    """Each system in the dtype that is its fastest at that load and kind."""
+    """Each system in its fastest dtype at each load and kind."""
     panels: dict[str, dict[str, dict[str, float]]] = {}
     for cell, speed in speeds.items():
         bars = panels.setdefault(f"prompt/output {cell.load}, tokens/s", {}).setdefault(cell.kind, {})

@@ -1,4 +1,4 @@
-"""What is compared: a system in one dtype, which can be opened on model files and then answers work."""
+"""The interface of a compared system, in one dtype: it is opened on model files and then answers work."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ LORAMUX = "loramux"
 
 
 class SystemFailed(Exception):
-    """A system does not start, ended, or answered what was not asked; the message says why, with its last words."""
+    """A system did not start, ended, or gave a wrong answer; the message says why, with the end of its log."""
 
 
 class Running(Protocol):
     """A system with the model and all adapters loaded."""
 
     def answer(self, work: Work, *, needs_token_ids: bool) -> Answers:
-        """Ask all at once and wait for the last; raises SystemFailed where an answer is not as long as asked."""
+        """Send all questions together and wait for the last answer; raises SystemFailed if a length is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`name` is the product, `dtype` that of its weights; `kinds` are the kinds of work that it does.
+    """`name` is the product, `dtype` that of its weights; `kinds` are the kinds of work that it supports.
 
-    `open` takes the files and whether answers are to be compared: then everything that is rounded is float32.
+    `open` takes the model files and whether answers will be compared; if so, all arithmetic is in float32.
     """
 
     name: str
@@ -36,7 +36,7 @@ class System:
     kinds: tuple[str, ...]
     open: Callable[[ModelFiles, bool], AbstractContextManager[Running]]
     setting: str | None = None
-    """What sets it apart from others of the same name and dtype."""
+    """Distinguishes systems with the same name and dtype."""
 
     @property
     def label(self) -> str:
@@ -45,13 +45,13 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Where a peer was found and in which ways it can run; `missing` says how to make it found."""
+    """A peer's version and the systems that it can run as; `missing` says how to configure one that was not found."""
 
     name: str
     version: str
     systems: tuple[System, ...]
     check: System | None
-    """Float32 throughout, for the comparison of answers."""
+    """The float32 system whose answers are compared."""
     missing: str | None = None
 
 

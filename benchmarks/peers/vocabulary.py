@@ -1,7 +1,7 @@
-"""A tokenizer for random models that every system takes, and in which each token is spelled in a way of its own.
+"""A tokenizer for random models that every system accepts and in which each token has a unique spelling.
 
-The form is Llama 2's: byte fallback below a BPE without merges. Of the forms of a `tokenizer.json` it is the one that
-llama.cpp's converter knows by its structure; any other must be one of the tokenizers whose hashes it holds.
+Its form is Llama 2's: a BPE without merges, with byte fallback. llama.cpp's converter recognizes this form of
+`tokenizer.json` by its structure; it accepts others only if their hash is in its list.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 FIRST_BYTE = len(SPECIAL_TOKENS)
 FIRST_WORD = FIRST_BYTE + 256
-"""Below it are special tokens and bytes; from it on, words of more than one character."""
+"""First id of a word with more than one character; lower ids are special tokens and bytes."""
 
 
 def write_tokenizer(directory: Path, vocab_size: int) -> None:
@@ -46,7 +46,7 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
 
 
 def token_id_of(spelled: str) -> int:
-    """The id behind an item of an OpenAI answer's `logprobs.tokens`; there a byte above 0x7F is `bytes:\\xNN`."""
+    """The id of an item in an OpenAI answer's `logprobs.tokens`, where a byte above 0x7F is `bytes:\\xNN`."""
     if spelled in SPECIAL_TOKENS:
         return SPECIAL_TOKENS.index(spelled)
     if spelled.startswith(" w"):
@@ -54,7 +54,7 @@ def token_id_of(spelled: str) -> int:
     if spelled.startswith("bytes:\\x"):
         return FIRST_BYTE + int(spelled.removeprefix("bytes:\\x"), 16)
     if len(spelled) != 1:
-        raise ValueError(f"{spelled!r} is no token of this vocabulary")
+        raise ValueError(f"{spelled!r} is not a token of this vocabulary")
     return FIRST_BYTE + ord(spelled)
 
 

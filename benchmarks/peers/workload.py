@@ -1,4 +1,4 @@
-"""What is asked of every system: so many greedy requests at once, each with its own prompt and maybe an adapter."""
+"""The work given to every system: concurrent greedy requests, each with its own prompt and possibly an adapter."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ BASE = "base only"
 DISTINCT = "distinct adapters"
 SAME = "one adapter"
 ATTENTION = "distinct adapters, q/k/v/o"
-"""Only loramux answers this one: it is compared with its own base alone."""
+"""Run by loramux only, and compared with its own base."""
 
 MAX_TOKENS = 512
-"""Of a prompt with its answer: what servers that reserve room for each request are told."""
+"""Longest prompt and answer together, in tokens, for servers that reserve room for each request."""
 
 PEER_KINDS = (BASE, DISTINCT, SAME)
 KINDS = (*PEER_KINDS, ATTENTION)
@@ -30,13 +30,13 @@ class Load:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ValueError with the reason."""
+        """Parse "PROMPT/OUTPUT"; raises ValueError with the reason."""
         num_prompt, slash, num_output = text.partition("/")
         if not (slash and num_prompt.isdecimal() and num_output.isdecimal()):
-            raise ValueError(f"{text!r} is no load: give tokens of prompt and answer, like 64/32")
+            raise ValueError(f"{text!r} is not a load: give the tokens of prompt and answer, like 64/32")
         load = cls(int(num_prompt), int(num_output))
         if min(load.num_prompt, load.num_output) < 1 or load.num_prompt + load.num_output > MAX_TOKENS:
-            raise ValueError(f"the load {text} is not possible: both are at least 1, together at most {MAX_TOKENS}")
+            raise ValueError(f"the load {text} is impossible: both must be at least 1, together at most {MAX_TOKENS}")
         return load
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request; `adapter` is a name of ModelFiles, none for the base."""
+    """One request; `adapter` is one of the names in ModelFiles, or None for the base."""
 
     prompt: tuple[int, ...]
     adapter: str | None
@@ -65,14 +65,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """`token_ids` of each question where they were asked for; seconds from the first question to the last answer."""
+    """`token_ids` of each answer, if requested, and the seconds from the first question to the last answer."""
 
     seconds: float
     token_ids: tuple[tuple[int, ...], ...] | None
 
 
 def draw_work(kind: str, load: Load, num_questions: int, vocab_size: int, seed: str) -> Work:
-    """The same for the same seed. Other seeds share no prompt, so that no cache of prefixes can help."""
+    """Draw work that depends only on the seed. Different seeds share no prompts, so that no prefix cache can help."""
     source = random.Random(f"{seed} {kind} {load}")
     questions = [
         Question(tuple(source.randrange(FIRST_WORD, vocab_size) for _ in range(load.num_prompt)), adapter)

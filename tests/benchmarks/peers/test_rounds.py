@@ -194,7 +194,7 @@ def test_a_machine_that_stays_busy_ends_the_run_unless_that_is_allowed(
     allowed.run(lambda: None)
     assert allowed.busy_shares == [0.5, 0.5]
     assert notes([], {}, allowed) == [
-        "the machine was up to 50% busy with other things: no target is met or missed by this run"
+        "the machine was up to 50% busy with other programs: this run does not decide any target"
     ]
 
 
