@@ -1,12 +1,12 @@
-"""Measure loramux on one GPU: kernels and whole engine. Answers are checked first; what is wrong is not timed.
+"""Measures loramux on one GPU, kernels and whole engine. Answers are checked first, and wrong ones are not timed.
 
 Run it from the repository root: `PYTHONPATH=.src python -m benchmarks.gpu --out FILE.json`. It needs torch >= 2.11,
-triton >= 3.6, numba, numpy, safetensors and msgspec, ends within nine minutes, writes each row to one JSON file as it
-is measured, and prints one Markdown table per part. A part that runs alone (`--only lora`) has all of that time, and
-its rows join those of other parts in the file. Without a GPU, `TRITON_INTERPRET=1 ... --check-only --tiny` checks the
-answers on a small model, and `--dry-run` lists what each case would need of a card. The exit code is 1 if a part
-failed, gave a wrong answer, was cut short or would not fit, and 2 if the benchmark cannot run here. `README.md` says
-what each part shows.
+triton >= 3.6, numba, numpy, safetensors and msgspec. It finishes within nine minutes, writes each row to one JSON file
+as soon as it is measured, and prints one Markdown table per part. A part that runs alone (`--only lora`) gets all of
+that time, and its rows are added to the file. Without a GPU, `TRITON_INTERPRET=1 ... --check-only --tiny` checks the
+answers on a small model, and `--dry-run` lists the memory and time that each case needs on a card. The exit code is 1
+if a part failed, gave a wrong answer, was cut short or would not fit, and 2 if the benchmark cannot run on this
+machine. `README.md` describes the parts.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ WARM_S = 80
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of the benchmark. It looks at `bench.seconds_left` between cases and reports those it leaves out.
+    """One part of the benchmark. It checks `bench.seconds_left` between cases and reports the cases it leaves out.
 
-    `needs` lists what its cases take, for a dry run. `warm(bench, shard, num_shards)` compiles a share of what `run`
-    launches, in a process of its own.
+    `needs` lists what its cases need, for a dry run. `warm(bench, shard, num_shards)` compiles a share of the kernels
+    that `run` launches, in a separate process.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Part:
 
 
 PARTS = (
-    # The others state their floors against the ceilings, so that this one always runs.
+    # This part always runs, since the others compute their floors from the ceilings.
     Part("ceilings", 15, gpu_ceilings.run, gpu_dry_kernels.ceilings),
     Part("lora", 55, gpu_lora.run, gpu_dry_kernels.lora, gpu_lora.warm),
     Part("step", 70, gpu_step.run, gpu_dry_engine.step, gpu_step.warm),
@@ -81,9 +81,10 @@ PARTS = (
 def run_part(
     part: Part, bench: Bench, deadline: float, keep: Callable[[dict[str, Any]], None] = lambda result: None
 ) -> dict[str, Any]:
-    """One part's rows and seconds, given to `keep` after each row too, so that a run that is killed loses none.
+    """Run one part; returns its rows and seconds, which `keep` also gets after each row, in case the run is killed.
 
-    Cases begin before `deadline`, on the monotonic clock. What the part raises becomes its error, and the run goes on.
+    No case starts after `deadline`, on the monotonic clock. An exception becomes the part's error, and the run
+    continues.
     """
     started = time.monotonic()
     bench.deadline = deadline if bench.is_timed and not bench.is_full else float("inf")
@@ -96,7 +97,7 @@ def run_part(
     except Exception as problem:
         traceback.print_exc()
         error = f"{type(problem).__name__}: {problem}"
-    # Also after an error: nothing of this part's may stay on the card.
+    # Also after an error, so that the part leaves nothing on the card.
     with contextlib.suppress(RuntimeError):
         bench.drop()
     result = _result(part, bench, rows, time.monotonic() - started, error)
@@ -105,7 +106,7 @@ def run_part(
 
 
 def _result(part: Part, bench: Bench, rows: list[Row], seconds: float, error: str) -> dict[str, Any]:
-    """What is written of a part."""
+    """A part's JSON document."""
     is_failed = bool(error) or any(row.is_failure for row in rows)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -115,11 +116,11 @@ def _result(part: Part, bench: Bench, rows: list[Row], seconds: float, error: st
         "error": error,
         "model": dataclasses.asdict(part.model(bench)),
         "dtype": str(bench.dtype).removeprefix("torch."),
-        # Floors are stated against these.
+        # The floors of the rows are computed from these.
         "ceilings": None if bench.ceilings is None else dataclasses.asdict(bench.ceilings),
         "rows": [
             dataclasses.asdict(row)
-            # JSON has no word for what is not finite.
+            # JSON cannot represent infinity and NaN.
             | {"figures": {name: value if math.isfinite(value) else None for name, value in row.figures.items()}}
             | {"goals": [{"goal": str(goal), "is_met": goal.is_met(row.figures)} for goal in row.goals]}
             for row in rows
@@ -128,13 +129,13 @@ def _result(part: Part, bench: Bench, rows: list[Row], seconds: float, error: st
 
 
 def go_on_afresh(left: list[Part], arguments: argparse.Namespace, seconds: float) -> NoReturn:
-    """Replace this process, which has lost its device, by one that runs the parts that are left."""
+    """Replace this process, which has lost its device, with one that runs the remaining parts."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--peers", str(arguments.peers), "--no-warm", "--has-failed"]
     command += ["--seconds", str(round(seconds)), "--only", *(part.name for part in left)]
     command += [flag for flag in ("--quick", "--full", "--check-only") if getattr(arguments, as_name(flag))]
     command += ["--out", str(arguments.out)] if arguments.out else []
     sys.stdout.flush()
-    # The driver keeps the card's memory for as long as one of its files is open.
+    # The driver keeps the card's memory allocated while any of its files is open.
     os.closerange(3, 1 << 16)
     os.execv(sys.executable, command)
 
@@ -144,7 +145,7 @@ def as_name(flag: str) -> str:
 
 
 def warm_up(parts: list[Part], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Compile what the parts will launch, in many processes that share Triton's cache: one alone would take minutes."""
+    """Compile the kernels of all parts in many processes that share Triton's cache; one process would take minutes."""
     if not any(part.warm for part in parts):
         return {"seconds": 0.0, "failed": []}
     started = time.monotonic()
@@ -167,7 +168,7 @@ def warm_up(parts: list[Part], arguments: argparse.Namespace) -> dict[str, Any]:
             _, errors = process.communicate()
             errors += f"stopped after {WARM_S} s"
         if process.returncode:
-            # What was not compiled here is compiled when it is first launched, before it is timed.
+            # Kernels that were not compiled here are compiled on their first launch, before timing starts.
             failed.append(f"{shard}/{count}: {errors.strip().splitlines()[-1] if errors.strip() else 'no message'}")
     seconds = time.monotonic() - started
     print(f"compiling in {count} processes: {seconds:.1f} s, {len(failed)} failed", flush=True)
@@ -179,20 +180,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="write JSON; parts in the file from the same commit and card stay")
+    parser.add_argument("--out", type=Path, help="write JSON; keeps other parts of the same commit and card")
     amount = parser.add_mutually_exclusive_group()
-    amount.add_argument("--quick", action="store_true", help="few cases")
-    amount.add_argument("--full", action="store_true", help="all cases, however long they take")
+    amount.add_argument("--quick", action="store_true", help="the most important cases only")
+    amount.add_argument("--full", action="store_true", help="all cases, without a time limit")
     parser.add_argument(
-        "--seconds", type=float, default=TOTAL_S, help="cases that begin later are left out (%(default)s)"
+        "--seconds", type=float, default=TOTAL_S, help="start no case after this many seconds (%(default)s)"
     )
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
-    parser.add_argument("--peers", type=Path, default=PEERS, help="where peers' kernels are; see gpu/peers.py")
+    parser.add_argument("--peers", type=Path, default=PEERS, help="directory of the peers' kernels; see gpu/peers.py")
     parser.add_argument("--check-only", action="store_true", help="check the answers and time nothing")
-    parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, with --check-only")
-    parser.add_argument("--dry-run", action="store_true", help="list what each case needs of a card; needs none")
-    parser.add_argument("--card", choices=PLANNED, default="h200", help="of the dry run (%(default)s)")
-    parser.add_argument("--no-warm", action="store_true", help="compile as launches come, in this process")
+    parser.add_argument("--tiny", action="store_true", help="use a small model on the CPU; requires --check-only")
+    parser.add_argument("--dry-run", action="store_true", help="list what each case needs on a card, without a GPU")
+    parser.add_argument("--card", choices=PLANNED, default="h200", help="card for --dry-run (%(default)s)")
+    parser.add_argument("--no-warm", action="store_true", help="compile in this process, on first launch")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     parser.add_argument("--has-failed", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -203,10 +204,10 @@ def why_not(arguments: argparse.Namespace) -> str:
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if arguments.tiny:
         if not arguments.check_only:
-            return "--tiny times nothing: give --check-only with it"
+            return "--tiny does not measure times: add --check-only"
         return "" if is_interpreted else "--tiny runs in Triton's interpreter: set TRITON_INTERPRET=1"
     if is_interpreted:
-        return "TRITON_INTERPRET is set: kernels would be interpreted; unset it, or give --check-only --tiny"
+        return "TRITON_INTERPRET is set, so kernels would be interpreted: unset it, or use --check-only --tiny"
     return "" if torch.cuda.is_available() else "there is no CUDA device here; --check-only --tiny needs none"
 
 
@@ -262,7 +263,7 @@ def main() -> int:
 
 
 def list_needs(arguments: argparse.Namespace) -> int:
-    """The dry run: 1 where a part does not fit the card's memory or its time."""
+    """Do the dry run; returns 1 if a part does not fit the card's memory or its time."""
     bench = Bench(
         device=META,
         is_tiny=False,
@@ -278,7 +279,7 @@ def list_needs(arguments: argparse.Namespace) -> int:
 
 
 def run_warmer(bench: Bench, parts: list[Part], share: str) -> int:
-    """One of the processes that compile: `share` is which one of how many."""
+    """Compile one share of the kernels in this process; `share` is "SHARD/NUM_SHARDS"."""
     shard, num_shards = (int(number) for number in share.split("/"))
     has_failed = False
     for part in parts:
@@ -288,7 +289,7 @@ def run_warmer(bench: Bench, parts: list[Part], share: str) -> int:
             with torch.inference_mode():
                 part.warm(bench, shard, num_shards)
         except Exception:
-            # The other parts' kernels are compiled all the same.
+            # Compile the other parts' kernels anyway.
             traceback.print_exc()
             has_failed = True
         bench.drop()

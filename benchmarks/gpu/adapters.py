@@ -1,4 +1,4 @@
-"""Random adapters in the shuffled pages of a pool, the same adapters dense, and the batches that use them."""
+"""Random adapters in the shuffled pages of a pool, the same adapters as dense matrices, and batches that use them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from loramux.kernels.segments import SEGMENT_ROWS, build_segments, max_segments
 from loramux.kernels.tables import AdapterTables, PoolViews, Segments
 
 SCALE = 2.0
-"""`alpha / r` of every adapter: peers take one number for all."""
+"""`alpha / r` of every adapter; the same for all, since peers accept only one number."""
 
 MAX_RANK = 64
-"""Of any case: the page tables have the same width in all of them, so that they share compiled kernels."""
+"""Highest rank of any case. All cases have page tables of this width, so that they share compiled kernels."""
 
 POISON = 1 << 30
-"""No row and no segment has this number."""
+"""Fills unused entries of the segment starts; no row or segment has this number."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraCase:
-    """`num_rows` rows, in equal runs, for adapters of `ranks`; `num_sequences` bounds the segments of a graph."""
+    """`num_rows` rows, split evenly over adapters of `ranks`; `num_sequences` bounds the number of segments."""
 
     num_rows: int
     num_sequences: int
@@ -42,7 +42,7 @@ class LoraCase:
 
     @property
     def slots(self) -> np.ndarray:
-        """The adapter of each row."""
+        """The adapter slot of each row."""
         return np.repeat(np.arange(self.num_adapters, dtype=np.int32), self.rows_each)
 
     @property
@@ -54,10 +54,10 @@ class LoraCase:
 
 
 class ResidentAdapters:
-    """Adapters of the given ranks on all seven linears, rank-true and in shuffled pages.
+    """Adapters of the given ranks on all seven linears, without rank padding, in shuffled pages.
 
-    The pool's elements are random all over: an adapter is whatever its pages hold. Where `shares_pages`, a few pages
-    serve all adapters, which is enough to compile the kernels and for nothing else.
+    The whole pool holds random elements, which are the adapters' weights. With `shares_pages`, all adapters share a few
+    pages, which suffices to compile the kernels but not for measurements.
     """
 
     def __init__(self, bench: Bench, model: Model, pool: PoolViews, ranks: tuple[int, ...], shares_pages: bool) -> None:
@@ -68,11 +68,11 @@ class ResidentAdapters:
         num_pages = pool.raw.shape[0]
         if sum(counts) > num_pages and not shares_pages:
             raise MemoryError(
-                f"the adapters take {sum(counts) * geometry.total_page_bytes / 1e9:.1f} GB, "
-                f"the pool has {num_pages * geometry.total_page_bytes / 1e9:.1f} GB"
+                f"the adapters need {sum(counts) * geometry.total_page_bytes / 1e9:.1f} GB, "
+                f"but the pool has {num_pages * geometry.total_page_bytes / 1e9:.1f} GB"
             )
         shuffled = torch.from_numpy(np.random.default_rng(2).permutation(max(num_pages, sum(counts))) % num_pages)
-        # Unused entries name the first page; nothing reads them.
+        # Unused entries point to the first page and are never read.
         page_table = torch.zeros(len(ranks), self._layouts[MAX_RANK].num_pages, dtype=torch.int32)
         begin = 0
         for slot, count in enumerate(counts):
@@ -99,7 +99,7 @@ class ResidentAdapters:
     def rows(self, layer: int, module: int, half: int, slots: torch.Tensor, rank: int) -> torch.Tensor:
         """A `[num_slots, rank, in]`, or B transposed `[num_slots, rank, out]`, of slots that all have this rank.
 
-        Only these adapters' pages are read, by a path of its own: the answers of the kernels are compared with this.
+        Reads only these adapters' pages, independently of the kernels, whose answers are compared with the result.
         """
         shape = self.model.modules[module]
         layout = row_layout(shape.out_features if half == B else shape.in_features, self.pool.geometry.adapter_elements)
@@ -118,14 +118,14 @@ class ResidentAdapters:
         }
 
     def weight_bytes(self) -> int:
-        """Bytes of A and B of all adapters in all layers, each once and without padding."""
+        """Bytes of A and B of all adapters in all layers, each counted once and without padding."""
         elements = sum(module.in_features + module.out_features for module in self.model.modules)
         return sum(self.ranks) * elements * self.model.num_layers * self.pool.adapter.element_size()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraBatch:
-    """A case's rows on the device: `xs[g]` `[T, in]` is the input of group `g`, the same in all layers."""
+    """A case's rows on the device; `xs[g]` `[T, in]` is the input of group `g`, the same in all layers."""
 
     case: LoraCase
     model: Model
@@ -133,7 +133,7 @@ class LoraBatch:
     segments: Segments
 
     def outputs(self) -> list[torch.Tensor]:
-        """Fresh rows `[T, total_out]` of each group, as the base's linears would leave them."""
+        """New random rows `[T, total_out]` for each group, in place of the base linears' output."""
         device = self.xs[0].device
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(3)
         return [
@@ -144,13 +144,13 @@ class LoraBatch:
         ]  # fmt: skip
 
     def activation_bytes(self) -> int:
-        """Bytes of x read once, y read once and y written once, in all groups and layers."""
+        """Bytes to read x, read y and write y once each, in all groups and layers."""
         elements = sum(group.in_features + 2 * group.total_out for group in self.model.groups)
         return self.case.num_rows * elements * self.model.num_layers * self.xs[0].element_size()
 
 
 def batch_of(bench: Bench, model: Model, case: LoraCase) -> LoraBatch:
-    """The case's rows and segments; the segments are padded to the bound that a captured graph has."""
+    """The case's rows and segments; the segments are padded to the upper bound of a captured graph."""
     generator = bench.generator(4)
     xs = tuple(
         torch.randn(case.num_rows, group.in_features, generator=generator, device=bench.device).to(bench.dtype)
@@ -169,7 +169,7 @@ def batch_of(bench: Bench, model: Model, case: LoraCase) -> LoraBatch:
 
 
 def expected_change(adapters: ResidentAdapters, batch: LoraBatch, layer: int) -> list[torch.Tensor]:
-    """What each group's output gains in this layer, float64 `[T, total_out]`, from dense matrices."""
+    """What the adapters add to each group's output in this layer, float64 `[T, total_out]`, from dense matrices."""
     case, model = batch.case, batch.model
     changes = []
     for group, x in zip(model.groups, batch.xs, strict=True):

@@ -1,4 +1,4 @@
-"""Paged attention in decode over its bytes' floor and in prefill over the card's matrix rate, beside torch's SDPA."""
+"""Paged attention compared with torch's SDPA: decode against its bandwidth floor, prefill against the matrix rate."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from loramux.kernels.gpu.attention import PAGE_TOKENS, attention_plan, paged_att
 from loramux.kernels.tables import AttentionBatch, PoolViews
 
 MAX_KV_BYTES = 72 << 30
-"""Of the pages of a case: where all layers do not fit, fewer are stored, and the row says how many."""
+"""Most bytes of a case's pages. If not all layers fit, fewer are stored, and the row gives their number."""
 
 MAX_DENSE_BYTES = 9 << 30
-"""Of the contiguous keys and values that SDPA reads; one layer at least."""
+"""Most bytes of the contiguous keys and values for SDPA, which holds at least one layer."""
 
 KEPT_FREE = 24 << 30
 WARM_POOL_BYTES = 1 << 30
 SAMPLED_ROWS = 64
-"""Of a prefill's query rows: the rest are compared with nothing, but must be finite."""
+"""Query rows of a prefill that are compared; the others must only be finite."""
 
 QUERY_STD = 2 / POOL_STD
-"""Scores then have a spread of 2: neither all keys alike nor one alone."""
+"""Standard deviation of queries. Scores then have a spread of 2, so that neither all keys nor a single one dominate."""
 
 OURS, SDPA = "loramux", "torch SDPA on contiguous K and V"
 
@@ -35,7 +35,7 @@ LayerLaunch = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """Sequences of one context length with `num_queries` rows each, 1 in decode and all of them in prefill."""
+    """Sequences of one context length with `num_queries` rows each: 1 in decode, the whole context in prefill."""
 
     num_sequences: int
     context: int
@@ -54,11 +54,11 @@ class AttentionCase:
         return -(-self.context // PAGE_TOKENS)
 
     def kv_bytes(self, model: Model, itemsize: int) -> int:
-        """K and V of one layer."""
+        """Bytes of K and V in one layer."""
         return self.num_sequences * self.context * 2 * model.num_kv_heads * model.head_dim * itemsize
 
     def operations(self, model: Model) -> int:
-        """Multiplications and additions of one layer's two products, of visible keys alone."""
+        """Multiplications and additions of one layer's two products, over visible keys only."""
         visible = self.num_queries * self.context - self.num_queries * (self.num_queries - 1) // 2
         return 4 * self.num_sequences * model.num_heads * model.head_dim * visible
 
@@ -75,7 +75,7 @@ def cases(bench: Bench) -> list[AttentionCase]:
     prefill = [AttentionCase(1, length, length) for length in prefills]
     decode = [AttentionCase(batch, context, 1) for context in contexts for batch in batches]
     if not bench.is_full:
-        # What a context of 1,024 shows, others show again; of the longest, one sequence and many.
+        # Other contexts behave like 1,024; of the longest, keep one sequence and many.
         kept = {(batch, 1024) for batch in batches} | {(1, 8192), (64, 8192)}
         decode = [case for case in decode if (case.num_sequences, case.context) in kept]
     return [*prefill, *decode]
@@ -86,7 +86,7 @@ def run(bench: Bench) -> Iterator[Row]:
     wanted = cases(bench)
     itemsize = bench.dtype.itemsize
     allowed = allowed_bytes(bench)
-    # The largest first: the pool's memory is then made once.
+    # The largest size first, so that the pool is allocated only once.
     bench.pool(model.geometry(itemsize), max(pool_bytes_of(model, case, itemsize, allowed) for case in wanted))
     for number, case in enumerate(wanted):
         if bench.seconds_left <= 0:
@@ -96,7 +96,7 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile what this shard's cases launch, with all sequences in the same pages."""
+    """Compile the kernels of this shard's cases, with all sequences on the same pages."""
     model = model_of(bench)
     for case in cases(bench)[shard::num_shards]:
         num_layers = num_stored(model, case, bench.dtype.itemsize, MAX_KV_BYTES)
@@ -105,7 +105,7 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
 
 
 def allowed_bytes(bench: Bench) -> int:
-    """The most that a case's pages may take."""
+    """Most bytes that a case's pages can use."""
     return min(MAX_KV_BYTES, max(0, bench.free_bytes() - (0 if bench.is_tiny else KEPT_FREE)))
 
 
@@ -120,7 +120,7 @@ def pool_bytes_of(model: Model, case: AttentionCase, itemsize: int, allowed: int
 
 
 class Attention:
-    """One case's pages, rows and launches; where the pool is too small for it, sequences share pages."""
+    """One case's pages, rows and launches; if the pool is too small, sequences share pages."""
 
     def __init__(self, bench: Bench, model: Model, case: AttentionCase, pool: PoolViews) -> None:
         self.model, self.case, self.pool = model, case, pool
@@ -136,7 +136,7 @@ class Attention:
             seq_lens=torch.full((case.num_sequences,), case.context, dtype=torch.int32, device=bench.device),
             pages=self.pages.flatten().to(torch.int32),
             page_starts=numbers(range(0, listed, case.pages_each)),
-            # Nothing is written here.
+            # No K and V are written.
             kv_slots=torch.full((case.num_rows,), -1, dtype=torch.int64, device=bench.device),
             max_q=case.num_queries,
         )
@@ -162,19 +162,19 @@ class Attention:
         )  # fmt: skip
 
     def dense(self, layer: int, sequences: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V `[num_sequences, num_kv_heads, context, head_dim]`, gathered from pages as the engine fills them."""
+        """K and V `[num_sequences, num_kv_heads, context, head_dim]`, gathered from pages laid out as in the engine."""
         heads, width = self.model.num_kv_heads, self.model.head_dim
         kv = self.pool.kv[self.pages[sequences], layer].unflatten(2, (2, heads, PAGE_TOKENS, width))
         k, v = kv.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : self.case.context]
         return k, v
 
     def check(self, launch: LayerLaunch, layer: int) -> float:
-        """The worst sequence's error in one layer, against float64."""
+        """The largest error of any sequence in one layer, against float64."""
         case = self.case
         self.out.fill_(torch.nan)
         launch(layer)
         if not bool(self.out.isfinite().all()):
-            raise CheckError("some elements were not written, or are not finite")
+            raise CheckError("some elements were not written or are not finite")
         chosen = torch.randperm(case.num_queries, generator=torch.Generator().manual_seed(7))[:SAMPLED_ROWS]
         chosen = torch.cat([chosen, torch.tensor([0, case.num_queries - 1])]).unique().to(self.q.device)
         position = chosen + case.context - case.num_queries
@@ -191,7 +191,10 @@ class Attention:
 
 
 def sdpa_way(bench: Bench, attention: Attention) -> tuple[LayerLaunch, int]:
-    """torch's attention over contiguous copies of as many layers as fit; in decode the group is the query's length."""
+    """torch's attention over contiguous copies of as many layers as fit, and their number.
+
+    In decode, the query heads of a group are passed as query rows.
+    """
     case, model = attention.case, attention.model
     layer_bytes = case.kv_bytes(model, bench.dtype.itemsize)
     num_layers = min(attention.num_layers, max(1, MAX_DENSE_BYTES // layer_bytes))
@@ -202,7 +205,7 @@ def sdpa_way(bench: Bench, attention: Attention) -> tuple[LayerLaunch, int]:
                         dtype=bench.dtype)
             for _ in range(2)
         ]  # fmt: skip
-        # In parts, so that the gathered pages take no more memory than a few sequences'.
+        # Gather a few sequences at a time, to limit the memory for gathered pages.
         for begin in range(0, case.num_sequences, 16):
             sequences = slice(begin, begin + 16)
             for target, source in zip(dense, attention.dense(layer, sequences), strict=True):
@@ -241,7 +244,7 @@ def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> 
         launch, stored[SDPA] = sdpa_way(bench, attention)
         errors[SDPA] = max(attention.check(launch, layer) for layer in sorted({0, stored[SDPA] - 1}))
         launches[SDPA] = launch
-    # Without it the figures of loramux still stand.
+    # The figures of loramux are valid without SDPA's.
     except (CheckError, RuntimeError) as error:
         if bench.is_broken():
             raise
@@ -256,7 +259,7 @@ def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> 
         replays[name] = bench.capture(_repeated(launch, model.num_layers))
         replays[f"{name}, alone"] = bench.capture(_repeated(launch, 1))
     seconds = bench.time(replays)
-    # Queries are read and answers are written once.
+    # Queries are read once, and answers are written once.
     read = case.kv_bytes(model, itemsize) + 2 * attention.q.nbytes
     by_bytes = read / bench.ceilings.bandwidth
     by_operations = case.operations(model) / bench.ceilings.matmul

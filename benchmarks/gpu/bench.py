@@ -1,4 +1,4 @@
-"""What the parts of the GPU benchmark share: rows and goals, graphs, clocks and the pool's memory."""
+"""Shared by the parts of the GPU benchmark: rows and goals, graphs, clocks and the pool's memory."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import PoolViews
 
 FLUSH_BYTES = 256 << 20
-"""Read between two replays: several times the L2 of any card, so that each replay finds its weights in memory."""
+"""Bytes read between two replays: several times any card's L2, so that each replay reads its weights from memory."""
 
 TINY_FLUSH_BYTES = 1 << 16
 MIN_ROUNDS, MAX_ROUNDS = 20, 200
 TINY_ROUNDS = 1
 MIN_SECONDS = 0.05
 MAX_SECONDS = 1.0
-"""Each way is replayed `MIN_ROUNDS` times and until its replays took `MIN_SECONDS`, but no more than `MAX_ROUNDS` times
-and, where that is long, for `MAX_SECONDS` a way."""
+"""Each way is replayed at least `MIN_ROUNDS` times and for `MIN_SECONDS`, but at most `MAX_ROUNDS` times. Slow ways
+stop after `MAX_SECONDS` per way, with at least three rounds."""
 
 MAX_WARMERS = 12
-"""Processes that compile at the same time."""
+"""Most processes that compile at the same time."""
 
 CONTEXT_BYTES = 10**9
-"""Of a card's memory, assumed for what CUDA, cuBLAS and loaded kernels hold in a process: where none can be asked."""
+"""Bytes of a card's memory that CUDA, cuBLAS and loaded kernels are assumed to hold in a process, for dry runs."""
 
 POOL_STD = 0.02
-"""Spread of the pool's random elements: a LoRA's A and B, or keys and values, of a usual size."""
+"""Standard deviation of the pool's random elements, typical of a LoRA's A and B and of keys and values."""
 
 
 class CheckError(Exception):
-    """The answer of a kernel is wrong: it is not timed."""
+    """A wrong answer, which is not timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A bound that a figure of a row should keep."""
+    """A limit for one figure of a row."""
 
     figure: str
     limit: float
@@ -62,9 +62,9 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way of doing one case's work. The names of the figures carry their units; `problem` is why some are absent.
+    """One way of doing one case's work. Names of figures include their units; `problem` says why some are missing.
 
-    `is_failure` tells a defect of ours, or a case that was left out, from what a peer cannot do.
+    `is_failure` marks a defect of loramux or a case that was left out, as opposed to a limitation of a peer.
     """
 
     case: str
@@ -77,7 +77,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the card can do, as the first part measured it: bytes and operations a second, and seconds a graph node."""
+    """The card's measured limits: bytes/s and operations/s, and seconds per graph node."""
 
     copy: float
     read: float
@@ -86,12 +86,12 @@ class Ceilings:
 
     @property
     def bandwidth(self) -> float:
-        """The better of copying and reading: floors are stated against it."""
+        """The higher of copy and read bandwidth, from which floors are computed."""
         return max(self.copy, self.read)
 
 
 class HostEvent:
-    """Stands in for a CUDA event where Triton's interpreter is the device, whose work is done when a call returns."""
+    """Replaces a CUDA event if Triton's interpreter is the device, where work is done when a call returns."""
 
     def __init__(self) -> None:
         self._seconds = math.nan
@@ -106,13 +106,12 @@ class HostEvent:
 
 @dataclass(slots=True)
 class Bench:
-    """One run: where it runs, how much it does, and how long it may take.
+    """Settings and state of one run: its device, the cases to run, and the time limit.
 
-    `is_tiny` shrinks the model to what Triton's interpreter can do; `is_quick` leaves out most cases, `is_full` none;
-    `is_timed` is false where only answers are checked. A bench that `is_warming` compiles what another process will
-    time: its adapters share a few pages, and its answers are not looked at. `engine_check` is what the check of the
-    engine found, which several parts ask for. `planned` is the card for which a dry run lists what a run needs, over
-    tensors without memory; None where the work is done.
+    `is_tiny` shrinks the model for Triton's interpreter. `is_quick` leaves out most cases, `is_full` none. `is_timed`
+    is false if only answers are checked. With `is_warming`, the process only compiles kernels that another one will
+    time: adapters share a few pages, and answers are ignored. `engine_check` caches the result of the engine check,
+    which several parts need. `planned` is the card of a dry run, which uses meta tensors; None in a real run.
     """
 
     device: torch.device
@@ -131,7 +130,7 @@ class Bench:
 
     @property
     def dtype(self) -> torch.dtype:
-        """bfloat16, but for the interpreter, which multiplies that as if its bits were integers."""
+        """bfloat16, except in the interpreter, which multiplies bfloat16 values as if they were integers."""
         return torch.float16 if self.is_tiny else torch.bfloat16
 
     @property
@@ -149,7 +148,7 @@ class Bench:
 
     @property
     def num_processors(self) -> int:
-        """The card's multiprocessors; the interpreter runs one program after another."""
+        """Number of the card's multiprocessors; 1 in the interpreter, which runs programs one after another."""
         if self.planned is not None:
             return self.planned.card.multiprocessors
         if self.device.type != "cuda":
@@ -162,7 +161,7 @@ class Bench:
         return supports_pdl(self.device) if self.planned is None else self.planned.card.capability >= 90
 
     def generator(self, seed: int) -> torch.Generator | None:
-        """A source of random numbers on the device; None where tensors have no memory."""
+        """A random generator on the device; None in a dry run, where tensors have no memory."""
         return None if self.planned is not None else torch.Generator(self.device).manual_seed(seed)
 
     def say(self, text: str) -> None:
@@ -170,9 +169,9 @@ class Bench:
             print(text, flush=True)
 
     def pool(self, geometry: PageGeometry, num_bytes: int) -> PoolViews:
-        """A pool of random elements with this geometry over the first `num_bytes` of one buffer, made when it grows.
+        """A pool with this geometry over the first `num_bytes` of one shared buffer, which is reallocated to grow.
 
-        What pages hold is random all over, so that pages need not be filled adapter by adapter.
+        The whole buffer holds random elements, so that adapters need not be written to pages.
         """
         num_pages = num_bytes // geometry.total_page_bytes
         num_bytes = num_pages * geometry.total_page_bytes
@@ -187,7 +186,7 @@ class Bench:
         return PoolViews(raw=raw, kv=raw.view(self.dtype), adapter=raw.view(self.dtype), geometry=geometry)
 
     def free_bytes(self) -> int:
-        """Device memory that is neither used nor held for a pool; what torch caches counts as free."""
+        """Free device memory in bytes, including the pool's buffer and torch's cache."""
         if self.planned is not None:
             return self.planned.memory_bytes - CONTEXT_BYTES
         if self.device.type != "cuda":
@@ -196,12 +195,12 @@ class Bench:
         return torch.cuda.mem_get_info(self.device)[0] + (self.buffer.numel() if self.buffer is not None else 0)
 
     def drop(self) -> None:
-        """Return all that finished parts held, the pool's memory too."""
+        """Free everything that finished parts held, including the pool."""
         self.buffer = self.flush = None
         self.release()
 
     def release(self) -> None:
-        """Return what finished cases held: graphs keep their memory until they are collected."""
+        """Free what finished cases held; graphs keep their memory until they are garbage-collected."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -211,7 +210,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def is_broken(self) -> bool:
-        """Whether this process has lost its device: after a fault in a kernel every further call fails."""
+        """Whether this process has lost its device; after a fault in a kernel, all further calls fail."""
         try:
             self.synchronize()
             return bool(torch.ones(1, device=self.device).item() != 1)
@@ -219,9 +218,9 @@ class Bench:
             return True
 
     def guarded(self, case: str, way: str, rows: Iterable[Row]) -> Iterator[Row]:
-        """The rows of one case. An exception loses those that were still to come, and a row says which it was.
+        """The rows of one case; an exception ends the case with a row that reports it.
 
-        Raises what `rows` raises where the device is lost with it.
+        Re-raises the exception if the device is lost.
         """
         try:
             yield from rows
@@ -233,15 +232,15 @@ class Bench:
         self.release()
 
     def left_out(self, cases: Iterable[object], way: str) -> Iterator[Row]:
-        """A row for each case that there was no time for."""
+        """A row for each case that was left out for lack of time."""
         return (Row(str(case), way, problem="left out: no time", is_failure=True) for case in cases)
 
     def event(self) -> Any:
-        """A mark in the device's current stream, with `record()` and `elapsed_time(end)` in milliseconds."""
+        """An event in the device's current stream, with `record()` and `elapsed_time(end)` in milliseconds."""
         return torch.cuda.Event(enable_timing=True) if self.device.type == "cuda" else HostEvent()
 
     def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """`launch` as one CUDA graph; it must have run before, so that nothing is compiled while it is captured."""
+        """Capture `launch` as one CUDA graph. It must have run before, so that nothing is compiled during capture."""
         if self.device.type != "cuda":
             return launch
         torch.cuda.synchronize()
@@ -251,10 +250,10 @@ class Bench:
         return graph.replay
 
     def time(self, ways: Mapping[str, Callable[[], object]], is_cold: bool = True) -> dict[str, float]:
-        """Median seconds of each way, measured in turns so that a drift of the card meets all of them.
+        """Median seconds of each way. The ways alternate, so that drift of the card's speed affects all alike.
 
-        `is_cold` reads `FLUSH_BYTES` before each replay. Reading leaves no changed lines behind, whose writing back
-        would fall into the measured time; and it keeps the card busy while the host submits what is timed.
+        `is_cold` reads `FLUSH_BYTES` before each replay. Reading leaves no dirty cache lines, which would be written
+        back during the measured time, and keeps the card busy while the host submits the timed work.
         """
         if self.flush is None:
             num_bytes = TINY_FLUSH_BYTES if self.is_tiny else FLUSH_BYTES
@@ -283,13 +282,13 @@ class Bench:
 
 
 def _is_measured(num_rounds: int, fewest_s: float, elapsed_s: float, num_ways: int) -> bool:
-    """Whether the ways were replayed often enough; `fewest_s` is the total time of the fastest one."""
+    """Whether the ways were replayed often enough; `fewest_s` is the total time of the fastest way."""
     is_long = elapsed_s > MAX_SECONDS * num_ways
     return (num_rounds >= MIN_ROUNDS and fewest_s >= MIN_SECONDS) or (is_long and num_rounds >= 3)
 
 
 def measuring_seconds(seconds: Sequence[float], flush_s: float) -> float:
-    """How long `Bench.time` replays ways that take `seconds` each, with `flush_s` before each replay."""
+    """How long `Bench.time` takes for ways of `seconds` each, with a flush of `flush_s` before each replay."""
     round_s = sum(seconds) + flush_s * len(seconds)
     num_rounds = 1
     while num_rounds < MAX_ROUNDS:
@@ -302,13 +301,13 @@ def measuring_seconds(seconds: Sequence[float], flush_s: float) -> float:
 def require_close(
     out: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor | None = None, tolerance: float = 1e-2
 ) -> float:
-    """The error `‖out - expected‖ / ‖scale‖`, where `scale` is `expected` if not given.
+    """The error `‖out - expected‖ / ‖scale‖`; `scale` defaults to `expected`.
 
-    Raises CheckError where an element is not finite or the error is above `tolerance`; the default is between what
-    bfloat16 operands cost and what the slightest wrong index does.
+    Raises CheckError if an element is not finite or the error exceeds `tolerance`. The default lies above the rounding
+    error of bfloat16 operands and below the error of a single wrong index.
     """
     if not bool(out.isfinite().all()):
-        raise CheckError("some elements were not written, or are not finite")
+        raise CheckError("some elements were not written or are not finite")
     difference = (out.double() - expected.double()).norm()
     error = float(difference / (expected if scale is None else scale).double().norm())
     if not error <= tolerance:

@@ -1,4 +1,4 @@
-"""What data sheets say of a few cards, for tables that are counted without one."""
+"""Data-sheet figures of a few cards, for tables that are computed without a GPU."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ REGISTERS = 65536
 """Registers of a multiprocessor; the same on every card below."""
 
 REGISTER_UNIT = 256
-"""Registers are given to a warp in multiples of this number."""
+"""Registers are allocated to a warp in multiples of this number."""
 
 RESERVED_SHARED = 1024
-"""Bytes of shared memory that CUDA takes for itself for each program."""
+"""Bytes of shared memory that CUDA reserves for each program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
     """One card, from its vendor's data sheet and the table of compute capabilities in the CUDA programming guide.
 
-    `capability` is the one to compile for, as 90 for 9.0; `bandwidth` bytes a second; `shared_bytes` the shared memory
-    of a multiprocessor. `node_s` is the time that one more kernel adds to a captured graph, an assumption until it is
-    measured: graphs add 1.5 to 2.5 microseconds a node.
+    `capability` is the compute capability to compile for, as 90 for 9.0. `bandwidth` is in bytes per second, and
+    `shared_bytes` is the shared memory of a multiprocessor. `node_s` is the time that each kernel adds to a captured
+    graph, an assumption until it is measured: graphs add 1.5 to 2.5 microseconds per node.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Card:
     node_s: float = 2e-6
 
     def resident_programs(self, registers: int, shared_bytes: int, num_warps: int) -> int:
-        """How many programs of these needs fit one multiprocessor at a time; `registers` are those of a thread."""
+        """How many programs of this size fit one multiprocessor together; `registers` is per thread."""
         per_warp = -(-registers * WARP_THREADS // REGISTER_UNIT) * REGISTER_UNIT
         by_registers = REGISTERS // per_warp // num_warps if registers else self.max_programs
         by_shared = self.shared_bytes // (shared_bytes + RESERVED_SHARED)
@@ -78,7 +78,7 @@ CARDS = {
 
 @dataclass(frozen=True, slots=True)
 class PlannedCard:
-    """What a run on one card may take: bytes of memory and dense bfloat16 operations a second, from its data sheet."""
+    """A card for a dry run, with its memory in bytes and its dense bfloat16 operations/s, from its data sheet."""
 
     card: Card
     memory_bytes: int
@@ -89,4 +89,4 @@ PLANNED = {
     "h100": PlannedCard(CARDS["h100"], 80 * 10**9, 989e12),
     "h200": PlannedCard(CARDS["h200"], 141 * 10**9, 989e12),
 }
-"""The cards that `benchmarks.gpu --dry-run` knows."""
+"""The cards that `benchmarks.gpu --dry-run` supports."""

@@ -1,4 +1,4 @@
-"""What the card can do: bandwidth of copying and of reading, bfloat16 multiplication, and the time of a graph node."""
+"""The card's limits: copy and read bandwidth, bfloat16 matrix multiplication, and the time of a graph node."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import triton.language as tl
 from benchmarks.gpu.bench import Bench, Ceilings, Row, require_close
 
 NUM_NODES = 256
-"""As many as the LoRA launches of a step of Llama-3.1-8B."""
+"""Kernels in a graph: as many as the LoRA launches in a step of Llama-3.1-8B."""
 
 READ_BLOCK = 4096
 ELEMENTS = 1 << 30
-"""float32 numbers that are copied and read."""
+"""float32 elements to copy and read."""
 
 MATMUL_SIZE = 8192
 
 
 @triton.jit
 def _read(source: tl.tensor, sums: tl.tensor, num_blocks: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Each program sums every `num_programs`-th block of `source`, which has less than 2**31 elements."""
+    """Each program sums every `num_programs`-th block of `source`, which has fewer than 2**31 elements."""
     total = tl.zeros((BLOCK,), tl.float32)
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         total += tl.load(source + block * BLOCK + tl.arange(0, BLOCK))
@@ -31,7 +31,7 @@ def _read(source: tl.tensor, sums: tl.tensor, num_blocks: tl.tensor, BLOCK: tl.c
 
 @triton.jit
 def _empty(cell: tl.tensor, WAITS: tl.constexpr, LAUNCHES: tl.constexpr) -> None:
-    """Nothing, or what a kernel says to its neighbours when their launches may overlap."""
+    """An empty kernel, optionally with the signals of kernels whose launches overlap."""
     if LAUNCHES:
         tl.extra.cuda.gdc_launch_dependents()
     if WAITS:
@@ -80,7 +80,7 @@ def _read_only(bench: Bench, source: torch.Tensor) -> Row:
         _read[(num_programs,)](source, sums, source.numel() // READ_BLOCK, BLOCK=READ_BLOCK, num_warps=8)
 
     read()
-    # Random numbers sum to about nothing: the error is weighed against the sum's own spread.
+    # The sum of random numbers is near zero, so the error is relative to the sum's standard deviation.
     spread = torch.full((1,), source.numel() ** 0.5, device=bench.device)
     require_close(sums.double().sum(), source.sum(dtype=torch.float64), spread, 1e-3)
     case = f"{source.nbytes / 1e9:.2f} GB, read only"
@@ -109,7 +109,7 @@ def node_ways(bench: Bench) -> tuple[str, ...]:
 
 
 def _nodes(bench: Bench) -> list[Row]:
-    """Graphs of empty kernels: plain ones, ones that all overlap, and the pairs that shrink and expand are."""
+    """Graphs of empty kernels: without overlap, all overlapping, and overlapping in pairs, as shrink and expand do."""
     cell = torch.zeros(1, device=bench.device)
 
     def plain() -> None:

@@ -1,4 +1,4 @@
-"""The engine's answers on the device against plain PyTorch's on the CPU: nothing of the engine is timed before."""
+"""Compares the engine's answers on the device with plain PyTorch's on the CPU, before the engine is timed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ SMALL = Model(4, 512, 1024, 8, 2, 64, 2048)
 TINY = Model(1, 64, 64, 2, 1, 16, 64)
 
 WEIGHTS = RandomWeights(torch.device("cpu"), torch.float32)
-"""Made on the CPU for both sides: another device would draw other numbers."""
+"""Drawn on the CPU for both sides, since another device would draw other numbers."""
 
 TOLERANCE = 1e-3
-"""Of a log-probability in float32. Tokens may differ where the two likeliest are as close."""
+"""Largest difference between two float32 log-probabilities. Tokens can differ if the two likeliest are that close."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A prompt of so many tokens, for the base or for an adapter of this rank on these modules of later layers."""
+    """A prompt of `num_prompt` tokens, for the base (rank 0) or for an adapter.
+
+    The adapter has the given rank and modules, in all layers from `first_layer`.
+    """
 
     rank: int
     num_prompt: int
@@ -49,7 +52,7 @@ class CheckPlan:
     max_batch_tokens: int
 
 
-# The base's requests come first: their rows then have the same places in a batch without adapters.
+# The base's requests come first, so that their rows have the same positions in a batch without adapters.
 PLAN = CheckPlan(
     SMALL,
     (
@@ -74,7 +77,7 @@ TINY_PLAN = CheckPlan(
 
 
 def require_right_engine(bench: Bench) -> Row:
-    """What the check found; raises CheckError where the engine's answers are wrong. It runs once in a process."""
+    """The result of the check, which runs once per process; raises CheckError if the engine's answers are wrong."""
     if bench.engine_check is None:
         try:
             bench.engine_check = _check(bench)
@@ -86,7 +89,7 @@ def require_right_engine(bench: Bench) -> Row:
 
 
 def warm(bench: Bench) -> None:
-    """Compile what the check launches on the device."""
+    """Compile the kernels that the check launches on the device."""
     plan = TINY_PLAN if bench.is_tiny else PLAN
     adapters, digests = _adapters(bench, plan)
     with _open(bench, plan, adapters, device_backend(bench)) as engine:
@@ -107,7 +110,7 @@ def _check(bench: Bench) -> Row:
         mixed = engine.answer(_adds(plan, digests))
         worst, num_compared = compare(mixed, expected)
         plain = engine.answer(_adds(plan, dict.fromkeys(digests)))
-        # A neighbour changes nothing: the last request answers the same alone.
+        # Other requests in the batch change nothing: the last request gets the same answer alone.
         compare(engine.answer(_adds(plan, digests)[-1:]), expected)
     changes = {request: changed_by(mixed[request.name], plain[request.name]) for request in plan.requests}
     base_change = max(change for request, change in changes.items() if not request.rank)
@@ -115,10 +118,10 @@ def _check(bench: Bench) -> Row:
         raise CheckError(f"the adapters of a mixed batch changed the base's answers by {base_change:.2e}")
     for request, change in changes.items():
         if request.rank and change <= TOLERANCE:
-            raise CheckError(f"the adapter of {request.name} changed its answer by {change:.2e} only")
+            raise CheckError(f"the adapter of {request.name} changed its answer by only {change:.2e}")
     figures = {"error": worst, "compared_tokens": float(num_compared), "base_change": base_change}
     case = f"float32, {len(plan.requests)} requests, base and ranks to {max(one.rank for one in plan.requests)}"
-    # Its rows promise to be the same to the bit; a change below the tolerance is reported, and measuring goes on.
+    # The base's rows should be identical to the bit. A change below the tolerance is reported without stopping.
     return Row(case, "engine against plain PyTorch", figures, (Goal("base_change", 0.0),))
 
 
@@ -133,7 +136,7 @@ def _adapters(bench: Bench, plan: CheckPlan) -> tuple[RandomAdapters, dict[str, 
 
 
 def _adds(plan: CheckPlan, digests: dict[str, str | None]) -> list[Add]:
-    # The two likeliest tokens tell whether a different choice is an error.
+    # The two likeliest tokens show whether a different choice is an error.
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, num_logprobs=2)
     return [
         Add(
@@ -148,7 +151,7 @@ def _adds(plan: CheckPlan, digests: dict[str, str | None]) -> list[Add]:
 
 
 def reference_backend() -> Backend:
-    """The CPU's executor and the kernels' specification: another path from the pages to the tokens."""
+    """The CPU executor with the reference kernels: an independent path from the pages to the tokens."""
     return Backend(
         accelerator=HostAccelerator(),
         make_kernels=lambda pool, shapes: ReferenceKernels(pool),
@@ -176,7 +179,7 @@ def _open(
 
 
 def changed_by(answer: Answer, plain: Answer) -> float:
-    """The largest difference of a token's log-probability, infinity where the tokens differ."""
+    """The largest difference between log-probabilities of a token; infinity if the tokens differ."""
     if answer.tokens != plain.tokens:
         return math.inf
     pairs = zip(answer.logprobs, plain.logprobs, strict=True)
@@ -184,10 +187,10 @@ def changed_by(answer: Answer, plain: Answer) -> float:
 
 
 def compare(found: dict[str, Answer], expected: dict[str, Answer]) -> tuple[float, int]:
-    """The worst difference of a log-probability, and how many tokens were compared.
+    """The largest difference between log-probabilities, and how many tokens were compared.
 
-    Where the two likeliest tokens are close, a different choice is none of anybody's fault, and what follows it is not
-    compared. Raises CheckError where tokens or log-probabilities differ otherwise.
+    If the two likeliest tokens are close, a different choice is not an error, and the tokens after it are not compared.
+    Raises CheckError if tokens or log-probabilities differ otherwise.
     """
     worst, num_compared, num_tokens = 0.0, 0, 0
     for name, answer in found.items():
@@ -208,5 +211,5 @@ def compare(found: dict[str, Answer], expected: dict[str, Answer]) -> tuple[floa
                 )
             worst, num_compared = max(worst, difference), num_compared + 1
     if num_compared < num_tokens / 2:
-        raise CheckError(f"choices are so close that only {num_compared} of {num_tokens} tokens could be compared")
+        raise CheckError(f"near ties: only {num_compared} of {num_tokens} tokens could be compared")
     return worst, num_compared

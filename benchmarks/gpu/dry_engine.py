@@ -1,4 +1,4 @@
-"""What the cases of `step`, `prefill` and `s_lora` need of a card, from the engine's own steps and settings."""
+"""What the cases of `step`, `prefill` and `s_lora` need on a card, from the engine's own steps and settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LORA_KERNELS = ("shrink_kernel", "expand_kernel")
 
 
 class PlannedEngine:
-    """An engine over tensors without memory, and the bytes that it holds."""
+    """An engine over meta tensors, and the bytes that it would hold."""
 
     def __init__(self, bench: Bench, model: Model, settings: dict[str, Any], num_pages: int) -> None:
         card = planned(bench).card
@@ -52,7 +52,7 @@ class PlannedEngine:
                 "tables": self.memory.restart() - pool.nbytes - model.all_bytes(bench.dtype.itemsize),
             }
         self.shapes = {"a page": shape_of(pool[0]), "page table": shape_of(whole.tables.device.page_table)}
-        # All layers are alike: steps of one layer and of two tell those of all.
+        # All layers are alike, so steps with one and two layers give the step with all of them.
         self._few = [
             MetaEngine(replace(model, num_layers=count), card, num_pages=num_pages, **settings) for count in (1, 2)
         ]
@@ -72,7 +72,10 @@ class PlannedEngine:
         return found
 
     def compiling(self) -> Need:
-        """Of processes that compile: each has a context, the ends, one linear of each size, and the largest step."""
+        """The memory of the compiling processes.
+
+        Each holds a context, the embedding and head, one linear of each size, and the largest step's activations.
+        """
         itemsize = self.bench.dtype.itemsize
         ends = 2 * self.model.vocab_size * self.model.hidden_size * itemsize
         each = CONTEXT_BYTES + ends + self.model.linear_elements * itemsize + self.held["tables"]
@@ -80,7 +83,7 @@ class PlannedEngine:
 
 
 class PlannedStep(Listed):
-    """What a step launches, the least bytes that it moves, and the most that it holds beside what the engine does."""
+    """A step's launches, the fewest bytes that it moves, and its peak memory in addition to the engine's."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__()
@@ -105,12 +108,12 @@ def step(bench: Bench) -> Iterator[Need]:
     engine = PlannedEngine(bench, model, settings, gpu_step.num_pages_of(settings, adapter_pages))
     start_s = engine.start_s + random_s(bench, engine.held["pool"])
     yield check()
-    # A row says that adapters change answers at full size.
+    # One row reports that adapters change answers at full size.
     yield Need("every case", engine.shapes | {"pages": str(engine.num_pages)}, 1, engine.held, start_s)
     needs = [_step_case(bench, engine, case) for case in wanted]
     yield from needs
     if bench.has_pdl:
-        # The first case again, on an engine whose launches may overlap and whose pool is no larger.
+        # The first case again, on an engine with overlapping launches and a pool that is no larger.
         again = needs[0]
         programs = frozenset(f"pdl {one}" for one in again.programs if one.startswith(LORA_KERNELS))
         yield replace(again, case=f"{again.case}, pdl", seconds=start_s + again.seconds, programs=programs)
@@ -127,7 +130,7 @@ def _step_case(bench: Bench, engine: PlannedEngine, case: gpu_step.StepCase) -> 
         for count in counts
     ]
     seconds = sum(num_run * one.seconds(bench) + CAPTURE_S for one in steps)
-    # Two runs of each before and while it is captured, and the steps that are skipped.
+    # Each step runs twice, before and during capture; the skipped steps follow.
     seconds += sum(2 * HOST_OP_S * one.num_launches + HOST_STEP_S * num_skipped for one in steps)
     held = engine.held | {"activations": sum(one.activations for one in steps)}
     programs = frozenset[str]().union(*(one.programs for one in steps))
@@ -154,7 +157,7 @@ def prefill(bench: Bench) -> Iterator[Need]:
         seconds = 2 * CAPTURE_S
         for count, one in zip(counts, steps, strict=True):
             operations = case.operations(model, gpu_prefill.RANK if count else 0)
-            # Steps of this size are submitted launch by launch; the host and the card work at the same time.
+            # Steps of this size are submitted launch by launch, while the card works in parallel with the host.
             run = max(one.seconds(bench, operations), HOST_OP_S * one.num_launches)
             seconds += (gpu_prefill.NUM_WARM + gpu_prefill.NUM_MEASURED) * (run + HOST_STEP_S)
         held = engine.held | {"activations": max(one.activations for one in steps)}
@@ -168,7 +171,7 @@ def s_lora(bench: Bench) -> Iterator[Need]:
     settings = gpu_s_lora.settings_of(workload)
     adapters = RandomAdapters(bench, model, "bfloat16")
     yield check()
-    # A row says what the workload is.
+    # One row describes the workload.
     yield Need("every case", {"workload": str(workload)}, 1, {}, 0.0)
     num_steps, num_prompt_tokens = scheduled_steps(workload)
     most = max(workload.num_adapters)
@@ -183,7 +186,7 @@ def s_lora(bench: Bench) -> Iterator[Need]:
         for step in gpu_s_lora.steps_to_warm(workload, name):
             case = TableCase(name, step.num_sequences, 0, step.num_rows, 1, gpu_s_lora.ATTENTION_MODULES, step.rank)
             compiled |= engine.record(case).programs
-        # A step takes as long as one of all sequences at the mean of full lengths, with as many adapters as rows.
+        # A step is estimated as one with all sequences at their mean full length, and as many adapters as rows.
         context, count = workload.shortest + workload.longest, min(most, workload.max_sequences)
         full = engine.record(
             TableCase(name, workload.max_sequences, context - 1, 1, count, gpu_s_lora.ATTENTION_MODULES, max(turns))
@@ -191,8 +194,8 @@ def s_lora(bench: Bench) -> Iterator[Need]:
         prompts = 2 * num_prompt_tokens * model.num_layers * model.linear_elements
         run = num_steps * full.seconds(bench) + OVER_FLOOR * floor_s(bench, operations=prompts)
         for way, num_pages, counts in (("whole pool", whole, workload.num_adapters), ("capped pool", capped, (most,))):
-            problem = f"{num_pages} pages, the sequences alone need {workload.kv_pages}"
-            # The fewest adapters come once for nothing. Payloads are made on the card and pinned on the host.
+            problem = f"{num_pages} pages, but the sequences alone need {workload.kv_pages}"
+            # The case with the fewest adapters also runs once untimed. Payloads are drawn on the card and pinned.
             seconds = engine.start_s + (len(counts) + 1) * run + random_s(bench, payload) + _captures_s(full)
             pool = num_pages * adapters.page_bytes
             yield Need(
@@ -208,14 +211,14 @@ def s_lora(bench: Bench) -> Iterator[Need]:
 
 
 def _captures_s(full: PlannedStep) -> float:
-    """While the batch fills and empties, steps of many sizes are run and captured once each."""
+    """Seconds to run and capture the steps of many sizes that occur while the batch fills and empties."""
     return NUM_SHAPES * (CAPTURE_S + 2 * HOST_OP_S * full.num_launches)
 
 
 def scheduled_steps(workload: gpu_s_lora.Workload) -> tuple[int, int]:
     """Steps until enough requests are answered, and the prompt tokens that they compute.
 
-    Decodes come first in each step, prompts fill the rest, as the engine's scheduler has it.
+    As in the engine's scheduler, decodes come first in each step, and prompts fill the rest.
     """
     waiting = deque((one.num_prompt, one.num_output) for one in gpu_s_lora.drawn_of(workload))
     decoding: list[int] = []

@@ -1,4 +1,4 @@
-"""What the cases of `ceilings`, `lora` and `attention` need of a card, from the functions that run them."""
+"""What the cases of `ceilings`, `lora` and `attention` need on a card, from the functions that run them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from benchmarks.gpu.ways import OwnPlanes, gather_bmm_way, num_stored_layers
 from loramux.kernels.tables import PoolViews
 
 GATHER_PASSES = 3
-"""`gather + bmm` reads the padded copies, writes those that it picked, and reads them again."""
+"""Passes of `gather + bmm` over its data: it reads the padded copies, then writes and rereads the gathered ones."""
 
 
 def ceilings(bench: Bench) -> Iterator[Need]:
@@ -43,7 +43,7 @@ def ceilings(bench: Bench) -> Iterator[Need]:
     yield Need("read", {"source": shape}, 1, {"tensors": num_bytes, "flush": FLUSH_BYTES}, read, frozenset({"_read"}))
     product = OVER_FLOOR * measuring_seconds([floor_s(bench, operations=2 * MATMUL_SIZE**3)], 0.0)
     square = MATMUL_SIZE**2
-    # Checked against a double of one side.
+    # The check converts one operand to float64.
     held = {"tensors": 3.0 * square * bench.dtype.itemsize, "check": 8.0 * square + 4 * square, "flush": FLUSH_BYTES}
     shapes = {"a, b, out": f"bfloat16 [{MATMUL_SIZE}, {MATMUL_SIZE}]"}
     yield Need("matmul", shapes, 1, held, product + random_s(bench, 12 * square))
@@ -59,7 +59,7 @@ def lora(bench: Bench) -> Iterator[Need]:
     model, wanted = model_of(bench), gpu_lora.cases(bench)
     pool = bench.pool(model.geometry(bench.dtype.itemsize), gpu_lora.shared_pool_bytes(bench, model, wanted))
     shapes = {"pool": shape_of(pool.raw)}
-    # One row a peer says which version was loaded.
+    # One row per peer gives its loaded version.
     yield Need("every case", shapes, len(WAYS), {"pool": pool.raw.nbytes}, random_s(bench, pool.raw.nbytes))
     for case in wanted:
         yield _lora_case(bench, model, pool, case)
@@ -77,7 +77,7 @@ def _lora_case(bench: Bench, model: Model, pool: PoolViews, case: LoraCase) -> N
         planes, outputs = OwnPlanes(adapters, batch), batch.outputs()
         rows = memory.restart()
         num_stored = num_stored_layers(adapters)
-        # Every stored layer takes as much as the first.
+        # Every stored layer takes as much memory as the first.
         gather = gather_bmm_way(adapters, batch, 1)
         copies = (memory.live - rows) * num_stored
         gather(0, outputs)
@@ -94,7 +94,7 @@ def _lora_case(bench: Bench, model: Model, pool: PoolViews, case: LoraCase) -> N
         "pool": pool.raw.nbytes,
         "rows": rows + num_ways * sum(y.nbytes for y in outputs),
         "copies": num_copies * copies,
-        # The first run of a way leaves it in torch's cache, and its graph keeps its own.
+        # Twice: in torch's cache after the first run, and in the memory of the graph.
         "transient": 2 * transient,
         "reference": len(layers) * changes,
         "flush": FLUSH_BYTES,
@@ -138,7 +138,7 @@ def _attention_case(bench: Bench, model: Model, case: AttentionCase, allowed: in
     itemsize = bench.dtype.itemsize
     num_layers = gpu_attention.num_stored(model, case, itemsize, allowed)
     if num_layers < 1:
-        return Need(str(case), {}, 0, {"pool": pool_bytes}, 0.0, problem="not one layer fits the pool")
+        return Need(str(case), {}, 0, {"pool": pool_bytes}, 0.0, problem="the pool cannot hold a single layer")
     memory = MetaMemory()
     with memory:
         pool = bench.pool(
@@ -149,12 +149,12 @@ def _attention_case(bench: Bench, model: Model, case: AttentionCase, allowed: in
         rows = memory.restart()
         _, num_dense = gpu_attention.sdpa_way(bench, attention)
         copies = memory.live - rows
-        # SDPA's own answers, beside what gathering the pages takes.
+        # SDPA's own answers, in addition to the memory for gathering pages.
         transient = memory.peak - memory.live + attention.out.nbytes
         launched = Listed()
         with launched.within(bench):
             attention.launch(0)
-    # One sequence at a time, K and V in float64, and its scores three times.
+    # The check holds one sequence at a time: K and V in float64, and its scores three times.
     heads = model.num_kv_heads
     checked = case.context * 8 * (2 * heads * model.head_dim + 3 * model.num_heads * gpu_attention.SAMPLED_ROWS)
     held = {

@@ -1,4 +1,4 @@
-"""The dry run of the GPU benchmark: what its parts need, against a card's memory and the time that they have."""
+"""The dry run of the GPU benchmark: compares what its parts need with a card's memory and with their time limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds after which no case begins, and that processes may compile for."""
+    """Seconds after which no case starts, and seconds for compilation."""
 
     total_s: float
     warm_s: float
@@ -27,8 +27,8 @@ class Limits:
 class PlannedPart:
     """A part's needs.
 
-    `seconds` are those within a run of all parts, `alone_s` those of a run of this part and the ceilings, what it
-    compiles included; `problems` say what does not fit.
+    `seconds` is its time within a run of all parts. `alone_s` is the time of a run of this part and the ceilings,
+    including compilation. `problems` lists what does not fit.
     """
 
     name: str
@@ -49,7 +49,7 @@ def plan(bench: Bench, parts: Sequence[Part], limits: Limits) -> list[PlannedPar
     for part in parts:
         needs = tuple(part.needs(bench))
         programs = frozenset[str]().union(*(need.programs for need in needs))
-        # What is compiled in many processes first takes none of the part's time.
+        # Parts with a `warm` function are compiled in separate processes, outside the part's time.
         compile_s = compiling_seconds(len(programs)) if part.warm else 0.0
         alone_s = sum(need.seconds for need in needs) + (0.0 if part.warm else COMPILE_S * len(programs))
         is_checked = any(need.case == CHECK for one in found for need in one.needs)
@@ -86,7 +86,7 @@ def _problems(
 
 
 def why_not(bench: Bench, need: Need) -> str:
-    """Why a case does not fit; empty where it does."""
+    """Why a case does not fit; empty if it fits."""
     if need.problem:
         return need.problem
     limit = planned(bench).memory_bytes
@@ -95,13 +95,13 @@ def why_not(bench: Bench, need: Need) -> str:
 
 
 def whole_run(parts: Sequence[PlannedPart]) -> tuple[float, float]:
-    """Seconds of a run of all parts: to compile, and in all. Programs that two parts share count twice."""
+    """Seconds of a run of all parts: for compilation, and in total. Programs that two parts share count twice."""
     compile_s = compiling_seconds(sum(part.num_programs for part in parts if part.compile_s))
     return compile_s, compile_s + sum(part.seconds for part in parts)
 
 
 def dry_run(bench: Bench, parts: Sequence[Part], limits: Limits, out: Path | None) -> int:
-    """Print the lists, write them to `out` as JSON and beside it as Markdown; 1 where something does not fit."""
+    """Print the lists, and write them to `out` as JSON and next to it as Markdown; returns 1 if a part does not fit."""
     found = plan(bench, parts, limits)
     compile_s, total_s = whole_run(found)
     problems = [f"{part.name}: {problem}" for part in found for problem in part.problems]
@@ -146,9 +146,9 @@ def markdown(bench: Bench, parts: Sequence[PlannedPart], limits: Limits, problem
     lines = [
         f"# Dry run of the GPU benchmark for {card.name}",
         "",
-        "Told by `python -m benchmarks.gpu --dry-run` without a card. Tensors are those of the functions that run the "
-        f"cases; times are floors at {card.bandwidth / 1e12:g} TB/s, {limits_of_card.matmul / 1e12:g} TFLOP/s and "
-        f"{card.node_s * 1e6:g} us per launch, and these assumptions:",
+        "Written by `python -m benchmarks.gpu --dry-run` without a card. Tensor sizes come from the functions that run "
+        f"the cases. Times are estimates from floors at {card.bandwidth / 1e12:g} TB/s, "
+        f"{limits_of_card.matmul / 1e12:g} TFLOP/s and {card.node_s * 1e6:g} us per launch, with these assumptions:",
         "",
         *(f"- {one}" for one in ASSUMPTIONS),
         "",
@@ -166,8 +166,8 @@ def markdown(bench: Bench, parts: Sequence[PlannedPart], limits: Limits, problem
     lines += [
         "",
         f"All parts in one run: {total_s:.0f} s, of which {compile_s:.0f} s to compile in {MAX_WARMERS} processes; no "
-        f"case begins after {limits.total_s:.0f} s, and the run ends "
-        "within nine minutes. A part alone has all of them.",
+        f"case starts after {limits.total_s:.0f} s, and the run ends "
+        "within nine minutes. A part that runs alone has all of that time.",
     ]
     for part in parts:
         lines += ["", f"## {part.name}", "", "| case | tensors | rows | holds, GB | GB | s | programs | fits |"]

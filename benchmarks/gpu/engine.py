@@ -1,4 +1,4 @@
-"""A whole engine in this process, whose steps are observed."""
+"""A whole in-process engine that records its steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObservedStep:
-    """One submitted step: its rows, the tokens that its sequences look back on, and marks before and after it."""
+    """One submitted step: its rows, the total context of its sequences in tokens, and events before and after it."""
 
     num_tokens: int
     num_context: int
@@ -59,7 +59,7 @@ class ObservedStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MadeUpTokens:
-    """The result of a step that nobody ran."""
+    """The result of a skipped step."""
 
     num_samples: int
 
@@ -69,7 +69,7 @@ class MadeUpTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AwaitedResult:
-    """A step's result that notes how long the host waits for it."""
+    """A step's result that records how long the host waits for it."""
 
     result: StepResult
     observer: ObservedExecutor
@@ -82,11 +82,10 @@ class AwaitedResult:
 
 
 class ObservedExecutor:
-    """Runs steps as the executor below does, between two marks in the device's stream.
+    """Runs each step on the wrapped executor, between two events in the device's stream.
 
-    While `skips` is set, steps are not run and their tokens are made up: sequences then stand at the end of prompts
-    that nobody computed. `num_decoding` counts the sequences of the last skipped step if it was all decodes, else it
-    is 0.
+    While `skips` is set, steps are not run and return made-up tokens, which brings sequences past their prompts without
+    computing them. `num_decoding` is the number of sequences of the last skipped step if all of them decoded, else 0.
     """
 
     def __init__(self, bench: Bench, executor: Executor) -> None:
@@ -123,7 +122,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunningEngine:
-    """An engine that this thread steps."""
+    """An engine stepped by the calling thread."""
 
     assembled: AssembledEngine
     observed: ObservedExecutor
@@ -131,7 +130,7 @@ class RunningEngine:
     num_added: Iterator[int] = field(default_factory=itertools.count)
 
     def add(self, request: Add) -> None:
-        """Queue a request in a namespace of its own, so that no prefix of it is ever found in a cache."""
+        """Queue a request in its own namespace, so that none of its prefixes is found in the cache."""
         isolation_key = f"request {next(self.num_added)}".encode()
         self.assembled.engine.add(b"", msgspec.structs.replace(request, isolation_key=isolation_key))
 
@@ -139,13 +138,13 @@ class RunningEngine:
         return self.assembled.engine.stats(StatsRequest(call_id=""))
 
     def step(self) -> None:
-        """One step, or a short wait where adapters are loading and nothing else can run."""
+        """Run one step, or wait briefly if adapters are loading and nothing can run."""
         if not self.assembled.engine.step():
             self.wake.wait(WAKE_S)
             self.wake.clear()
 
     def finish(self) -> list[Any]:
-        """Step until nothing is left to do; what the engine said meanwhile."""
+        """Step until there is no work left; returns the engine's messages."""
         said = []
         while self.assembled.engine.has_work:
             self.step()
@@ -153,12 +152,12 @@ class RunningEngine:
         return said
 
     def load(self, digests: Iterable[str]) -> None:
-        """Make adapters resident; raises CheckError where one cannot be."""
+        """Load adapters; raises CheckError if one cannot be loaded."""
         for digest in digests:
             self.assembled.engine.load(b"", Load(call_id=digest, digest=digest))
         for message in self.finish():
             if isinstance(message, AdapterState) and message.state != "resident":
-                raise CheckError(f"the adapter {message.digest} is {message.state}: {message.message}")
+                raise CheckError(f"adapter {message.digest} is {message.state}: {message.message}")
 
     def unload(self, digests: Iterable[str]) -> None:
         for digest in digests:
@@ -166,12 +165,12 @@ class RunningEngine:
         self.finish()
 
     def abort(self) -> None:
-        """End all sequences and forget what was said about them."""
+        """Abort all sequences, and discard their messages."""
         self.assembled.engine.abort_all()
         self.finish()
 
     def answer(self, requests: Iterable[Add]) -> dict[str, Answer]:
-        """Run requests to their ends; raises CheckError where one ends otherwise than by its length."""
+        """Run requests to completion; raises CheckError if one ends for a reason other than its length."""
         answers = {}
         for request in requests:
             answers[request.sequence_id] = Answer([], [])
@@ -182,15 +181,15 @@ class RunningEngine:
                     answers[output.sequence_id].tokens.extend(output.token_ids)
                     answers[output.sequence_id].logprobs.extend(output.logprobs)
             elif isinstance(message, Finished) and message.reason != "length":
-                raise CheckError(f"the request {message.sequence_id} ended by {message.reason}: {message.message}")
+                raise CheckError(f"request {message.sequence_id} ended with {message.reason}: {message.message}")
         return answers
 
 
 def device_backend(bench: Bench, pdl: bool = False) -> Backend:
-    """The GPU's parts; in a tiny run the same with kernels that Triton interprets.
+    """The GPU backend; in a tiny run, the GPU kernels in Triton's interpreter.
 
-    Nothing is compiled before it is launched: an engine's start would go through every shape that it can reach, and a
-    part needs a few of them.
+    Kernels are compiled on first launch. An engine normally compiles every shape at its start, of which a part needs
+    only a few.
     """
     if not bench.is_tiny:
         return dataclasses.replace(open_backend("cuda", pdl), compiles=False)
@@ -211,7 +210,7 @@ def device_weights(bench: Bench) -> RandomWeights:
 
 
 def engine_dtype(bench: Bench) -> str:
-    """What engines are timed in; the interpreter cannot multiply bfloat16."""
+    """The dtype of timed engines; the interpreter cannot multiply bfloat16."""
     return "float32" if bench.is_tiny else "bfloat16"
 
 
@@ -227,12 +226,12 @@ def open_engine(
     max_len: int,
     **settings: Any,
 ) -> Iterator[RunningEngine]:
-    """An engine of this model on `backend`; `settings` are those of EngineConfig."""
+    """An engine of this model on `backend`; `settings` are fields of EngineConfig."""
     bench.drop()
     wake = threading.Event()
     if bench.is_tiny:
         settings["num_threads"] = 1
-    # Loader threads write to what is allocated here, which tensors of inference mode would not let them.
+    # Outside inference mode, since loader threads write to tensors that are allocated here.
     with torch.inference_mode(False), model_directory(model, max_len) as directory:
         config = EngineConfig(
             model_dir=str(directory),
@@ -253,7 +252,7 @@ def open_engine(
 
 
 def _leave_stream(bench: Bench) -> None:
-    """Give this thread its usual stream back, once the engine's, which was its current one, is through."""
+    """Restore this thread's default stream after the engine's, and wait for the engine's work."""
     if bench.device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.default_stream())
         bench.synchronize()

@@ -1,4 +1,4 @@
-"""The LoRA work of a step: loramux's shrink and expand beside gather + bmm and the kernels of vLLM and SGLang."""
+"""The LoRA work of a step: loramux's shrink and expand, gather + bmm, and the kernels of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.gpu.peers import Peer, load_peers
 from benchmarks.gpu.ways import LayerLaunch, MakeLaunch, OwnPlanes, gather_bmm_way, loramux_way, num_stored_layers
 
 KEPT_FREE = 24 << 30
-"""Device memory that the pool leaves to dense copies, references and captured graphs."""
+"""Device memory, in bytes, that the pool leaves for dense copies, references and captured graphs."""
 
 WARM_POOL_BYTES = 1 << 30
 OURS, OURS_PDL = "loramux", "loramux pdl"
@@ -23,7 +23,7 @@ MIXED = (8, 16, 32, 64)
 
 
 def cases(bench: Bench) -> list[LoraCase]:
-    """Decodes of N rows with N adapters, one adapter's rows, and a prefill; what matters most comes first."""
+    """Decodes of N rows with N adapters, several rows of one adapter, and prefills; the most important come first."""
     if bench.is_tiny:
         return [
             LoraCase(4, 4, (1, 8, 16, 5), "mixed"),
@@ -33,7 +33,7 @@ def cases(bench: Bench) -> list[LoraCase]:
 
     def decode(num: int, label: str) -> LoraCase:
         ranks = MIXED * num if label == "mixed" else (int(label),) * num
-        # One mixed adapter would be no mixture: it has the largest rank.
+        # A "mixed" case with a single adapter has the largest rank.
         return LoraCase(num, num, ranks[:num] if num > 1 else (max(ranks),), label)
 
     special = [LoraCase(64, 64, (16,), "16"), LoraCase(512, 8, (16,) * 8, "16"), LoraCase(512, 8, MIXED * 2, "mixed")]
@@ -44,14 +44,14 @@ def cases(bench: Bench) -> list[LoraCase]:
     # One adapter of the largest rank is already listed under that rank.
     listed = [case for case in listed if case.label != "mixed" or case.num_adapters > 1]
     if not bench.is_full:
-        # Ranks of 8 and of 64 say little that 16 and the mixture do not.
+        # Ranks 8 and 64 add little to rank 16 and mixed ranks.
         listed = [case for case in listed if case.label in ("16", "mixed") or case.num_adapters in (8, 64)]
     return [*special, *listed]
 
 
 @dataclass(slots=True)
 class Way:
-    """One way's launches of a layer, how many of its layers differ, and what is known of it so far."""
+    """One way's launches for a layer, the number of layers that it stores, and its results so far."""
 
     launch: LayerLaunch
     num_stored: int
@@ -74,7 +74,7 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile what this shard's cases launch: one layer of each way, over a few pages and a single dense adapter."""
+    """Compile the kernels of this shard's cases: one layer of each way, over a few pages and a single dense adapter."""
     model = model_of(bench)
     peers, _ = load_peers(bench.peers, bench.device)
     pool = bench.pool(model.geometry(bench.dtype.itemsize), WARM_POOL_BYTES)
@@ -91,13 +91,13 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
 def pool_bytes_of(bench: Bench, model: Model, case: LoraCase) -> int:
     geometry = model.geometry(bench.dtype.itemsize)
     elements = sum(-(-side // 128) * 128 for one in model.modules for side in (one.in_features, one.out_features))
-    # Each adapter ends inside a page, and each of its parts begins at a chunk.
+    # Round up: an adapter can end inside a page, and each of its parts starts at a chunk boundary.
     pages = sum(-(-(rank * elements) // geometry.adapter_elements) + 2 for rank in case.ranks)
     return pages * geometry.total_page_bytes
 
 
 def shared_pool_bytes(bench: Bench, model: Model, wanted: list[LoraCase]) -> int:
-    """Of the pool that all cases use: what the largest needs, or what the card has for it."""
+    """Bytes of the pool that all cases share: what the largest case needs, limited by the card's free memory."""
     num_bytes = max(pool_bytes_of(bench, model, case) for case in wanted)
     return min(num_bytes, max(0, bench.free_bytes() - (0 if bench.is_tiny else KEPT_FREE)))
 
@@ -141,12 +141,12 @@ def _run_case(bench: Bench, model: Model, case: LoraCase, peers: list[Peer], num
 
 
 def checked_layers(model: Model, num_stored: int) -> list[int]:
-    """The first and the last layer of those that a way has; both exist in every way."""
+    """The first layer, and the last layer of ways that store `num_stored` layers and of ways that store all."""
     return sorted({0, num_stored - 1, model.num_layers - 1})
 
 
 def _lost(bench: Bench, case: LoraCase, name: str, error: Exception) -> Row:
-    """The row of a way that failed, which only of ours is a defect; raises `error` where the device is lost with it."""
+    """The row of a failed way, which counts as a failure only for loramux; raises `error` if the device is lost."""
     if bench.is_broken():
         raise error
     kind = "wrong" if isinstance(error, CheckError) else type(error).__name__
@@ -158,7 +158,7 @@ def _with_copies(make: MakeLaunch, adapters: ResidentAdapters, batch: LoraBatch,
 
 
 def _check(launch: LayerLaunch, batch: LoraBatch, layer: int, expected: list[torch.Tensor]) -> float:
-    """The worst group's error in what the layer adds to rows that are not zero."""
+    """The largest error of any group in what the layer adds to nonzero rows."""
     before = batch.outputs()
     ys = [y.clone() for y in before]
     launch(layer, ys)
@@ -171,7 +171,7 @@ def _check(launch: LayerLaunch, batch: LoraBatch, layer: int, expected: list[tor
 def _timed(
     bench: Bench, adapters: ResidentAdapters, batch: LoraBatch, planes: OwnPlanes, ways: dict[str, Way]
 ) -> Iterator[Row]:
-    """All ways in turns, each one graph of all layers; then ours without ranks, which leaves what launches cost."""
+    """Time all ways alternately, each as one graph of all layers; then loramux with rank 0, for the launches alone."""
     assert bench.ceilings is not None
     case, model = batch.case, batch.model
     replays = {}
@@ -183,7 +183,7 @@ def _timed(
                 launch(layer, ys)
 
         try:
-            # Once outside the graph: some ways prepare each layer when they first see it.
+            # Run once outside the graph, since some ways prepare a layer on its first launch.
             step()
             replays[name] = bench.capture(step)
         except Exception as error:
@@ -220,7 +220,7 @@ def _timed(
             }
             if best_peer is not None:
                 figures["faster_than_peers"] = best_peer / way.seconds
-            # The engine may choose how it launches: the better way has to keep the goals.
+            # The engine can launch either way, so the goals apply to the faster one.
             if way.seconds == best_own:
                 goals = _goals(case, has_peers=best_peer is not None)
         elif best_own is not None:
@@ -233,7 +233,7 @@ def _timed(
 
 
 def launches_of(model: Model) -> int:
-    """Of a step: a shrink and an expand for each group of each layer."""
+    """Launches of a step: a shrink and an expand for each group of each layer."""
     return 2 * len(model.groups) * model.num_layers
 
 

@@ -1,4 +1,4 @@
-"""What a run of the GPU benchmark was measured on."""
+"""The machine of a GPU benchmark run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("torch", "triton", "numba", "numpy", "safetensors", "msgspec")
 
 
 def describe() -> dict[str, str | int | float]:
-    """Hardware, driver, versions and commit."""
+    """Hardware, driver, package versions and commit."""
     found: dict[str, str | int | float] = {"platform": platform.platform(), "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -37,7 +37,7 @@ def describe() -> dict[str, str | int | float]:
     root = str(Path(__file__).parents[2])
     commit = _output(["git", "-C", root, "rev-parse", "--short=12", "HEAD"])
     changes = "+changes" if commit and _output(["git", "-C", root, "status", "--porcelain"]) else ""
-    # A copy of the tree without its history is told the commit.
+    # A copy of the tree without .git gets the commit from the environment.
     found["commit"] = commit + changes if commit else os.environ.get("LORAMUX_COMMIT", "unknown")
     return found
 

@@ -1,4 +1,4 @@
-"""The sizes of the model whose steps the GPU benchmark measures, and of the small one on which it is checked."""
+"""Dimensions of the models that the GPU benchmark measures, and of the small one for its checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loramux.kernels.tables import AttentionSpec, ModuleGroup
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A decoder's sizes."""
+    """Dimensions of a decoder."""
 
     num_layers: int
     hidden_size: int
@@ -23,7 +23,7 @@ class Model:
 
     @property
     def modules(self) -> tuple[LinearShape, ...]:
-        """Its seven linear layers, in the order of the tables."""
+        """The seven linear layers, in the order of the adapter tables."""
         hidden, wide, kv = self.hidden_size, self.intermediate_size, self.num_kv_heads * self.head_dim
         sizes = {
             "q": (hidden, hidden), "k": (hidden, kv), "v": (hidden, kv), "o": (hidden, hidden),
@@ -33,7 +33,7 @@ class Model:
 
     @property
     def groups(self) -> tuple[ModuleGroup, ...]:
-        """q/k/v, o, gate/up and down: those that share an input, a shrink and an expand."""
+        """q/k/v, o, gate/up and down: each group shares an input, a shrink and an expand."""
         return tuple(self._group(indices) for indices in ((0, 1, 2), (3,), (4, 5), (6,)))
 
     def _group(self, indices: tuple[int, ...]) -> ModuleGroup:
@@ -47,7 +47,7 @@ class Model:
 
     @property
     def linear_elements(self) -> int:
-        """Weights of a layer's linears."""
+        """Number of weights in a layer's linears."""
         return sum(module.in_features * module.out_features for module in self.modules)
 
     def weight_bytes(self, itemsize: int) -> int:
@@ -55,7 +55,7 @@ class Model:
         return (self.num_layers * self.linear_elements + self.vocab_size * self.hidden_size) * itemsize
 
     def all_bytes(self, itemsize: int) -> int:
-        """Bytes of all weights, the embedding's too."""
+        """Bytes of all weights, including the embedding."""
         return self.weight_bytes(itemsize) + self.vocab_size * self.hidden_size * itemsize
 
     def kv_bytes(self, itemsize: int) -> int:
@@ -68,7 +68,7 @@ class Model:
         return self.num_layers * rank * elements * itemsize
 
     def geometry(self, itemsize: int, num_layers: int | None = None) -> PageGeometry:
-        """Its pages, of all its layers or of fewer."""
+        """The page geometry for all layers, or for the first `num_layers`."""
         return PageGeometry(num_layers or self.num_layers, self.num_kv_heads, self.head_dim, itemsize, itemsize)
 
 
@@ -79,7 +79,7 @@ LLAMA_7B = Model(32, 4096, 11008, 32, 32, 128, 32000)
 """Llama-7B, the base of S-LoRA's settings S1 and S2."""
 
 TINY = Model(2, 64, 96, 4, 2, 16, 96)
-"""What Triton's interpreter can do in seconds; pages of 1,024 elements a layer."""
+"""A model that Triton's interpreter runs in seconds, with pages of 1,024 elements per layer."""
 
 
 def model_of(bench: Bench) -> Model:

@@ -1,7 +1,7 @@
-"""What a case of the GPU benchmark needs of a card: its tensors, bytes, rows and time, told without one.
+"""What a case of the GPU benchmark needs on a card, determined without one: tensors, bytes, rows and time.
 
-Each part lists its cases with the functions that run them, over tensors without memory, so the list cannot drift from
-the benchmark. Bytes are counted from those tensors. Seconds are derived from bytes, operations and launches, with the
+Each part lists its cases with the functions that run them, over meta tensors, so the list cannot drift from the
+benchmark. Bytes are counted from those tensors. Seconds are derived from bytes, operations and launches, with the
 assumptions below.
 """
 
@@ -22,62 +22,62 @@ from benchmarks.gpu.cards import PlannedCard
 from benchmarks.gpu.table_step import META, Launch, TritonLaunch, recording
 
 OVER_FLOOR = 1.5
-"""Assumed time over floor. The goals of `lora` and `step` are 1.35 and 1.25."""
+"""Assumed ratio of measured time to floor. The goals of `lora` and `step` are 1.35 and 1.25."""
 
 COMPILE_S = 1.0
-"""Assumed to compile one program of a Triton kernel."""
+"""Assumed seconds to compile one program of a Triton kernel."""
 
 WARM_START_S = 10.0
-"""Assumed for the processes that compile to import torch, open the card and make their tensors."""
+"""Assumed seconds for a compiling process to import torch, open the card and create its tensors."""
 
 HOST_OP_S = 10e-6
-"""Assumed for the host to submit one operator or kernel outside a graph."""
+"""Assumed seconds for the host to submit one operator or kernel outside a graph."""
 
 HOST_STEP_S = 2e-3
-"""Assumed for the host to schedule a step that is not run."""
+"""Assumed seconds for the host to schedule a step that is not run."""
 
 CHECK_OPS = 10
-"""torch operators that compare one adapter in one module, or one sequence, with float64; assumed."""
+"""Assumed number of torch operators to check one adapter in one module, or one sequence, against float64."""
 
 NUM_SHAPES = 40
-"""Shapes of steps that a run of `s_lora` captures, assumed."""
+"""Assumed number of step shapes that a run of `s_lora` captures."""
 
 CAPTURE_S = 0.1
-"""Assumed to capture one graph, beyond what its launches take to submit."""
+"""Assumed seconds to capture one graph, in addition to submitting its launches."""
 
 ENGINE_S = 3.0
-"""Assumed to start an engine, beyond writing its weights and its pool."""
+"""Assumed seconds to start an engine, in addition to writing its weights and pool."""
 
 CHECK_S = 15.0
-"""Assumed for the check of the engine's answers, the programs that it compiles included."""
+"""Assumed seconds to check the engine's answers, including compilation."""
 
 CHECK = "check of the engine"
 
 RANDOM_SHARE = 0.2
-"""Assumed share of the bandwidth at which random numbers are written."""
+"""Assumed rate at which random numbers are written, as a share of the bandwidth."""
 
 ASSUMPTIONS = (
-    f"what a card runs takes {OVER_FLOOR:g} times its floor",
+    f"work on the card takes {OVER_FLOOR:g} times its floor",
     f"{COMPILE_S:g} s to compile a program in one of {MAX_WARMERS} processes, which take {WARM_START_S:g} s to start",
     f"{HOST_OP_S * 1e6:g} us to submit an operator outside a graph, {CAPTURE_S:g} s to capture a graph",
     f"{CHECK_OPS} operators to check an adapter in a module or a sequence; {HOST_STEP_S * 1e3:g} ms to schedule a step",
-    f"`s_lora` captures {NUM_SHAPES} shapes, and each of its steps has all sequences at the mean of full lengths",
+    f"`s_lora` captures {NUM_SHAPES} shapes, and each of its steps has all sequences at their mean full length",
     f"{ENGINE_S:g} s to start an engine and {CHECK_S:g} s to check its answers once",
     f"random numbers are written at {RANDOM_SHARE:g} of the bandwidth",
-    "torch's attention runs as one fused kernel, which holds no scores",
-    "all ways of the peers can be loaded; each compiles as many programs as ours, and moves padded weights once",
-    f"a process holds {CONTEXT_BYTES / 1e9:g} GB beside its tensors",
+    "torch's attention runs as one fused kernel, which does not store scores",
+    "all kernels of the peers can be loaded; each compiles as many programs as loramux, and moves padded weights once",
+    f"a process holds {CONTEXT_BYTES / 1e9:g} GB in addition to its tensors",
 )
-"""All that is neither counted nor on a data sheet."""
+"""Everything that is neither counted nor on a data sheet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
     """One case's needs.
 
-    `shapes` are those of its main tensors. `num_rows` is how many rows of the result it writes. `held` is bytes by what
-    holds them, all at the same time. `seconds` are those of its set-up, check, warm-up and repeats together, and
-    `programs` name the compiled programs that it launches. `problem` says why the case cannot run.
+    `shapes` are those of its main tensors, and `num_rows` is the number of result rows that it writes. `held` maps each
+    use of memory to its bytes, all held together. `seconds` covers set-up, check, warm-up and repeats. `programs` names
+    the compiled programs that it launches. `problem` says why the case cannot run.
     """
 
     case: str
@@ -94,12 +94,12 @@ class Need:
 
 
 def check() -> Need:
-    """The check of the engine's answers: the first part of a run that needs it pays for it."""
+    """The check of the engine's answers; its time counts for the first part of a run that needs it."""
     return Need(CHECK, {}, 1, {}, CHECK_S)
 
 
 def compiling(bytes_each: float) -> Need:
-    """What the processes take that compile a part's programs at the same time; their seconds are counted apart."""
+    """Memory of the processes that compile a part's programs in parallel; their time is counted separately."""
     return Need(f"compiling, {MAX_WARMERS} processes", {}, 0, {"processes": MAX_WARMERS * bytes_each}, 0.0)
 
 
@@ -118,7 +118,7 @@ def planned(bench: Bench) -> PlannedCard:
 
 
 def floor_s(bench: Bench, num_bytes: float = 0.0, operations: float = 0.0, launches: int = 0) -> float:
-    """The longer of the times for bytes and for operations, and that of launches in a graph."""
+    """The longer of the times for bytes and for operations, plus the time of launches in a graph."""
     limits = planned(bench)
     work = max(num_bytes / limits.card.bandwidth, operations / limits.matmul)
     return work + launches * limits.card.node_s
@@ -130,7 +130,7 @@ def random_s(bench: Bench, num_bytes: float) -> float:
 
 
 class Listed:
-    """The launches of a case: their cost, their programs and the widest grid."""
+    """The launches of a case: their number, their programs and the widest grid."""
 
     def __init__(self) -> None:
         self.num_launches = 0
@@ -146,7 +146,7 @@ class Listed:
                 self.widest = f"{launch.name} {'x'.join(map(str, launch.grid))}"
 
     def within(self, bench: Bench) -> AbstractContextManager[list[Launch]]:
-        """Note what is launched instead of running it."""
+        """Record launches instead of running them."""
         return recording(planned(bench).card.capability, self.note)
 
 
@@ -157,9 +157,9 @@ class _Held:
 
 
 class MetaMemory(TorchDispatchMode):
-    """The bytes that tensors without memory would hold: of those alive, and the most at any time since `restart`.
+    """Counts the bytes that meta tensors would hold: the tensors alive now, and the peak since `restart`.
 
-    What is alive at a restart is taken to live until the next one.
+    Tensors alive at a restart are assumed to live until the next one.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class MetaMemory(TorchDispatchMode):
         return self._kept_bytes + sum(one.num_bytes for one in self._held.values())
 
     def restart(self) -> int:
-        """Forget the peak so far; the bytes alive now."""
+        """Reset the peak; returns the bytes alive now."""
         self._kept = [one for one in (*self._kept, *self._held.values()) if not one.storage.expired()]
         self._held = {}
         self.peak = self._kept_bytes = sum(one.num_bytes for one in self._kept)
@@ -185,7 +185,7 @@ class MetaMemory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         is_new = False
         if any(one.alias_info is not None for one in func._schema.returns):
-            # A view, or a tensor that was written in place.
+            # A view, or a tensor written in place.
             return result
         for one in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(one, torch.Tensor) and one.device == META:

@@ -1,8 +1,8 @@
-"""vLLM's and SGLang's own LoRA kernels for Triton, from files laid beside the repository, without installing either.
+"""vLLM's and SGLang's own LoRA kernels for Triton, from a folder of their files, without installing either.
 
-The folder holds what their wheels hold: `vllm/lora/ops/triton_ops/` and `sglang/kernels/ops/lora/dense/`, and, so that
-the version can be told, the folders `*.dist-info`. Both import the rest of their package for a handful of names, which
-are stated here instead; nothing of theirs is part of this repository.
+The folder has files from their wheels: `vllm/lora/ops/triton_ops/` and `sglang/kernels/ops/lora/dense/`, and the
+`*.dist-info` folders, which give the versions. Both import a handful of names from the rest of their package, which are
+replaced by stubs here. None of their code is part of this repository.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ VLLM_FILES = "vllm/lora/ops/triton_ops"
 SGLANG_FILES = "sglang/kernels/ops/lora/dense"
 VLLM, SGLANG, SGLANG_SPLIT = "vllm", "sglang csgmv", "sglang csgmv split-K 8"
 WAYS = (VLLM, SGLANG, SGLANG_SPLIT)
-"""What there is to compare with where all files are there."""
+"""All ways to compare with, if all files are present."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One way of a peer, whose `make` lays the adapters out as its kernels want them."""
+    """One way of a peer; `make` lays out the adapters for its kernels."""
 
     name: str
     version: str
@@ -41,19 +41,19 @@ class Peer:
 
 
 def load_peers(folder: Path, device: torch.device) -> tuple[list[Peer], dict[str, str]]:
-    """Those that can be loaded, and by name why the others cannot."""
+    """The peers that can be loaded, and by name why the others cannot."""
     peers, problems = [], {}
     for name, load in (("vllm", _load_vllm), ("sglang", _load_sglang)):
         try:
             peers += load(folder.resolve(), device)
-        # Whatever goes wrong in foreign code is reported, and the run goes on without it.
+        # Report any error in third-party code, and continue without that peer.
         except Exception as error:
             problems[name] = f"{type(error).__name__}: {error}"
     return peers, problems
 
 
 def _stub(name: str, **names: Any) -> ModuleType:
-    """A module that holds only these names; also a package, so that others may lie below it."""
+    """A module with only these names; it is a package, so that it can have submodules."""
     module = ModuleType(name)
     module.__path__ = []
     module.__dict__.update(names)
@@ -65,7 +65,7 @@ def _stub(name: str, **names: Any) -> ModuleType:
 
 
 def _packages(folder: Path, name: str) -> None:
-    """The packages on the way to `name`: none of their `__init__` runs, and only the last has files."""
+    """Stub the packages leading to `name`: no `__init__` runs, and only the last package has files."""
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
         _stub(".".join(parts[:count]))
@@ -80,7 +80,7 @@ def _version(folder: Path, name: str) -> str:
 
 
 class _Quiet:
-    """A logger that says nothing, whatever its methods are called."""
+    """A logger whose methods, of any name, do nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments, **names: None
@@ -111,7 +111,7 @@ def _load_vllm(folder: Path, device: torch.device) -> list[Peer]:
     _stub("vllm.utils.math_utils", next_power_of_2=triton.next_power_of_2)
 
     def register(**names: Any) -> None:
-        # Its files then fall back to plain functions.
+        # vLLM's files then fall back to plain functions.
         raise AttributeError("no custom operators here")
 
     def to_device(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -125,7 +125,7 @@ def _load_vllm(folder: Path, device: torch.device) -> list[Peer]:
     pointers = importlib.import_module(f"{package}.utils")
 
     def make(adapters: ResidentAdapters, batch: LoraBatch, num_stored: int) -> LayerLaunch:
-        # It remembers weights by address, and addresses are used again for other shapes.
+        # vLLM caches weights by address, but addresses are reused for other shapes.
         pointers._LORA_A_PTR_DICT.clear()
         pointers._LORA_B_PTR_DICT.clear()
         model, case, device = adapters.model, batch.case, batch.xs[0].device
@@ -140,7 +140,7 @@ def _load_vllm(folder: Path, device: torch.device) -> list[Peer]:
         ]
         meta = metadata.make(len(adapters.ranks), case.num_rows, device)
         meta.prepare_tensors(torch.from_numpy(case.slots).to(device).clamp(max=len(adapters.ranks) - 1))
-        # The grid then has as many columns as adapters are active, its best; vLLM's default is all there may be.
+        # Size the grid by the active adapters, which is vLLM's best; its default is the highest possible number.
         arguments = meta.meta_args(case.num_rows, True)
 
         def launch(layer: int, ys: list[torch.Tensor]) -> None:
@@ -164,7 +164,7 @@ def _load_sglang(folder: Path, device: torch.device) -> list[Peer]:
         envs=SimpleNamespace(SGLANG_ENABLE_LORA_CSGMV_SPLIT_K=off, SGLANG_ENABLE_DETERMINISTIC_INFERENCE=off),
     )
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    # Its cache of compiled kernels spares time on the host, of which a replayed graph takes none.
+    # SGLang's cache of compiled kernels saves only host time, which a replayed graph does not need.
     _stub(
         "sglang.srt.utils", cached_triton_kernel=lambda key: lambda kernel: kernel, get_device_name=lambda: device_name
     )
@@ -181,7 +181,7 @@ def _load_sglang(folder: Path, device: torch.device) -> list[Peer]:
                  for group in model.groups]
                 for layer in range(num_stored)
             ]  # fmt: skip
-            # Chunks as long as an adapter's run, within what it supports: the fewest that waste no rows.
+            # Chunks as long as an adapter's run of rows, within SGLang's limits: the fewest chunks without wasted rows.
             chunk = min(128, max(16, power_of_two_above(case.rows_each)))
             listed = build_segments(case.slots.clip(max=len(adapters.ranks) - 1), chunk)
             info = SimpleNamespace(
@@ -208,7 +208,7 @@ def _load_sglang(folder: Path, device: torch.device) -> list[Peer]:
         return make
 
     version = _version(folder, "sglang")
-    # Its default, and what it offers for few rows: the sum over A's columns split among eight programs.
+    # SGLang's default, and its option for few rows: the sum over A's columns is split among eight programs.
     return [
         Peer(SGLANG, version, make_with(None)),
         Peer(SGLANG_SPLIT, version, make_with(8)),

@@ -1,4 +1,4 @@
-"""Prompts of the engine against the card's matrix rate: one long prompt, and several with an adapter each."""
+"""The engine's prefill against the card's matrix rate: one long prompt, and several with an adapter each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANK = 16
 PAGE_TOKENS = 16
 NUM_WARM, NUM_MEASURED = 3, 7
 TINY_WARM, TINY_MEASURED = 0, 1
-"""Runs before those that are measured, and those: small steps are captured in the second."""
+"""Untimed runs, then timed runs; small steps are captured in the second run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class PrefillCase:
         return self.num_prompts * self.num_tokens
 
     def operations(self, model: Model, rank: int) -> int:
-        """Multiplications and additions: linears, visible keys, adapters, and the head for each prompt's last token."""
+        """Multiplications and additions of linears, attention, adapters, and the head for each prompt's last token."""
         visible = self.num_tokens * (self.num_tokens + 1) // 2
         attention = 4 * model.num_heads * model.head_dim * visible * self.num_prompts
         adapters = model.adapter_bytes(rank, itemsize=1)
@@ -75,7 +75,7 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile a share of the steps, from the second process on: the first compiles what the check launches."""
+    """Compile a share of the steps, starting with the second process; the first also compiles the check's kernels."""
     steps = [WarmStep(case.num_prompts, case.num_tokens, rank) for case in cases(bench) for rank in (0, RANK)]
     own = steps[(shard - 1) % num_shards :: num_shards]
     warm_steps(bench, model_of(bench), ALL_MODULES, own, **settings_of(cases(bench)))
@@ -91,7 +91,7 @@ def settings_of(wanted: list[PrefillCase]) -> dict[str, Any]:
 
 
 def num_pages_of(wanted: list[PrefillCase], adapter_pages: int) -> int:
-    """The engine's pages: of the largest case's prompts, of all adapters with so many each, and one more."""
+    """The engine's pages: for the largest case's prompts and all adapters, plus one."""
     prompts = max(case.num_prompts * (case.num_tokens // PAGE_TOKENS + 2) for case in wanted)
     return prompts + max(case.num_prompts for case in wanted) * adapter_pages + 1
 
@@ -121,13 +121,13 @@ def _run_case(
 
 
 def _measure(bench: Bench, model: Model, engine: RunningEngine, case: PrefillCase, digests: list[str]) -> float:
-    """Median seconds of the step that computes the case's prompts and chooses their next tokens."""
+    """Median seconds of the step that computes the case's prompts and samples their next tokens."""
     num_warm, num_measured = (TINY_WARM, TINY_MEASURED) if bench.is_tiny else (NUM_WARM, NUM_MEASURED)
     seconds = []
-    # An earlier case may have failed in the middle of its sequences.
+    # A case that failed can have left sequences behind.
     engine.abort()
     for number in range(num_warm + num_measured):
-        # Adapters that were evicted meanwhile are loaded outside the timed section.
+        # Reload evicted adapters now, outside the timed section.
         engine.load(digests)
         engine.observed.clear()
         engine.answer(

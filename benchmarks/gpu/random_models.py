@@ -1,4 +1,4 @@
-"""Random models on the card, random adapters in host memory, and random prompts, for engines that are measured."""
+"""Random models on the card, random adapters in host memory, and random prompts, for measuring engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from loramux.engine.model.model_config import ModelConfig
 from loramux.kernels.layout import A, AdapterLayout, B, adapter_layout, row_layout
 
 EFFECT = 0.5
-"""What an adapter adds to a linear's output, over what the base's output is."""
+"""Size of what an adapter adds to a linear's output, relative to the base's output."""
 
 ALL_MODULES = tuple(range(7))
 
@@ -48,7 +48,7 @@ def config_of(model: Model, max_len: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Weights that keep the size of what passes through them; equal for equal names, shapes, dtypes and devices."""
+    """Weights that preserve the magnitude of activations; equal for equal names, shapes, dtypes and devices."""
 
     device: torch.device
     dtype: torch.dtype
@@ -62,10 +62,10 @@ class RandomWeights:
 
 
 class RandomAdapters:
-    """Adapters by digest; those made together hold the same random numbers in one place of host memory.
+    """Adapters by digest. Adapters that are made together share the same random numbers in host memory.
 
-    Thousands of them then fit a small host, and each is still copied to pages of its own. The memory is pinned where
-    there is a GPU, as the host tier's is.
+    Thousands of adapters then fit a small host, but each is still copied to its own pages. With a GPU, the memory is
+    pinned, as in the host tier.
     """
 
     def __init__(self, bench: Bench, model: Model, dtype: str) -> None:
@@ -77,7 +77,7 @@ class RandomAdapters:
     def make(
         self, digests: Iterable[str], rank: int, modules: Iterable[int] = ALL_MODULES, first_layer: int = 0
     ) -> list[str]:
-        """Add an adapter of `rank` on these modules of the layers from `first_layer` on, under each digest."""
+        """Add an adapter of `rank` under each digest, on these modules of all layers from `first_layer`."""
         layout = self.layout(rank, modules, first_layer)
         ranks = layout.ranks
         made = PackedAdapter(
@@ -88,14 +88,14 @@ class RandomAdapters:
         return listed
 
     def layout(self, rank: int, modules: Iterable[int] = ALL_MODULES, first_layer: int = 0) -> AdapterLayout:
-        """Where such an adapter lies in its pages."""
+        """The layout of such an adapter in its pages."""
         ranks = np.zeros((self._target.geometry.num_layers, len(self._target.modules)), np.int32)
         ranks[first_layer:, list(modules)] = rank
         return adapter_layout(self._target.geometry, self._target.modules, ranks)
 
     @property
     def page_bytes(self) -> int:
-        """Of a page over all layers."""
+        """Bytes of a page, over all layers."""
         return self._target.geometry.total_page_bytes
 
     def num_pages(self, digest: str) -> int:
@@ -103,7 +103,7 @@ class RandomAdapters:
 
 
 def _random_payload(bench: Bench, target: PackTarget, ranks: np.ndarray) -> np.ndarray:
-    """uint8 `[num_pages, num_layers, page_bytes]`; elements that belong to no row are zero."""
+    """Random uint8 `[num_pages, num_layers, page_bytes]`; elements outside rows are zero."""
     geometry, E = target.geometry, target.geometry.adapter_elements
     layout = adapter_layout(geometry, target.modules, ranks)
     size = (geometry.num_layers, layout.num_pages * E)

@@ -1,4 +1,4 @@
-"""What a run of the GPU benchmark leaves behind: a table a part, and a file that several runs may fill."""
+"""The output of the GPU benchmark: one table per part, and a file that several runs can fill."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 IDENTITY = ("gpu", "capability", "memory_gb", "cuda", "python", "torch", "triton", "commit")
-"""What two runs must have in common for their parts to stand in one file."""
+"""Fields that must be equal for the parts of two runs to share a file."""
 
 METHOD = (
-    "kernels: median of CUDA graph replays in turns, L2 flushed by reading before each (benchmarks/gpu/bench.py); "
-    "engine: marks in the stream before and after each step, and the wall clock (benchmarks/gpu/step.py)"
+    "kernels: median of alternating CUDA graph replays, L2 flushed by reading before each (benchmarks/gpu/bench.py); "
+    "engine: events in the stream before and after each step, and the wall clock (benchmarks/gpu/step.py)"
 )
 
 
 def table(name: str, result: dict[str, Any]) -> str:
-    """A part as Markdown: a row a way, a column a figure, and which goals were met."""
+    """A part as Markdown: one row per way, one column per figure, and the goals that were met or missed."""
     rows = result["rows"]
     figures = list(dict.fromkeys(figure for row in rows for figure in row["figures"]))
     lines = [f"\n## {name} ({result['seconds']} s)\n"]
@@ -40,7 +40,7 @@ def _number(value: float | None) -> str:
 
 
 def stored(path: Path | None, machine: dict[str, Any]) -> dict[str, Any]:
-    """The parts that the file holds already; raises ValueError where another card or other code was measured."""
+    """The parts already in the file; raises ValueError if it was measured on another card or with other code."""
     if path is None or not path.exists():
         return {}
     document = json.loads(path.read_text())
@@ -54,7 +54,7 @@ def stored(path: Path | None, machine: dict[str, Any]) -> dict[str, Any]:
 
 
 def store(path: Path, machine: dict[str, Any], parts: dict[str, Any]) -> None:
-    """Write the file anew, so that it never holds half a document."""
+    """Replace the file atomically, so that it never holds a partial document."""
     document = {"machine": machine, "method": METHOD, "parts": parts}
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_name(path.name + ".new")

@@ -1,11 +1,11 @@
 """The S-LoRA workloads S1 and S2: does throughput hold when the same requests name ever more adapters?
 
-After "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (Sheng et al., 2023, arXiv 2311.03285), section 7, and the
-settings of its repository (`benchmarks/exp_suite.py`, the suite of its table, and `benchmarks/trace.py`): Llama-7B with
-adapters on q, k, v and o, of rank 8 in S1 and of ranks 64, 32, 16 and 8 in turns in S2; input and output lengths drawn
-uniformly from [8, 512); adapters drawn by `numpy.random.power(alpha)`, which for its alpha of 1 is uniform and so the
-hardest on a pool. There, 1,200 requests arrive at 10 a second; here all are queued at once, so that the card is never
-short of work, and what is measured ends when so many are answered that none waits any more.
+Follows section 7 of "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (Sheng et al., 2023, arXiv 2311.03285), and
+the settings of its repository (`benchmarks/exp_suite.py`, the suite of its table, and `benchmarks/trace.py`). The model
+is Llama-7B with adapters on q, k, v and o, of rank 8 in S1 and of ranks 64, 32, 16 and 8 alternately in S2. Input and
+output lengths are uniform in [8, 512). Adapters are drawn by `numpy.random.power(alpha)`, which is uniform for the
+paper's alpha of 1, the hardest case for a pool. The paper's 1,200 requests arrive at 10 per second; here all are queued
+at the start, so that the card always has work, and the measurement ends when no request is waiting any more.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ SETTINGS = {"S1": (8,), "S2": (64, 32, 16, 8)}
 PAGE_TOKENS = 16
 CAPPED_ADAPTERS = 200
 RESERVED = 12 << 30
-"""Device memory that the largest pool leaves to activations and graphs."""
+"""Device memory, in bytes, that the largest pool leaves for activations and graphs."""
 
 MAX_SECONDS = 120
-"""Several times what a run takes: one that is stuck must not use up the machine's time."""
+"""Time limit of one measurement, in seconds: several times its usual length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """How many requests of which lengths, run so many at once, on how many adapters."""
+    """Number and lengths of the requests, sequences that run concurrently, and numbers of adapters."""
 
     num_requests: int
     max_sequences: int
@@ -50,12 +50,12 @@ class Workload:
 
     @property
     def num_answered(self) -> int:
-        """Requests whose end closes the measurement: one waiting request less for each, until none is left."""
+        """Requests to answer before the measurement ends; by then the queue is empty."""
         return self.num_requests - self.max_sequences
 
     @property
     def kv_pages(self) -> int:
-        """Pages of all sequences that run at once, each at the mean of full lengths."""
+        """Pages of all concurrent sequences, each at its mean full length."""
         return self.max_sequences * -(-(self.shortest + self.longest) // PAGE_TOKENS)
 
 
@@ -64,12 +64,12 @@ PAPER = Workload(1200, 256, 8, 512, 2048, (5, 2000, 100, 1000))
 USUAL = Workload(512, 256, 8, 512, 2048, (5, 2000))
 SMALL_CARD_BYTES = 100 * 10**9
 SMALL_CARD_SEQUENCES = 128
-"""On a card with less memory, so many run at once, of half as many requests: the pages of 256 alone take 71 GB."""
+"""Concurrent sequences on a card with less memory, with half as many requests; the pages of 256 would take 71 GB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """What was answered in so many seconds, and what became of adapters and sequences meanwhile."""
+    """Tokens and requests answered in `seconds`, and the loads, evictions and preemptions."""
 
     seconds: float
     num_tokens: int
@@ -128,7 +128,7 @@ def _run_setting(bench: Bench, name: str, workload: Workload) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile a share of the steps that prompts and answers of all lengths mix to, from the second process on."""
+    """Compile a share of the step shapes that occur, starting with the second process."""
     workload = workload_of(bench)
     steps = [step for name in SETTINGS for step in steps_to_warm(workload, name)]
     warm_steps(
@@ -141,7 +141,7 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
 
 
 def steps_to_warm(workload: Workload, name: str) -> list[WarmStep]:
-    """While the batch fills, and then when one or a few prompts come to many decodes."""
+    """Steps while the batch fills, and steps in which a few prompts join many decodes."""
     most, num_rows = workload.max_sequences, workload.max_batch_tokens
     counts = {(count, num_rows // count) for count in (8, 32, 128) if count < most}
     counts |= {(most, rows) for rows in (1, 2, 3, 4, num_rows // most)}
@@ -153,13 +153,13 @@ def settings_of(workload: Workload) -> dict[str, Any]:
         "max_len": 2 * workload.longest,
         "max_batch_tokens": workload.max_batch_tokens,
         "max_sequences": workload.max_sequences,
-        # A slot for whichever adapter is asked for; pages are what is scarce.
+        # Enough slots for all requested adapters, so that pages are the limit.
         "max_resident_adapters": min(max(workload.num_adapters), workload.num_requests),
     }
 
 
 def whole_pool_bytes(bench: Bench) -> int:
-    """Of a pool that is all that the card has beside the model."""
+    """Bytes of a pool that takes all of the card's memory except the model and RESERVED."""
     if bench.is_tiny:
         return 64 << 20
     bench.drop()
@@ -167,7 +167,7 @@ def whole_pool_bytes(bench: Bench) -> int:
 
 
 def _run_whole(bench: Bench, name: str, workload: Workload) -> Generator[Row, None, Throughput | None]:
-    """Every number of adapters on one engine whose pool is all that the card has; returns what the fewest made."""
+    """Run every number of adapters on one engine with the largest possible pool; returns the result for the fewest."""
     adapters = RandomAdapters(bench, model_of(bench), engine_dtype(bench))
     digests = _make(adapters, name, max(workload.num_adapters))
     pool_bytes = whole_pool_bytes(bench)
@@ -178,8 +178,8 @@ def _run_whole(bench: Bench, name: str, workload: Workload) -> Generator[Row, No
     ) as engine:  # fmt: skip
         pages = engine.stats().num_pages
         if pages < workload.kv_pages:
-            raise MemoryError(f"the pool has {pages} pages, the sequences alone need {workload.kv_pages}")
-        # Once for nothing: what was not compiled before is compiled now, and steps are captured.
+            raise MemoryError(f"the pool has {pages} pages, but the sequences alone need {workload.kv_pages}")
+        # An untimed run, which compiles remaining kernels and captures steps.
         few = digests[: workload.num_adapters[0]]
         saturate(bench, engine, workload, few)
         for number, count in enumerate(workload.num_adapters):
@@ -197,7 +197,7 @@ def _run_whole(bench: Bench, name: str, workload: Workload) -> Generator[Row, No
 
 
 def _run_capped(bench: Bench, name: str, workload: Workload, fewest: Throughput) -> Iterator[Row]:
-    """The most adapters in a pool with room for `CAPPED_ADAPTERS` of them beside the sequences."""
+    """Run the largest number of adapters in a pool with room for the sequences and `CAPPED_ADAPTERS` adapters."""
     count = max(workload.num_adapters)
     adapters = RandomAdapters(bench, model_of(bench), engine_dtype(bench))
     digests = _make(adapters, name, count)
@@ -224,7 +224,7 @@ def _case(name: str, count: int, num_pages: int) -> str:
 
 
 def _make(adapters: RandomAdapters, name: str, count: int) -> list[str]:
-    """Adapters whose ranks take turns, in the order of their numbers."""
+    """Make adapters whose ranks alternate; returns their digests in order."""
     digests = [f"{name}-{number}" for number in range(count)]
     ranks = SETTINGS[name]
     for turn, rank in enumerate(ranks):
@@ -238,7 +238,7 @@ def drawn_of(workload: Workload, num_adapters: int = 1) -> list[DrawnRequest]:
 
 
 def requests_of(workload: Workload, model: Model, digests: list[str]) -> list[Add]:
-    """The same prompts and lengths however many adapters there are."""
+    """Requests with the same prompts and lengths for every number of adapters."""
     tokens = np.random.default_rng(44).integers(model.vocab_size, size=workload.longest).tolist()
     return [
         Add(
@@ -253,9 +253,9 @@ def requests_of(workload: Workload, model: Model, digests: list[str]) -> list[Ad
 
 
 def saturate(bench: Bench, engine: RunningEngine, workload: Workload, digests: list[str]) -> Throughput:
-    """Queue all requests, step until `workload.num_answered` of them are answered, and drop the rest.
+    """Queue all requests, step until `workload.num_answered` of them are answered, and abort the rest.
 
-    No adapter is resident when it begins, nor when it is through.
+    No adapter is resident at the start or at the end.
     """
     requests = requests_of(workload, model_of(bench), digests)
     engine.observed.clear()
@@ -275,7 +275,7 @@ def saturate(bench: Bench, engine: RunningEngine, workload: Workload, digests: l
                 case Finished(reason="length"):
                     num_answered += 1
                 case Finished(sequence_id=sequence_id, reason=reason, message=message):
-                    raise CheckError(f"the request {sequence_id} ended by {reason}: {message}")
+                    raise CheckError(f"request {sequence_id} ended with {reason}: {message}")
     seconds = time.perf_counter() - started
     after = engine.stats()
     engine.abort()

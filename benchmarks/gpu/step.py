@@ -1,4 +1,4 @@
-"""A whole decode step of the engine: the base alone, and with many adapters in one batch."""
+"""A whole decode step of the engine, with the base only and with many adapters in one batch."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from loramux.engine.messages import Add, SamplingParams
 RANK = 16
 PAGE_TOKENS = 16
 BATCH_TOKENS = 2048
-"""Most tokens of a step: what a server would use, so that activations take no more memory than a server's."""
+"""Most tokens in a step, as on a server, so that activations need no more memory than there."""
 
 NUM_WARM, NUM_MEASURED = 12, 40
 TINY_WARM, TINY_MEASURED = 1, 2
-"""Steps before those that are measured, and those: the first run of a shape compiles, the second is captured."""
+"""Untimed steps, then timed steps; the first run of a shape compiles it, the second is captured."""
 
 BASE = "base only"
 
 
 @dataclass(frozen=True, slots=True)
 class StepCase:
-    """Sequences that each decode at about this context."""
+    """`batch` sequences that decode at a context of about `context` tokens."""
 
     batch: int
     context: int
 
     @property
     def num_skipped(self) -> int:
-        """Most steps until all prompts are taken in, while those that came first decode already."""
+        """Most steps until all prompts are computed, while earlier sequences already decode."""
         return -(-self.batch * self.context // (BATCH_TOKENS - self.batch)) + 1
 
     def __str__(self) -> str:
@@ -47,10 +47,10 @@ class StepCase:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Steady decode steps: the median between a step's marks, the mean of the wall clock, and what both say of waiting.
+    """Steady decode steps: the median time between a step's events, the mean wall-clock time, and the waiting times.
 
-    `idle` is the share of the device's time that lies between steps. It means what it says only where the host is
-    ahead, that is, where `host_waits`, the share of the wall clock in which the host waits for tokens, is above 0.
+    `idle` is the share of the device's time between steps. `host_waits` is the share of wall-clock time in which the
+    host waits for tokens. Only if it is above 0, so that the host is ahead of the device, is `idle` meaningful.
     """
 
     step_s: float
@@ -61,7 +61,7 @@ class Measured:
 
 
 def cases(bench: Bench) -> list[StepCase]:
-    """The case with a goal comes first."""
+    """The cases, of which the first has a goal."""
     if bench.is_tiny:
         return [StepCase(2, 20)]
     if bench.is_quick:
@@ -71,7 +71,7 @@ def cases(bench: Bench) -> list[StepCase]:
 
 
 def adapter_counts(bench: Bench, case: StepCase) -> list[int]:
-    """How many distinct adapters a case is measured with, the goal's number first."""
+    """Numbers of distinct adapters to measure a case with; the number in the goal comes first."""
     counts = (2,) if bench.is_tiny else (16,) if bench.is_quick else (16, 64, 1)
     return [count for count in counts if count <= case.batch] or [case.batch]
 
@@ -86,10 +86,10 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile a share of the steps, from the last process on: the first compiles what the check launches."""
+    """Compile a share of the steps, starting with the last process; the first also compiles the check's kernels."""
     if shard == 0:
         gpu_check.warm(bench)
-    # Contexts share what is compiled.
+    # Cases that differ only in context share their kernels.
     steps = list(dict.fromkeys(WarmStep(case.batch, 1, rank) for case in cases(bench) for rank in (0, RANK)))
     own = steps[num_shards - 1 - shard :: num_shards]
     settings = settings_of(bench, cases(bench))
@@ -110,13 +110,13 @@ def settings_of(bench: Bench, wanted: list[StepCase]) -> dict[str, Any]:
 
 
 def num_pages_of(settings: dict[str, Any], adapter_pages: int) -> int:
-    """The engine's pages: of full sequences, of all adapters with so many each, and one more."""
+    """The engine's pages: for full sequences and all adapters, plus one."""
     pages_each = -(-settings["max_len"] // PAGE_TOKENS)
     return int(settings["max_sequences"] * pages_each + settings["max_resident_adapters"] * adapter_pages + 1)
 
 
 def _run_cases(bench: Bench, wanted: list[StepCase], pdl: bool) -> Iterator[Row]:
-    """All of them on one engine."""
+    """Run all cases on one engine."""
     model = model_of(bench)
     dtype = engine_dtype(bench)
     settings = settings_of(bench, wanted)
@@ -127,7 +127,7 @@ def _run_cases(bench: Bench, wanted: list[StepCase], pdl: bool) -> Iterator[Row]
         bench, model, adapters, device_backend(bench, pdl), device_weights(bench), dtype=dtype,
         pool_bytes=num_pages * adapters.page_bytes, **settings,
     ) as engine:  # fmt: skip
-        # Prompts are not computed: as in the other parts, the keys and values that steps read are random numbers.
+        # Prompts are not computed; as in the other parts, steps read random keys and values.
         for part in engine.assembled.views.kv.view(-1).split(1 << 29):
             part.normal_(0.0, POOL_STD)
         engine.load(digests)
@@ -177,13 +177,13 @@ def _run_case(
 
 
 def _measure(bench: Bench, engine: RunningEngine, case: StepCase, digests: list[str]) -> Measured:
-    """Steady decode steps of sequences that use these adapters in turns, or none."""
+    """Measure steady decode steps of sequences that cycle through these adapters, or use none."""
     num_warm, num_measured = (TINY_WARM, TINY_MEASURED) if bench.is_tiny else (NUM_WARM, NUM_MEASURED)
-    # Half of the measured steps, and of the sequences, lie on either side of the case's context.
+    # Half of the measured steps, and of the sequences, are on either side of the case's context.
     num_prompt = case.context - num_warm - num_measured // 2 - case.num_skipped // 2
-    # An earlier case may have failed in the middle of its sequences.
+    # A case that failed can have left sequences behind.
     engine.abort()
-    # Adapters that were evicted meanwhile are loaded outside the timed section.
+    # Reload evicted adapters now, outside the timed section.
     engine.load(digests)
     for row in range(case.batch):
         engine.add(
@@ -208,14 +208,14 @@ def _measure(bench: Bench, engine: RunningEngine, case: StepCase, digests: list[
     started = time.perf_counter()
     for _ in range(num_measured):
         engine.step()
-        # As the engine's own process does after each step.
+        # The engine process does this after each step, too.
         engine.assembled.engine.take_outbox()
     wall_s = time.perf_counter() - started
     waited_s, steps = observed.waited_s, observed.steps
     engine.abort()
     bench.synchronize()
     if any(step.num_tokens != case.batch for step in steps) or len(steps) != num_measured:
-        raise CheckError(f"{case}: the steps that were measured are not all decodes of {case.batch} rows")
+        raise CheckError(f"{case}: some measured steps are not decodes of {case.batch} rows")
     spans = [step.seconds for step in steps]
     whole = steps[0].begin.elapsed_time(steps[-1].end) / 1e3
     return Measured(
@@ -228,10 +228,10 @@ def _measure(bench: Bench, engine: RunningEngine, case: StepCase, digests: list[
 
 
 def _check_full_size(model: Model, engine: RunningEngine, digests: list[str]) -> Row:
-    """Finite answers of the model that is timed, and adapters that change each of their rows.
+    """Check that the timed model gives finite answers, and that each adapter changes its rows.
 
-    That an answer does not depend on its batch is checked in float32 on the small model only: a copy of this one in
-    float32 would take as long to load as the steps take to measure, and bfloat16 rounds differently by batch.
+    That answers do not depend on the batch is checked only on the small model, in float32. Loading the timed model in
+    float32 would take as long as measuring the steps, and the rounding of bfloat16 depends on the batch.
     """
     prompts = [random_prompt(model, 24, seed) for seed in range(4)]
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, num_logprobs=0)
@@ -251,6 +251,6 @@ def _check_full_size(model: Model, engine: RunningEngine, digests: list[str]) ->
     plain, adapted = answers
     change = min(gpu_check.changed_by(adapted[name], plain[name]) for name in plain)
     if change <= gpu_check.TOLERANCE:
-        raise CheckError(f"an adapter changed its row's log-probabilities by {change:.2e} only")
+        raise CheckError(f"an adapter changed its row's log-probabilities by only {change:.2e}")
     case = f"{len(prompts)} prompts of the timed model, {model.num_layers} layers"
     return Row(case, "adapters against base", {"least_change": change} if math.isfinite(change) else {})

@@ -1,8 +1,8 @@
 """Launches, bytes and programs of whole steps, counted without a GPU: `python -m benchmarks.gpu.table`.
 
-A step of the engine runs over tensors without memory, its kernels are compiled for the card, and the table says what
-the step launches, how many bytes that moves, what each program needs of a multiprocessor, and the time that bytes and
-launches take at least. Nothing is measured: a measurement can be laid beside it.
+A step of the engine runs over meta tensors, and its kernels are compiled for the card. The table lists the step's
+launches, the bytes that they move, the resources that each program takes on a multiprocessor, and the shortest possible
+time for these bytes and launches. Nothing is measured.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Q_AND_V = (0, 2)
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one program of a compiled kernel needs; `registers` are a thread's, `spilled_bytes` its local memory."""
+    """Resources of one program of a compiled kernel; `registers` and `spilled_bytes` (local memory) are per thread."""
 
     registers: int
     spilled_bytes: int
@@ -48,7 +48,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """All launches of one kernel with one grid in a step; bytes are those of all of them together."""
+    """All launches of one kernel with one grid in a step, with their total bytes."""
 
     kernel: str
     work: str
@@ -87,7 +87,7 @@ def cases() -> Iterator[TableCase]:
 
 
 def table_of(step: RecordedStep, card: Card) -> StepTable:
-    """A step's launches, those of one kernel with one grid together, in the order in which they first occur."""
+    """A step's launches, grouped by kernel and grid, in order of first occurrence."""
     grouped: dict[tuple[Any, ...], list[TritonLaunch | TorchLaunch]] = {}
     for launch in step.launches:
         grouped.setdefault(_key(launch), []).append(launch)
@@ -127,7 +127,7 @@ def _figures(moved: Bytes, launches: int, card: Card) -> dict[str, float]:
 
 
 def program_of(launch: TritonLaunch, card: Card) -> Program:
-    """What the assembler says of a compiled kernel."""
+    """A compiled kernel's resources, from its binary and metadata."""
     compiled = launch.program
     registers, spilled = _usage(compiled.asm["cubin"])
     metadata = compiled.metadata
@@ -142,7 +142,7 @@ def program_of(launch: TritonLaunch, card: Card) -> Program:
 
 @lru_cache(maxsize=4096)
 def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of local memory that hold what did not fit them."""
+    """Registers of a thread, and bytes of local memory for spilled values."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -160,9 +160,9 @@ def markdown(tables: list[StepTable], model: str, card: Card) -> str:
         f"# {model} on {card.name}, counted",
         "",
         f"Counted from shapes and compiled programs by `benchmarks/gpu/table.py`, not measured. A floor is the time "
-        f"for the least bytes at {card.bandwidth / 1e12:g} TB/s plus {card.node_s * 1e6:g} us per launch; arithmetic, "
-        "which bounds the linears of a prefill, is not in it. `least` counts each byte of a launch once, `asked` what "
-        "all its programs load and store. `per SM` is how many programs fit one multiprocessor.",
+        f"for the least bytes at {card.bandwidth / 1e12:g} TB/s plus {card.node_s * 1e6:g} us per launch. It excludes "
+        "arithmetic, which limits the linears of a prefill. `least` counts each byte of a launch once; `asked` counts "
+        "all loads and stores of its programs. `per SM` is how many programs fit one multiprocessor.",
         "",
         "| step | launches | least MB | asked MB | floor us |",
         "|---|---:|---:|---:|---:|",
@@ -197,14 +197,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.table", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
     parser.add_argument("--card", choices=CARDS, default="h200")
-    parser.add_argument("--node-us", type=float, help="microseconds that a launch adds to a graph")
-    parser.add_argument("--out", type=Path, help="write JSON here, and the same tables beside it as Markdown")
+    parser.add_argument("--node-us", type=float, help="microseconds that each launch adds to a graph")
+    parser.add_argument("--out", type=Path, help="write JSON here, and the same tables as Markdown next to it")
     arguments = parser.parse_args()
     card = CARDS[arguments.card]
     if arguments.node_us is not None:
         card = replace(card, node_s=arguments.node_us / 1e6)
     if triton.knobs.runtime.interpret:
-        print("unset TRITON_INTERPRET: the interpreter compiles nothing", file=sys.stderr)
+        print("unset TRITON_INTERPRET: the interpreter does not compile kernels", file=sys.stderr)
         return 2
     tables = []
     for case in cases():

@@ -1,7 +1,7 @@
-"""How many bytes a launch moves, from its arguments and from what its tensors would hold.
+"""How many bytes a launch moves, from its arguments and the sizes of its tensors.
 
-Two numbers each: `least` counts every byte once, as if all that programs share came from a cache; `asked` is what the
-programs load and store together. Look-ups of tables and page lists, a few bytes a program, are left out.
+`least` counts every byte once, as if everything that programs share came from a cache. `asked` counts all loads and
+stores of all programs. Look-ups in tables and page lists, a few bytes per program, are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FLOAT = 4
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes read and written: each once, and all that programs ask for."""
+    """Bytes read and written: counting each once, and counting every load and store."""
 
     least: float
     asked: float
@@ -41,7 +41,7 @@ def bytes_of(launch: TritonLaunch | TorchLaunch, step: RecordedStep) -> Bytes:
 def _torch_bytes(launch: TorchLaunch) -> Bytes:
     written = sum(one.nbytes for one in launch.outputs)
     if launch.name in ("index", "embedding"):
-        # Of the table only the picked rows are read.
+        # Only the selected rows of the table are read.
         return once(2 * written + launch.inputs[1].nbytes)
     if launch.name == "copy_":
         return once(2 * written)
@@ -71,7 +71,7 @@ def _gate(launch: TritonLaunch, step: RecordedStep) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Lora:
-    """What a shrink or an expand works on: rows with an adapter, tiles of up to ROWS such rows, distinct adapters."""
+    """The work of a shrink or expand: rows with an adapter, tiles of up to ROWS such rows, distinct adapters."""
 
     num_rows: int
     num_tiles: int
@@ -111,7 +111,7 @@ def _expand(launch: TritonLaunch, step: RecordedStep) -> Bytes:
 
 
 def _tiles(arguments: dict[str, Any], step: RecordedStep) -> Iterator[tuple[int, int]]:
-    """Query rows and visible keys of each tile of an attention launch that has work."""
+    """Query rows and visible keys of each nonempty tile of an attention launch."""
     block_q, window = arguments["BLOCK_Q"], arguments["WINDOW"]
     cu_q = step.batch.cu_q.tolist()
     for begin, end, length in zip(cu_q, cu_q[1:], step.batch.seq_lens.tolist(), strict=False):
@@ -168,7 +168,7 @@ def _group_maxima(launch: TritonLaunch, step: RecordedStep) -> Bytes:
 
 
 def _choose_greedily(launch: TritonLaunch, step: RecordedStep) -> Bytes:
-    """The maxima of all groups, and the logits of one."""
+    """Greedy sampling reads the maxima of all groups, and the logits of one."""
     a = launch.arguments
     assert a["ALL_GREEDY"], "steps are counted with temperature 0"
     return once(launch.grid[0] * (a["NUM_GROUPS"] * FLOAT + a["GROUP"] * a["logits_ptr"].itemsize))
@@ -188,5 +188,5 @@ _FORMULAS: dict[str, Callable[[TritonLaunch, RecordedStep], Bytes]] = {
 
 
 def shape_text(launch: TorchLaunch) -> str:
-    """The shapes of its inputs."""
+    """The shapes of the launch's inputs."""
     return " ".join("x".join(map(str, one.shape)) for one in launch.inputs)

@@ -1,6 +1,6 @@
-"""One step of the engine over tensors without memory: every launch is recorded, and nothing is computed.
+"""One step of the engine over meta tensors: every launch is recorded, and nothing is computed.
 
-The executor, the decoder and the kernels' launchers are the engine's own, so that what is counted is what a GPU runs.
+The executor, the decoder and the kernels' launchers are the engine's own, so that the counts are those of a GPU.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ PAGE_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class TableCase:
-    """Sequences of `num_queries` new tokens each behind `context` others, the first of them on `num_adapters`.
+    """Sequences with `num_queries` new tokens each after `context` tokens, divided among `num_adapters`.
 
-    Adapters take turns. `modules` are the indices of the linears that they change, with `rank` each.
+    Each adapter has a run of consecutive sequences. `modules` are the indices of the linears that adapters change, with
+    `rank` each.
     """
 
     name: str
@@ -68,7 +69,7 @@ class TableCase:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonLaunch:
-    """A kernel, its grid, its arguments by name and what the compiler made of it, or an Uncompiled."""
+    """A kernel, its grid, its arguments by name, and its compiled program or an Uncompiled."""
 
     name: str
     grid: tuple[int, ...]
@@ -78,7 +79,7 @@ class TritonLaunch:
 
 @dataclass(frozen=True, slots=True)
 class Uncompiled:
-    """A program that Triton would compile: the `hash` of what it is compiled from and for."""
+    """A program that Triton would compile; `hash` covers its source, specialization and target."""
 
     hash: str
 
@@ -97,7 +98,7 @@ Launch = TritonLaunch | TorchLaunch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedStep:
-    """What a step launched, in order, and the batch that it ran."""
+    """A step's batch, and its launches in order."""
 
     case: TableCase
     batch: Batch
@@ -105,7 +106,7 @@ class RecordedStep:
 
 
 class UncomputingAccelerator(HostAccelerator):
-    """A device whose tensors have shapes and no content."""
+    """A device whose tensors have shapes but no content."""
 
     device = META
 
@@ -115,16 +116,16 @@ class UncomputingAccelerator(HostAccelerator):
 
 @dataclass(frozen=True, slots=True)
 class MetaWeights:
-    """Weights of the wanted shapes."""
+    """Weights with shapes but no content."""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=META)
 
 
 class MetaEngine:
-    """The parts of an engine that run steps, as `card` would have them, over tensors without memory.
+    """The components of an engine that run steps, configured for `card`, over meta tensors.
 
-    The settings are those of EngineConfig.
+    The settings are fields of EngineConfig.
     """
 
     def __init__(
@@ -155,9 +156,9 @@ class MetaEngine:
         self._executor = GraphExecutor(self.decoder, kernels, self.tables, accelerator, buffer, sampler, max_sequences)
 
     def record(self, case: TableCase, note: Callable[[Launch, RecordedStep], None] | None = None) -> RecordedStep:
-        """List what the case's step launches; or give each launch to `note`, whose programs are an Uncompiled then.
+        """List the launches of the case's step, or pass each to `note`; its program is then an Uncompiled.
 
-        What is listed keeps its tensors alive; what is noted does not.
+        Listed launches keep their tensors alive; launches passed to `note` do not.
         """
         geometry = self.target.geometry
         ranks = np.zeros((geometry.num_layers, len(self.target.modules)), np.int32)
@@ -178,7 +179,7 @@ class MetaEngine:
 
 
 def record_step(model: Model, card: Card, case: TableCase) -> RecordedStep:
-    """Run the case's step on `model` as `card` would, and note what it launches."""
+    """Run the case's step on `model` as on `card`, and record its launches."""
     max_len = case.context + case.num_queries
     engine = MetaEngine(
         model, card, max_len=max_len, max_batch_tokens=case.num_tokens, max_sequences=case.num_sequences,
@@ -211,9 +212,9 @@ def _batch(case: TableCase, pages_each: int) -> Batch:
 
 @contextmanager
 def recording(capability: int, note: Callable[[Launch], None] | None = None) -> Iterator[list[Launch]]:
-    """Compile what is launched for `capability` instead of running it, and list it in order.
+    """Compile launches for `capability` instead of running them, and list them in order.
 
-    With `note`, which is given each launch in the place of the list, programs are told apart and not compiled.
+    With `note`, each launch is passed to it instead, and programs are only identified, not compiled.
     """
     launches: list[Launch] = []
     take = note or launches.append
@@ -241,7 +242,7 @@ def recording(capability: int, note: Callable[[Launch], None] | None = None) -> 
 
 
 def _uncompiled(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Uncompiled:
-    """What Triton would look up among its compiled programs before it compiles."""
+    """The key under which Triton would look up the compiled program."""
     _, known_keys, _, _, bind = kernel.device_caches[driver.active.get_current_device()]
     _, specialization, bound_options = bind(*arguments, **options)
     return Uncompiled(compute_cache_key(known_keys, specialization, bound_options))
@@ -249,7 +250,7 @@ def _uncompiled(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _NoDevice:
-    """What Triton asks of a driver before it compiles."""
+    """The part of Triton's driver interface that compilation needs."""
 
     target: GPUTarget
 
@@ -267,7 +268,7 @@ _ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided")
 
 
 class _TorchRecorder(TorchDispatchMode):
-    """Notes the operators that run a kernel: all but views and allocations."""
+    """Records the operators that run a kernel: all except views and allocations."""
 
     def __init__(self, take: Callable[[Launch], None]) -> None:
         super().__init__()

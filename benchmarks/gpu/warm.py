@@ -1,4 +1,4 @@
-"""Compiling what an engine will launch, in little memory."""
+"""Compiles the kernels that an engine will launch, with little memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from loramux.engine.sequence import Sequence, page_list
 
 @dataclass(frozen=True, slots=True)
 class ZeroWeights:
-    """Weights that nobody multiplies by."""
+    """Zero weights, for engines whose answers are ignored."""
 
     device: torch.device
     dtype: torch.dtype
@@ -31,7 +31,7 @@ class ZeroWeights:
 
 
 class SharedLinears:
-    """One weight for all linears of a size: enough to compile what an engine launches, and for nothing else."""
+    """One weight for all linears of a size, which suffices to compile an engine's kernels."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, ...], DenseLinear] = {}
@@ -42,7 +42,7 @@ class SharedLinears:
 
 @dataclass(frozen=True, slots=True)
 class WarmStep:
-    """A step whose kernels are to be compiled: sequences of so many rows, with an adapter of this rank or without."""
+    """A step to compile: sequences of `num_rows` rows each, with an adapter of `rank`, or without one if it is 0."""
 
     num_sequences: int
     num_rows: int
@@ -52,7 +52,7 @@ class WarmStep:
 def warm_steps(
     bench: Bench, model: Model, modules: tuple[int, ...], steps: list[WarmStep], pdl: bool = False, **settings: Any
 ) -> None:
-    """Run each step once, all its sequences in the same pages, on an engine that takes little memory."""
+    """Run each step once, with all its sequences on the same pages, on an engine with a small pool."""
     if not steps:
         return
     dtype = engine_dtype(bench)

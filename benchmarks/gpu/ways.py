@@ -1,4 +1,4 @@
-"""Ways to apply a batch's adapters on torch and loramux alone: the kernels of the pages, and gather + bmm."""
+"""Ways to apply a batch's adapters without peers: loramux's kernels, and gather + bmm in torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from loramux.kernels.layout import A, B
 from loramux.kernels.tables import LoraCall, ModuleGroup
 
 LayerLaunch = Callable[[int, list[torch.Tensor]], None]
-"""Adds one layer's change to each group's output in place."""
+"""Adds one layer's adapter output to each group's output, in place."""
 
 MakeLaunch = Callable[[ResidentAdapters, LoraBatch, int], LayerLaunch]
-"""Lays out dense copies of the adapters in the first so many layers, which stand for all, and says how to use them."""
+"""Lays out dense copies of the adapters for the given number of layers, which stand for all; returns the launch."""
 
 STORED_BYTES = 1 << 30
-"""Dense copies of so many bytes of layers are kept, at most all; a step goes round them. It is many times the L2."""
+"""Dense copies of layers are kept up to about this many bytes, many times the L2; a step cycles through them."""
 
 
 def power_of_two_above(number: int) -> int:
@@ -27,7 +27,7 @@ def power_of_two_above(number: int) -> int:
 
 
 class OwnPlanes:
-    """Where loramux's shrink leaves its sums for expand: the planes of each group, shared by all layers."""
+    """The planes in which loramux's shrink leaves its sums for expand; one set per group, shared by all layers."""
 
     def __init__(self, adapters: ResidentAdapters, batch: LoraBatch) -> None:
         case, E = batch.case, adapters.pool.geometry.adapter_elements
@@ -42,13 +42,13 @@ class OwnPlanes:
         ]  # fmt: skip
 
     def traffic_bytes(self, batch: LoraBatch) -> int:
-        """Bytes of planes written by shrink and read by expand in a step; they seldom leave the L2."""
+        """Bytes of planes that shrink writes and expand reads in a step; most of them stay in L2."""
         splits = sum(planes.shape[0] * planes.shape[2] for planes in self.by_group)
         return 2 * 4 * splits * batch.case.rows_each * sum(batch.case.ranks) * batch.model.num_layers
 
 
 def loramux_way(adapters: ResidentAdapters, batch: LoraBatch, planes: OwnPlanes, pdl: bool) -> LayerLaunch:
-    """The kernels under test, as the engine launches them: two a group."""
+    """The kernels under test, launched as in the engine: two per group."""
 
     def launch(layer: int, ys: list[torch.Tensor]) -> None:
         for group, x, plane, y in zip(batch.model.groups, batch.xs, planes.by_group, ys, strict=True):
@@ -60,7 +60,7 @@ def loramux_way(adapters: ResidentAdapters, batch: LoraBatch, planes: OwnPlanes,
 
 
 def num_stored_layers(adapters: ResidentAdapters) -> int:
-    """How many layers a way with dense copies keeps of these adapters."""
+    """How many layers of these adapters a way with dense copies stores."""
     model = adapters.model
     elements = sum(module.in_features + module.out_features for module in model.modules)
     layer_bytes = len(adapters.ranks) * adapters.max_rank * elements * adapters.pool.adapter.element_size()
@@ -68,7 +68,7 @@ def num_stored_layers(adapters: ResidentAdapters) -> int:
 
 
 def stacked(adapters: ResidentAdapters, layer: int, module: int, half: int) -> torch.Tensor:
-    """A `[N, max_rank, in]` or B `[N, out, max_rank]` of all adapters, zero from each rank on."""
+    """A `[N, max_rank, in]` or B `[N, out, max_rank]` of all adapters, zero beyond each adapter's rank."""
     shape = adapters.model.modules[module]
     length = shape.out_features if half == B else shape.in_features
     size = (len(adapters.ranks), adapters.max_rank, length)
@@ -79,9 +79,9 @@ def stacked(adapters: ResidentAdapters, layer: int, module: int, half: int) -> t
 
 
 def joined_a(adapters: ResidentAdapters, layer: int, group: ModuleGroup, is_packed: bool = False) -> torch.Tensor:
-    """A of a group's modules one below the other, `[N, num_modules * max_rank, in]`.
+    """A of a group's modules stacked vertically, `[N, num_modules * max_rank, in]`.
 
-    Modules begin `max_rank` rows apart; where `is_packed`, an adapter's own rank apart.
+    Modules start `max_rank` rows apart, or with `is_packed` as many rows apart as the adapter's own rank.
     """
     size = (len(adapters.ranks), len(group.modules) * adapters.max_rank, group.in_features)
     dense = torch.zeros(size, dtype=adapters.pool.adapter.dtype, device=adapters.pool.adapter.device)
@@ -93,7 +93,7 @@ def joined_a(adapters: ResidentAdapters, layer: int, group: ModuleGroup, is_pack
 
 
 def gather_bmm_way(adapters: ResidentAdapters, batch: LoraBatch, num_stored: int) -> LayerLaunch:
-    """`index_select` of padded A and B, then `bmm`; rows of one adapter are adjacent and share one copy of it."""
+    """`index_select` of padded A and B, then `bmm`; adjacent rows of one adapter share one copy of it."""
     model, case, r = adapters.model, batch.case, adapters.max_rank
     slots = torch.arange(case.num_adapters, device=batch.xs[0].device)
     stored = [
