@@ -219,7 +219,7 @@ def test_a_report_tells_figures_targets_and_who_is_missing(files: ModelFiles) ->
     assert {ratio["name"]: ratio["value"] for ratio in told["ratios"]}["base only over the best peer"] == 2.0
     assert notes([absent], {"peft": part}, run) == [
         "vLLM: not found; set a variable",
-        "peft: not all of its float32 answers are those of peft: base only 1 of 2",
+        "peft: some of its float32 answers differ from peft's: base only 1 of 2",
     ]
     console = Console(width=200, record=True, quiet=False, file=None)
     with console.capture() as shown:
