@@ -6,7 +6,7 @@ as soon as it is measured, and prints one Markdown table per part. A part that r
 that time, and its rows are added to the file. Without a GPU, `TRITON_INTERPRET=1 ... --check-only --tiny` checks the
 answers on a small model, and `--dry-run` lists the memory and time that each case needs on a card. The exit code is 1
 if a part failed, gave a wrong answer, was cut short or would not fit, and 2 if the benchmark cannot run on this
-machine. `README.md` describes the parts.
+machine. `gpu/README.md` describes the parts and their goals.
 """
 
 from __future__ import annotations
