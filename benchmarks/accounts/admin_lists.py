@@ -1,7 +1,7 @@
 """How long do the admin API's lists take over a large company's data?
 
 By default there are 1,000 tenants with one key each, 10,000 adapters, 100,000 versions, 1,000 requests in flight and
-1,000 resident adapters, on SQLite and on PostgreSQL. Every call goes through the whole app but no network:
+1,000 resident adapters, on SQLite and on PostgreSQL. Every call goes through the whole app without a network:
 authentication, SQL, the answer, and its validation against the documented schema. Pages have 100 items.
 """
 

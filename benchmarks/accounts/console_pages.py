@@ -1,7 +1,7 @@
 """How long do the console's pages take over ten million requests of a thousand tenants?
 
 The data comes from usage_world.py. Every page is requested once after its cached figures have expired, and again a
-moment later, through the whole app but no network.
+moment later, through the whole app without a network.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How much do quotas add to the time to first token under many concurrent requests?
 
 Two tenants alternate on one gateway, round by round in one run: one without policies, one with three. Their requests
-run through the real scheduler on a simulated device that takes 10 ms per step. What differs is the gateway's work:
+run through the real scheduler on a simulated device that takes 10 ms per step. The rest of the time is the gateway's:
 authenticate, reserve, submit, send the first chunk. Each round keeps `--concurrency` requests in flight.
 """
 

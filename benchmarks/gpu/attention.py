@@ -26,7 +26,7 @@ SAMPLED_ROWS = 64
 """Query rows of a prefill that are compared; the others must only be finite."""
 
 QUERY_STD = 2 / POOL_STD
-"""Standard deviation of queries. Scores then have a spread of 2, so that neither all keys nor a single one dominate."""
+"""Standard deviation of queries. That of scores is then 2, so that attention is neither uniform nor on a single key."""
 
 OURS, SDPA = "loramux", "torch SDPA on contiguous K and V"
 
@@ -191,7 +191,7 @@ class Attention:
 
 
 def sdpa_way(bench: Bench, attention: Attention) -> tuple[LayerLaunch, int]:
-    """torch's attention over contiguous copies of as many layers as fit, and their number.
+    """torch's attention over contiguous copies of as many layers as fit; returns the launch and their number.
 
     In decode, the query heads of a group are passed as query rows.
     """

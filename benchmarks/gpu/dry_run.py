@@ -165,7 +165,7 @@ def markdown(bench: Bench, parts: Sequence[PlannedPart], limits: Limits, problem
         )
     lines += [
         "",
-        f"All parts in one run: {total_s:.0f} s, of which {compile_s:.0f} s to compile in {MAX_WARMERS} processes; no "
+        f"All parts in one run: {total_s:.0f} s, including {compile_s:.0f} s to compile in {MAX_WARMERS} processes. No "
         f"case starts after {limits.total_s:.0f} s, and the run ends "
         "within nine minutes. A part that runs alone has all of that time.",
     ]

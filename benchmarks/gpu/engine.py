@@ -188,8 +188,8 @@ class RunningEngine:
 def device_backend(bench: Bench, pdl: bool = False) -> Backend:
     """The GPU backend; in a tiny run, the GPU kernels in Triton's interpreter.
 
-    Kernels are compiled on first launch. An engine normally compiles every shape at its start, of which a part needs
-    only a few.
+    Kernels are compiled on first launch. An engine normally compiles every shape when it starts, but a part needs only
+    a few.
     """
     if not bench.is_tiny:
         return dataclasses.replace(open_backend("cuda", pdl), compiles=False)

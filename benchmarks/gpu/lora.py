@@ -158,7 +158,7 @@ def _with_copies(make: MakeLaunch, adapters: ResidentAdapters, batch: LoraBatch,
 
 
 def _check(launch: LayerLaunch, batch: LoraBatch, layer: int, expected: list[torch.Tensor]) -> float:
-    """The largest error of any group in what the layer adds to nonzero rows."""
+    """The largest error of any group in the change that the layer makes to nonzero rows."""
     before = batch.outputs()
     ys = [y.clone() for y in before]
     launch(layer, ys)

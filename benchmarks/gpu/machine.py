@@ -1,4 +1,4 @@
-"""The machine of a GPU benchmark run."""
+"""Describes the machine of a GPU benchmark run."""
 
 from __future__ import annotations
 

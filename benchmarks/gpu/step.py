@@ -20,7 +20,7 @@ from loramux.engine.messages import Add, SamplingParams
 RANK = 16
 PAGE_TOKENS = 16
 BATCH_TOKENS = 2048
-"""Most tokens in a step, as on a server, so that activations need no more memory than there."""
+"""Most tokens in a step: a usual server setting, which limits the memory for activations."""
 
 NUM_WARM, NUM_MEASURED = 12, 40
 TINY_WARM, TINY_MEASURED = 1, 2
@@ -61,7 +61,7 @@ class Measured:
 
 
 def cases(bench: Bench) -> list[StepCase]:
-    """The cases, of which the first has a goal."""
+    """The cases; the first has a goal."""
     if bench.is_tiny:
         return [StepCase(2, 20)]
     if bench.is_quick:

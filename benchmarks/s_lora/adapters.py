@@ -24,7 +24,7 @@ from loramux.engine.config import pack_target
 from loramux.engine.model.model_config import ModelConfig
 
 EFFECT = 0.5
-"""Size of what an adapter adds to a linear's output, over the size of its input: enough to change most answers."""
+"""Magnitude of an adapter's contribution to a linear's output, relative to its input: enough to change most answers."""
 
 SAY_EVERY = 500
 

@@ -48,7 +48,7 @@ def roomy_plan() -> PoolPlan:
 
 
 def pairs_of(traffic: Traffic, digests: Sequence[str]) -> list[Add]:
-    """(adapter, prompt) pairs; each two adapters share a prompt, to check that they answer differently."""
+    """(adapter, prompt) pairs. Every two consecutive adapters share a prompt, to check that they answer differently."""
     adds = _requests(traffic, NUM_PAIRS, digests, seed=7)
     return [
         msgspec.structs.replace(

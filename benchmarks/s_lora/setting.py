@@ -60,9 +60,9 @@ def open_files(arguments: argparse.Namespace, num_adapters: int, console: Consol
 def check_answers(
     arguments: argparse.Namespace, files: AdapterFiles, traffic: Traffic, policies: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Check each policy; returns what was compared.
+    """Compare answers alone and in a batch with evictions; returns the check's figures for each policy.
 
-    Raises CheckError if an adapter's answer changes in a batch with evictions.
+    Raises CheckError if an answer changes.
     """
     digests = files.digests[:NUM_ADAPTERS]
     pairs = pairs_of(traffic, digests)

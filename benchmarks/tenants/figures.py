@@ -33,7 +33,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A ratio of p99s: over all rounds' samples together, which is compared with the limit, and of each round."""
+    """A ratio of p99s: `ratio` is over all rounds' samples and compared with the limit, `rounds` has each round's."""
 
     target: Target
     ratio: float

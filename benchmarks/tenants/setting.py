@@ -47,7 +47,7 @@ def traffic_of(arguments: argparse.Namespace, files: AdapterFiles) -> Traffic:
 
 
 def check(arguments: argparse.Namespace, files: AdapterFiles) -> dict[str, Any]:
-    """Returns what was compared; raises CheckError if an adapter's answer changes in a batch with evictions."""
+    """Compare answers alone and in a batch with evictions; returns the check's figures, or raises CheckError."""
     return check_answers(arguments, files, traffic_of(arguments, files), ("lru",))["lru"]
 
 
