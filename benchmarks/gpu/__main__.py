@@ -189,7 +189,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--peers", type=Path, default=PEERS, help="directory of the peers' kernels; see gpu/peers.py")
-    parser.add_argument("--check-only", action="store_true", help="check the answers and time nothing")
+    parser.add_argument("--check-only", action="store_true", help="check the answers without timing")
     parser.add_argument("--tiny", action="store_true", help="use a small model on the CPU; requires --check-only")
     parser.add_argument("--dry-run", action="store_true", help="list what each case needs on a card, without a GPU")
     parser.add_argument("--card", choices=PLANNED, default="h200", help="card for --dry-run (%(default)s)")

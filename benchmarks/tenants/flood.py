@@ -165,7 +165,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--polite", type=int, default=8, help="polite accounts, the same in all ways")
     add("--polite-load", type=float, default=0.12, help="load of all polite accounts, over capacity")
     add("--calm-load", type=float, default=0.95, help="total load with the calm crowd, over capacity")
-    add("--clock", choices=CLOCKS, default="wall", help="processor: CPU time of its thread, for a shared machine")
+    add("--clock", choices=CLOCKS, default="wall", help="processor: the engine thread's CPU time, for shared machines")
     add("--seconds", type=float, default=20.0, help="length of each window")
     add_common(parser, repeats=6, outputs=Lengths(8, 32))
     arguments = parser.parse_args(argv)
@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(table("the polite accounts' requests", {"TTFT": first_tokens, "between tokens": gaps}))
     picture = draw_tails(
         "Polite accounts during a flood from one account, and during the same load from many",
-        "time to the first token",
+        "time to first token",
         {way: pooled(rounds) for way, rounds in first_tokens.items()},
     )
     outcome = Outcome(
@@ -230,8 +230,8 @@ def _workload(measurement: Measurement, capacities: Sequence[float]) -> dict[str
         **common_workload(arguments),
         "clock": arguments.clock,
         "seats": arguments.seats,
-        "full_load": f"{arguments.open} requests that run or wait, of 1 account or of {arguments.crowd}",
-        "calm_load": f"{arguments.calm_load:.0%} of capacity, of {arguments.crowd} accounts",
+        "full_load": f"{arguments.open} requests that run or wait, from 1 account or from {arguments.crowd}",
+        "calm_load": f"{arguments.calm_load:.0%} of capacity, from {arguments.crowd} accounts",
         "polite": f"{arguments.polite} accounts, together {arguments.polite_load:.0%} of capacity",
         "capacity_requests_s": [round(capacity, 1) for capacity in capacities],
         "adapters": f"{arguments.crowd + arguments.polite}, all resident",
