@@ -1,6 +1,6 @@
 """How long does a report over a ledger of ten million requests take?
 
-The reports are the console's and typical ones of operators, over a month of settled requests of a thousand tenants
+The reports are the ones that the console and operators ask for, over a month of requests of a thousand tenants
 (usage_world.py). Before timing, the reports must equal sums over the events exactly, in tokens and in cost. The rate at
 which a gateway folds settlements into the rollups is measured on a smaller ledger; the result must equal the rollups
 that the database computes in SQL from the same ledger.
