@@ -48,15 +48,15 @@ ROUTERS = (
 )
 
 ADMIN_DOCUMENT = ListenerDocument(
-    description="""The administrator's side of loramux.
+    description="""The administration API of loramux.
 
-Send `Authorization: Bearer KEY`. A tenant's key sees the same paths filtered to its tenant; what is not its own is the
-same 404 as what does not exist. Lists are walked by `after` and `before`. A POST may be repeated with the same
-`Idempotency-Key` for 24 hours; what changes a thing says by `If-Match` which state of it was seen. Every error has the
-one envelope, `{"error": {"message", "type", "param", "code"}}`, and every response an `x-request-id`.""",
-    # `/metrics` may ask for a token of its own.
+Send `Authorization: Bearer KEY`. A tenant's key sees the same paths filtered to its tenant; another tenant's resource
+is the same 404 as one that does not exist. Lists are paged with `after` and `before`. A POST may be repeated with the
+same `Idempotency-Key` for 24 hours; an update names the state it is based on with `If-Match`. Every error has the same
+envelope, `{"error": {"message", "type", "param", "code"}}`, and every response has an `x-request-id`.""",
+    # `/metrics` may require a token of its own.
     public=frozenset({"/health/live", "/health/ready", "/metrics"}),
-    readers="Any key of the admin API reads it.",
+    readers="Any key of the admin API may read it.",
     is_idempotent=True,
 )
 
@@ -67,7 +67,7 @@ def _operation_id(route: APIRoute) -> str:
 
 @cache
 def _rest_routes() -> APIRouter:
-    """The routes that hold nothing of one app: typed once, which costs FastAPI a fifth of a second."""
+    """The routes, which hold no state of an app: built once, because FastAPI takes a fifth of a second for it."""
     routes = APIRouter(generate_unique_id_function=_operation_id)
     for module in ROUTERS:
         routes.include_router(module.router, prefix="/admin/v1")
@@ -76,9 +76,9 @@ def _rest_routes() -> APIRouter:
 
 
 def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
-    """The admin side as an ASGI app. Every route below `/admin/v1` names the kind of caller that it lets in.
+    """The admin listener's ASGI app. Every route below `/admin/v1` declares the kind of caller that it admits.
 
-    `root_path` is what a proxy shows it under, such as `/loramux`.
+    `root_path` is the prefix under which a proxy publishes it, such as `/loramux`.
     """
     app = FastAPI(
         title="loramux admin",
@@ -91,7 +91,7 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
     app.state.services = services
     app.add_middleware(IdempotentAnswers, services=services)
     app.add_exception_handler(Replayed, answer_again)
-    # Prometheus' own calls are left out.
+    # Prometheus's own scrapes are not measured.
     app.add_middleware(HttpMetrics, count=counting_admin_calls(services.metrics), unmeasured=frozenset({"/metrics"}))
     install_error_handling(app, {StoreError: api_error})
     app.router.routes.extend(_rest_routes().routes)

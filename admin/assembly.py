@@ -1,4 +1,4 @@
-"""Puts the gateway process together: database, stores, services, both apps. Imports everything but torch."""
+"""Assembles the gateway process: database, stores, services, both apps. Imports everything except torch."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ from loramux.platform.tokenizer.chat_template import ModelFilesError
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 NUM_THREADS = 16
-"""For the SQL of inference; each waits for the database most of its time."""
+"""Threads for the SQL of inference requests; each waits for the database most of the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """Both apps, and what must run or be asked beside them."""
+    """Both apps, their background work, and the services that the start needs."""
 
     gateway_app: FastAPI
     admin_app: FastAPI
@@ -85,7 +85,7 @@ def assemble(
     engine: EngineClient,
     is_loopback: bool,
 ) -> Iterator[Assembled]:
-    """The whole process but its listeners; raises StartRefused. Blocking at both ends."""
+    """The whole process except its listeners. Raises StartRefused. Entering and leaving both block."""
     served_name = settings.resolved_served_name
     target = pack_target(model, config.dtype)
     with ExitStack() as stack:
@@ -121,7 +121,7 @@ def assemble(
         worker = IngestWorker(ingest)
         worker.start()
         stack.callback(worker.stop)
-        # Called before the worker is stopped, so that it need not wait for a verdict.
+        # Runs before the worker stops, so that stopping need not wait for a validation to finish.
         stack.callback(validator.close)
         tenants = Tenants(database)
         api_keys = ApiKeys(database, _revealed(settings.admin_key))
@@ -202,7 +202,7 @@ def open_tracing(settings: Settings) -> Tracing | None:
     if config is None:
         return None
     try:
-        # Takes half a second, which only those pay who want traces.
+        # The import takes half a second; only servers with traces pay for it.
         from loramux.platform.telemetry.otel_tracing import OtelTracing
 
         return OtelTracing.open(config, settings.traces_share, settings.traces_of_clients)
@@ -213,7 +213,7 @@ def open_tracing(settings: Settings) -> Tracing | None:
 
 
 def _bring_up_to_date(database: Database, is_embedded: bool) -> None:
-    """Upgrade a database of our own and fill an empty one; anybody else's must already be right."""
+    """Upgrade an embedded or empty database; any other must already have the current schema."""
     try:
         database.check_schema()
     except DatabaseError:

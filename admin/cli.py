@@ -1,4 +1,4 @@
-"""`loramux`: the command line. Verbs import what they need when they run, so that help appears at once."""
+"""`loramux`: the command line. Commands import their dependencies when they run, so that help appears quickly."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from loramux.admin.exit_codes import INTERRUPTED
 
 app = typer.Typer(
     no_args_is_help=True,
-    # A traceback with local variables would show keys.
+    # A traceback with local variables would reveal keys.
     pretty_exceptions_enable=False,
-    epilog="Verbs of an administrator call the server of --profile, else the one at LORAMUX_ADMIN_URL with "
+    epilog="Administrative commands call the server given by --profile, else LORAMUX_ADMIN_URL with "
     "LORAMUX_ADMIN_KEY, else the current profile.",
 )
 app.callback()(root.root)
@@ -63,7 +63,7 @@ def main() -> None:
         app()
     except SystemExit as end:
         if end.code == INTERRUPTED:
-            print("\nloramux: interrupted; what a server was asked for before that is done", file=sys.stderr)
+            print("\nloramux: interrupted; requests already sent to a server still take effect", file=sys.stderr)
         raise
 
 

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class StartRefused(Exception):
-    """The server cannot start; the message is a sentence that says how to mend it."""
+    """The server cannot start; the message says why and how to fix it."""

@@ -1,4 +1,4 @@
-"""How the command line ends: `docs/commands.md` explains each code."""
+"""The command line's exit codes, explained in `docs/commands.md`."""
 
 from __future__ import annotations
 

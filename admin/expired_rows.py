@@ -1,4 +1,4 @@
-"""Rows that are of no use any more from a time on which they say themselves: idempotency keys, sessions, wrong keys."""
+"""Deletes rows whose own expiry time has passed: idempotency keys, console sessions, failed sign-ins."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ UNTIL: Sequence[Column[int]] = (
     console_sessions.c.expires_us,
     login_failures.c.forgiven_us,
 )
-"""Of each such table, the column that holds the time; each has an index over it."""
+"""The expiry column of each table; each is indexed."""
 
 
 class ExpiredRows:
-    """Sweeps tables, so many rows in a transaction that whoever waits for it does not wait for long. Blocking."""
+    """Sweeps the tables in batches of `at_once` rows, so that no transaction holds its locks for long. Blocking."""
 
     def __init__(self, database: Database, until: Sequence[Column[int]] = UNTIL, at_once: int = 1000) -> None:
         self._database = database
@@ -27,7 +27,7 @@ class ExpiredRows:
         self._at_once = at_once
 
     def sweep(self) -> Mapping[str, int]:
-        """Forget the rows whose time is up; how many there were, by table. Several servers may call it at once."""
+        """Delete expired rows; returns their number by table. Several servers may call it concurrently."""
         return {until.table.name: self._sweep(until.table, until) for until in self._until}
 
     def _sweep(self, table: Table, until: Column[int]) -> int:
@@ -40,7 +40,7 @@ class ExpiredRows:
                 if until is console_sessions.c.expires_us:
                     is_over |= until > now_us + MAX_AHEAD_US
                 some = select(*table.primary_key).where(is_over).limit(self._at_once)
-                # What somebody holds is swept by another server, or has got more time.
+                # A locked row is being swept by another server or extended.
                 found = some.with_for_update(skip_locked=True)
                 num_swept = connection.execute(delete(table).where(key.in_(found))).rowcount
             total += num_swept

@@ -1,4 +1,4 @@
-"""`loramux gateway`: another gateway process on a server's engine and database, which it never supervises."""
+"""`loramux gateway`: an additional gateway process on a server's engine and database; it supervises neither."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from loramux.engine.model.model_files import model_sha256
 from loramux.platform.engine_link.joined_engine import JoinedEngine, JoinRefused
 
 SETTLE_S = 5.0
-"""How long the last settlements may take once both listeners are closed."""
+"""Time for the last settlements after both listeners have closed, in seconds."""
 
 
 def run(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM; raises StartRefused before anything listens."""
+    """Serve until SIGINT or SIGTERM. Raises StartRefused before anything listens."""
     configure_logs(settings.log_format)
     warn_of_unread_variable()
     if settings.engine is None:
         raise StartRefused("a gateway needs an engine: give --engine the path that 'loramux serve' prints")
     if settings.is_database_embedded:
         raise StartRefused(
-            "a gateway needs its server's database: give --database-url, which for a server without one is "
-            "sqlite:///DIR/loramux.db, DIR being the server's data directory"
+            "a gateway needs its server's database: give --database-url; for a server that was started without one "
+            "it is sqlite:///DIR/loramux.db, where DIR is the server's data directory"
         )
     try:
         model = ModelConfig.load(settings.model)

@@ -1,4 +1,4 @@
-"""Puts a gateway without administration together: database, services, the OpenAI app, metrics and health."""
+"""Assembles a gateway without administration: database, services, the OpenAI app, metrics and health."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 @dataclass(frozen=True, slots=True)
 class AssembledGateway:
-    """Both apps, and what must run beside them."""
+    """Both apps and the background work that they need."""
 
     gateway_app: FastAPI
     operations_app: FastAPI
@@ -48,9 +48,9 @@ class AssembledGateway:
 def assemble_gateway(
     settings: Settings, directory: DataDirectory, model: ModelConfig, engine: EngineClient, is_loopback: bool
 ) -> Iterator[AssembledGateway]:
-    """The whole process but its listeners; raises StartRefused. Blocking at both ends.
+    """The whole process except its listeners. Raises StartRefused. Entering and leaving both block.
 
-    The database is its server's: a schema that is not this version's is refused, never upgraded.
+    The database belongs to the server: a schema of another version is refused, never upgraded.
     """
     with ExitStack() as stack:
         try:
@@ -65,7 +65,7 @@ def assemble_gateway(
             raise StartRefused(f"the database cannot be used: {reason}") from error
         info = engine.info
         if info is None:
-            raise StartRefused("the engine has just gone: start the gateway again when its server is ready")
+            raise StartRefused("the engine has just stopped: start the gateway again when its server is ready")
         executor = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="services"))
         gateway = GatewayServices.compose(
             database=database,
@@ -96,7 +96,7 @@ def assemble_gateway(
 
 
 def _operations_app(gateway: GatewayServices, settings: Settings, is_loopback: bool) -> FastAPI:
-    """`/metrics` and `/health`, as the admin listener of a server has them."""
+    """`/metrics` and `/health`, as on a server's admin listener."""
     app = FastAPI(title="loramux gateway", openapi_url=None, docs_url=None, redoc_url=None)
     install_error_handling(app)
     token = None if settings.metrics_token is None else settings.metrics_token.get_secret_value()

@@ -1,4 +1,4 @@
-"""`loramux serve`: check, take the ports, start the engine, put the rest together, listen, drain."""
+"""`loramux serve`: check the settings, bind the ports, start the engine, assemble the rest, listen, drain."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from loramux.platform.engine_link.local_engine import EngineStartError, LocalEng
 from loramux.platform.engine_link.output_lines import OutputLines
 
 SETTLE_S = 5.0
-"""How long the last settlements may take once both listeners are closed."""
+"""Time for the last settlements after both listeners have closed, in seconds."""
 
 
 def run(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM; raises StartRefused before anything listens."""
+    """Serve until SIGINT or SIGTERM. Raises StartRefused before anything listens."""
     configure_logs(settings.log_format)
     if settings.sandbox == "required":
         check_sandbox(missing_measures)
@@ -56,7 +56,7 @@ def run(settings: Settings) -> None:
 
 
 def check_sandbox(find_missing: Callable[[], Collection[str]]) -> None:
-    """Raises StartRefused where what tenants upload could not be validated behind all walls."""
+    """Raises StartRefused where uploads could not be validated with every essential sandbox measure."""
     try:
         missing = find_missing()
     except ValidationFailed as error:
@@ -64,12 +64,12 @@ def check_sandbox(find_missing: Callable[[], Collection[str]]) -> None:
     if lacking := [name for name in ESSENTIAL if name in missing]:
         raise StartRefused(
             f"the setting sandbox is 'required', and this machine's kernel or container has no "
-            f"{' and no '.join(lacking)}: 'loramux doctor --data-dir DIR' says how to mend it"
+            f"{' and no '.join(lacking)}: 'loramux doctor --data-dir DIR' says how to fix it"
         )
 
 
 def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
-    """What the model directory and the settings say; raises StartRefused before anything is begun."""
+    """Read the model directory and derive the engine's configuration. Raises StartRefused before anything starts."""
     try:
         device = resolve_device(settings.device)
         model = ModelConfig.load(settings.model)
@@ -159,13 +159,13 @@ async def _serve(
 
 
 def _supervision(settings: Settings, config: EngineConfig) -> Supervision:
-    # A first start on a GPU compiles kernels for every shape, beside loading what may be a large model.
+    # A first start on a GPU compiles kernels for every shape, in addition to loading a possibly large model.
     supervision = Supervision(step_timeout_s=settings.engine_step_timeout_s)
     return replace(supervision, start_timeout_s=1800.0) if config.device == "cuda" else supervision
 
 
 async def _started(engine: LocalEngine, signals: StopSignals) -> bool:
-    """Wait for the engine; False when the process was told to stop before that."""
+    """Wait for the engine; False when the process was told to stop first."""
     starting = asyncio.create_task(engine.start())
     stopping = asyncio.create_task(signals.drain.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)

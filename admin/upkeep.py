@@ -1,4 +1,4 @@
-"""What the admin side does by itself: pins are told to an engine that has forgotten them, what is over is swept."""
+"""Periodic background work: restore pins after an engine restart, sweep expired rows, refresh statistics."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ log = structlog.get_logger(__name__)
 
 
 class Upkeep:
-    """Runs beside the admin app; any number of servers may do so at once."""
+    """Runs alongside the admin app; any number of servers may run it concurrently."""
 
     def __init__(self, services: AdminServices) -> None:
         self._services = services
         self._expired = ExpiredRows(services.database)
         self._unpinnable: frozenset[str] = frozenset()
-        """Those that failed at the last look: said once."""
+        """Digests that could not be pinned last time; each failure is logged once."""
 
     async def run(self) -> None:
-        """For ever."""
+        """Runs forever."""
         swept_s = -SWEEP_INTERVAL_S
         while True:
             try:
@@ -49,7 +49,7 @@ class Upkeep:
         await services.call(services.database.refresh_statistics)
 
     async def renew_pins(self) -> None:
-        """Pin what is to be pinned and is not, as after a restart of the engine."""
+        """Pin the adapters that should be pinned and are not, for example after an engine restart."""
         services = self._services
         wanted = await services.call(services.pins.digests)
         if not wanted:

@@ -1,1 +1,1 @@
-"""The client side of the admin REST: calls, profiles, push and pull."""
+"""The client side of the admin REST API: calls, profiles, push and pull."""

@@ -1,4 +1,4 @@
-"""A client of the admin REST, for the command line and the demo."""
+"""A client for the admin REST API, used by the command line and the demo."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class AdminError(Exception):
 
 
 class ServerUnreachable(Exception):
-    """No loramux answers at the admin URL, or it broke off."""
+    """No loramux answers at the admin URL, or the connection broke."""
 
 
 class AdminClient:
-    """Calls `/admin/v1` with one key. Raises AdminError for a refusal and ServerUnreachable where nobody answers."""
+    """Calls `/admin/v1` with one key. Raises AdminError for a refusal and ServerUnreachable if no server answers."""
 
     def __init__(self, base_url: str, key: str, timeout_s: float = 30.0) -> None:
         self._base_url = base_url.rstrip("/")
@@ -48,15 +48,15 @@ class AdminClient:
             base_url=f"{self._base_url}/admin/v1/",
             headers={"authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(timeout_s, connect=5.0),
-            # A proxy of the environment cannot reach this machine's own loopback.
+            # A proxy named in the environment cannot reach this machine's loopback.
             trust_env=not _is_loopback(self._base_url),
-            # To read the host's certificates takes 30 ms, which a plain URL has no use for.
+            # Reading the host's certificates takes 30 ms; a plain http URL does not need them.
             verify=not self._base_url.startswith("http://"),
         )
 
     @classmethod
     def from_environment(cls, profile: str | None = None, timeout_s: float = 30.0) -> Self:
-        """The client of a profile, or of what LORAMUX_ADMIN_URL and LORAMUX_ADMIN_KEY describe."""
+        """A client for the server of a profile, or of LORAMUX_ADMIN_URL and LORAMUX_ADMIN_KEY."""
         try:
             address = find_server(profile)
         except NoServerNamed as error:
@@ -80,7 +80,7 @@ class AdminClient:
 
     @staticmethod
     def path(*parts: str) -> str:
-        """A path of names and identifiers, each one segment of it."""
+        """A path whose segments are the given names and identifiers, percent-encoded."""
         return "/".join(quote(part, safe="") for part in parts)
 
     def get(self, path: str, **params: object) -> Document:
@@ -91,7 +91,7 @@ class AdminClient:
 
     @contextmanager
     def stream(self, path: str) -> Iterator[Iterator[bytes]]:
-        """The bytes at a path, in chunks as they come."""
+        """The bytes at a path, in chunks as they arrive."""
         try:
             with self._http.stream("GET", path) as response:
                 if not response.is_success:
@@ -100,7 +100,7 @@ class AdminClient:
                 yield response.iter_bytes()
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
-            raise ServerUnreachable(f"{self._base_url} broke off ({reason})") from None
+            raise ServerUnreachable(f"the connection to {self._base_url} broke ({reason})") from None
 
     def post(self, path: str, body: Document) -> Document:
         return self._document(self._send("POST", path, json=body))
@@ -109,33 +109,33 @@ class AdminClient:
         return self._document(self._send("PUT", path, json=body))
 
     def patch(self, path: str, body: Document) -> Document:
-        """Change what is named, whatever state it is in: a command's fields are not derived from what was there."""
+        """Update a resource whatever its current state: a command's fields do not depend on earlier values."""
         return self._document(self._send("PATCH", path, json=body, headers={"if-match": "*"}))
 
     def delete(self, path: str) -> Document:
         return self._document(self._send("DELETE", path))
 
     def put_bytes(self, url: str, size: int, chunks: Iterable[bytes]) -> None:
-        """Upload one file to the URL that the server gave for it; raises like every other call."""
+        """Upload one file to the URL that the server returned for it; raises like every other call."""
         headers = {"content-length": str(size), "content-type": "application/octet-stream"}
         # The server answers only once the whole file is stored.
         timeout = httpx.Timeout(300.0, connect=5.0)
         self._send("PUT", str(self._http.base_url.join(url)), content=chunks, headers=headers, timeout=timeout)
 
     def put_presigned(self, request: Mapping[str, Any], chunks: Iterable[bytes]) -> None:
-        """Send bytes to the blob store by a request that the server signed; our key stays with us."""
+        """Send bytes to the blob store with a request that the server presigned; the API key is not sent."""
         timeout = httpx.Timeout(300.0, connect=5.0)
         trust_env = not _is_loopback(request["url"])
         try:
             with httpx.Client(timeout=timeout, trust_env=trust_env, follow_redirects=False) as http:
                 response = http.request(request["method"], request["url"], headers=request["headers"], content=chunks)
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            # The URL is a secret, and may be part of the error's text.
+            # The URL is a secret, and the error's text may contain it.
             raise ServerUnreachable(
                 f"the server's blob store does not answer ({type(error).__name__}): "
                 "set LORAMUX_PRESIGNED_UPLOADS=false at the server if it cannot be reached from here"
             ) from None
-        # It is there already: what an earlier try sent, of which no answer came back.
+        # 412: an earlier attempt stored the bytes, but its response was lost.
         if not response.is_success and response.status_code != 412:
             raise AdminError(
                 response.status_code, f"the blob store answered {response.status_code}", "blob_store_refused", None
@@ -156,14 +156,14 @@ class AdminClient:
         return {"object": "list", "data": list(self.items(path, **params))}
 
     def is_alive(self) -> bool:
-        """Whether the server answers at all; it needs no key for this."""
+        """Whether the server answers at all; needs no key."""
         try:
             return self._http.get(f"{self._base_url}/health/live").status_code == 200
         except httpx.TransportError:
             return False
 
     def is_ready(self) -> bool:
-        """Whether the server can run requests; it needs no key for this."""
+        """Whether the server can run requests; needs no key."""
         try:
             return self._http.get(f"{self._base_url}/health/ready").status_code == 200
         except httpx.TransportError:
@@ -177,7 +177,7 @@ class AdminClient:
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
             raise ServerUnreachable(
-                f"no loramux answers at {self._base_url} ({reason}): start 'loramux serve' or mend LORAMUX_ADMIN_URL"
+                f"no loramux answers at {self._base_url} ({reason}): start 'loramux serve' or fix LORAMUX_ADMIN_URL"
             ) from None
         if not response.is_success:
             raise _refusal(response)
@@ -191,7 +191,7 @@ class AdminClient:
         except ValueError:
             document = None
         if not isinstance(document, dict):
-            raise ServerUnreachable(f"{self._base_url} is no admin listener of loramux: it did not answer with JSON")
+            raise ServerUnreachable(f"{self._base_url} is not a loramux admin listener: it did not answer with JSON")
         return document
 
 

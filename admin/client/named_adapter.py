@@ -1,4 +1,4 @@
-"""From `tenant/adapter[@version]`, as a command line gives it, to what the server knows by that name."""
+"""Resolves `tenant/adapter[@version]`, as given on the command line, to the server's adapter and version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAME = re.compile(r"([^/@:]+)/([^/@:]+)(?:@([1-9][0-9]{0,9}))?")
 
 @dataclass(frozen=True, slots=True)
 class NamedAdapter:
-    """An adapter of the server's, and the version that was named with it."""
+    """An adapter on the server, and the version number that was given with its name."""
 
     document: Document
     version: int | None
@@ -23,12 +23,12 @@ class NamedAdapter:
         return f"adapters/{self.document['id']}"
 
     def version_path(self, number: int | None = None) -> str:
-        """The path of a version, by default of the one that was named."""
+        """The path of a version, by default of the one given with the name."""
         return f"{self.path}/versions/{self.version if number is None else number}"
 
 
 def find_named(client: AdminClient, name: str, *, needs_version: bool = False) -> NamedAdapter:
-    """Raises AdminError for a name that means nothing, or that lacks the version it needs."""
+    """Raises AdminError for an unknown or malformed name, or one that lacks a required version."""
     match = _NAME.fullmatch(name)
     if match is None or (needs_version and match[3] is None):
         form = "tenant/adapter@version" if needs_version else "tenant/adapter or tenant/adapter@version"

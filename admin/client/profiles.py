@@ -1,4 +1,4 @@
-"""The servers that a command line knows by a name: one TOML file that only its owner may read."""
+"""Named servers for the command line, kept in a TOML file that only its owner can read."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
 class ProfileError(Exception):
-    """A profile cannot be used or kept; the message says how to mend it."""
+    """A profile cannot be used or saved; the message says how to fix it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """One server: where its admin listener is, and the key to call it with."""
+    """One server: its admin listener's URL and the key to call it with."""
 
     name: str
     url: str
@@ -34,21 +34,21 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownProfiles:
-    """Everything the file says; `current` is used where none is asked for by name."""
+    """The file's content; `current` is used when a command names no profile."""
 
     profiles: Mapping[str, Profile]
     current: str | None
 
     def find(self, name: str) -> Profile:
-        """Raises ProfileError for a name that is not there."""
+        """Raises ProfileError for an unknown name."""
         if name not in self.profiles:
             close = did_you_mean(name, self.profiles)
-            raise ProfileError(f"there is no profile {name!r}{close}; make it with 'loramux profiles add {name}'")
+            raise ProfileError(f"there is no profile {name!r}{close}; create it with 'loramux profiles add {name}'")
         return self.profiles[name]
 
 
 class ProfileFile:
-    """`config.toml` in the user's configuration directory, written whole and readable by its owner alone."""
+    """`config.toml` in the user's configuration directory, replaced atomically and readable only by its owner."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,7 +59,7 @@ class ProfileFile:
         return cls(Path(home) / "loramux" / "config.toml")
 
     def read(self) -> KnownProfiles:
-        """What is there; a file that does not exist knows no profiles. Raises ProfileError."""
+        """Read the profiles; a file that does not exist has none. Raises ProfileError."""
         try:
             with self.path.open("rb") as file:
                 mode = os.fstat(file.fileno()).st_mode
@@ -69,19 +69,20 @@ class ProfileFile:
         except OSError as error:
             raise ProfileError(f"{self.path} cannot be read: {error.strerror}") from None
         if stat.S_IMODE(mode) & 0o077:
-            raise ProfileError(f"others may read the keys in {self.path}: run 'chmod 600 {self.path}'")
+            raise ProfileError(f"other users can read the keys in {self.path}: run 'chmod 600 {self.path}'")
         try:
             return _parse(tomllib.loads(content.decode()))
         except (UnicodeDecodeError, tomllib.TOMLDecodeError, _Malformed) as error:
-            # What stands in the file may be a key: only the reader's own words are shown, never its text.
+            # The file may contain keys: the message holds the parser's own words, never the file's text.
             reason = str(error) if not isinstance(error, UnicodeDecodeError) else "it is not UTF-8"
-            raise ProfileError(f"{self.path} is no file of profiles: {reason}") from None
+            raise ProfileError(f"{self.path} is not a valid profile file: {reason}") from None
 
     def add(self, profile: Profile) -> None:
-        """Keep a profile, in the place of one that has its name; the first becomes the current one."""
+        """Save a profile, replacing any profile of the same name; the first one becomes current."""
         if _NAME.fullmatch(profile.name) is None:
             raise ProfileError(
-                "a profile's name has up to 63 small letters, digits, '.', '_' and '-', a letter or digit first"
+                "a profile's name has up to 63 lowercase letters, digits, '.', '_' and '-', and begins with a letter "
+                "or digit"
             )
         self._change(
             lambda known: replace(
@@ -96,7 +97,7 @@ class ProfileFile:
         self._change(lambda known: replace(known, current=known.find(name).name))
 
     def remove(self, name: str) -> None:
-        """Forget a profile; when it was the current one, there is none until `use` names another."""
+        """Remove a profile. If it was the current one, there is none until `use` selects another."""
 
         def without(known: KnownProfiles) -> KnownProfiles:
             removed = known.find(name).name
@@ -127,38 +128,38 @@ class ProfileFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Two commands at once must not lose each other's profile."""
+        """Keeps concurrent commands from overwriting each other's profiles."""
         with self.path.with_name("lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
 
 class _Malformed(Exception):
-    """The file is TOML but holds something else than profiles."""
+    """The file is TOML but does not hold profiles."""
 
 
 def _parse(document: Mapping[str, Any]) -> KnownProfiles:
     unknown = sorted(document.keys() - {"current", "profiles"})
     if unknown:
         raise _Malformed(
-            f"it may have 'current' and 'profiles' only{did_you_mean(unknown[0], ('current', 'profiles'))}"
+            f"it may contain only 'current' and 'profiles'{did_you_mean(unknown[0], ('current', 'profiles'))}"
         )
     tables = document.get("profiles", {})
     current = document.get("current")
     if not isinstance(tables, dict) or not (current is None or isinstance(current, str)):
-        raise _Malformed("'current' is a name and 'profiles' a table of tables")
+        raise _Malformed("'current' must be a name and 'profiles' a table of tables")
     profiles = {}
     for name, table in tables.items():
         if not isinstance(table, dict) or table.keys() != {"url", "key"}:
-            raise _Malformed("each profile has a 'url' and a 'key', and nothing else")
+            raise _Malformed("each profile must have a 'url' and a 'key', and nothing else")
         if not (isinstance(table["url"], str) and isinstance(table["key"], str)):
-            raise _Malformed("a profile's 'url' and 'key' are texts")
+            raise _Malformed("a profile's 'url' and 'key' must be strings")
         profiles[name] = Profile(name=name, url=table["url"], key=table["key"])
     return KnownProfiles(profiles=profiles, current=current)
 
 
 def _written(known: KnownProfiles) -> str:
-    # JSON's texts of printable ASCII are TOML's basic strings, and everything here is that.
+    # A JSON string of printable ASCII is also a TOML basic string, and all these strings are printable ASCII.
     lines = [f"current = {json.dumps(known.current)}"] if known.current is not None else []
     for name, profile in sorted(known.profiles.items()):
         lines += [

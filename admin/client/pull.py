@@ -1,4 +1,4 @@
-"""Bring a version's files back from the server, as they were uploaded."""
+"""Download a version's files from the server, as they were uploaded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from loramux.admin.client.push import FILE_NAMES, Progress
 
 
 class PullRefused(Exception):
-    """The files cannot be had or kept; the message says why."""
+    """The files cannot be downloaded or written; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class PulledVersion:
-    """A version whose files lie in `directory`."""
+    """A version whose files are in `directory`."""
 
     model: str
     version: int
@@ -35,16 +35,16 @@ def pull_version(
     may_replace: bool = False,
     progress: Progress = lambda _what, _num_bytes: None,
 ) -> PulledVersion:
-    """Write both files of a version into `directory`, by default of the version that the bare name means.
+    """Write both files of a version into `directory`; without a version number, of the one that the bare name selects.
 
-    Each is compared with the SHA-256 that was declared for it and appears whole or not at all. Raises PullRefused.
+    Each file is checked against its declared SHA-256 and appears complete or not at all. Raises PullRefused.
     """
     number = named.version if named.version is not None else _default(named)
     report = client.get(f"{named.version_path(number)}/report")
     declared = {file["name"]: file for file in report["files"]}
     taken = [name for name in FILE_NAMES if (directory / name).exists()]
     if taken and not may_replace:
-        raise PullRefused(f"{directory} has a {taken[0]} already: take another directory, or --force")
+        raise PullRefused(f"{directory} already has a {taken[0]}: choose another directory, or use --force")
     directory.mkdir(parents=True, exist_ok=True)
     unfinished = {name: directory / f".{name}.{os.getpid()}" for name in FILE_NAMES}
     try:
@@ -61,7 +61,7 @@ def pull_version(
 def _default(named: NamedAdapter) -> int:
     targets = named.document["aliases"].get(DEFAULT_ALIAS)
     if not targets:
-        raise AdminError(404, f"{named.document['model']} has no version that is ready", "version_not_found", "model")
+        raise AdminError(404, f"{named.document['model']} has no ready version", "version_not_found", "model")
     return int(max(targets, key=lambda target: (target["weight"], target["version"]))["version"])
 
 
@@ -73,4 +73,4 @@ def _download(client: AdminClient, path: str, place: Path, sha256: str, progress
             out.write(chunk)
             progress("pull", len(chunk))
     if hashed.hexdigest() != sha256:
-        raise PullRefused("the bytes that came have another SHA-256 than what was uploaded: try again")
+        raise PullRefused("the downloaded bytes do not match the SHA-256 of the uploaded file: try again")

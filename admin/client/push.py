@@ -1,4 +1,4 @@
-"""Bring a PEFT directory to the server: declare, upload, wait for the verdict."""
+"""Push a PEFT directory to the server: declare its files, upload them, wait for validation."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 CHUNK_BYTES = 1 << 20
 
 _CAPS = ("too_many_open_uploads", "too_many_pending_versions")
-"""Refusals that pass once other pushes of the tenant have gone on."""
+"""Codes of refusals that are temporary: they end when the tenant's other pushes finish."""
 
 Progress = Callable[[str, int], None]
-"""Told what is being done and how many bytes of it were just done."""
+"""Called with the name of the operation and the number of bytes just processed."""
 
 
 class PushRefused(Exception):
-    """The directory is no adapter, or the server rejected it; `code` and `param` say why."""
+    """The directory is not an adapter, or the server rejected it; `code` and `param` say why."""
 
     def __init__(self, message: str, code: str | None, param: str | None) -> None:
         super().__init__(message)
@@ -56,8 +56,8 @@ def push_adapter(
     """Upload the adapter in `directory` as the next version of `tenant/name` and wait until it is ready.
 
     `tenant` is a slug or an identifier.
-    Raises PushRefused when the directory is no adapter, the server rejects it or `timeout_s` passes. A push that fails
-    or is interrupted cancels its upload.
+    Raises PushRefused when the directory is not an adapter, the server rejects it or `timeout_s` passes. A push that
+    fails or is interrupted cancels its upload.
     """
     paths = [_file_of(directory, file_name) for file_name in FILE_NAMES]
     files = [{"name": path.name, "size": path.stat().st_size, "sha256": _sha256(path, progress)} for path in paths]
@@ -75,9 +75,9 @@ def push_adapter(
 def register_source(
     client: AdminClient, source: str, tenant: str, name: str, timeout_s: float = 300.0
 ) -> PushedVersion:
-    """Have the server take the adapter from `source`, `s3://BUCKET/PREFIX`, as the next version of `tenant/name`.
+    """Have the server read the adapter from `source`, `s3://BUCKET/PREFIX`, as the next version of `tenant/name`.
 
-    Only a platform administrator may, and only where the operator allows it. Raises PushRefused and AdminError.
+    Requires a platform administrator's key and a source that the operator allows. Raises PushRefused and AdminError.
     """
     adapter = _adapter(client, tenant, name)
     version = _make_version(client, adapter, {"source": source}, timeout_s)
@@ -85,12 +85,12 @@ def register_source(
 
 
 def _make_version(client: AdminClient, adapter: Document, files: Document, timeout_s: float) -> Document:
-    """Make a version of what was uploaded or lies at a source."""
+    """Create a version from an upload or a source."""
     return _await_room(lambda: client.post(f"adapters/{adapter['id']}/versions", files), timeout_s)
 
 
 def _await_room(call: Callable[[], Document], timeout_s: float) -> Document:
-    """Call again, for `timeout_s` at most, while the tenant has as much under way as the server lets it."""
+    """Repeat the call, for `timeout_s` at most, while the tenant is at its limit of concurrent pushes."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -104,7 +104,7 @@ def _await_room(call: Callable[[], Document], timeout_s: float) -> Document:
 
 @contextmanager
 def _cancelled_on_failure(client: AdminClient, path: str) -> Iterator[None]:
-    """Cancel an upload where what is done with it fails or is interrupted: it would count until it expires."""
+    """Cancel the upload if the block fails or is interrupted: an open upload counts until it expires."""
     try:
         yield
     except BaseException:
@@ -117,12 +117,12 @@ def _ready(client: AdminClient, adapter: Document, version: Document, timeout_s:
     """Wait until a version is ready. Raises PushRefused."""
     version = _settled(client, f"adapters/{adapter['id']}/versions/{version['number']}", timeout_s)
     _check_ready(version)
-    # The tenant may have been given by its identifier, but a model is named by its slug.
+    # The tenant may have been given by its identifier, but a model's name uses its slug.
     return PushedVersion(adapter["model"], version["number"], version["digest"], version["max_rank"])
 
 
 def num_bytes_of(directory: Path) -> int:
-    """What a push of this directory reads: once to hash, once to upload."""
+    """The bytes that a push of this directory reads: each file once to hash, once to upload."""
     return 2 * sum(_file_of(directory, file_name).stat().st_size for file_name in FILE_NAMES)
 
 
@@ -137,7 +137,7 @@ def _file_of(directory: Path, file_name: str) -> Path:
             "pickle_refused",
             others[0],
         )
-    raise PushRefused(f"{directory} has no {file_name}: give the directory that PEFT saved", "file_missing", file_name)
+    raise PushRefused(f"{directory} has no {file_name}: give a directory that PEFT saved", "file_missing", file_name)
 
 
 def _adapter(client: AdminClient, tenant: str, name: str) -> Document:
@@ -147,14 +147,14 @@ def _adapter(client: AdminClient, tenant: str, name: str) -> Document:
     try:
         return client.post("adapters", {"tenant": tenant, "name": name})
     except AdminError as error:
-        # Somebody else made it in between: that one will do.
+        # Another client created it in the meantime: use that one.
         if error.status != 409:
             raise
     return dict(client.get("adapters", tenant=tenant, name=name)["data"][0])
 
 
 def _send(client: AdminClient, path: Path, way: Document, progress: Progress) -> None:
-    """Send a file to the server, or to where it says: the blob store, whole or in parts."""
+    """Send a file to the server, or to the blob store where the server says so, whole or in parts."""
     size = path.stat().st_size
     if "parts" in way:
         for number, part in enumerate(way["parts"]):
@@ -171,7 +171,7 @@ def _put_part(client: AdminClient, way: Document, path: Path, begin: int, end: i
 
 
 def _persist(send: Callable[[], None]) -> None:
-    """Send once more what a server that is busy, or a connection that broke, did not take: a file may come twice."""
+    """Retry when the server is busy or the connection breaks: uploading a file twice is safe."""
     for pause_s in (0.5, 2.0, 5.0):
         try:
             return send()
@@ -191,7 +191,7 @@ def _check_ready(version: Document) -> None:
         raise PushRefused(error["message"], error["code"], error["param"])
     if version["state"] != "ready":
         raise PushRefused(
-            f"version {version['number']} has the same files and is {version['state']}",
+            f"version {version['number']} already has these files and is {version['state']}",
             f"version_{version['state']}",
             None,
         )
@@ -207,7 +207,7 @@ def _settled(client: AdminClient, path: str, timeout_s: float) -> Document:
         if time.monotonic() > deadline:
             raise PushRefused(
                 f"version {version['number']} is still {version['state']} after {timeout_s:.0f} s; "
-                "it goes on by itself: look again with 'loramux adapters list'",
+                "validation continues on the server: check later with 'loramux adapters list'",
                 "timeout",
                 None,
             )

@@ -1,4 +1,4 @@
-"""Which server a command calls, and with which key: `--profile`, then the environment, then the current profile."""
+"""Which server a command calls, and with which key: from `--profile`, the environment or the current profile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ URL_VARIABLE, KEY_VARIABLE, PROFILE_VARIABLE = "LORAMUX_ADMIN_URL", "LORAMUX_ADM
 
 
 class NoServerNamed(Exception):
-    """It is not known which server to call, or how; the message says what to set."""
+    """No usable server address or key is configured; the message says what to set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,24 +33,26 @@ def find_server(
 ) -> ServerAddress:
     """The server to call; raises NoServerNamed.
 
-    A profile that is named wins over the environment, and the environment over the current profile. Address and key
-    always come from the same place, so that no key is ever sent to another server than its own.
+    A named profile takes precedence over the environment, and the environment over the current profile. Address and
+    key always come from the same source, so that a key is only ever sent to its own server.
     """
     file = file or ProfileFile.of_user(environment)
     name = profile or environment.get(PROFILE_VARIABLE)
     try:
         if name:
             return _of_profile(file.read().find(name))
-        # A variable that was read from a file often ends with the file's line break.
+        # A variable that was filled from a file often ends with a line break.
         key, url = (environment.get(variable, "").strip() for variable in (KEY_VARIABLE, URL_VARIABLE))
         if key:
             return _checked(ServerAddress(url=url or DEFAULT_URL, key=key, source="the environment"), URL_VARIABLE)
         if url:
-            raise NoServerNamed(f"{URL_VARIABLE} is set and {KEY_VARIABLE} is not: set both, or neither for a profile")
+            raise NoServerNamed(
+                f"{URL_VARIABLE} is set and {KEY_VARIABLE} is not: set both, or neither to use a profile"
+            )
         known = file.read()
         if known.current is None:
             use = "choose a profile: loramux profiles use NAME" if known.profiles else "loramux profiles add NAME"
-            raise NoServerNamed(f"set {KEY_VARIABLE} to a key of the server's administrator, or {use}")
+            raise NoServerNamed(f"set {KEY_VARIABLE} to an administrator's key, or {use}")
         return _of_profile(known.find(known.current))
     except ProfileError as error:
         raise NoServerNamed(str(error)) from None
@@ -64,15 +66,15 @@ def check_url(url: str, where: str) -> None:
             httpx.URL(url)
             return
     except (httpx.InvalidURL, ValueError):
-        # A port or an address that is none.
+        # The port or the address is invalid.
         pass
     raise NoServerNamed(f"{where} is {url!r}: it should look like {DEFAULT_URL}")
 
 
 def check_key(key: str, where: str) -> None:
-    """Raises NoServerNamed for text that cannot travel in a header; never shows it."""
+    """Raises NoServerNamed for text that cannot be sent in a header; the message never shows the text."""
     if not (key and key.isascii() and key.isprintable()):
-        raise NoServerNamed(f"{where} is no key: a key has printable ASCII characters only")
+        raise NoServerNamed(f"{where} is not a key: a key has only printable ASCII characters")
 
 
 def _of_profile(profile: Profile) -> ServerAddress:

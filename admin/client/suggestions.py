@@ -1,4 +1,4 @@
-"""`did you mean`: the nearest of the words that would have been right."""
+"""`did you mean`: suggests the closest valid word."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from collections.abc import Iterable
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.7) -> str:
-    """`: did you mean X?`, or nothing where no known word is near."""
+    """`: did you mean X?`, or an empty string when no known word is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f": did you mean {close[0]}?" if close else ""

@@ -1,1 +1,1 @@
-"""The verbs of the command line, one file each; heavy imports happen inside the verbs."""
+"""The commands of `loramux`, one file each; heavy imports happen inside the command functions."""

@@ -1,4 +1,4 @@
-"""`loramux adapters pin|unpin|preload`: having a version in the page pool before it is asked for."""
+"""`loramux adapters pin|unpin|preload`: put a version in the page pool before a request needs it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from loramux.admin.commands.output import connected_to, tell
 
 
 def pin(model: VersionedModel, as_json: AsJson = False) -> None:
-    """Load a version and keep it in the page pool, also across restarts, until 'unpin'."""
+    """Load a version and keep it in the page pool until 'unpin', even across restarts."""
     _place(model, "pin", as_json)
 
 
 def unpin(model: VersionedModel, as_json: AsJson = False) -> None:
-    """Let a version give way to others again; it stays until its room is needed."""
+    """Make a version evictable again; it stays loaded until its pages are needed."""
     _place(model, "unpin", as_json)
 
 
 def preload(model: VersionedModel, as_json: AsJson = False) -> None:
-    """Load a version, so that its first request need not wait; it may be evicted again."""
+    """Load a version, so that its first request need not wait; it can be evicted later."""
     _place(model, "preload", as_json)
 
 

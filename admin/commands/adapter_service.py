@@ -1,4 +1,4 @@
-"""`loramux adapters promote|rollback|disable|enable|archive|restore`: which versions answer requests."""
+"""`loramux adapters promote|rollback|disable|enable|archive|restore`: choose which versions serve requests."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def promote(
     model: VersionedModel,
     alias: Alias = "default",
     percent: Annotated[
-        int, typer.Option("--percent", min=1, max=100, help="Part of the requests; what is named now keeps the rest.")
+        int, typer.Option("--percent", min=1, max=100, help="Share of the requests; current versions keep the rest.")
     ] = FULL_SHARE,
     no_warm: NoWarm = False,
     as_json: AsJson = False,
 ) -> None:
-    """Point an alias at a version, or give it a part of the alias's requests; running requests finish as they began."""
+    """Point an alias at a version, or send it a share of the alias's requests; running requests are not affected."""
     from loramux.admin.client.client import AdminError
 
     with connected_to(model, as_json, needs_version=True) as (client, named):
@@ -39,7 +39,7 @@ def promote(
             except AdminError as error:
                 if error.status != 404:
                     raise
-                fail(f"{model} has no alias {alias} that could keep the rest: leave --percent out", WRONG_CALL)
+                fail(f"{model} has no alias {alias} to keep the remaining requests: omit --percent", WRONG_CALL)
             targets = _share_out(present, named.version, percent)
         changed = client.put(path, {"targets": targets, "warm": not no_warm})
     _tell(named.document, changed, as_json)
@@ -49,12 +49,12 @@ def rollback(
     model: Model,
     alias: Alias = "default",
     revision: Annotated[
-        int | None, typer.Option(help="Go back to this one instead of the one before.", show_default=False)
+        int | None, typer.Option(help="Revision to return to (default: the previous one).", show_default=False)
     ] = None,
     no_warm: NoWarm = False,
     as_json: AsJson = False,
 ) -> None:
-    """Let an alias name again what it named before; the next rollback undoes it."""
+    """Point an alias back at its previous versions; rolling back again undoes it."""
     with connected_to(model, as_json) as (client, named):
         path = f"{named.path}/{client.path('aliases', alias, 'rollback')}"
         changed = client.post(path, {"revision": revision, "warm": not no_warm})
@@ -62,7 +62,7 @@ def rollback(
 
 
 def disable(model: Model, as_json: AsJson = False) -> None:
-    """Take an adapter out of service with all its versions; running requests finish, nothing is deleted."""
+    """Take an adapter and all its versions out of service; running requests finish and nothing is deleted."""
     _switch(model, "disable", as_json)
 
 
@@ -72,7 +72,7 @@ def enable(model: Model, as_json: AsJson = False) -> None:
 
 
 def archive(model: VersionedModel, as_json: AsJson = False) -> None:
-    """Take one version out of service that no alias names."""
+    """Take a version that no alias points at out of service."""
     _move_version(model, "archive", as_json)
 
 
@@ -95,11 +95,11 @@ def _move_version(model: str, verb: str, as_json: bool) -> None:
 
 
 def _draining(answer: Document) -> str:
-    return "" if answer.get("drained", True) else "; running requests still finish on it"
+    return "" if answer.get("drained", True) else "; running requests are still finishing on it"
 
 
 def _share_out(present: list[Document], version: int, percent: int) -> list[Document]:
-    """`percent` for the version; the others keep their proportions to each other in hundredths of what is left."""
+    """Weights that give `percent` to the version; the others share the rest in their present proportions."""
     others = [target for target in present if target["version"] != version]
     total = sum(target["weight"] for target in others)
     if not others:

@@ -1,4 +1,4 @@
-"""What the verbs about adapters print."""
+"""Output of the adapter commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def shown_aliases(adapter: Document) -> str | None:
-    """`default=3 beta=3(90%)+4(10%)`: the versions of each alias, where there are several with their parts."""
+    """`default=3 beta=3(90%)+4(10%)`: the versions of each alias, with their shares if there are several."""
     return " ".join(f"{name}={shown_targets(targets)}" for name, targets in adapter["aliases"].items()) or None
 
 
@@ -46,7 +46,7 @@ def print_versions(adapter: Document, versions: Sequence[Document]) -> None:
 
 
 def print_version(adapter: Document, version: Document) -> None:
-    """One version with everything that validation found."""
+    """One version with its whole validation report."""
     print(f"{adapter['model']}@{version['number']} ({version['id']}, {version['state']})")
     rows: list[tuple[str, object]] = [(name, version[name]) for name in ("digest", "max_rank", "num_pages", "size")]
     rows.append(("aliases", " ".join(_naming(adapter, version["number"])) or None))

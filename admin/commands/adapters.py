@@ -1,4 +1,4 @@
-"""`loramux adapters`: bring adapters to the server and see which there are."""
+"""`loramux adapters`: push, pull and list adapters."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 
 DEFAULT_ALIAS = "default"
 
-app = typer.Typer(no_args_is_help=True, help="Push adapters, see what there is, and choose which version answers.")
+app = typer.Typer(no_args_is_help=True, help="Push and list adapters, and choose which versions serve requests.")
 
 
 @app.command()
 def push(
     source: Annotated[
-        str, typer.Argument(metavar="DIRECTORY|s3://BUCKET/PREFIX", help="What PEFT's save_pretrained wrote.")
+        str, typer.Argument(metavar="DIRECTORY|s3://BUCKET/PREFIX", help="Output of PEFT's save_pretrained.")
     ],
     tenant: Tenant,
     name: Annotated[str, typer.Option(help="The adapter's name within the tenant.", show_default=False)],
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for the verdict.")] = 300.0,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for validation.")] = 300.0,
     as_json: AsJson = False,
 ) -> None:
     """Upload a PEFT directory as the adapter's next version and wait until it is ready.
 
-    An s3:// address, which the server must allow as a source, is read by the server itself.
+    The server itself reads an s3:// address, which must be one of its allowed sources.
     """
     from loramux.admin.client.named_adapter import find_named
     from loramux.admin.client.push import PushRefused, num_bytes_of, push_adapter, register_source
@@ -71,20 +71,22 @@ def push(
     else:
         print(f"{pushed.model} version {pushed.version} is ready (rank {pushed.max_rank}, {pushed.digest[:12]})")
         if [target["version"] for target in default] != [pushed.version]:
-            still = f"its bare name still means version {shown_targets(default)}" if default else "no name means it yet"
+            still = (
+                f"its bare name still selects version {shown_targets(default)}" if default else "no alias names it yet"
+            )
             print(f"{still}: loramux adapters promote {pushed.model}@{pushed.version}")
 
 
 @app.command()
 def pull(
     model: Annotated[
-        str, typer.Argument(metavar="TENANT/ADAPTER[@VERSION]", help="By default the version of the bare name.")
+        str, typer.Argument(metavar="TENANT/ADAPTER[@VERSION]", help="Default: the version that the bare name selects.")
     ],
     directory: Annotated[Path, typer.Argument(help="Where to put both files.", file_okay=False)],
-    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Download a version's files, byte for byte as they were uploaded."""
+    """Download a version's files exactly as they were uploaded."""
     from loramux.admin.client.pull import PullRefused, pull_version
 
     try:
@@ -98,7 +100,7 @@ def pull(
 
 @app.command("list")
 def list_adapters(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
-    """List adapters with the versions that their aliases name."""
+    """List adapters and the versions that their aliases point at."""
     with connected(as_json) as client:
         adapters = client.whole_list("adapters", tenant=tenant)
     columns: Columns = {"model": "model", "id": "id", "aliases": shown_aliases, "created": time_in("created_at")}
@@ -112,7 +114,7 @@ def show(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Show an adapter with its versions, or one version with what validation found."""
+    """Show an adapter with its versions, or one version with its validation report."""
     with connected_to(model, as_json) as (client, named):
         if named.version is not None:
             version = client.get(named.version_path())
@@ -138,7 +140,7 @@ app.command()(preload)
 
 @contextmanager
 def _progress(num_bytes: int | None, as_json: bool) -> Iterator[Progress]:
-    """A progress bar on a terminal, silence elsewhere; without `num_bytes` it shows only how much has come."""
+    """A progress bar on a terminal, nothing elsewhere; without `num_bytes` it shows only the bytes received."""
     if as_json or not sys.stderr.isatty():
         yield lambda _what, _num_bytes: None
         return

@@ -1,4 +1,4 @@
-"""`loramux aliases`: the names of an adapter's versions, and what they named before."""
+"""`loramux aliases`: the names of an adapter's versions, and their history."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ app = typer.Typer(no_args_is_help=True, help="List aliases and their history; 'a
 
 @app.command("list")
 def list_aliases(model: Model, as_json: AsJson = False) -> None:
-    """List an adapter's aliases with the versions that they name."""
+    """List an adapter's aliases and the versions that they point at."""
     with connected_to(model, as_json) as (client, named):
         aliases = client.get(f"{named.path}/aliases")
     columns: Columns = {"alias": "name", "versions": _versions, "revision": "revision", "moved": time_in("updated_at")}
@@ -27,7 +27,7 @@ def list_aliases(model: Model, as_json: AsJson = False) -> None:
 
 @app.command()
 def history(model: Model, alias: Alias = "default", as_json: AsJson = False) -> None:
-    """Show what an alias has named, newest first, and which key moved it."""
+    """Show the versions that an alias has pointed at, newest first, and which key moved it."""
     with connected_to(model, as_json) as (client, named):
         changes = client.whole_list(f"{named.path}/{client.path('aliases', alias, 'history')}")
     columns: Columns = {
@@ -43,14 +43,14 @@ def history(model: Model, alias: Alias = "default", as_json: AsJson = False) -> 
 @app.command()
 def delete(
     model: Model,
-    alias: Annotated[str, typer.Option("--alias", help="Any but default.", show_default=False)],
+    alias: Annotated[str, typer.Option("--alias", help="Any alias except default.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Forget an alias and its history."""
+    """Delete an alias and its history."""
     with connected_to(model, as_json) as (client, named):
         client.delete(f"{named.path}/{client.path('aliases', alias)}")
     document = {"object": "alias", "name": alias, "deleted": True}
-    tell(document, f"{named.document['model']} has no alias {alias} any more", as_json)
+    tell(document, f"deleted alias {alias} of {named.document['model']}", as_json)
 
 
 def _versions(named: Document) -> str:

@@ -20,11 +20,11 @@ MAX_SHOWN = 100
 def audit(
     tenant: AnyTenant = None,
     actor: Annotated[str | None, typer.Option(help="A key's identifier, or operator.", show_default=False)] = None,
-    action: Annotated[str | None, typer.Option(help="Such as alias.set, or alias.*.", show_default=False)] = None,
-    target: Annotated[str | None, typer.Option(help="What was changed, by identifier.", show_default=False)] = None,
-    start: Annotated[int | None, typer.Option(help="Seconds since 1970.", show_default=False)] = None,
-    end: Annotated[int | None, typer.Option(help="Seconds since 1970, not included.", show_default=False)] = None,
-    limit: Annotated[int, typer.Option(min=1, help="The most entries.")] = 100,
+    action: Annotated[str | None, typer.Option(help="For example alias.set, or alias.*.", show_default=False)] = None,
+    target: Annotated[str | None, typer.Option(help="Identifier of the changed object.", show_default=False)] = None,
+    start: Annotated[int | None, typer.Option(help="Unix time in seconds.", show_default=False)] = None,
+    end: Annotated[int | None, typer.Option(help="Unix time in seconds, exclusive.", show_default=False)] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of entries.")] = 100,
     as_json: AsJson = False,
 ) -> None:
     """List administrative changes, newest first."""
@@ -43,7 +43,7 @@ def audit(
 
 
 def _changes(entry: Document) -> str:
-    """What fits on a line; `--json` has all of it."""
+    """The changes, cut to fit on a line; `--json` has all of them."""
     changes = entry["changes"].items()
     text = ", ".join(f"{name}: {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in changes)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -1,4 +1,4 @@
-"""`loramux db`: the schema of the database, which these verbs reach without a server."""
+"""`loramux db`: the database's schema; these commands connect to the database directly, without a server."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from loramux.admin.exit_codes import REFUSED, WRONG_CALL
 if TYPE_CHECKING:
     from loramux.migrations.database import Database
 
-app = typer.Typer(no_args_is_help=True, help="Bring the database's schema up to date, or check it.")
+app = typer.Typer(no_args_is_help=True, help="Upgrade the database's schema, or check it.")
 
 
 @app.command()
 def upgrade(
     config: ConfigFile = None, data_dir: DataDir = None, database_url: DatabaseUrl = None, as_json: AsJson = False
 ) -> None:
-    """Bring the schema to the version that this loramux needs."""
+    """Upgrade the schema to the version that this loramux needs."""
     with _database(config, data_dir, database_url, as_json) as database:
         database.upgrade()
     _tell_current(as_json)
@@ -33,7 +33,7 @@ def upgrade(
 def check(
     config: ConfigFile = None, data_dir: DataDir = None, database_url: DatabaseUrl = None, as_json: AsJson = False
 ) -> None:
-    """Exit with 0 when the database can be reached and its schema is the one that this loramux needs."""
+    """Exit with 0 if the database is reachable and its schema is the version that this loramux needs."""
     with _database(config, data_dir, database_url, as_json) as database:
         database.check_schema()
     _tell_current(as_json)

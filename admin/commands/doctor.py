@@ -1,4 +1,4 @@
-"""`loramux doctor`: find out what does not work, and how to mend it."""
+"""`loramux doctor`: find out what does not work, and how to fix it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MARKS = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "fail
 
 def doctor(
     model: Annotated[
-        Path | None, typer.Option(help="A base model's directory, to be checked as well.", show_default=False)
+        Path | None, typer.Option(help="Also check this base model's directory.", show_default=False)
     ] = None,
     config: ConfigFile = None,
     data_dir: DataDir = None,
@@ -30,10 +30,10 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine, the way to the server and the server's own parts; each finding says how to mend it.
+    """Check this machine, the connection to the server and the server's own parts; each finding says how to fix it.
 
-    With the settings of a server (flags, LORAMUX_* or --config) it also looks at the data directory, database and
-    object store of this machine, so that it helps where no server starts. Exit code 1 when something failed.
+    Given a server's settings (flags, LORAMUX_* or --config), it also checks the data directory, database and object
+    store from this machine, which helps when the server does not start. The exit code is 1 if a check failed.
     """
     from loramux.admin.doctor.doctor import HostSettings
     from loramux.admin.doctor.findings import is_healthy
@@ -76,9 +76,9 @@ def _findings(settings: object) -> Iterator[Finding]:
         client = AdminClient.from_environment(chosen_profile.get(), timeout_s=SERVER_TIMEOUT_S)
     except ServerUnreachable as error:
         is_asked = chosen_profile.get() is not None
-        # Who looks at a machine where no server runs yet has named none.
+        # On a machine where no server runs yet, it is normal that none is configured.
         grade = Grade.FAILED if is_asked or settings is None else Grade.WARNING
-        yield Finding(check="server", grade=grade, message="no server is named", mend=str(error))
+        yield Finding(check="server", grade=grade, message="no server is configured", mend=str(error))
         return
     with client:
         yield from check_server(client)
@@ -93,4 +93,4 @@ def _show(finding: Finding) -> None:
     mark.pad_right(8 - len(mark))
     console.print(Text.assemble(mark, f" {finding.check}: {finding.message}"))
     if finding.mend is not None:
-        console.print(Text(f"         to mend it: {finding.mend}"))
+        console.print(Text(f"         to fix it: {finding.mend}"))

@@ -1,4 +1,4 @@
-"""`loramux grants`: other tenants that may call an adapter, and pay for their calls."""
+"""`loramux grants`: other tenants that may call an adapter and pay for their own calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from loramux.admin.commands.options import AsJson, Model
 from loramux.admin.commands.output import connected_to, print_list, tell, time_in
 
-app = typer.Typer(no_args_is_help=True, help="Let other tenants call an adapter, and take that back.")
+app = typer.Typer(no_args_is_help=True, help="Share an adapter with other tenants, or stop sharing it.")
 
 Granted = Annotated[
     str, typer.Option("--tenant", help="The tenant that may call it, by slug or identifier.", show_default=False)
@@ -18,7 +18,7 @@ Granted = Annotated[
 
 @app.command("list")
 def list_grants(model: Model, as_json: AsJson = False) -> None:
-    """List the tenants that may call an adapter besides its owner."""
+    """List the tenants, other than its owner, that may call an adapter."""
     with connected_to(model, as_json) as (client, named):
         grants = client.get(f"{named.path}/grants")
     print_list(grants, {"tenant": "tenant", "id": "tenant_id", "since": time_in("created_at")}, as_json)
@@ -26,16 +26,16 @@ def list_grants(model: Model, as_json: AsJson = False) -> None:
 
 @app.command()
 def add(model: Model, tenant: Granted, as_json: AsJson = False) -> None:
-    """Let a tenant call the adapter by its full name; the tenant pays for its calls."""
+    """Let a tenant call the adapter by its full name; that tenant pays for its calls."""
     with connected_to(model, as_json) as (client, named):
         grant = client.put(f"{named.path}/{client.path('grants', tenant)}", {})
-    tell(grant, f"{grant['tenant']} may call {named.document['model']} and pays for it", as_json)
+    tell(grant, f"{grant['tenant']} may call {named.document['model']} and pays for its calls", as_json)
 
 
 @app.command()
 def remove(model: Model, tenant: Granted, as_json: AsJson = False) -> None:
-    """Take a grant back; the tenant's next request is answered as if there were no such adapter."""
+    """Revoke a grant; the tenant's next request is answered as if the adapter did not exist."""
     with connected_to(model, as_json) as (client, named):
         client.delete(f"{named.path}/{client.path('grants', tenant)}")
     document = {"object": "grant", "adapter_id": named.document["id"], "tenant": tenant, "deleted": True}
-    tell(document, f"{tenant} may not call {named.document['model']} any more", as_json)
+    tell(document, f"{tenant} may no longer call {named.document['model']}", as_json)

@@ -1,4 +1,4 @@
-"""`loramux jobs`: the validations of uploads that run, wait or have ended."""
+"""`loramux jobs`: queued, running and finished validations of uploads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import typer
 from loramux.admin.commands.options import AnyTenant, AsJson
 from loramux.admin.commands.output import Columns, connected, print_json, print_list, print_table, time_in
 
-app = typer.Typer(no_args_is_help=True, help="See what is being validated.")
+app = typer.Typer(no_args_is_help=True, help="List and show validation jobs.")
 
 
 class State(StrEnum):
-    """How far a job is."""
+    """A job's progress."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -27,11 +27,11 @@ def list_jobs(
     tenant: AnyTenant = None,
     state: Annotated[
         State | None,
-        typer.Option(help="Only jobs in this state (default: those that are not finished).", show_default=False),
+        typer.Option(help="Only jobs in this state (default: unfinished jobs).", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List validations, newest first."""
+    """List validation jobs, newest first."""
     with connected(as_json) as client:
         jobs = client.whole_list("jobs", tenant=tenant, state=state and state.value)
     columns: Columns = {
@@ -50,7 +50,7 @@ def show(
     job_id: Annotated[str, typer.Argument(help="The job's identifier, job_...", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Show one validation, also when it has ended."""
+    """Show one validation job, running or finished."""
     with connected(as_json) as client:
         job = client.get(client.path("jobs", job_id))
     if as_json:

@@ -13,19 +13,17 @@ from loramux.admin.exit_codes import WRONG_CALL
 if TYPE_CHECKING:
     from loramux.admin.client.client import Document
 
-app = typer.Typer(no_args_is_help=True, help="Make, list, change, rotate and revoke API keys.")
+app = typer.Typer(no_args_is_help=True, help="Create, list, change, rotate and revoke API keys.")
 
 Scopes = Annotated[
     list[str] | None,
-    typer.Option(
-        "--scope", help="May be repeated (default: adapters and base, or platform:admin).", show_default=False
-    ),
+    typer.Option("--scope", help="Repeatable (default: adapters and base, or platform:admin).", show_default=False),
 ]
 
 Adapters = Annotated[
     list[str] | None,
     typer.Option(
-        "--adapter", help="Limit the key to this adapter; may be repeated (default: no limit).", show_default=False
+        "--adapter", help="Restrict the key to this adapter; repeatable (default: any adapter).", show_default=False
     ),
 ]
 KeyId = Annotated[str, typer.Argument(help="The key's identifier, key_...", show_default=False)]
@@ -34,18 +32,20 @@ KeyId = Annotated[str, typer.Argument(help="The key's identifier, key_...", show
 @app.command()
 def create(
     tenant: AnyTenant = None,
-    platform: Annotated[bool, typer.Option("--platform", help="An administrator's key instead of a tenant's.")] = False,
+    platform: Annotated[
+        bool, typer.Option("--platform", help="Create an administrator's key, not a tenant's.")
+    ] = False,
     name: Annotated[str, typer.Option(help="What the key is for.")] = "default",
     scopes: Scopes = None,
     expires_in_days: Annotated[
-        int | None, typer.Option(min=1, help="Never expires without.", show_default=False)
+        int | None, typer.Option(min=1, help="Days until the key expires (default: never).", show_default=False)
     ] = None,
     adapters: Adapters = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key; its secret is shown once."""
+    """Create a key; its secret is shown only once."""
     if (tenant is None) != platform:
-        fail("say whose key it is: --tenant SLUG or --platform", WRONG_CALL)
+        fail("specify the key's owner: --tenant SLUG or --platform", WRONG_CALL)
     body: dict[str, Any] = {"tenant": tenant, "name": name}
     if scopes:
         body["scopes"] = scopes
@@ -55,13 +55,13 @@ def create(
         body["expires_in_s"] = expires_in_days * 86_400
     with connected(as_json) as client:
         key = client.post("api_keys", body)
-    said = f"made key {key['id']} with scopes {', '.join(key['scopes'])}; its secret is not shown again"
+    said = f"created key {key['id']} with scopes {', '.join(key['scopes'])}; its secret is not shown again"
     _show_secret(key, said, as_json)
 
 
 @app.command("list")
 def list_keys(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
-    """List a tenant's keys, or without --tenant the administrators', revoked ones included."""
+    """List a tenant's keys, or without --tenant the administrators' keys, including revoked ones."""
     with connected(as_json) as client:
         keys = client.whole_list("api_keys", tenant=tenant)
     columns: Columns = {
@@ -82,11 +82,11 @@ def set_key(
     name: Annotated[str | None, typer.Option(help="What the key is for.", show_default=False)] = None,
     scopes: Scopes = None,
     adapters: Adapters = None,
-    any_adapter: Annotated[bool, typer.Option("--any-adapter", help="Lift the limit to some adapters.")] = False,
-    expires_in_days: Annotated[int | None, typer.Option(min=1, help="Days from now on.", show_default=False)] = None,
+    any_adapter: Annotated[bool, typer.Option("--any-adapter", help="Remove the restriction to adapters.")] = False,
+    expires_in_days: Annotated[int | None, typer.Option(min=1, help="Days from now.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change a key's name, scopes, expiry or the adapters that it is limited to."""
+    """Change a key's name, scopes, expiry or allowed adapters."""
     body: dict[str, Any] = {"name": name, "scopes": scopes or None, "adapters": adapters or None}
     if any_adapter:
         body["adapters"] = []
@@ -94,36 +94,36 @@ def set_key(
         body["expires_in_s"] = expires_in_days * 86_400
     body = {field: value for field, value in body.items() if value is not None}
     if not body:
-        fail("say what to change: --name, --scope, --adapter, --any-adapter or --expires-in-days", WRONG_CALL)
+        fail("specify what to change: --name, --scope, --adapter, --any-adapter or --expires-in-days", WRONG_CALL)
     with connected(as_json) as client:
         key = client.patch(client.path("api_keys", key_id), body)
-    limit = f", limited to {', '.join(key['adapters'])}" if key["adapters"] else ""
+    limit = f", restricted to {', '.join(key['adapters'])}" if key["adapters"] else ""
     tell(key, f"key {key['id']} ({key['name']}) has scopes {', '.join(key['scopes'])}{limit}", as_json)
 
 
 @app.command()
 def rotate(
     key_id: KeyId,
-    grace_hours: Annotated[int, typer.Option(min=0, max=90 * 24, help="How long the old secret still opens.")] = 24,
+    grace_hours: Annotated[int, typer.Option(min=0, max=90 * 24, help="Hours that the old secret stays valid.")] = 24,
     as_json: AsJson = False,
 ) -> None:
-    """Give a key a new secret, which is shown once; the old one opens until its grace ends."""
+    """Give a key a new secret, shown only once; the old secret stays valid for the grace period."""
     with connected(as_json) as client:
         key = client.post(client.path("api_keys", key_id, "rotate"), {"grace_s": grace_hours * 3600})
     until = shown_time(key["previous_secret_expires_at"]) or "now"
-    _show_secret(key, f"rotated key {key['id']}; its old secret opens until {until}", as_json)
+    _show_secret(key, f"rotated key {key['id']}; its old secret is valid until {until}", as_json)
 
 
 @app.command()
 def revoke(key_id: KeyId, as_json: AsJson = False) -> None:
-    """Make a key useless for good; it takes effect within five seconds."""
+    """Revoke a key permanently; it takes effect within five seconds."""
     with connected(as_json) as client:
         key = client.delete(client.path("api_keys", key_id))
     tell(key, f"revoked key {key['id']}", as_json)
 
 
 def _show_secret(key: Document, sentence: str, as_json: bool) -> None:
-    """Alone on standard output, so that a script can take it from there."""
+    """Print only the secret to standard output, so that a script can capture it."""
     tell(key, key["secret"], as_json)
     if not as_json:
         typer.echo(sentence, err=True)

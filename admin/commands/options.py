@@ -1,4 +1,4 @@
-"""Options that several verbs share."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.", show_default=False)]
 DataDir = Annotated[
     Path | None,
-    typer.Option("--data-dir", help="Where everything is kept (default: loramux-data).", show_default=False),
+    typer.Option("--data-dir", help="The server's data directory (default: loramux-data).", show_default=False),
 ]
 DatabaseUrl = Annotated[
     str | None,
@@ -20,14 +20,12 @@ DatabaseUrl = Annotated[
     ),
 ]
 Tenant = Annotated[str, typer.Option("--tenant", help="A tenant's slug or identifier.", show_default=False)]
-AnyTenant = Annotated[
-    str | None, typer.Option("--tenant", help="Only this tenant, by slug or identifier.", show_default=False)
-]
+AnyTenant = Annotated[str | None, typer.Option("--tenant", help="A tenant's slug or identifier.", show_default=False)]
 Model = Annotated[str, typer.Argument(metavar="TENANT/ADAPTER", help="The adapter's full name.", show_default=False)]
 VersionedModel = Annotated[
     str, typer.Argument(metavar="TENANT/ADAPTER@VERSION", help="The version's full name.", show_default=False)
 ]
-Alias = Annotated[str, typer.Option("--alias", help="The alias to move or look at.")]
+Alias = Annotated[str, typer.Option("--alias", help="The alias to move or show.")]
 NoWarm = Annotated[
-    bool, typer.Option("--no-warm", help="Move the alias without loading its versions into the engine first.")
+    bool, typer.Option("--no-warm", help="Move the alias without first loading its versions into the engine.")
 ]

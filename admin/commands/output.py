@@ -1,7 +1,7 @@
-"""What a verb prints, and how a failure becomes an exit code.
+"""A command's output, and how a failure becomes an exit code.
 
-Exit codes: 0 done, 1 refused by the server, 2 wrong call or settings, 3 no server answers or none is named.
-Ctrl-C ends with 130.
+Exit codes: 0 success, 1 refused by the server, 2 wrong usage or settings, 3 no server answers or none is configured,
+130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from loramux.admin.client.named_adapter import NamedAdapter
 
 Columns = Mapping[str, str | Callable[[dict[str, Any]], object]]
-"""The columns of a table: what of an item stands in each, by a field's name or a function."""
+"""A table's columns: each title with an item's field name or a function of the item."""
 
 
 @contextmanager
 def connected(as_json: bool) -> Iterator[AdminClient]:
-    """A client from the environment; whatever it raises ends the program with a sentence and an exit code."""
+    """A client from the environment; its errors end the program with a message and an exit code."""
     from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable
     from loramux.admin.commands.root import chosen_profile
 
@@ -56,7 +56,7 @@ def connected_to(
 
 
 def fail(message: str, exit_code: int, document: Document | None = None) -> NoReturn:
-    """Say what went wrong, as JSON on standard output when `document` is given, and exit."""
+    """Report an error, as JSON on standard output if `document` is given, and exit."""
     if document is not None:
         print_json(document)
     else:
@@ -66,7 +66,7 @@ def fail(message: str, exit_code: int, document: Document | None = None) -> NoRe
 
 
 def error_document(message: str, code: str | None, param: str | None = None) -> Document:
-    """The envelope of a refusal that was not the server's, with the same fields."""
+    """The server's error envelope, for an error raised on the client side."""
     return {"error": {"message": message, "code": code, "param": param}}
 
 
@@ -75,12 +75,12 @@ def print_json(document: object) -> None:
 
 
 def tell(document: object, sentence: str, as_json: bool) -> None:
-    """Say what a verb did: in a sentence, or with the document as JSON."""
+    """Print a command's result as a sentence, or as JSON."""
     print_json(document) if as_json else print(sentence)
 
 
 def print_list(document: Document, columns: Columns, as_json: bool) -> None:
-    """A list as JSON, or as a table."""
+    """Print a list as JSON or as a table."""
     if as_json:
         print_json(document)
         return
@@ -89,21 +89,21 @@ def print_list(document: Document, columns: Columns, as_json: bool) -> None:
 
 
 def time_in(name: str) -> Callable[[Document], object]:
-    """For `print_list`: a field that is a time."""
+    """A column for `print_list` that shows a time field."""
     return lambda item: shown_time(item[name])
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table that shortens nothing: where a terminal is too narrow, each row is shown from top to bottom.
+    """Print a table without truncation: where the terminal is too narrow, each row is printed vertically.
 
-    Of two columns, the second goes on in the next line instead.
+    In a table of two columns, the second column wraps instead.
     """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
-    # A name is a tenant's text: it is shown as it is, never read as markup.
+    # Names are tenants' text: show them literally, never interpret them as markup.
     cells = [[Text("-" if value is None else str(value)) for value in row] for row in rows]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for at, column in enumerate(columns):
@@ -128,12 +128,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 
 
 def print_csv(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """CSV (RFC 4180) of numbers and of names that are ours; an absent value is an empty cell."""
+    """Print CSV (RFC 4180) of numbers and our own names; a missing value is an empty cell."""
     writer = csv.writer(sys.stdout)
     writer.writerow(columns)
     writer.writerows(rows)
 
 
 def shown_time(seconds: int | None) -> str | None:
-    """A time of the REST, which counts seconds since 1970, for people."""
+    """A Unix time from the REST API in readable form."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")

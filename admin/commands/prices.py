@@ -1,4 +1,4 @@
-"""`loramux prices`: what tokens cost, from when, for whom."""
+"""`loramux prices`: token prices, their effective times and the tenants that they apply to."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ NANOS = 1_000_000_000
 
 @app.command()
 def add(
-    prompt: Annotated[str, typer.Option(help="For a million prompt tokens, such as 0.15.", show_default=False)],
-    completion: Annotated[str, typer.Option(help="For a million completion tokens.", show_default=False)],
+    prompt: Annotated[str, typer.Option(help="Per million prompt tokens, such as 0.15.", show_default=False)],
+    completion: Annotated[str, typer.Option(help="Per million completion tokens.", show_default=False)],
     cached: Annotated[
-        str | None, typer.Option(help="For a million cached prompt tokens (default: --prompt).", show_default=False)
+        str | None, typer.Option(help="Per million cached prompt tokens (default: --prompt).", show_default=False)
     ] = None,
     tenant: AnyTenant = None,
     scope: Annotated[str, typer.Option(help="all, base, adapters or an adapter's identifier.")] = "all",
-    currency: Annotated[str, typer.Option(help="Three letters; one for all prices.")] = "USD",
+    currency: Annotated[str, typer.Option(help="Three-letter code, the same for all prices.")] = "USD",
     effective_at: Annotated[
-        int | None, typer.Option(help="Seconds since 1970 (default: in a moment).", show_default=False)
+        int | None,
+        typer.Option(help="Unix time in seconds (default: as soon as every gateway can know it).", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Announce a price: the list price, or a tenant's own."""
+    """Announce a list price, or a tenant's own price."""
     body: dict[str, Any] = {
         "tenant": tenant,
         "scope": scope,
@@ -46,12 +47,12 @@ def add(
     }
     with connected(as_json) as client:
         price = client.post("prices", {name: value for name, value in body.items() if value is not None})
-    tell(price, f"{price['id']} holds from {shown_time(price['effective_at'])} for {price['scope']}", as_json)
+    tell(price, f"{price['id']} applies to {price['scope']} from {shown_time(price['effective_at'])}", as_json)
 
 
 @app.command("list")
 def list_prices(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
-    """List prices; with a tenant, its own and the list's."""
+    """List prices; with --tenant, that tenant's own prices and the list prices."""
     with connected(as_json) as client:
         prices = client.whole_list("prices", tenant=tenant)
     columns: Columns = {
@@ -71,7 +72,7 @@ def list_prices(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
 def withdraw(
     price_id: Annotated[str, typer.Argument(help="The price's identifier, prc_...")], as_json: AsJson = False
 ) -> None:
-    """Take back a price that is still to come."""
+    """Withdraw a price that has not yet taken effect."""
     with connected(as_json) as client:
         price = client.delete(client.path("prices", price_id))
     tell(price, f"withdrew price {price['id']}", as_json)
@@ -82,11 +83,11 @@ def _amount_in(name: str) -> Callable[[Document], str]:
 
 
 def _nanos(amount: str) -> int:
-    """An amount of the currency in billionths of it; raises BadParameter where it is none, or not whole."""
+    """A currency amount in billionths; raises BadParameter unless it is a number with at most nine decimals."""
     try:
         nanos = Decimal(amount) * NANOS
         if nanos.is_finite() and nanos == nanos.to_integral_value() and abs(nanos) < 10**18:
             return int(nanos)
     except InvalidOperation:
         pass
-    raise typer.BadParameter("a price is a decimal number with at most nine places, such as 0.15")
+    raise typer.BadParameter("a price is a decimal number with at most nine decimals, such as 0.15")

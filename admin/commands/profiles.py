@@ -1,4 +1,4 @@
-"""`loramux profiles`: the servers that this command line knows by a name."""
+"""`loramux profiles`: named servers for the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loramux.admin.commands.options import AsJson
 from loramux.admin.commands.output import fail, print_json, print_table, tell
 from loramux.admin.exit_codes import WRONG_CALL
 
-app = typer.Typer(no_args_is_help=True, help="Name servers, and choose the one that verbs call.")
+app = typer.Typer(no_args_is_help=True, help="Name servers, and choose the one that commands call.")
 
 Name = Annotated[str, typer.Argument(help="The profile's name, such as production.", show_default=False)]
 
@@ -42,39 +42,39 @@ def list_profiles(as_json: AsJson = False) -> None:
 @app.command()
 def add(
     name: Name,
-    url: Annotated[str, typer.Option(help="Its admin listener.")] = "http://127.0.0.1:8001",
+    url: Annotated[str, typer.Option(help="The URL of its admin listener.")] = "http://127.0.0.1:8001",
     as_json: AsJson = False,
 ) -> None:
-    """Keep a server's address and key; the key is asked for, or read from standard input, never from the call."""
+    """Save a server's address and key; the key is prompted for or read from standard input, never an argument."""
     from loramux.admin.client.profiles import Profile, ProfileFile
     from loramux.admin.client.server_address import NoServerNamed, check_key, check_url
 
     try:
         check_url(url, "--url")
         key = typer.prompt("Key", hide_input=True, err=True) if sys.stdin.isatty() else sys.stdin.readline()
-        check_key(key.strip(), "what was given")
+        check_key(key.strip(), "the input")
     except NoServerNamed as error:
         fail(str(error), WRONG_CALL)
     file = ProfileFile.of_user()
     with _explained(as_json):
         file.add(Profile(name=name, url=url, key=key.strip()))
         is_current = file.read().current == name
-    tell(_named(name), f"kept profile {name} in {file.path}" + (", the current one" if is_current else ""), as_json)
+    tell(_named(name), f"saved profile {name} in {file.path}" + (", the current one" if is_current else ""), as_json)
 
 
 @app.command()
 def use(name: Name, as_json: AsJson = False) -> None:
-    """Make a profile the one that verbs call where neither --profile nor LORAMUX_ADMIN_KEY says otherwise."""
+    """Make a profile the current one, used when neither --profile nor LORAMUX_ADMIN_KEY is given."""
     from loramux.admin.client.profiles import ProfileFile
 
     with _explained(as_json):
         ProfileFile.of_user().use(name)
-    tell(_named(name), f"verbs call {name} now", as_json)
+    tell(_named(name), f"{name} is now the current profile", as_json)
 
 
 @app.command()
 def remove(name: Name, as_json: AsJson = False) -> None:
-    """Forget a profile and its key; the key itself stays valid at its server."""
+    """Remove a profile and its key from the file; the key stays valid on its server."""
     from loramux.admin.client.profiles import ProfileFile
 
     with _explained(as_json):

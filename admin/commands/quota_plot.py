@@ -1,4 +1,4 @@
-"""Quotas as bars in a terminal: used, reserved and free of each limit."""
+"""Quotas as bars in a terminal: the used, reserved and free part of each limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ USED, RESERVED, FREE = "█", "▒", "·"
 
 
 def print_plot(limits: Iterable[Mapping[str, Any]]) -> None:
-    """One line for each limit of the effective view."""
+    """Print one line for each effective limit."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -34,8 +34,8 @@ def print_plot(limits: Iterable[Mapping[str, Any]]) -> None:
 
 
 def bar(limit: Mapping[str, Any]) -> str:
-    """`BAR_WIDTH` characters; whatever is used or reserved shows, and what lies beyond the limit fills the bar."""
-    # The size of a bucket is its burst; everything else repeats its limit there.
+    """`BAR_WIDTH` characters; any use or reservation shows at least one, and usage above the limit fills the bar."""
+    # A token bucket's capacity is its burst; for other limits `burst` equals the limit.
     size = limit["burst"]
     if size <= 0:
         return USED * BAR_WIDTH
@@ -45,7 +45,7 @@ def bar(limit: Mapping[str, Any]) -> str:
 
 
 def shown_amount(amount: int, unit: str) -> str:
-    """Whole numbers with separators; money in the currency of the prices, bytes in MiB."""
+    """Integers with thousands separators; money in the currency of the prices, bytes in MiB."""
     if unit == "nanos":
         return f"{amount / 1e9:,.4f}"
     return f"{amount / 2**20:,.1f} MiB" if unit == "bytes" else f"{amount:,}"

@@ -1,4 +1,4 @@
-"""`loramux quotas`: what tenants, keys and adapters may use, how far it is used, and what a request would meet."""
+"""`loramux quotas`: limits of tenants, keys and adapters, their use, and checks of hypothetical requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from loramux.admin.commands.output import (
 )
 from loramux.admin.commands.quota_plot import print_plot
 
-app = typer.Typer(no_args_is_help=True, help="Set, list, plot and try quotas.")
+app = typer.Typer(no_args_is_help=True, help="Set, list, plot and test quotas.")
 
 METRICS = (
     "requests_per_minute, tokens_per_minute, cold_loads_per_minute, concurrent_requests, tokens_per_day, "
@@ -46,13 +46,13 @@ SHOWN = (
 
 Key = Annotated[str | None, typer.Option(help="A key's identifier, key_...", show_default=False)]
 Adapter = Annotated[
-    str | None, typer.Option(help="An adapter's identifier; with --tenant its name.", show_default=False)
+    str | None, typer.Option(help="An adapter's identifier, or with --tenant its name.", show_default=False)
 ]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")]
 
 
 class Mode(StrEnum):
-    """What a quota does with a request beyond it."""
+    """What a quota does with a request that exceeds it."""
 
     HARD = "hard"
     SOFT = "soft"
@@ -62,21 +62,21 @@ class Mode(StrEnum):
 @app.command("set")
 def set_quota(
     metric: Annotated[str, typer.Option(help=METRICS, show_default=False)],
-    limit: Annotated[int, typer.Option(help="The most that is allowed.", show_default=False)],
+    limit: Annotated[int, typer.Option(help="The limit in the metric's unit.", show_default=False)],
     tenant: AnyTenant = None,
     key: Key = None,
     adapter: Adapter = None,
-    platform: Annotated[bool, typer.Option("--platform", help="For every tenant without one of its own.")] = False,
+    platform: Annotated[bool, typer.Option("--platform", help="For every tenant without a limit of its own.")] = False,
     burst: Annotated[
-        int | None, typer.Option(help="The most at once of a rate (default: the limit).", show_default=False)
+        int | None, typer.Option(help="For a rate, the largest burst (default: the limit).", show_default=False)
     ] = None,
     mode: Annotated[
         Mode | None,
-        typer.Option(help="hard refuses, soft admits and reports, shadow only counts (default: hard, or as it was)."),
+        typer.Option(help="hard refuses, soft admits and reports, shadow only counts (default: hard, or unchanged)."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Set or change one limit; it holds from the next request on."""
+    """Set or change one limit; it applies from the next request on."""
     body = {
         "scope": "platform" if platform else None,
         "tenant": tenant,
@@ -110,7 +110,7 @@ def list_quotas(tenant: AnyTenant = None, as_csv: AsCsv = False, as_json: AsJson
 def delete(
     quota_id: Annotated[str, typer.Argument(help="The limit's identifier, qta_...")], as_json: AsJson = False
 ) -> None:
-    """Take a limit away."""
+    """Delete a limit."""
     with connected(as_json) as client:
         quota = client.delete(client.path("quotas", quota_id))
     tell(quota, f"deleted quota {quota['id']}", as_json)
@@ -120,7 +120,7 @@ def delete(
 def effective(
     tenant: AnyTenant = None, key: Key = None, adapter: Adapter = None, as_csv: AsCsv = False, as_json: AsJson = False
 ) -> None:
-    """Plot what holds for a tenant, a key or the calls of an adapter, and how far it is used."""
+    """Plot the limits that apply to a tenant, a key or an adapter's requests, and how much of each is used."""
     with connected(as_json) as client:
         found = client.get("quotas/effective", tenant=tenant, key=key, adapter=adapter)
     if as_json:
@@ -128,28 +128,28 @@ def effective(
     elif as_csv:
         print_csv(SHOWN, [[limit[name] for name in SHOWN] for limit in found["data"]])
     elif not found["data"]:
-        print("nothing is limited")
+        print("no limits apply")
     else:
         print_plot(found["data"])
 
 
 @app.command()
 def check(
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.", show_default=False)],
-    max_tokens: Annotated[int, typer.Option(help="The most tokens of the answer.", show_default=False)],
-    n: Annotated[int, typer.Option(help="How many answers.")] = 1,
+    prompt_tokens: Annotated[int, typer.Option(help="Number of tokens in the prompt.", show_default=False)],
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per answer.", show_default=False)],
+    n: Annotated[int, typer.Option(help="Number of answers.")] = 1,
     tenant: AnyTenant = None,
     key: Key = None,
     adapter: Adapter = None,
     metric: Annotated[
-        str | None, typer.Option(help="Try the tenant's (or --key's) quota for this metric...", show_default=False)
+        str | None, typer.Option(help="Test a quota of the tenant (or --key) for this metric...", show_default=False)
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="...as if it were this.", show_default=False)] = None,
+    limit: Annotated[int | None, typer.Option(help="...as if its limit were this.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether a request would be admitted now, and what would bind; nothing is used. Exit 1: it would not be."""
+    """Report whether a request would be admitted now, and which limit decides; uses no quota. Exit code 1 if not."""
     if (metric is None) != (limit is None):
-        raise typer.BadParameter("--metric and --limit go together")
+        raise typer.BadParameter("--metric and --limit must be given together")
     whom = {"tenant": tenant, "key": key, "adapter": adapter}
     body: dict[str, object] = {name: value for name, value in whom.items() if value is not None}
     body.update(prompt_tokens=prompt_tokens, max_tokens=max_tokens, n=n)
@@ -169,7 +169,11 @@ def check(
             ],
         )
         error = answer["error"]
-        print("it would be admitted" if error is None else f"{answer['status']} {error['code']}: {error['message']}")
+        print(
+            "the request would be admitted"
+            if error is None
+            else f"{answer['status']} {error['code']}: {error['message']}"
+        )
     if not answer["is_admitted"]:
         raise typer.Exit(1)
 

@@ -1,4 +1,4 @@
-"""`loramux requests`: what runs or waits just now, and ending it."""
+"""`loramux requests`: list the requests in flight, and cancel one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from loramux.admin.commands.options import AnyTenant, AsJson
 from loramux.admin.commands.output import Columns, connected, print_list, tell
 
-app = typer.Typer(no_args_is_help=True, help="See the requests in flight, and cancel one.")
+app = typer.Typer(no_args_is_help=True, help="List the requests in flight, and cancel one.")
 
 
 @app.command("list")
@@ -36,7 +36,7 @@ def cancel(
     request_id: Annotated[str, typer.Argument(help="The request's identifier, req_...", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """End a request within five seconds; its client is told so, and the tokens so far are paid for."""
+    """Cancel a request within five seconds; its client gets an error and the tokens so far are charged."""
     with connected(as_json) as client:
         request = client.post(client.path("requests", request_id, "cancel"), {})
     tell(request, f"{request['id']} is {request['state']}", as_json)

@@ -1,4 +1,4 @@
-"""`loramux residency`: which adapters are in the pool, in host memory and on the disk, and how full these are."""
+"""`loramux residency`: which adapters are in the pool, in host memory and on disk, and how full each tier is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 class Tier(StrEnum):
-    """A place that adapters are loaded from or computed in."""
+    """Where a copy of an adapter is held."""
 
     POOL = "pool"
     HOST = "host"
@@ -25,11 +25,11 @@ class Tier(StrEnum):
 
 
 def residency(
-    tier: Annotated[Tier, typer.Option(help="The tier whose adapters are listed.")] = Tier.POOL,
+    tier: Annotated[Tier, typer.Option(help="The tier to list.")] = Tier.POOL,
     tenant: AnyTenant = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show which adapters are loaded, the one used last first, and how full each tier is."""
+    """Show which adapters are loaded, most recently used first, and how full each tier is."""
     with connected(as_json) as client:
         document = client.get("residency", tier=tier.value, tenant=tenant)
     if as_json:
@@ -51,7 +51,7 @@ def residency(
         ],
     )
     if document["has_more"]:
-        print(f"and others: of {tier.value} only the adapters used last are named")
+        print(f"and more: only the most recently used adapters of the {tier.value} tier are listed")
     if document["tiers"] is not None:
         _print_fill(document)
 
@@ -75,5 +75,5 @@ def _print_fill(document: Document) -> None:
     if pages is not None:
         print(
             f"{pages['free']} of {pages['total']} pages are free; {pages['adapters']} hold adapters "
-            f"({pages['pinned']} pinned), {pages['kv']} keys and values ({pages['prefix']} known as prefixes)"
+            f"({pages['pinned']} pinned), {pages['kv']} hold keys and values ({pages['prefix']} cached prefixes)"
         )

@@ -1,4 +1,4 @@
-"""What stands ahead of every verb: `--profile` and `--version`."""
+"""Options before every command: `--profile` and `--version`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 chosen_profile: ContextVar[str | None] = ContextVar("chosen_profile", default=None)
-"""The server that this command was told to call; None leaves it to the environment and the file of profiles."""
+"""The profile given on the command line; None means the environment or the profile file decides."""
 
 
 def _print_version(is_asked: bool) -> None:
@@ -38,7 +38,7 @@ def root(
         ),
     ] = None,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Multi-tenant LoRA serving: one resident base model, many adapters, exact quotas."""

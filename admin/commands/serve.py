@@ -11,21 +11,25 @@ from loramux.admin.commands.options import ConfigFile, DatabaseUrl, DataDir
 from loramux.admin.commands.output import fail
 from loramux.admin.exit_codes import WRONG_CALL
 
-Port = Annotated[int | None, typer.Option(help="Of the OpenAI API (default: 8000).", show_default=False)]
-AdminPort = Annotated[int | None, typer.Option(help="Of admin and metrics (default: 8001).", show_default=False)]
+Port = Annotated[int | None, typer.Option(help="Port of the OpenAI API (default: 8000).", show_default=False)]
+AdminPort = Annotated[
+    int | None, typer.Option(help="Port of the admin API and metrics (default: 8001).", show_default=False)
+]
 
 
 Model = Annotated[
-    Path | None, typer.Option(help="Directory of the base model, as Hugging Face writes it.", show_default=False)
+    Path | None, typer.Option(help="Directory of the base model in Hugging Face format.", show_default=False)
 ]
-Host = Annotated[str | None, typer.Option(help="Of the OpenAI API (default: 127.0.0.1).", show_default=False)]
-AdminHost = Annotated[str | None, typer.Option(help="Of admin and metrics (default: 127.0.0.1).", show_default=False)]
+Host = Annotated[str | None, typer.Option(help="Address of the OpenAI API (default: 127.0.0.1).", show_default=False)]
+AdminHost = Annotated[
+    str | None, typer.Option(help="Address of the admin API and metrics (default: 127.0.0.1).", show_default=False)
+]
 ServedName = Annotated[
-    str | None, typer.Option(help="The base model's name (default: last part of --model).", show_default=False)
+    str | None, typer.Option(help="The base model's public name (default: last part of --model).", show_default=False)
 ]
 ReusePort = Annotated[
     bool | None,
-    typer.Option("--reuse-port", help="Share --port with other gateways of this host.", show_default=False),
+    typer.Option("--reuse-port", help="Share --port with other gateways on this host.", show_default=False),
 ]
 
 
@@ -52,14 +56,14 @@ def serve(
 ) -> None:
     """Serve a base model and its tenants' adapters until Ctrl-C.
 
-    Every setting is also read from LORAMUX_<NAME> and from the TOML file; a flag wins over both.
+    Every setting is also read from LORAMUX_<NAME> and from the TOML file; a flag takes precedence over both.
     """
     from loramux.admin.errors import StartRefused
     from loramux.admin.serve import run
     from loramux.admin.server.settings import Settings, SettingsError, load_settings
 
     try:
-        # The parameters carry the settings' names.
+        # The parameters have the same names as the settings.
         run(load_settings(Settings, context.params))
     except (SettingsError, StartRefused) as error:
         fail(str(error), WRONG_CALL)
@@ -83,8 +87,8 @@ def gateway(
 ) -> None:
     """Serve the OpenAI API of a running server's engine and database from another process, until Ctrl-C.
 
-    Give it the server's model, database and served name, and a data directory and ports of its own. Its second port
-    has metrics and health only: adapters and tenants are administered at the server.
+    Give it the server's model, database and served name, but its own data directory and ports. Its admin port serves
+    only metrics and health: adapters and tenants are administered at the server.
     """
     from loramux.admin.errors import StartRefused
     from loramux.admin.gateway import run
@@ -97,7 +101,7 @@ def gateway(
 
 
 def demo(
-    exit_after: Annotated[bool, typer.Option("--exit", help="End after the report instead of staying up.")] = False,
+    exit_after: Annotated[bool, typer.Option("--exit", help="Exit after the report instead of staying up.")] = False,
     port: Port = None,
     admin_port: AdminPort = None,
     data_dir: Annotated[

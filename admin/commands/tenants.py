@@ -23,27 +23,27 @@ from loramux.admin.exit_codes import WRONG_CALL
 if TYPE_CHECKING:
     from loramux.admin.client.client import Document
 
-app = typer.Typer(no_args_is_help=True, help="Make, list, change and suspend tenants.")
+app = typer.Typer(no_args_is_help=True, help="Create, list, change and suspend tenants.")
 
 Slug = Annotated[str, typer.Argument(help="The tenant's slug or identifier.", show_default=False)]
-DisplayName = Annotated[str | None, typer.Option(help="The name for people.", show_default=False)]
+DisplayName = Annotated[str | None, typer.Option(help="A human-readable name.", show_default=False)]
 Timezone = Annotated[
     str | None,
-    typer.Option(help="Where its days and months begin, such as Europe/Berlin.", show_default=False),
+    typer.Option(help="Time zone of its daily and monthly limits, such as Europe/Berlin.", show_default=False),
 ]
 
 
 @app.command()
 def create(
-    slug: Annotated[str, typer.Argument(help="The short name that model names use, such as acme.")],
+    slug: Annotated[str, typer.Argument(help="The short name used in model names, such as acme.")],
     display_name: DisplayName = None,
     timezone: Timezone = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a tenant."""
+    """Create a tenant."""
     with connected(as_json) as client:
         tenant = client.post("tenants", _given(slug=slug, display_name=display_name, timezone=timezone))
-    tell(tenant, f"made tenant {tenant['slug']} ({tenant['id']})", as_json)
+    tell(tenant, f"created tenant {tenant['slug']} ({tenant['id']})", as_json)
 
 
 @app.command("list")
@@ -80,15 +80,15 @@ def set_tenant(
     tenant: Slug,
     display_name: DisplayName = None,
     weight: Annotated[
-        int | None, typer.Option(min=1, help="Its part of the engine's time where all are busy.", show_default=False)
+        int | None, typer.Option(min=1, help="Relative share of the engine under contention.", show_default=False)
     ] = None,
     timezone: Timezone = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change a tenant's name, weight or time zone; in another zone its budgets begin new windows at once."""
+    """Change a tenant's name, weight or time zone; a new time zone starts new budget windows immediately."""
     changes = _given(display_name=display_name, weight=weight, timezone=timezone)
     if not changes:
-        fail("say what to change: --display-name, --weight or --timezone", WRONG_CALL)
+        fail("specify what to change: --display-name, --weight or --timezone", WRONG_CALL)
     changed = _change(tenant, changes, as_json)
     shown = f"{changed['display_name']}, weight {changed['weight']}, {changed['timezone']}"
     tell(changed, f"{changed['slug']}: {shown}", as_json)
@@ -96,9 +96,9 @@ def set_tenant(
 
 @app.command()
 def suspend(tenant: Slug, as_json: AsJson = False) -> None:
-    """Refuse a tenant's keys within five seconds; what runs finishes, and nothing is lost."""
+    """Refuse a tenant's keys within five seconds; running requests finish and nothing is lost."""
     changed = _change(tenant, {"state": "suspended"}, as_json)
-    undo = f"'loramux tenants resume {changed['slug']}' takes that back"
+    undo = f"'loramux tenants resume {changed['slug']}' undoes this"
     tell(changed, f"{changed['slug']} is {changed['state']}; {undo}", as_json)
 
 
@@ -111,10 +111,10 @@ def resume(tenant: Slug, as_json: AsJson = False) -> None:
 
 @app.command()
 def delete(tenant: Slug, as_json: AsJson = False) -> None:
-    """Remove a tenant that was made by mistake; one with adapters, keys or usage can only be suspended."""
+    """Delete a tenant created by mistake; one with adapters, keys or usage can only be suspended."""
     with connected(as_json) as client:
         client.delete(client.path("tenants", tenant))
-    tell({"object": "tenant", "slug": tenant, "deleted": True}, f"there is no tenant {tenant} any more", as_json)
+    tell({"object": "tenant", "slug": tenant, "deleted": True}, f"deleted tenant {tenant}", as_json)
 
 
 def _change(tenant: str, changes: Document, as_json: bool) -> Document:

@@ -1,4 +1,4 @@
-"""`loramux usage` and `loramux costs`: what tenants have used, in tokens and in money."""
+"""`loramux usage` and `loramux costs`: tenants' usage in tokens and in money."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEFAULT_GROUPS = ["tenant", "model"]
 
 
 def _verb(path: str, what: str, amounts: Sequence[str], drawn: Sequence[str]) -> Callable[..., None]:
-    """The verb for the report at a path. Its table has `amounts`, and a bar for the sum of `drawn`."""
+    """The command for the report at `path`. Its table shows `amounts` and a bar for the sum of `drawn`."""
 
     def verb(
         tenant: AnyTenant = None,
@@ -68,7 +68,7 @@ def _verb(path: str, what: str, amounts: Sequence[str], drawn: Sequence[str]) ->
 
 
 def _report(path: str, chosen: Format, **params: Any) -> Document | None:
-    """The report, where it is to be shown as a table; else it is printed as it comes."""
+    """The report for a table; in any other format it is printed here and None is returned."""
     with connected(chosen is Format.JSON) as client:
         if chosen in (Format.CSV, Format.NDJSON):
             print(client.get_text(path, **params, format=chosen.value), end="")
@@ -102,13 +102,13 @@ def _print_lines(report: Document, groups: Sequence[str], amounts: Sequence[str]
 
 usage = _verb(
     "usage",
-    "Report requests and tokens, with a bar for the tokens of each line.",
+    "Report requests and tokens, with a bar for each line's tokens.",
     ("requests", "prompt_tokens", "cached_tokens", "completion_tokens"),
     ("prompt_tokens", "completion_tokens"),
 )
 costs = _verb(
     "costs",
-    "Report what requests cost, with a bar for each line.",
+    "Report the cost of requests, with a bar for each line.",
     ("requests", "amount", "currency"),
     ("amount_nanos",),
 )

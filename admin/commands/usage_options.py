@@ -1,4 +1,4 @@
-"""What `loramux usage` and `loramux costs` have in common: the question, and a bar for each line."""
+"""Options shared by `loramux usage` and `loramux costs`, and the bar of each line."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class Format(StrEnum):
 
 
 class Bucket(StrEnum):
-    """The length of one line's time."""
+    """The time span of one line."""
 
     MINUTE = "1m"
     HOUR = "1h"
     DAY = "1d"
 
 
-Start = Annotated[int | None, typer.Option(help="Seconds since 1970.", show_default=False)]
-End = Annotated[int | None, typer.Option(help="Seconds since 1970, not included.", show_default=False)]
+Start = Annotated[int | None, typer.Option(help="Unix time in seconds.", show_default=False)]
+End = Annotated[int | None, typer.Option(help="Unix time in seconds, exclusive.", show_default=False)]
 Last = Annotated[
     str | None,
     typer.Option(
-        help="Instead of --start: 90m, 24h, 7d or 4w until the end or now, from a whole minute or hour on.",
+        help="Instead of --start: 90m, 24h, 7d or 4w before --end or now, rounded down to a full minute or hour.",
         show_default=False,
     ),
 ]
@@ -45,21 +45,23 @@ BucketOption = Annotated[Bucket | None, typer.Option(help="Split by time.", show
 GroupBy = Annotated[
     list[str] | None,
     typer.Option(
-        help="tenant, key, adapter, version, model, base, endpoint, end_user or status; repeated or with commas."
+        help="tenant, key, adapter, version, model, base, endpoint, end_user or status; repeatable or comma-separated."
     ),
 ]
-Timezone = Annotated[str | None, typer.Option(help="Whose midnights part days, as Europe/Berlin.", show_default=False)]
+Timezone = Annotated[
+    str | None, typer.Option(help="Time zone whose midnights divide days, such as Europe/Berlin.", show_default=False)
+]
 Top = Annotated[
     int | None,
-    typer.Option(help="Only so many lines, those of most tokens, and the sum of all.", min=1, max=1000),
+    typer.Option(help="Only this many lines, those with the most tokens, and the total of all.", min=1, max=1000),
 ]
-Output = Annotated[Format, typer.Option("--format", help="How to print it.")]
+Output = Annotated[Format, typer.Option("--format", help="Output format.")]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV: --format csv.")]
-AsNdjson = Annotated[bool, typer.Option("--ndjson", help="Print a JSON object a line: --format ndjson.")]
+AsNdjson = Annotated[bool, typer.Option("--ndjson", help="Print one JSON object per line: --format ndjson.")]
 
 
 def chosen_format(output: Format, as_json: bool, as_csv: bool, as_ndjson: bool) -> Format:
-    """Raises BadParameter where several are asked for."""
+    """The output format; raises BadParameter if several are given."""
     short = [
         kind
         for kind, is_asked in ((Format.JSON, as_json), (Format.CSV, as_csv), (Format.NDJSON, as_ndjson))
@@ -71,16 +73,16 @@ def chosen_format(output: Format, as_json: bool, as_csv: bool, as_ndjson: bool) 
 
 
 def start_of(start: int | None, end: int | None, last: str | None) -> int | None:
-    """Where the range begins, in seconds; raises BadParameter."""
+    """The start of the range as a Unix time in seconds; raises BadParameter."""
     if last is None:
         return start
     found = _LAST.fullmatch(last)
     if found is None:
-        raise typer.BadParameter("--last is a number with m, h, d or w, such as 7d")
+        raise typer.BadParameter("--last must be a number followed by m, h, d or w, such as 7d")
     if start is not None:
         raise typer.BadParameter("give --start or --last, not both")
     from_s = max(0, (int(time.time()) if end is None else end) - int(found[1]) * UNITS_S[found[2]])
-    # From a whole minute or hour on, as the first line of a report by time should be.
+    # Rounded down to a full minute or hour, so that the first line of a report by time is complete.
     return from_s - from_s % min(UNITS_S[found[2]], UNITS_S["h"])
 
 
@@ -89,7 +91,7 @@ def groups_of(group_by: list[str] | None, default: list[str]) -> list[str]:
 
 
 def bar(amount: int, most: int) -> str:
-    """A bar whose full length is the largest amount, in eighths of a character."""
+    """A bar with a resolution of an eighth of a character, in which `most` fills the whole width."""
     if most <= 0 or amount <= 0:
         return ""
     eighths = max(1, round(amount / most * BAR_WIDTH * 8))

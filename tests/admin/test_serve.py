@@ -145,7 +145,7 @@ def test_a_required_sandbox_that_the_machine_lacks_is_refused(demo_base: Path, t
     errors = refusal(*arguments, lacking=measure, LORAMUX_SANDBOX="required")
     assert errors == (
         f"loramux: the setting sandbox is 'required', and this machine's kernel or container has no {measure}: "
-        "'loramux doctor --data-dir DIR' says how to mend it\n"
+        "'loramux doctor --data-dir DIR' says how to fix it\n"
     )
     assert not (tmp_path / "data").exists()
 

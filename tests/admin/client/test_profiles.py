@@ -60,12 +60,12 @@ def test_a_file_that_others_may_read_is_refused(file: ProfileFile) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        pytest.param(b"current = ", "no file of profiles", id="no TOML"),
+        pytest.param(b"current = ", "not a valid profile file", id="no TOML"),
         pytest.param(b"\xff", "not UTF-8", id="no text"),
         pytest.param(b"profile = 1", "did you mean profiles", id="unknown table"),
         pytest.param(b"profiles = 1", "table of tables", id="no table"),
         pytest.param(b"current = 1", "table of tables", id="no name"),
-        pytest.param(b'[profiles.a]\nurl = "http://x"\nkey = 1', "are texts", id="no text as key"),
+        pytest.param(b'[profiles.a]\nurl = "http://x"\nkey = 1', "must be strings", id="no text as key"),
         pytest.param(b'[profiles.a]\nurl = "http://x"', "a 'url' and a 'key'", id="no key"),
         pytest.param(b'[profiles.a]\nurl = "http://x"\nkey = "a-secret"\nkeys = ""', "nothing else", id="too much"),
     ],
@@ -82,7 +82,7 @@ def test_a_file_that_is_wrong_is_explained_and_stays(file: ProfileFile, content:
 
 @pytest.mark.parametrize("name", ["", "A", "-a", "a b", "../x", "a/b", "ä", "a\n", "x" * 64])
 def test_a_name_that_is_none_is_refused(file: ProfileFile, name: str) -> None:
-    with pytest.raises(ProfileError, match="small letters"):
+    with pytest.raises(ProfileError, match="lowercase letters"):
         file.add(profile(name))
     assert not file.path.exists()
 
@@ -162,9 +162,9 @@ def test_a_profile_is_added_used_listed_without_its_key_and_removed(
         pytest.param(("--profile", "prodd", "tenants", "list"), "", 3, "did you mean prod?", id="mistyped"),
         pytest.param(("profiles", "use", "nobody"), "", 2, "loramux profiles add nobody", id="unknown"),
         pytest.param(("profiles", "add", "x", "--url", "ftp://x"), "k", 2, "should look like", id="no address"),
-        pytest.param(("profiles", "add", "x"), "", 2, "is no key", id="no key"),
-        pytest.param(("profiles", "add", "x"), "käse", 2, "is no key", id="key not ASCII"),
-        pytest.param(("profiles", "add", "X"), "k", 2, "small letters", id="bad name"),
+        pytest.param(("profiles", "add", "x"), "", 2, "is not a key", id="no key"),
+        pytest.param(("profiles", "add", "x"), "käse", 2, "is not a key", id="key not ASCII"),
+        pytest.param(("profiles", "add", "X"), "k", 2, "lowercase letters", id="bad name"),
     ],
 )
 def test_mistakes_with_profiles_are_explained(

@@ -291,7 +291,7 @@ def test_a_key_is_limited_rotated_and_renamed(loramux: Run, make_adapter: Callab
     rotated = loramux("keys", "rotate", key["id"], "--grace-hours", 1)
     assert (rotated.exit_code, rotated.stdout.startswith("sk-lmx-")) == (0, True)
     assert rotated.stdout.strip() != key["secret"]
-    assert "old secret opens until 2" in rotated.stderr
+    assert "old secret is valid until 2" in rotated.stderr
     changed = printed_json(loramux("keys", "set", key["id"], "--name", "ci", "--any-adapter", "--json"))
     assert (changed["name"], changed["adapters"]) == ("ci", None)
     assert "scopes base" in loramux("keys", "set", key["id"], "--scope", "base").stdout

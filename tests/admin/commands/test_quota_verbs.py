@@ -36,7 +36,7 @@ def test_quotas_are_set_plotted_tried_and_lifted_from_the_command_line(loramux: 
         row["mode"] for row in rows
     ]
     fits = loramux("quotas", "check", *whom, "--prompt-tokens", "900", "--max-tokens", "100")
-    assert (fits.exit_code, "it would be admitted" in fits.stdout) == (0, True)
+    assert (fits.exit_code, "the request would be admitted" in fits.stdout) == (0, True)
     trial = ("--metric", "tokens_per_day", "--limit", "999", "--tenant", "acme")
     beyond = loramux("quotas", "check", *trial, "--prompt-tokens", "900", "--max-tokens", "100")
     assert (beyond.exit_code, "400 request_too_large" in beyond.stdout) == (1, True)
@@ -48,7 +48,7 @@ def test_quotas_are_set_plotted_tried_and_lifted_from_the_command_line(loramux: 
     ]
     for row in listed:
         assert loramux("quotas", "delete", row["id"]).exit_code == 0
-    assert loramux("quotas", "effective", *whom).stdout == "nothing is limited\n"
+    assert loramux("quotas", "effective", *whom).stdout == "no limits apply\n"
 
 
 @pytest.mark.parametrize(
