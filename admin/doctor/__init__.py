@@ -1,1 +1,1 @@
-"""`loramux doctor`: what does not work, and how to mend it."""
+"""`loramux doctor`: what does not work, and how to fix it."""

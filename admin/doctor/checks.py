@@ -1,4 +1,4 @@
-"""The checks of the machine that serves, which a server makes of itself and the doctor makes where none runs."""
+"""Checks of the serving machine, run by a server on itself and by the doctor where no server runs."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.engine_link.engine_socket import MAX_SOCKET_PATH, SOCKET_NAME, TEMPORARY_PREFIX
 
 PYTHONS = ((3, 11), (3, 14))
-"""The versions `[first, last)` that this loramux is tested with."""
+"""Python versions `[first, last)` that this loramux is tested with."""
 LITTLE_DISK_BYTES, TOO_LITTLE_DISK_BYTES = 5 << 30, 512 << 20
 SKEW_WARNING_S, SKEW_FAILED_S = 2.0, 30.0
-"""Windows of quotas and the expiry of keys are judged by one clock and read by people with another."""
+"""Clock skew that is reported, in seconds: quota windows and key expiry follow one clock, people read another."""
 SLOW_DATABASE_S = 0.1
 SOCKET_PART = f"/{TEMPORARY_PREFIX}xxxxxxxx/{SOCKET_NAME}"
-"""What the engine makes below the directory for temporary files."""
+"""The path that the engine creates below the directory for temporary files."""
 
 SANDBOX_MENDS = {
     PRIVILEGES: "run Linux 3.5 or later",
     NETWORK: "allow user namespaces (sysctl user.max_user_namespaces)",
-    FILES: "boot Linux 5.13 or later with landlock in its list of modules (lsm=landlock,..., to be read in "
-    "/sys/kernel/security/lsm), and let a container's profile pass the three landlock_* calls",
-    CALLS: "run on x86-64 or 64-bit ARM, and let a container's profile pass prctl(PR_SET_SECCOMP)",
+    FILES: "boot Linux 5.13 or later with landlock in its list of security modules (lsm=landlock,...; see "
+    "/sys/kernel/security/lsm), and let the container's seccomp profile allow the three landlock_* calls",
+    CALLS: "run on x86-64 or 64-bit ARM, and let the container's seccomp profile allow prctl(PR_SET_SECCOMP)",
 }
 
 
@@ -48,13 +48,13 @@ def check_python(running: tuple[int, int, int]) -> Finding:
             check="python",
             grade=Grade.FAILED,
             message=f"Python {shown} is not supported",
-            mend="make the environment with Python 3.11, 3.12 or 3.13: make venv PYTHON=python3.11",
+            mend="create the environment with Python 3.11, 3.12 or 3.13: make venv PYTHON=python3.11",
         )
     return Finding(check="python", grade=Grade.OK, message=f"Python {shown} on {platform.machine()}")
 
 
 def check_package(name: str, find_version: Callable[[str], str] = version) -> Finding:
-    """Whether a package that the engine needs is there; it is not imported."""
+    """Whether a package that the engine needs is installed; it is not imported."""
     try:
         return Finding(check=name, grade=Grade.OK, message=f"{name} {find_version(name)}")
     except PackageNotFoundError:
@@ -62,12 +62,12 @@ def check_package(name: str, find_version: Callable[[str], str] = version) -> Fi
             check=name,
             grade=Grade.WARNING,
             message=f"{name} is not installed here",
-            mend="nothing for a machine that only calls servers; to serve, install loramux with pip or 'make venv'",
+            mend="nothing to do if this machine only calls servers; to serve, install loramux with pip or 'make venv'",
         )
 
 
 def check_database(database: Database, host_us: Callable[[], int] = lambda: time.time_ns() // 1000) -> list[Finding]:
-    """Reach it, compare its schema with the code's, and its clock with the host's."""
+    """Whether the database answers quickly, its schema matches the code's and its clock the host's."""
     try:
         database.check_schema()
         took_s = min(_round_trip_s(database) for _ in range(3))
@@ -80,7 +80,7 @@ def check_database(database: Database, host_us: Callable[[], int] = lambda: time
                 message=str(error).splitlines()[0],
                 mend="back the database up, then run 'loramux db upgrade'"
                 if is_old
-                else "start the database, mend the network, or change LORAMUX_DATABASE_URL",
+                else "start the database, fix the network, or change LORAMUX_DATABASE_URL",
             )
         ]
     kind = "SQLite" if database.is_sqlite else "PostgreSQL"
@@ -89,8 +89,8 @@ def check_database(database: Database, host_us: Callable[[], int] = lambda: time
         Finding(
             check="database",
             grade=Grade.WARNING if is_slow else Grade.OK,
-            message=f"{kind} answers in {1000 * took_s:.0f} ms and its schema is the one that is needed",
-            mend="each request reserves and settles there: put the database nearer, or on faster disks"
+            message=f"{kind} answers in {1000 * took_s:.0f} ms and its schema is up to date",
+            mend="every request reserves and settles in the database: move it closer, or to faster disks"
             if is_slow
             else None,
         )
@@ -114,7 +114,7 @@ def _round_trip_s(database: Database) -> float:
 
 
 def check_skew(check: str, skew_s: float, theirs: str, ours: str) -> Finding:
-    """How far two clocks are apart."""
+    """Whether two clocks agree."""
     size_s = abs(skew_s)
     if size_s < SKEW_WARNING_S:
         return Finding(check=check, grade=Grade.OK, message=f"{theirs} and {ours} agree within {SKEW_WARNING_S:.0f} s")
@@ -122,12 +122,12 @@ def check_skew(check: str, skew_s: float, theirs: str, ours: str) -> Finding:
         check=check,
         grade=Grade.FAILED if size_s >= SKEW_FAILED_S else Grade.WARNING,
         message=f"{theirs} is {size_s:.1f} s {'ahead of' if skew_s > 0 else 'behind'} {ours}",
-        mend="run NTP on both machines (chronyc tracking, timedatectl); quota windows follow the server's side",
+        mend="run NTP on both machines (chronyc tracking, timedatectl); quota windows follow the server's clock",
     )
 
 
 def check_store(blobs: BlobStore) -> Finding:
-    """Write and remove a probe as every upload does."""
+    """Write and remove a probe object, as an upload would."""
     try:
         blobs.check()
     except StoreError as error:
@@ -135,9 +135,9 @@ def check_store(blobs: BlobStore) -> Finding:
             check="object store",
             grade=Grade.FAILED,
             message=str(error),
-            mend="mend the store, its credentials (AWS_*) or LORAMUX_BLOB_URL; resident adapters go on without it",
+            mend="fix the store, its credentials (AWS_*) or LORAMUX_BLOB_URL; resident adapters work without it",
         )
-    return Finding(check="object store", grade=Grade.OK, message="blobs can be kept")
+    return Finding(check="object store", grade=Grade.OK, message="blobs can be stored")
 
 
 def check_disk(
@@ -158,7 +158,7 @@ def check_disk(
 
 
 def check_data_directory(directory: Path) -> Finding:
-    """Its files hold usage and digests of keys: others have no business there."""
+    """Whether only its owner can access it: its files hold usage and key digests."""
     try:
         mode = stat.S_IMODE(directory.stat().st_mode)
     except OSError as error:
@@ -166,27 +166,27 @@ def check_data_directory(directory: Path) -> Finding:
             check="data directory",
             grade=Grade.WARNING,
             message=f"{directory}: {error.strerror}",
-            mend="the first start of the server makes it; if there was one already, give --data-dir",
+            mend="the server creates it on its first start; if it should already exist, give --data-dir",
         )
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         return Finding(
             check="data directory",
             grade=Grade.FAILED,
-            message=f"{directory} cannot be written by this user",
-            mend=f"run as its owner, or chown it: chown -R USER {directory}",
+            message=f"this user cannot write to {directory}",
+            mend=f"run as its owner, or change the owner: chown -R USER {directory}",
         )
     if mode & 0o077:
         return Finding(
             check="data directory",
             grade=Grade.WARNING,
-            message=f"other users of this machine may look into {directory} (mode {mode:04o})",
+            message=f"other users of this machine can access {directory} (mode {mode:04o})",
             mend=f"chmod 700 {directory}",
         )
-    return Finding(check="data directory", grade=Grade.OK, message=f"{directory} is its owner's alone")
+    return Finding(check="data directory", grade=Grade.OK, message=f"only its owner can access {directory}")
 
 
 def check_sandbox(is_required: bool, find_missing: Callable[[], Collection[str]] = missing_measures) -> Finding:
-    """Which walls stand around the process that reads what tenants upload."""
+    """Which sandbox measures confine the process that reads tenants' uploads."""
     check = "sandbox"
     try:
         missing = find_missing()
@@ -195,12 +195,12 @@ def check_sandbox(is_required: bool, find_missing: Callable[[], Collection[str]]
             check=check,
             grade=Grade.FAILED,
             message=str(error),
-            mend="run 'python -m loramux.adapter_store.validation.sandbox' as the server's user, and mend what it says",
+            mend="run 'python -m loramux.adapter_store.validation.sandbox' as the server's user and fix what it finds",
         )
-    standing = ", ".join(name for name in MEASURES if name not in missing) or "nothing but limits on memory and time"
+    standing = ", ".join(name for name in MEASURES if name not in missing) or "only limits on memory and time"
     lacking = [name for name in MEASURES if name in missing]
     if not set(lacking) & set(ESSENTIAL):
-        note = f"; {NETWORK} is missing, for which {CALLS} stands in" if lacking else ""
+        note = f"; {NETWORK} is missing, but {CALLS} covers it" if lacking else ""
         return Finding(check=check, grade=Grade.OK, message=f"uploads are validated behind {standing}{note}")
     return Finding(
         check=check,
@@ -212,7 +212,8 @@ def check_sandbox(is_required: bool, find_missing: Callable[[], Collection[str]]
 
 
 def check_engine_socket(run: Path) -> Finding:
-    """Where the engine listens: `run` in the data directory where its path is short enough, else a temporary one."""
+    """The directory of the engine's socket: `run` in the data directory if its path is short enough, else a temporary
+    one."""
     check = "socket directory"
     if len(os.fsencode(run.absolute() / SOCKET_NAME)) > MAX_SOCKET_PATH:
         return check_socket_directory(Path(tempfile.gettempdir()))
@@ -220,33 +221,33 @@ def check_engine_socket(run: Path) -> Finding:
         try:
             mode = stat.S_IMODE(path.stat().st_mode)
         except OSError:
-            # No server has run here yet, or none runs now.
+            # No server is running, or none has run yet.
             continue
         if mode & 0o077:
             return Finding(
                 check=check,
                 grade=Grade.WARNING,
-                message=f"other users of this machine may reach {path} (mode {mode:04o})",
+                message=f"other users of this machine can access {path} (mode {mode:04o})",
                 mend=f"chmod go= {path}",
             )
-    return Finding(check=check, grade=Grade.OK, message=f"the engine's socket is its owner's alone in {run}")
+    return Finding(check=check, grade=Grade.OK, message=f"only its owner can access the engine's socket in {run}")
 
 
 def check_socket_directory(directory: Path) -> Finding:
-    """A directory for temporary files where the engine's socket is made: writable, short, and safe among others."""
+    """Whether a temporary directory can hold the engine's socket: writable, short enough, and safe from other users."""
     check = "socket directory"
     if len(os.fsencode(directory)) + len(SOCKET_PART) > MAX_SOCKET_PATH:
         return Finding(
             check=check,
             grade=Grade.FAILED,
-            message=f"the path {directory} is too long: a unix socket's path has {MAX_SOCKET_PATH} bytes at most",
+            message=f"the path {directory} is too long: a Unix socket's path has at most {MAX_SOCKET_PATH} bytes",
             mend="set TMPDIR to a shorter path, such as /tmp",
         )
     if not os.access(directory, os.W_OK | os.X_OK):
         return Finding(
             check=check,
             grade=Grade.FAILED,
-            message=f"{directory} cannot be written by this user",
+            message=f"this user cannot write to {directory}",
             mend="set TMPDIR to a directory of your own",
         )
     mode = directory.stat().st_mode
@@ -254,7 +255,7 @@ def check_socket_directory(directory: Path) -> Finding:
         return Finding(
             check=check,
             grade=Grade.WARNING,
-            message=f"every user may rename what is in {directory}, which has no sticky bit",
+            message=f"every user can rename files in {directory}, which has no sticky bit",
             mend=f"chmod +t {directory}, or set TMPDIR to a directory of your own",
         )
     return Finding(check=check, grade=Grade.OK, message=f"{directory} can hold the engine's socket")

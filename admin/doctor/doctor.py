@@ -1,4 +1,4 @@
-"""`loramux doctor`: what of this machine, of the way to a server, and of the server itself does not work."""
+"""`loramux doctor`: checks this machine, the connection to a server, and the server itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SERVER_TIMEOUT_S = 30.0
 
 
 class HostSettings(DataSettings):
-    """The settings of a server on this machine that the doctor looks into; none has to be given."""
+    """The settings of a server on this machine that the doctor checks; all are optional."""
 
     model: Path | None = None
     blob_url: str | None = None
@@ -41,14 +41,14 @@ class HostSettings(DataSettings):
 
 
 def check_here() -> Iterator[Finding]:
-    """What every command and every server needs of this machine."""
+    """Check what every command and every server needs from this machine."""
     yield check_python(sys.version_info[:3])
     yield Finding(check="loramux", grade=Grade.OK, message=f"loramux {version('loramux')} on {platform.system()}")
     yield check_package("torch")
 
 
 def check_host(settings: HostSettings) -> Iterator[Finding]:
-    """What a server with these settings would stand on; changes nothing but for the store's probe."""
+    """Check what a server with these settings would depend on; changes nothing except for the store's probe."""
     yield check_engine_socket(DataDirectory(settings.data_dir).run)
     yield check_data_directory(settings.data_dir)
     yield check_disk(settings.data_dir)
@@ -60,7 +60,7 @@ def check_host(settings: HostSettings) -> Iterator[Finding]:
             check="database",
             grade=Grade.WARNING,
             message=f"{settings.data_dir} has no database yet",
-            mend="the first start of the server makes it; if there was one already, give --data-dir",
+            mend="the server creates it on its first start; if it should already exist, give --data-dir",
         )
     else:
         yield from _check_database_at(settings.resolved_database_url)
@@ -74,7 +74,7 @@ def check_host(settings: HostSettings) -> Iterator[Finding]:
 
 
 def check_server(client: AdminClient, now_s: Callable[[], float] = time.time) -> Iterator[Finding]:
-    """The way to a server, its version and clock, and what it finds itself."""
+    """Check the connection to a server, its version and clock, and collect its own findings."""
     before_s = now_s()
     try:
         server = client.get("server")
@@ -83,7 +83,7 @@ def check_server(client: AdminClient, now_s: Callable[[], float] = time.time) ->
             check="server",
             grade=Grade.FAILED,
             message=str(error),
-            mend="start it, mend the network, or name another: loramux profiles list",
+            mend="start the server, fix the network, or choose another server: loramux profiles list",
         )
         return
     except AdminError as error:
@@ -104,7 +104,7 @@ def check_server(client: AdminClient, now_s: Callable[[], float] = time.time) ->
         yield Finding(
             check="server",
             grade=Grade.FAILED,
-            message=f"it did not say how it is: {error}",
+            message=f"the server did not report its findings: {error}",
             mend="read its log, or run 'loramux doctor --data-dir DIR' on its machine",
         )
         return
@@ -113,14 +113,14 @@ def check_server(client: AdminClient, now_s: Callable[[], float] = time.time) ->
 
 def _refusal(error: AdminError) -> Finding:
     mends = {
-        401: "the key is wrong, expired or revoked: give another (loramux profiles add, or LORAMUX_ADMIN_KEY)",
+        401: "the key is wrong, expired or revoked: use another (loramux profiles add, or LORAMUX_ADMIN_KEY)",
         403: "use a key with the scope platform:read or platform:admin",
-        404: "the server is older than this command line, or the address is not its admin listener",
+        404: "the server is older than this command line, or the address is not that of its admin listener",
     }
     return Finding(
         check="server",
         grade=Grade.FAILED,
-        message=f"it refused with {error.status}: {error.message}",
+        message=f"the server refused with {error.status}: {error.message}",
         mend=mends.get(error.status, "read the server's log"),
     )
 
@@ -158,6 +158,6 @@ def _check_model(directory: Path) -> Finding:
             check="model",
             grade=Grade.FAILED,
             message=str(error),
-            mend="give --model the directory that Hugging Face's save_pretrained wrote, with safetensors weights",
+            mend="give --model a directory that Hugging Face's save_pretrained wrote, with safetensors weights",
         )
-    return Finding(check="model", grade=Grade.OK, message=f"{directory} is a {model.architecture} that can be served")
+    return Finding(check="model", grade=Grade.OK, message=f"{directory} is a servable {model.architecture}")

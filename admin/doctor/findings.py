@@ -1,4 +1,4 @@
-"""What a check found, and how to mend it: one record for the doctor's own checks and for the server's."""
+"""A check's result and how to fix it: one record for the doctor's own checks and for the server's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Grade(StrEnum):
-    """Whether something works; a warning works for now."""
+    """Whether something works; a warning means that it works for now."""
 
     OK = "ok"
     WARNING = "warning"
@@ -18,7 +18,7 @@ class Grade(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One check: `message` says what is so, `mend` what to do about it (None where nothing is to be done)."""
+    """The result of one check: `message` says what was found, `mend` what to do about it (None if nothing)."""
 
     check: str
     grade: Grade
@@ -36,7 +36,7 @@ class Finding:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Finding:
-        """Raises KeyError or ValueError for a document that is no finding."""
+        """Raises KeyError or ValueError for a document that is not a finding."""
         return cls(
             check=str(document["check"]),
             grade=Grade(document["grade"]),

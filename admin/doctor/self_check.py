@@ -1,4 +1,4 @@
-"""What a running server knows of its own health, for operators who ask with `loramux doctor`."""
+"""A running server's checks of its own health, for `loramux doctor`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loramux.platform.engine_link.engine_client import EngineClient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfCheck:
-    """The parts that a server stands on. Blocking: call it from a thread."""
+    """Checks the parts that a server depends on. Blocking: call it from a thread."""
 
     database: Database
     blobs: BlobStore
@@ -24,7 +24,7 @@ class SelfCheck:
     is_sandbox_required: bool = False
 
     def findings(self) -> tuple[Finding, ...]:
-        """Look at everything once; a part that fails is a finding, never an exception."""
+        """Check everything once; a failing part is a finding, never an exception."""
         return (
             self._engine(),
             *check_database(self.database),
@@ -43,5 +43,5 @@ class SelfCheck:
             check="engine",
             grade=Grade.FAILED,
             message="the engine is not ready" + (f": {trouble}" if trouble else ""),
-            mend="it restarts by itself; if it keeps dying, read the server's log and lower LORAMUX_POOL_BYTES",
+            mend="it restarts automatically; if it keeps dying, read the server's log and lower LORAMUX_POOL_BYTES",
         )

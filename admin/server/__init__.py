@@ -1,1 +1,1 @@
-"""The serving process: settings, listeners, connections, slots, logs and the data directory."""
+"""The serving process: settings, listeners, connections, transfer slots, logs and the data directory."""

@@ -1,4 +1,4 @@
-"""One connection of a listener, which its client cannot hold open for nothing."""
+"""A listener's connection with timeouts, so that a client cannot hold it open without using it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from loramux.admin.server.client_addresses import origin_of
 from loramux.admin.server.connection_book import ConnectionBook
 
 HEAD_TIMEOUT_S = 10.0
-"""From the connection's begin, or from the last answer's end, to the end of the next request's head, in seconds."""
+"""Time from the connection's start or the last answer's end to the end of the next request's head, in seconds."""
 READER_TIMEOUT_S = 60.0
-"""How long a client may take for MIN_READ_BYTES of an answer that waits for it, in seconds."""
+"""Time in which a client must read MIN_READ_BYTES of a waiting answer, in seconds."""
 MIN_READ_BYTES = 16 * 1024
 MAX_BUFFERED_BYTES = 16 * 1024
-"""How much of an answer this process buffers, beside the kernel's MAX_UNSENT_BYTES, before the answer waits for its
-reader."""
+"""Bytes of an answer that this process buffers, in addition to the kernel's MAX_UNSENT_BYTES, before the answer waits
+for its reader."""
 STALL_S = 1.0
-"""How long a client keeps its connection waiting before the connection ends for a newcomer's sake, in seconds."""
+"""Time that a client must have kept its connection waiting before a new connection may displace it, in seconds."""
 
 _BODY = (
     b'{"error":{"message":"this server has as many connections as it takes; try again",'
@@ -31,14 +31,14 @@ REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b"content-length: " + str(len(_BODY)).encode() + b"\r\n\r\n" + _BODY
 )
-"""What a connection is told that finds no room."""
+"""The answer to a connection above the limit."""
 
 
 class BoundedConnection(H11Protocol):
-    """uvicorn's connection with a place in the listener's book.
+    """A uvicorn connection that its listener's ConnectionBook admits and may shed.
 
-    It waits for its client while it has no complete request head, while a body is coming, and while an answer is not
-    being read. `since_s` is when the client last did what it waits for.
+    It waits for its client while a request head is incomplete, while a body is arriving, and while an answer is not
+    being read. `since_s` is when the client last made progress.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class BoundedConnection(H11Protocol):
         assert isinstance(server_state, ConnectionBook)
         self._book = server_state
         self.origin: str | None = None
-        """What the client is counted by; None for a trusted proxy."""
+        """The address or network by which the client is counted; None for a trusted proxy."""
         self.since_s = self.loop.time()
         self._num_unread_bytes = 0
         self._has_unread_answer = False
@@ -72,15 +72,15 @@ class BoundedConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # A head that comes byte by byte is no progress, but a body is.
+        # A head that arrives byte by byte is not progress, but a body is.
         if not self.is_idle:
             self.since_s = self.loop.time()
 
     def on_response_complete(self) -> None:
         self.since_s = self.loop.time()
         if self.flow.write_paused:
-            # Do not start the next pipelined request until the client has read this answer: a client that reads
-            # nothing must not make the server work.
+            # Do not start the next pipelined request until the client has read this answer: a client that does not
+            # read must not make the server work.
             self._has_unread_answer = True
         else:
             super().on_response_complete()
@@ -98,20 +98,20 @@ class BoundedConnection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """No request is under way."""
+        """Whether no request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     def shed_rank(self, now_s: float) -> int | None:
-        """How soon the connection ends when another needs its place, 0 first; None: its client waits for us."""
+        """Order in which connections are shed to make room, 0 first; None while the client waits for the server."""
         is_stalled = now_s - self.since_s >= STALL_S
         if self.is_idle:
-            # A new connection's request may be on its way.
+            # A new connection's request may still be arriving.
             return (0 if self.cycle is None else 1) if is_stalled else 3
         wants_body = self.cycle.more_body and not self.cycle.response_started and not self.flow.read_paused
         return 2 if is_stalled and (wants_body or self.flow.write_paused) else None
 
     def overdue(self, now_s: float) -> str | None:
-        """End the connection if its client has kept it waiting for too long, and say which way."""
+        """Close the connection if its client has kept it waiting for too long; returns the reason."""
         num_bytes = self.transport.get_write_buffer_size()
         if num_bytes and (self.flow.write_paused or self.transport.is_closing()):
             self._num_unread_bytes = max(self._num_unread_bytes, num_bytes)
@@ -121,7 +121,7 @@ class BoundedConnection(H11Protocol):
                 self.transport.abort()
                 return "slow_reader"
         elif self.is_idle and now_s - self.since_s > HEAD_TIMEOUT_S and not self.transport.is_closing():
-            # Closes as if a kept connection had been idle for too long.
+            # Closes it like a keep-alive connection that has been idle for too long.
             self.timeout_keep_alive_handler()
             return "no_request"
         return None

@@ -1,4 +1,4 @@
-"""Which address a call comes from, and whose word about that is believed."""
+"""The address that a call comes from, and the proxies trusted to forward it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = structlog.get_logger(__name__)
 
 
 class TrustedProxies:
-    """The proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed; without any, nobody's are."""
+    """The proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are trusted; by default none."""
 
     def __init__(self, networks: Iterable[str] = ()) -> None:
         """Addresses and networks; raises ValueError for anything else."""
@@ -28,11 +28,11 @@ class TrustedProxies:
         return parsed is not None and self._contains(parsed)
 
     def client_of(self, proxy: str, forwarded_for: str) -> str:
-        """The client's address, as a trusted proxy's `X-Forwarded-For` tells it.
+        """The client's address according to a trusted proxy's `X-Forwarded-For`.
 
-        Each proxy appends the address that it was called from, so the right-most entry that is no trusted proxy is the
-        client. Entries further left are the client's own claim. A malformed entry ends the search at the proxy that
-        let it through.
+        Each proxy appends the address that it was called from, so the rightmost entry that is not a trusted proxy is
+        the client. Entries further left are claims by the client. A malformed entry ends the search at the proxy that
+        passed it on.
         """
         client = proxy
         for entry in reversed(forwarded_for.split(",")):
@@ -49,14 +49,14 @@ class TrustedProxies:
 
 
 def warn_of_unread_variable() -> None:
-    """Earlier versions read this variable, and a proxy that only it names is no longer believed."""
+    """Earlier versions read this variable; a proxy that only it names is no longer trusted."""
     if "FORWARDED_ALLOW_IPS" in os.environ:
         log.warning("FORWARDED_ALLOW_IPS is not read: name the proxies in LORAMUX_TRUSTED_PROXIES")
 
 
 @lru_cache(maxsize=4096)
 def origin_of(address: str) -> str:
-    """What one client is counted by: an IPv4 address, or the /64 of an IPv6 address, which one client has at least."""
+    """What a client is counted by: its IPv4 address, or its IPv6 /64, the smallest network that one client has."""
     parsed = _parse(address)
     if parsed is None:
         return address[:64]
@@ -67,7 +67,7 @@ def origin_of(address: str) -> str:
 
 def _parse(text: str) -> IPv4Address | IPv6Address | None:
     try:
-        # A zone such as `%eth0` names an interface of this machine and can be of any length.
+        # A zone such as `%eth0` names an interface of this machine and can have any length.
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
         return None

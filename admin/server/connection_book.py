@@ -1,4 +1,4 @@
-"""The connections of one listener: how many there are, whose they are, and which of them end for others' sake."""
+"""The connections of one listener: counts them, in total and per address, and sheds some when there is no room."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from loramux.admin.server.connection_limits import ConnectionLimits
 from loramux.platform.telemetry.metrics import GatewayMetrics
 
 MAX_LOOKED_AT = 256
-"""Connections that a search for one to shed looks at: a flood must not make each newcomer cost a look at all."""
+"""Connections examined to find one to shed: in a flood, a new connection must not cost a scan of all of them."""
 MAX_COMPARED = 16
-"""Candidates that a search compares before it sheds the best of them."""
+"""Candidates compared before the best of them is shed."""
 
 
 class Connection(Protocol):
-    """What the book asks of a connection: `BoundedConnection`."""
+    """The interface that the book needs of a connection; `BoundedConnection` implements it."""
 
     since_s: float
-    """When its client last did what the connection waits for."""
+    """When its client last made progress."""
 
     @property
     def origin(self) -> str | None:
-        """What its client is counted by; None for a trusted proxy."""
+        """The address or network by which its client is counted; None for a trusted proxy."""
 
     @property
     def transport(self) -> Transport: ...
 
     def overdue(self, now_s: float) -> str | None:
-        """End the connection if its client has kept it waiting for too long, and say which way."""
+        """Close the connection if its client has kept it waiting for too long; returns the reason."""
 
     def shed_rank(self, now_s: float) -> int | None:
-        """How soon the connection ends when another needs its place, 0 first; None: never."""
+        """Order in which connections are shed to make room, 0 first; None: never."""
 
 
 class ConnectionBook(ServerState):
-    """Says whether a new connection may stay.
+    """Admits or refuses new connections.
 
-    Where there is no room for it, connections that wait for their clients are shed: those of the address with most of
-    them first, idle ones before those with a request under way, and then the oldest. Connections whose client waits for
-    us are never shed.
+    When there is no room, it sheds a connection that waits for its client: first from the address with the most
+    connections, then idle ones before those with a request in progress, then the one that has waited longest.
+    Connections whose client waits for the server are never shed.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class ConnectionBook(ServerState):
         self.proxies = proxies or TrustedProxies()
         self._listener = listener
         self._refusals = (metrics or GatewayMetrics()).note_listener(listener, lambda: len(self.connections))
-        # In the order in which searches look at them.
+        # In the order in which searches examine them.
         self._members: OrderedDict[Connection, None] = OrderedDict()
-        # The same by origin, but for trusted proxies.
+        # The same connections by origin, without those of trusted proxies.
         self._members_of: dict[str, OrderedDict[Connection, None]] = {}
 
     def admit(self, connection: Connection, now_s: float) -> bool:
@@ -82,7 +82,7 @@ class ConnectionBook(ServerState):
         return True
 
     def leave(self, connection: Connection) -> None:
-        """The connection is closed or about to be; it may be told more than once."""
+        """Stop counting a connection that is closed or about to be; may be called more than once."""
         if connection not in self._members:
             return
         del self._members[connection]
@@ -93,7 +93,7 @@ class ConnectionBook(ServerState):
                 del self._members_of[origin]
 
     def sweep(self, now_s: float) -> None:
-        """End the connections whose clients have kept us waiting for too long. To be called every second."""
+        """Close the connections whose clients have kept them waiting for too long. Call it every second."""
         for connection in list(self._members):
             reason = connection.overdue(now_s)
             if reason is not None:
@@ -107,14 +107,14 @@ class ConnectionBook(ServerState):
         return 0 if origin is None else len(self._members_of.get(origin, ()))
 
     def _shed(self, members: OrderedDict[Connection, None], now_s: float) -> bool:
-        """End the connection that can best be spared, of those that the search looks at; whether there was one."""
+        """Close the best candidate among the connections examined; returns whether there was one."""
         waiting = []
         for connection in list(islice(members, MAX_LOOKED_AT)):
-            # The next search looks at others.
+            # The next search examines other connections.
             members.move_to_end(connection)
             rank = connection.shed_rank(now_s)
             if rank is not None:
-                # A proxy's idle connections are a pool that it uses again: they go last.
+                # A proxy's idle connections are a pool that it reuses: they are shed last.
                 waiting.append((-self._num_of(connection.origin), rank, connection.since_s, connection))
                 if len(waiting) == MAX_COMPARED:
                     break

@@ -1,4 +1,4 @@
-"""How many connections each listener takes, so that database, engine and files always find a descriptor."""
+"""How many connections each listener accepts, so that database, engine and files never lack a descriptor."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import structlog
 from loramux.admin.errors import StartRefused
 
 MAX_ADMIN_CONNECTIONS = 512
-"""Connections of the admin listener."""
+"""Most connections of the admin listener."""
 RESERVED_DESCRIPTORS = 512
-"""Descriptors that no connection takes: the database's 24 connections of three files each, uploads and downloads, the
-object store's connections, the engine's pipes and socket, logs."""
+"""Descriptors kept free of client connections: for the database's 24 connections of three files each, uploads and
+downloads, the object store's connections, the engine's pipes and socket, and logs."""
 MIN_CONNECTIONS = 64
-"""Connections of both listeners together that a start needs room for."""
+"""Fewest connections, over both listeners, with which the server starts."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Of one listener: its connections in all, and those of one address."""
+    """One listener's limits: connections in total and per address."""
 
     max_connections: int = 4096
     max_per_address: int = 1024
@@ -30,17 +30,17 @@ class ConnectionLimits:
 
 @dataclass(frozen=True, slots=True)
 class ListenerLimits:
-    """Of the OpenAI and the admin listener."""
+    """The limits of the OpenAI and the admin listener."""
 
     openai: ConnectionLimits
     admin: ConnectionLimits
 
 
 def make_room(max_connections: int, max_per_address: int) -> ListenerLimits:
-    """Raise the limit on open files as far as the connections need and the hard limit allows.
+    """Raise the soft limit on open files to what the connections need, as far as the hard limit allows.
 
-    Where that is not enough the listeners take fewer connections, and the log says so. Raises StartRefused where next
-    to none would be left.
+    If that is not enough, the listeners accept fewer connections and a warning is logged. Raises StartRefused if fewer
+    than MIN_CONNECTIONS would be left.
     """
     wanted = RESERVED_DESCRIPTORS + max_connections + MAX_ADMIN_CONNECTIONS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -50,7 +50,7 @@ def make_room(max_connections: int, max_per_address: int) -> ListenerLimits:
     room = (wanted if soft == resource.RLIM_INFINITY else min(wanted, soft)) - RESERVED_DESCRIPTORS
     if room < MIN_CONNECTIONS:
         raise StartRefused(
-            f"this process may open {soft} files, which leaves no room for connections: "
+            f"this process may open only {soft} files, which leaves no room for connections: "
             f"raise the hard limit (ulimit -Hn, LimitNOFILE) to {wanted}"
         )
     num_openai = min(max_connections, room - min(MAX_ADMIN_CONNECTIONS, room // 4))

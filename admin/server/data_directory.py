@@ -1,4 +1,4 @@
-"""The directory that a server keeps its things in, held by one server at a time."""
+"""A server's data directory, locked by one server at a time."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class DataDirectory:
 
     @property
     def run(self) -> Path:
-        """Where the engine's socket lies."""
+        """The directory of the engine's socket."""
         return self.root / "run"
 
     @property
     def spool(self) -> Path:
-        """Settlements that the database has not taken yet."""
+        """Settlements that are not yet in the database."""
         return self.root / "spool"
 
     @property
@@ -37,19 +37,19 @@ class DataDirectory:
 
     @property
     def programs(self) -> Path:
-        """A GPU's compiled programs, which a later start loads."""
+        """Compiled GPU programs, which later starts load."""
         return self.root / "programs"
 
 
 @contextmanager
 def open_data_directory(root: Path) -> Iterator[DataDirectory]:
-    """Make and lock the directory; raises StartRefused when it cannot be written or another server holds it."""
+    """Create and lock the directory. Raises StartRefused if it is not writable or another server has locked it."""
     try:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = (root / "lock").open("w")
     except OSError as error:
         raise StartRefused(
-            f"the data directory {root} cannot be used: {error.strerror}; mend it or --data-dir"
+            f"the data directory {root} cannot be used: {error.strerror}; fix it or change --data-dir"
         ) from None
     with lock:
         try:

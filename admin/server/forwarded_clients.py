@@ -1,4 +1,4 @@
-"""Calls through trusted proxies: each gets its client's address and scheme, and few of one address run at once."""
+"""Calls through trusted proxies: sets the client's address and scheme, and limits concurrent calls per address."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RETRY_AFTER_S = 1.0
 
 
 class ForwardedClients:
-    """Wraps an app. A proxy's connections carry many clients, so their requests are counted, not their connections."""
+    """ASGI middleware. A proxy's connections carry many clients, so it counts requests instead of connections."""
 
     def __init__(
         self, app: ASGIApp, proxies: TrustedProxies, max_per_address: int, on_refusal: Callable[[], None]
@@ -24,7 +24,7 @@ class ForwardedClients:
         self._proxies = proxies
         self._max_per_address = max_per_address
         self._on_refusal = on_refusal
-        # Of addresses with a request under way.
+        # Requests in progress by client address, without zeros.
         self._num_running: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,14 +42,14 @@ class ForwardedClients:
         client = self._proxies.client_of(peer[0], said[b"x-forwarded-for"].decode("latin-1"))
         scope["client"] = (client, 0)
         if self._proxies.trusts(client):
-            # The proxy's own calls, or those of a proxy that does not say whose they are.
+            # Calls by the proxy itself, or through a proxy that does not forward the client's address.
             await self._app(scope, receive, send)
             return
         origin = origin_of(client)
         if self._num_running[origin] >= self._max_per_address:
             self._on_refusal()
             refusal = RateLimited(
-                f"{self._max_per_address} requests from this address are under way; try again",
+                f"{self._max_per_address} requests from this address are in progress; try again",
                 code="too_many_connections",
                 retry_after_s=RETRY_AFTER_S,
             )

@@ -1,4 +1,4 @@
-"""Both listeners on one event loop, and how they stop."""
+"""Both listeners on one event loop, and their shutdown."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from loramux.admin.server.stop_signals import StopSignals
 from loramux.engine.server.gc_freeze import freeze_gc
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread that computes may keep the interpreter's lock while the event loop waits for it, in seconds."""
+"""How long a computing thread may hold the interpreter lock while the event loop waits for it, in seconds."""
 
 LAST_WORDS_S = 2.0
-"""How long streams have to end after the engine was stopped under them."""
+"""Time for streams to end after the engine has been stopped, in seconds."""
 
 
 class HttpServer(uvicorn.Server):
-    """One listener of ours, whose connections are in its book; signals are not its business."""
+    """One listener with its ConnectionBook; it does not handle signals."""
 
     def __init__(self, app: Any, listener: socket.socket, book: ConnectionBook | None = None) -> None:
         self._book = book or ConnectionBook()
@@ -44,7 +44,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                # uvicorn would believe any process of this machine.
+                # uvicorn would trust the headers of any process on this machine.
                 proxy_headers=False,
             )
         )
@@ -69,8 +69,8 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        # A request that outlived the wait ends as if its client had gone, which every route takes well; it would
-        # otherwise be cancelled with the event loop, which shows as a failure of ours.
+        # A request that is still running ends as if its client had disconnected, which every route handles. Otherwise
+        # it would be cancelled with the event loop and be reported as a server error.
         for connection in list(self.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
@@ -81,7 +81,7 @@ class HttpServer(uvicorn.Server):
         await self.serve(sockets=[self._listener])
 
     def stop(self) -> None:
-        """Take no more connections and end when the running requests have."""
+        """Accept no more connections and stop when the running requests have ended."""
         self.should_exit = True
 
 
@@ -93,12 +93,12 @@ async def serve_until_stopped(
     announce: Callable[[], None],
     stop_engine: Callable[[], Awaitable[None]],
 ) -> None:
-    """Serve both, announce it, and drain when asked to: the gateway first, so that metrics can watch it end.
+    """Serve both, announce it, and drain on a signal: the gateway first, so that its drain shows in the metrics.
 
-    Requests that are not done after `drain_s`, or at a second signal, are ended by stopping the engine.
+    After `drain_s`, or at a second signal, the engine is stopped, which ends the remaining requests.
     """
     freeze_gc()
-    # By default the loop would wait ten times as long, at every step of a request.
+    # With the default interval the loop would wait ten times as long at every step of a request.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     async with asyncio.TaskGroup() as group:
         gateway_task = group.create_task(gateway.run_until_stopped())

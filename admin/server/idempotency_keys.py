@@ -1,4 +1,4 @@
-"""Calls that clients may repeat: each Idempotency-Key with what it was sent for, and the answer that it got."""
+"""Idempotency-Key records: for each key, the hash of its request and the answer to it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from loramux.platform.errors import Conflict, UnprocessableRequest
 
 LIFETIME_US = 24 * 3600 * 1_000_000
 RUNNING_US = 300 * 1_000_000
-"""Longer than any call takes: one that has no answer after it never will, because its process ended."""
+"""Longer than any call takes, in microseconds: a call without an answer by then lost its process."""
 
 
 class KeyInUse(Conflict):
-    """The first call with this key still runs: ask again in a moment."""
+    """The first call with this key is still running: retry in a moment."""
 
     code = "idempotency_key_in_use"
 
 
 class OutcomeUnknown(Conflict):
-    """The server ended during the first call with this key: look whether it had its effect, then use another key."""
+    """The server stopped during the first call with this key: check whether it took effect, then use another key."""
 
     code = "idempotency_outcome_unknown"
 
 
 class KeyReused(UnprocessableRequest):
-    """The key was used for another call."""
+    """The key was already used for a different call."""
 
     code = "idempotency_key_reused"
 
@@ -47,7 +47,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """What the first call was answered."""
+    """The answer to the first call."""
 
     status: int
     headers: Mapping[str, str]
@@ -55,13 +55,13 @@ class StoredAnswer:
 
 
 class IdempotencyKeys:
-    """The keys of every server on the database. Blocking."""
+    """The idempotency keys of all servers on the database. Blocking."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def claim(self, principal: str, key: str, request_sha256: bytes) -> Claim | StoredAnswer:
-        """Begin a call, or learn what it was answered; raises KeyInUse, OutcomeUnknown and KeyReused."""
+        """Claim the key for a call, or return the stored answer. Raises KeyInUse, OutcomeUnknown and KeyReused."""
         claim = Claim(principal, hashlib.sha256(key.encode()).digest())
         try:
             with self._database.write() as connection:
@@ -71,11 +71,11 @@ class IdempotencyKeys:
                     return _answer(row, request_sha256, now_us)
                 self._begin(connection, claim, request_sha256, now_us)
         except IntegrityError:
-            raise KeyInUse("the first call with this Idempotency-Key still runs", retry_after_s=1.0) from None
+            raise KeyInUse("the first call with this Idempotency-Key is still running", retry_after_s=1.0) from None
         return claim
 
     def complete(self, claim: Claim, answer: StoredAnswer, expires_us: int | None = None) -> None:
-        """Keep the answer for whoever repeats the call, not beyond `expires_us` where it is of no use after that."""
+        """Store the answer for repeated calls, until `expires_us` if that comes before the key's own expiry."""
         values: dict[str, Any] = {"status": answer.status, "headers": dict(answer.headers), "body": answer.body}
         with self._database.write() as connection:
             if expires_us is not None:
@@ -83,7 +83,7 @@ class IdempotencyKeys:
             connection.execute(update(idempotency_keys).where(*_is(claim)).values(**values))
 
     def release(self, claim: Claim) -> None:
-        """The call changed nothing: its key may be used again, for this call or another."""
+        """Delete the claim of a call that changed nothing: its key may be used again, for this call or another."""
         with self._database.write() as connection:
             connection.execute(delete(idempotency_keys).where(*_is(claim), idempotency_keys.c.status.is_(None)))
 
@@ -110,11 +110,11 @@ def _answer(row: Row[Any], request_sha256: bytes, now_us: int) -> StoredAnswer:
         raise KeyReused("this Idempotency-Key was used for another call", param="Idempotency-Key")
     if row.status is not None:
         return StoredAnswer(row.status, row.headers, row.body)
-    # A call that began before the clock went back may lie ahead.
+    # abs: after the clock was set back, a call's start may lie in the future.
     if abs(now_us - row.created_us) < RUNNING_US:
-        raise KeyInUse("the first call with this Idempotency-Key still runs", retry_after_s=1.0)
+        raise KeyInUse("the first call with this Idempotency-Key is still running", retry_after_s=1.0)
     raise OutcomeUnknown(
-        "the server ended during the first call with this Idempotency-Key: look whether it had its effect, then use "
+        "the server stopped during the first call with this Idempotency-Key: check whether it took effect, then use "
         "another key",
         param="Idempotency-Key",
     )

@@ -1,4 +1,4 @@
-"""Ports are taken before anything slow begins and listened on only once everything stands."""
+"""Sockets of the listeners: bound before anything slow starts, listening only once everything is ready."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import socket
 from loramux.admin.errors import StartRefused
 
 MAX_UNSENT_BYTES = 16 * 1024
-"""What the kernel keeps of an answer beyond what is on its way, in bytes."""
+"""How much unsent data the kernel buffers per connection, in bytes."""
 
 
 def bind(host: str, port: int, setting: str, is_shared: bool = False) -> socket.socket:
-    """A bound socket that does not listen yet; raises StartRefused, naming the setting that chose the port.
+    """A bound socket that does not listen yet. Raises StartRefused, naming the setting that chose the port.
 
-    Gateways that all want a port `is_shared` may have the same one.
+    Several gateways can bind the same port if each does so with `is_shared`.
     """
     flag = f"--{setting.replace('_', '-')}"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
-        raise StartRefused(f"the host {host!r} is unknown here; mend {flag.replace('port', 'host')}") from None
+        raise StartRefused(f"cannot resolve the host {host!r}; fix {flag.replace('port', 'host')}") from None
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:
-        # Connections of an earlier run that still linger do not keep the port. Once it is bound the option goes, or
-        # another server that is just starting could bind it as well.
+        # Lingering connections of an earlier run must not block the port. The option is cleared after the bind:
+        # otherwise another server that is just starting could bind the port as well.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if is_shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -40,15 +40,15 @@ def bind(host: str, port: int, setting: str, is_shared: bool = False) -> socket.
 
 
 def prepare_to_listen(listener: socket.socket) -> None:
-    """Set what the connections to come inherit."""
-    # The next run may bind the port while they linger.
+    """Set the socket options that accepted connections inherit."""
+    # The next run can bind the port while they linger.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # The kernel would otherwise take megabytes for each client that reads nothing.
+    # The kernel would otherwise buffer megabytes for each client that does not read.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a client on this machine finds the listener."""
+    """The listener's URL for a client on this machine."""
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
         host = "127.0.0.1" if listener.family == socket.AF_INET else "::1"

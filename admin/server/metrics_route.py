@@ -1,4 +1,4 @@
-"""`/metrics`, for Prometheus: with a scrape token, or without one where only this machine can ask."""
+"""`/metrics`, for Prometheus: with a scrape token, or without one where only this machine can reach it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PROXY_HEADERS = ("forwarded", "via", "x-real-ip")
 
 
 def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | None, is_loopback: bool) -> APIRouter:
-    """The route; a token that is set is always asked for. While the engine does not answer, its series are absent
-    but for `loramux_engine_up`."""
+    """The route. A token, if set, is always required. While the engine does not answer, its series are absent except
+    for `loramux_engine_up`."""
     router = APIRouter()
 
     example = {"schema": {"type": "string"}, "example": "loramux_engine_up 1.0\n"}
@@ -29,20 +29,20 @@ def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | N
 
     @router.get("/metrics", tags=["health"], response_class=Response, responses={**text, **errors(401)})
     async def scrape(request: Request) -> Response:
-        """What Prometheus scrapes: without a key where only this machine can ask, else with the scrape token."""
+        """Metrics for Prometheus: without a key where only this machine can reach them, else with the scrape token."""
         if token is not None:
             presented = request.headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(presented.encode(), token.encode()):
-                raise Unauthenticated("give the scrape token: Authorization: Bearer TOKEN")
+                raise Unauthenticated("send the scrape token: Authorization: Bearer TOKEN")
         elif not (is_loopback and _is_direct(request)):
-            raise Unauthenticated("metrics need a scrape token here: set metrics_token")
+            raise Unauthenticated("metrics require a scrape token here: set metrics_token")
         return Response(metrics.render() + render_engine(await _stats(engine)), media_type=CONTENT_TYPE)
 
     return router
 
 
 def _is_direct(request: Request) -> bool:
-    """Whether the call names this machine and has no mark of a proxy, which would call from loopback for anybody."""
+    """Whether the call addresses this machine and shows no sign of a proxy, which calls from loopback for anyone."""
     if any(name in PROXY_HEADERS or name.startswith("x-forwarded-") for name in request.headers):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Single sign-on as the operator set it: the provider, and which of its groups may do what."""
+"""The operator's single sign-on settings: the provider, and the roles of its groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 @dataclass(frozen=True, slots=True)
 class RoleRule:
-    """Who has `value` in the roles' claim may do what `scope` says, for `tenant` where that is a tenant's."""
+    """People with `value` in the roles claim get `scope`, for `tenant` if it is a tenant scope."""
 
     value: str
     scope: str
@@ -24,7 +24,8 @@ class RoleRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OidcSettings:
-    """`client_secret` None is a public client, which PKCE alone protects. Of `rules` the first that fits decides."""
+    """Settings of the provider. Without `client_secret` it is a public client, protected only by PKCE. The first
+    matching entry of `rules` decides."""
 
     issuer: str
     client_id: str
@@ -33,22 +34,24 @@ class OidcSettings:
     roles_claim: str
     rules: tuple[RoleRule, ...]
     redirect_url: str | None
-    """Where the provider sends browsers back to; None: where they came from."""
+    """Where the provider sends browsers back to; None: the address that they came from."""
 
 
 def parse_rule(text: str) -> RoleRule:
-    """`GROUP=SCOPE` or `GROUP=SCOPE@TENANT`; raises ValueError with a sentence."""
+    """`GROUP=SCOPE` or `GROUP=SCOPE@TENANT`; raises ValueError that explains the error."""
     value, equals, role = text.rpartition("=")
     scope, at, tenant = role.partition("@")
     if not (equals and value) or scope not in ROLES:
-        raise ValueError(f"{text!r} is no role: use GROUP=SCOPE or GROUP=SCOPE@TENANT, SCOPE of {', '.join(ROLES)}")
+        raise ValueError(
+            f"{text!r} is not a role: use GROUP=SCOPE or GROUP=SCOPE@TENANT, with SCOPE one of {', '.join(ROLES)}"
+        )
     if scope.startswith("tenant:") != bool(at) or (at and not _SLUG.fullmatch(tenant)):
-        raise ValueError(f"{text!r} is no role: tenant:... needs @TENANT, platform:... has none")
+        raise ValueError(f"{text!r} is not a role: tenant:... needs @TENANT, platform:... takes none")
     return RoleRule(value, scope, tenant or None)
 
 
 def is_trusted_url(url: str) -> bool:
-    """Whether keys and codes may travel there: over TLS, or on this machine."""
+    """Whether keys and codes may be sent to the URL: over TLS, or to this machine."""
     try:
         parts = urlsplit(url)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Serving below a path that a proxy puts in front, whether the proxy takes it off before it asks us or not."""
+"""Serving below a proxy's path prefix, whether or not the proxy strips the prefix from requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class UnderRootPath:
-    """Tells the app below which path the outside sees it, so that its links lead back here."""
+    """Tells the app its public path prefix, so that its links work from outside."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""What a server or a gateway can be told: flags, then `LORAMUX_*` variables, then a TOML file, then defaults."""
+"""Settings of a server or gateway: from flags, then `LORAMUX_*` variables, then a TOML file, then defaults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from loramux.engine.tracing.spans import TraceConfig
 
 PREFIX = "LORAMUX_"
 CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG", "LORAMUX_PROFILE"})
-"""Variables that the command line reads itself; they are no settings of the server."""
+"""Variables that the command line reads itself; they are not settings of the server."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 SECRETS = frozenset({"admin_key", "metrics_token", "oidc_client_secret"})
@@ -49,16 +49,17 @@ FLAGS = frozenset(
         "reuse_port",
     }
 )
-"""Settings with a flag at `loramux serve` or `gateway`; no secrets, since every process may read a command line."""
+"""Settings that are also flags of `loramux serve` or `gateway`. Secrets are not: any process can read a command line.
+"""
 SettingsT = TypeVar("SettingsT", bound="DataSettings")
 
 
 class SettingsError(Exception):
-    """The settings cannot be used; the message has one sentence for each fault."""
+    """The settings cannot be used; the message has one line for each error."""
 
 
 class DataSettings(BaseSettings):
-    """Where the facts are kept: all that `loramux db` needs."""
+    """Where data is stored: all the settings that `loramux db` needs."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
 
@@ -90,9 +91,9 @@ class DataSettings(BaseSettings):
 
 
 class Settings(DataSettings):
-    """Everything that `loramux serve` can be told."""
+    """All settings of `loramux serve`."""
 
-    # What is written below a setting describes it in docs/configuration.md.
+    # The docstring below a setting describes it in docs/configuration.md.
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
     )
@@ -104,14 +105,15 @@ class Settings(DataSettings):
     admin_host: str = "127.0.0.1"
     admin_port: Port = 8001
     admin_root_path: str = ""
-    """The path that a proxy shows the admin listener under, such as `/loramux`."""
+    """The path prefix under which a proxy publishes the admin listener, such as `/loramux`."""
     trusted_proxies: Annotated[tuple[str, ...], NoDecode] = ()
-    """Addresses and networks of the proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed, separated by
-    commas."""
+    """Addresses and networks, separated by commas, of the proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are
+    trusted."""
     max_connections: Annotated[int, Field(ge=16, le=1_000_000)] = 4096
-    """Connections of the OpenAI listener; the admin listener has 512 of its own."""
+    """Maximum connections of the OpenAI listener; the admin listener has 512 of its own."""
     max_connections_per_address: Annotated[int, Field(ge=1)] = 1024
-    """Connections of one client address on each listener; of a client behind a trusted proxy, requests at once."""
+    """Maximum connections per client address on each listener; for clients behind a trusted proxy, concurrent
+    requests."""
     admin_key: SecretStr | None = None
     metrics_token: SecretStr | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -134,7 +136,7 @@ class Settings(DataSettings):
     pdl: bool = False
     """Overlap the launches of LoRA kernels (programmatic dependent launch), on GPUs of capability 9.0 or later."""
     disk_tier_dir: Path | None = None
-    """None: below the data directory. Servers on one host may name the same one, each with its own data directory."""
+    """Default: in the data directory. Servers on one host may share it, each with its own data directory."""
     disk_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(16 << 30)
     host_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(1 << 30)
     oidc_issuer: str | None = None
@@ -147,18 +149,19 @@ class Settings(DataSettings):
     engine: Path | None = None
     """The socket of a running server's engine, for `loramux gateway`."""
     reuse_port: bool = False
-    """Share the ports with other gateways of this host; each must say so, and the kernel deals connections out."""
+    """Share the ports with other gateways on this host; each must set this, and the kernel distributes connections."""
     spool_bytes: Annotated[ByteSize, Field(ge=1 << 16)] = ByteSize(64 << 20)
-    """How much may wait on disk to be settled while the database is away."""
+    """Space on disk for settlements that wait while the database is unavailable."""
     log_format: Literal["console", "json"] = "console"
     log_answers: bool = False
     traces: Literal["off", "file", "otlp"] = "off"
     traces_target: str | None = None
-    """A file or an OTLP/HTTP URL; None: `traces.jsonl` in the data directory, or what OTEL_EXPORTER_OTLP_* say."""
+    """A file or an OTLP/HTTP URL. Default: `traces.jsonl` in the data directory, or the OTEL_EXPORTER_OTLP_* variables.
+    """
     traces_share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Of the requests, how many are traced; one below a client's trace is where the client's is."""
+    """Share of requests that are traced; a request inside a client's trace follows the client's sampling decision."""
     traces_of_clients: Literal["ignore", "link", "parent"] = "link"
-    """What a client's `traceparent` does. Only trusted clients should be `parent`s: they decide what is recorded."""
+    """How a client's `traceparent` is used. Use `parent` only with trusted clients: they decide what is recorded."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     engine_step_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
 
@@ -169,14 +172,14 @@ class Settings(DataSettings):
             raise ValueError(f"there is no directory {model}")
         if not (model / "config.json").is_file():
             raise ValueError(f"{model} has no config.json, which every Hugging Face model directory has")
-        # Not resolved: a link's own name is the better name to serve the model by.
+        # Not resolved: a symbolic link's own name is the better name for the served model.
         return Path(os.path.abspath(model))
 
     @field_validator("served_name")
     @classmethod
     def _is_a_model_name(cls, served_name: str | None) -> str | None:
         if served_name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}", served_name):
-            raise ValueError(f"{served_name!r} is no model name: use letters, digits, '.', '_', '-' and '/'")
+            raise ValueError(f"{served_name!r} is not a model name: use letters, digits, '.', '_', '-' and '/'")
         return served_name
 
     @field_validator("admin_root_path")
@@ -184,37 +187,37 @@ class Settings(DataSettings):
     def _is_a_path(cls, root_path: str) -> str:
         root_path = root_path.rstrip("/")
         if root_path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", root_path):
-            raise ValueError(f"{root_path!r} is no path: use one such as /loramux")
+            raise ValueError(f"{root_path!r} is not a valid path: use one such as /loramux")
         return root_path
 
     @field_validator("admin_key", "metrics_token")
     @classmethod
     def _is_plain(cls, secret: SecretStr | None) -> SecretStr | None:
-        # A variable that was read from a file often ends with the file's line break.
+        # A variable that was filled from a file often ends with a line break.
         text = "" if secret is None else secret.get_secret_value().strip()
         if not (text.isascii() and text.isprintable()):
-            raise ValueError("it may have printable ASCII characters only, since it travels in a header")
+            raise ValueError("it must have only printable ASCII characters, because it is sent in a header")
         return None if secret is None else SecretStr(text)
 
     @field_validator("admin_key")
     @classmethod
     def _is_long_enough(cls, admin_key: SecretStr | None) -> SecretStr | None:
         if admin_key is not None and len(admin_key.get_secret_value()) < 32:
-            raise ValueError("a key has 32 characters or more")
+            raise ValueError("a key must have at least 32 characters")
         return admin_key
 
     @field_validator("metrics_token")
     @classmethod
     def _is_no_toy(cls, metrics_token: SecretStr | None) -> SecretStr | None:
         if metrics_token is not None and len(metrics_token.get_secret_value()) < 16:
-            raise ValueError("a token has 16 characters or more")
+            raise ValueError("a token must have at least 16 characters")
         return metrics_token
 
     @field_validator("blob_url")
     @classmethod
     def _is_a_blob_url(cls, blob_url: str | None) -> str | None:
         if blob_url is not None and not re.fullmatch(r"(file|s3)://.+", blob_url):
-            raise ValueError(f"{blob_url!r} is no blob store: use file://DIRECTORY or s3://BUCKET/PREFIX")
+            raise ValueError(f"{blob_url!r} is not a blob store's URL: use file://DIRECTORY or s3://BUCKET/PREFIX")
         return blob_url
 
     @field_validator("oidc_roles")
@@ -228,7 +231,7 @@ class Settings(DataSettings):
     @classmethod
     def _is_trusted(cls, url: str | None) -> str | None:
         if url is not None and not is_trusted_url(url):
-            raise ValueError(f"{url!r} is no https URL, nor one of this machine")
+            raise ValueError(f"{url!r} is neither an https URL nor a URL of this machine")
         return url
 
     @field_validator("oidc_client_id")
@@ -241,7 +244,7 @@ class Settings(DataSettings):
     @field_validator("adapter_sources", "oidc_roles", "trusted_proxies", mode="before")
     @classmethod
     def _split(cls, sources: Any) -> Any:
-        """A variable holds them separated by commas, a file as a list."""
+        """Split a variable's comma-separated values; a file has a list."""
         if not isinstance(sources, str):
             return sources
         return [source.strip() for source in sources.split(",") if source.strip()]
@@ -260,7 +263,7 @@ class Settings(DataSettings):
     def _are_buckets(cls, sources: tuple[str, ...]) -> tuple[str, ...]:
         for source in sources:
             if not is_source_url(source):
-                raise ValueError(f"{source!r} is no place to take adapters from: use s3://BUCKET or s3://BUCKET/PREFIX")
+                raise ValueError(f"{source!r} is not a source of adapters: use s3://BUCKET or s3://BUCKET/PREFIX")
         return sources
 
     @property
@@ -295,7 +298,7 @@ class Settings(DataSettings):
 
 
 def load_settings(kind: type[SettingsT], overrides: Mapping[str, Any]) -> SettingsT:
-    """Read the settings once; raises SettingsError with all faults. An override of None was not given."""
+    """Read the settings once. Raises SettingsError that lists all errors. An override of None counts as not given."""
     given = {name: value for name, value in overrides.items() if value is not None}
     if "config" not in given and os.environ.get("LORAMUX_CONFIG"):
         given["config"] = Path(os.environ["LORAMUX_CONFIG"])
@@ -325,7 +328,7 @@ def _unknown_variables(variables: Iterable[str]) -> Iterable[str]:
     known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields} | CLIENT_VARIABLES
     for variable in sorted(variables):
         if variable.startswith(PREFIX) and variable not in known:
-            yield f"the variable {variable} is no setting{did_you_mean(variable, known)}"
+            yield f"the variable {variable} is not a setting{did_you_mean(variable, known)}"
 
 
 def _sentence(fault: Any) -> str:
@@ -341,4 +344,4 @@ def _sentence(fault: Any) -> str:
     else:
         shown = "" if name in SECRETS else f", not {fault['input']!r}"
         reason = f"it should be {fault['msg'].removeprefix('Input should be ')}{shown}"
-    return f"the setting {name} is wrong: {reason}; change {places}"
+    return f"the setting {name} is invalid: {reason}; change {places}"

@@ -1,4 +1,4 @@
-"""How the process is told to stop."""
+"""The signals that stop the process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StopSignals:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Take the signals while the block runs."""
+        """Handle the signals while the block runs."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.ask)

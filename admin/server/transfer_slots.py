@@ -1,4 +1,4 @@
-"""Slots for calls that last: who gets none within a while is told to come again."""
+"""Slots for long-running calls: a call that gets none within WAIT_S is refused and may retry."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import anyio
 from loramux.platform.errors import ApiError, RateLimited, Unavailable
 
 WAIT_S = 10.0
-"""How long a call waits for a slot; it holds a connection meanwhile, and no thread."""
+"""How long a call waits for a slot, in seconds; meanwhile it holds a connection but no thread."""
 RETRY_AFTER_S = 5.0
 MAX_REST_S = 2.0
-"""How long a tenant rests at most for one call, however long that lasted."""
+"""Longest rest that one call adds for its tenant, in seconds, however long the call took."""
 UNRESTED_S = 1.0
-"""How much rest a tenant may owe before its slots stay taken for it: a burst, such as a page's calls."""
+"""Rest that a tenant may owe before its slots are withheld, in seconds: allows a burst, such as one page's calls."""
 
 
 class _Share:
-    """What one tenant has of the slots, and until when it would rest if it owed no rest."""
+    """One tenant's slots, and the time until which it owes rest."""
 
     def __init__(self, num_slots: int) -> None:
         self.limiter = anyio.CapacityLimiter(num_slots)
@@ -28,10 +28,10 @@ class _Share:
 
 
 class TransferSlots:
-    """`num_slots` calls at a time, of them at most `num_each` of one tenant: the others find a slot all the same.
+    """At most `num_slots` concurrent calls, and at most `num_each` per tenant, so that other tenants still get slots.
 
-    With `rest`, each call makes its tenant owe `rest` times as long as it had its slot. A tenant that owes more than
-    UNRESTED_S gets its slots back only as time passes, so that all its calls together take one part in `rest` of a
+    With `rest`, each call makes its tenant owe a rest of `rest` times the call's duration. A tenant that owes more than
+    UNRESTED_S gets its slots back only as time passes, so that its calls together take at most 1/`rest` of a
     processor, however many it sends.
     """
 
@@ -40,7 +40,7 @@ class TransferSlots:
         self._num_each = num_each
         self._rest = rest
         self._all = anyio.CapacityLimiter(num_slots)
-        # Of tenants that have or want a slot just now, or rest.
+        # Tenants that hold or wait for a slot, or owe rest.
         self._of_tenant: dict[str, _Share] = {}
 
     @property
@@ -53,14 +53,14 @@ class TransferSlots:
         return sum(limiter.statistics().tasks_waiting for limiter in everyone)
 
     async def acquire_slot(self, tenant_id: str, *, is_patient: bool = False, rests: bool = True) -> Callable[[], None]:
-        """Take a slot, and return what releases it.
+        """Take a slot and return the function that releases it.
 
-        Raises `too_many_<what>`, unless it is patient: RateLimited where the tenant's own calls have all its slots,
-        Unavailable where all tenants' have. With `rests` False the tenant owes nothing for it.
+        Unless `is_patient`, raises `too_many_<what>` after WAIT_S: RateLimited if the tenant's own calls hold all its
+        slots, Unavailable if all tenants' calls hold all slots. With `rests` False the tenant owes no rest for it.
         """
         call = object()
         kind: type[ApiError] = RateLimited
-        whose = "one tenant may have"
+        whose = "this tenant"
         share = self._of_tenant.setdefault(tenant_id, _Share(self._num_each))
 
         def release_own() -> None:
@@ -70,7 +70,7 @@ class TransferSlots:
         try:
             with anyio.fail_after(None if is_patient else WAIT_S):
                 await share.limiter.acquire_on_behalf_of(call)
-                kind, whose = Unavailable, "this server takes"
+                kind, whose = Unavailable, "this server"
                 try:
                     await self._all.acquire_on_behalf_of(call)
                 except BaseException:
@@ -81,7 +81,7 @@ class TransferSlots:
             if not isinstance(error, TimeoutError):
                 raise
             raise kind(
-                f"as many {self._what} as {whose} at once are under way; try again",
+                f"{whose} has reached its limit of concurrent {self._what}; try again",
                 code=f"too_many_{self._what}",
                 retry_after_s=RETRY_AFTER_S,
             ) from None

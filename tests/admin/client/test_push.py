@@ -44,7 +44,7 @@ class BusyServer(AdminClient):
         self.num_puts += 1
         if self.num_puts % 3 == 1:
             next(iter(chunks))
-            raise AdminError(503, "as many uploads as this server takes at once", "too_many_uploads", None)
+            raise AdminError(503, "this server has reached its limit of concurrent uploads", "too_many_uploads", None)
         if self.num_puts % 3 == 2:
             raise ServerUnreachable("the connection broke")
         super().put_bytes(url, size, chunks)

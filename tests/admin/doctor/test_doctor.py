@@ -167,10 +167,10 @@ def test_a_python_that_is_not_supported_is_refused(running: tuple[int, int, int]
     ("missing", "is_required", "grade", "said"),
     [
         ((), False, Grade.OK, "behind no_new_privs, network namespace, landlock, seccomp"),
-        ((NETWORK,), True, Grade.OK, "seccomp stands in"),
+        ((NETWORK,), True, Grade.OK, "seccomp covers it"),
         ((FILES,), False, Grade.WARNING, "missing: landlock"),
         ((FILES, CALLS), True, Grade.FAILED, "missing: landlock, seccomp"),
-        (MEASURES, False, Grade.WARNING, "nothing but limits on memory and time"),
+        (MEASURES, False, Grade.WARNING, "only limits on memory and time"),
     ],
     ids=["all", "no network namespace", "no landlock", "neither, though required", "none"],
 )

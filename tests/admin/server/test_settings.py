@@ -62,12 +62,12 @@ def test_all_faults_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         load_settings(Settings, overrides)
     lines = str(caught.value).splitlines()
     for said in (
-        "LORAMUX_PROT is no setting: did you mean LORAMUX_PORT?",
+        "LORAMUX_PROT is not a setting: did you mean LORAMUX_PORT?",
         "there is no directory /nowhere",
-        "port is wrong: it should be less than or equal to 65535, not 70000",
+        "port is invalid: it should be less than or equal to 65535, not 70000",
         "'auto', 'float32' or 'bfloat16', not 'int3'",
         "file://DIRECTORY or s3://BUCKET/PREFIX",
-        "'a b' is no model name",
+        "'a b' is not a model name",
         "32 characters",
     ):
         assert [line for line in lines if said in line], said
@@ -155,7 +155,7 @@ def test_sources_are_separated_by_commas_or_a_list(model: Path, toml: Path, monk
     assert load_settings(Settings, {"config": toml}).adapter_sources == ("s3://three/a", "s3://four")
     for wrong in ("file:///etc", '["s3://five"]', "s3://six/../seven"):
         monkeypatch.setenv("LORAMUX_ADAPTER_SOURCES", wrong)
-        with pytest.raises(SettingsError, match="no place to take adapters from"):
+        with pytest.raises(SettingsError, match="not a source of adapters"):
             load_settings(Settings, {"model": model})
 
 
@@ -167,5 +167,5 @@ def test_trusted_proxies_are_addresses_and_networks(model: Path, monkeypatch: py
 
 @pytest.mark.parametrize("proxies", ["*", "10.0.0.1/8", "proxy.example.com"])
 def test_proxies_that_cannot_be_trusted_by_address_are_refused(model: Path, proxies: str) -> None:
-    with pytest.raises(SettingsError, match=r"trusted_proxies is wrong.*such as 127\.0\.0\.1 and 10\.0\.0\.0/8"):
+    with pytest.raises(SettingsError, match=r"trusted_proxies is invalid.*such as 127\.0\.0\.1 and 10\.0\.0\.0/8"):
         load_settings(Settings, {"model": model, "trusted_proxies": proxies})

@@ -18,7 +18,7 @@ async def test_a_tenant_rests_for_what_it_took(monkeypatch: pytest.MonkeyPatch) 
     resting = TransferSlots("reports", 2, 1, rest=1e9)
     async with resting.held_slot("acme"):
         await anyio.sleep(0.001)
-    with pytest.raises(RateLimited, match="as many reports as one tenant may have"):
+    with pytest.raises(RateLimited, match="this tenant has reached its limit of concurrent reports"):
         await resting.acquire_slot("acme")
     async with resting.held_slot("initech"):
         assert resting.num_taken == 1, "other tenants may use every slot"
