@@ -1,1 +1,1 @@
-"""The routes below `/admin/v1`, one file for each kind of thing."""
+"""The routes below `/admin/v1`, one file per resource."""

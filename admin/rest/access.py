@@ -1,4 +1,4 @@
-"""Who calls, and what of it all the caller may see. Every route names one of the kinds of caller below."""
+"""Authentication of callers, and what each may see. Every route declares one of the kinds of caller below."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from loramux.platform.errors import NotFound, PermissionDenied, Unauthenticated
 from loramux.platform.openai_api.error_responses import request_id_of
 
 PRINCIPAL = "loramux.principal"
-"""Where the console, which calls these routes in this process, says whose session it is. No HTTP server fills it in."""
+"""ASGI scope key in which the console, calling in-process, passes its session's principal. HTTP servers never set it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """An authenticated caller. A platform key sees every tenant, a tenant's key only its own."""
+    """An authenticated caller. A platform key sees every tenant, a tenant's key only its own tenant."""
 
     principal: Principal
     release_call_slot: Callable[[], None]
-    """Releases the slot of the call early, for a route that goes on to wait for a slot of another kind."""
+    """Releases the call's slot early, for a route that then waits for another kind of slot."""
 
     def may_see(self, tenant_id: str | None) -> bool:
         return self.principal.tenant_id is None or self.principal.tenant_id == tenant_id
@@ -40,22 +41,22 @@ class Caller:
 
     @property
     def adapter_ids(self) -> frozenset[str] | None:
-        """What lists are narrowed to; None: every adapter of whatever tenant the caller may see."""
+        """The adapters that lists are restricted to; None: all adapters that the caller's tenant scope covers."""
         return self.principal.adapter_ids
 
     @property
     def key_ids(self) -> frozenset[str] | None:
-        """The keys that a limited key sees: itself. None: every key."""
+        """The keys that a restricted key sees: only itself. None: every key."""
         return None if self.adapter_ids is None else frozenset({self.principal.key_id})
 
     @property
     def subject_ids(self) -> frozenset[str] | None:
-        """Whose quotas a limited key sees: its own and its adapters'. None: everybody's."""
+        """The subjects whose quotas a restricted key sees: itself and its adapters. None: all."""
         return None if self.adapter_ids is None else self.adapter_ids | {self.principal.key_id}
 
     @property
     def is_administrator(self) -> bool:
-        """Of the platform, or of the caller's own tenant; a developer is not."""
+        """Whether the caller administers the platform or its own tenant; a developer does not."""
         return not self.principal.scopes.isdisjoint(("platform:admin", "tenant:admin"))
 
 
@@ -67,9 +68,9 @@ Services = Annotated[AdminServices, Depends(services_of)]
 
 
 def require(*scopes: str) -> Callable[[Request, AdminServices], AsyncIterator[Caller]]:
-    """A dependency that lets in keys with one of the scopes: 401 without a good key, 403 without the scope.
+    """A dependency that admits keys with one of the scopes: 401 without a valid key, 403 without the scope.
 
-    A tenant's call holds one of its slots until its route returns or releases it; the platform's calls need none.
+    A tenant's call holds one of the tenant's slots until its route returns or releases it; platform calls need none.
     """
 
     async def caller(request: Request, services: Services) -> AsyncIterator[Caller]:
@@ -78,8 +79,8 @@ def require(*scopes: str) -> Callable[[Request, AdminServices], AsyncIterator[Ca
             if principal.tenant_id is not None:
                 call_slot.callback(await services.call_slots.acquire_slot(principal.tenant_id))
             if principal.scopes.isdisjoint(scopes):
-                raise PermissionDenied(f"this needs a key with the scope {' or '.join(scopes)}")
-            # Whatever this call changes is the principal's doing.
+                raise PermissionDenied(f"this requires a key with the scope {' or '.join(scopes)}")
+            # The audit log attributes this call's changes to the principal.
             address = request.client.host if request.client is not None else None
             act_as(Actor(principal.key_id, address, request_id_of(request)))
             await idempotency.begin(request, services, principal.key_id)
@@ -94,7 +95,7 @@ async def _authenticated(request: Request, services: AdminServices) -> Principal
         return known
     kind, _, presented = request.headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not presented.strip():
-        raise Unauthenticated("give an administrator's key: Authorization: Bearer KEY", code="missing_api_key")
+        raise Unauthenticated("send an administrator's key: Authorization: Bearer KEY", code="missing_api_key")
     principal = await services.call(services.api_keys.authenticate, presented.strip())
     if principal is None:
         raise Unauthenticated("the key is unknown, expired or revoked")
@@ -102,7 +103,7 @@ async def _authenticated(request: Request, services: AdminServices) -> Principal
 
 
 def _caller(*scopes: str) -> Any:
-    # Ends with the route and not with the response, which a client may read as slowly as it likes.
+    # Ends with the route, not with the response, which a client may read slowly.
     return Depends(require(*scopes), scope="function")
 
 
@@ -111,13 +112,13 @@ Auditor = Annotated[Caller, _caller("platform:admin", "platform:read", "tenant:a
 PlatformReader = Annotated[Caller, _caller("platform:admin", "platform:read")]
 Writer = Annotated[Caller, _caller("platform:admin", "tenant:admin")]
 Developer = Annotated[Caller, _caller("platform:admin", "tenant:admin", "tenant:develop")]
-"""Who may bring versions; what answers a bare name stays a `Writer`'s decision."""
+"""May push versions; only a `Writer` may decide which version a bare name selects."""
 READER = _caller("platform:admin", "platform:read", "tenant:admin", "tenant:develop", "tenant:read")
 Reader = Annotated[Caller, READER]
 
 
 async def find_tenant(services: AdminServices, caller: Caller, id_or_slug: str, param: str = "tenant") -> Tenant:
-    """The tenant; one that the caller may not see is as unknown as one that does not exist."""
+    """The tenant. Raises the same NotFound for a hidden tenant as for one that does not exist."""
     tenant = await services.call(services.tenants.get, id_or_slug)
     if tenant is None or not caller.may_see(tenant.id):
         raise NotFound("there is no such tenant", param=param, code="tenant_not_found")
@@ -125,7 +126,7 @@ async def find_tenant(services: AdminServices, caller: Caller, id_or_slug: str, 
 
 
 async def tenant_filter(services: AdminServices, caller: Caller, id_or_slug: str | None) -> str | None:
-    """The tenant that a list is narrowed to: the one asked for, else the caller's own, else None for all."""
+    """The tenant that a list is restricted to: the requested one, else the caller's own, else None for all."""
     if id_or_slug is None:
         return caller.principal.tenant_id
     return (await find_tenant(services, caller, id_or_slug)).id

@@ -1,4 +1,4 @@
-"""What the admin routes are sent: strict types, and no field that they do not know."""
+"""Request bodies of the admin routes: strict types, unknown fields are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NewTenant(_Body):
 
 
 class TenantPatch(_Body):
-    """What of a tenant is to change; null leaves it. All but `display_name` is a platform administrator's to change."""
+    """Changes to a tenant; null leaves a field as it is. A tenant's administrator may change only `display_name`."""
 
     display_name: str | None = Field(default=None, min_length=1, max_length=200)
     weight: int | None = Field(default=None, ge=1, le=MAX_WEIGHT)
@@ -40,7 +40,7 @@ class TenantPatch(_Body):
 
 
 class NewKey(_Body):
-    """`tenant` null makes a platform key. `adapters` limits it to these: identifiers or `[tenant/]name`."""
+    """`tenant` null creates a platform key. `adapters` restricts it to these: identifiers or `[tenant/]name`."""
 
     tenant: str | None
     name: str = Field(default="default", min_length=1, max_length=200)
@@ -50,7 +50,7 @@ class NewKey(_Body):
 
 
 class KeyPatch(_Body):
-    """What of a key is to change; null leaves it. An empty list of `adapters` lifts the limit."""
+    """Changes to a key; null leaves a field as it is. An empty list of `adapters` removes the restriction."""
 
     name: str | None = Field(default=None, min_length=1, max_length=200)
     scopes: list[str] | None = Field(default=None, max_length=16)
@@ -59,7 +59,7 @@ class KeyPatch(_Body):
 
 
 class Rotation(_Body):
-    """For how long the secret that the key has now goes on opening."""
+    """How long the key's current secret stays valid after the rotation."""
 
     grace_s: int = Field(default=86_400, ge=0, le=90 * 86_400)
 
@@ -80,7 +80,7 @@ class NewUpload(_Body):
 
 
 class NewVersion(_Body):
-    """Either an `upload_id` or a `source`, which is the operator's."""
+    """Either an `upload_id` or a `source`; only a platform administrator may give a source."""
 
     upload_id: str | None = None
     source: str | None = None
@@ -107,29 +107,29 @@ class AliasTargets(_Body):
             return {self.version: DEFAULT_WEIGHT}
         weights = {target.version: target.weight for target in self.targets}
         if len(weights) < len(self.targets):
-            raise InvalidRequest("a version is named twice", param="targets", code="invalid_targets")
+            raise InvalidRequest("a version is listed twice", param="targets", code="invalid_targets")
         return weights
 
 
 class Rollback(_Body):
-    """`revision` is by default the one before the present."""
+    """`revision` defaults to the previous one."""
 
     revision: int | None = None
     warm: bool = True
 
 
 class QuotaSubject(_Body):
-    """Whom a quota limits: a tenant, a key or adapter of a tenant, or with `scope: platform` every tenant."""
+    """The subject of a quota: a tenant, a tenant's key or adapter, or with `scope: platform` every tenant."""
 
     scope: Literal["platform", "tenant", "key", "adapter"] | None = None
     tenant: str | None = None
     key: str | None = None
     adapter: str | None = None
-    """An identifier; with `tenant` a name will do."""
+    """An identifier, or with `tenant` a name."""
 
 
 class QuotaLimit(QuotaSubject):
-    """`burst` defaults to the limit, `mode` to what it was, and to `hard` for a new quota."""
+    """`burst` defaults to the limit; `mode` defaults to its current value, or `hard` for a new quota."""
 
     metric: str
     limit: int
@@ -138,7 +138,7 @@ class QuotaLimit(QuotaSubject):
 
 
 class QuotaChange(QuotaSubject):
-    """What is absent stays. Subject and metric cannot be changed: they may be given only as they are."""
+    """Absent fields stay as they are. Subject and metric cannot change: if given, they must match the quota."""
 
     metric: str | None = None
     limit: int | None = None
@@ -147,7 +147,7 @@ class QuotaChange(QuotaSubject):
 
 
 class QuotaQuestion(QuotaSubject):
-    """A request that might be sent, under the quotas as they are, or as they would be with `quota` beside them."""
+    """A hypothetical request, checked against the current quotas, or against these with `quota` added."""
 
     prompt_tokens: int = Field(ge=0, le=MAX_ASKED_TOKENS)
     max_tokens: int = Field(ge=0, le=MAX_ASKED_TOKENS)
@@ -156,7 +156,7 @@ class QuotaQuestion(QuotaSubject):
 
 
 class NewPrice(_Body):
-    """Nanos of the currency for a million tokens. `cached` defaults to `prompt`, `effective_at` to at once."""
+    """Nanos of the currency per million tokens. `cached` defaults to `prompt`, `effective_at` to the earliest time."""
 
     tenant: str | None = None
     scope: str = "all"
@@ -168,7 +168,7 @@ class NewPrice(_Body):
 
 
 async def body_of(request: Request) -> bytes:
-    """The request's body, which may be asked for twice; called only once the caller is known to be allowed."""
+    """The request's body; may be called twice. It is read only after the caller has been authorized."""
     if not hasattr(request.state, "body"):
         request.state.body = await read_body(request, MAX_BODY_BYTES)
     return bytes(request.state.body)
@@ -180,5 +180,5 @@ async def read_json(request: Request, kind: type[B]) -> B:
 
 
 async def read_optional_json(request: Request, kind: type[B]) -> B:
-    """The same where every field has a default, so that a request without a body means all of them."""
+    """Like `read_json` for a kind whose fields all have defaults: a request without a body gets the defaults."""
     return parse_body(await body_of(request) or b"{}", kind)

@@ -1,4 +1,4 @@
-"""`ETag` and `If-Match`: whoever changes a thing says which state of it they saw.
+"""`ETag` and `If-Match`: a change names the state of the object that the caller saw.
 
     async def get_thing(..., response: Response) -> ThingDocument:
         return tagged(response, describe_thing(thing))
@@ -30,48 +30,48 @@ _TAG = re.compile(r'(?:W/)?"[^"]*"')
 
 
 def etag_of(document: Mapping[str, Any]) -> str:
-    """A document's ETag: equal documents have equal ones."""
+    """A document's ETag: equal documents have equal ETags."""
     encoded = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
     return f'"{hashlib.sha256(encoded).hexdigest()[:32]}"'
 
 
 def tagged(response: Response, document: D) -> D:
-    """The document, with its ETag on the response."""
+    """Set the document's ETag on the response and return the document."""
     response.headers["etag"] = etag_of(document)
     return document
 
 
 @dataclass(frozen=True, slots=True)
 class Precondition:
-    """What the caller saw; None is whatever there is."""
+    """The ETags that the caller accepts; None accepts any state."""
 
     etags: frozenset[str] | None
 
     def check(self, document: Mapping[str, Any]) -> None:
-        """Raises PreconditionFailed where the document is not, or no longer, what the caller saw."""
+        """Raises PreconditionFailed if the document is not in a state that the caller saw."""
         if self.etags is not None and etag_of(document) not in self.etags:
-            raise PreconditionFailed("this has been changed since you read it: read it again", param="If-Match")
+            raise PreconditionFailed("this has changed since you read it: read it again", param="If-Match")
 
     def check_by(self, describe: Callable[[T], Mapping[str, Any]]) -> Callable[[T], None]:
-        """The same of a record, for a service that calls it before the change."""
+        """`check` for a record, as a callback that a service runs before the change."""
         return lambda record: self.check(describe(record))
 
 
 async def required_precondition(
     if_match: Annotated[
-        str | None, Header(alias="If-Match", description="The ETag that you read, or * for whatever there is.")
+        str | None, Header(alias="If-Match", description="The ETag that you read, or * for any state.")
     ] = None,
 ) -> Precondition:
     """Raises PreconditionRequired and InvalidRequest."""
     if if_match is None:
-        raise PreconditionRequired("give the ETag that you read: If-Match", param="If-Match")
+        raise PreconditionRequired("send the ETag that you read as If-Match", param="If-Match")
     if if_match.strip() == "*":
         return Precondition(None)
     if _TAGS.fullmatch(if_match) is None:
-        raise InvalidRequest("If-Match is an ETag in quotation marks, or *", param="If-Match")
-    # A weak tag says that two states are alike, which is not enough to change one of them: it matches none of ours.
+        raise InvalidRequest("If-Match must be an ETag in quotation marks, or *", param="If-Match")
+    # A weak tag only says that two states are equivalent, which is not enough for a change: it never matches.
     return Precondition(frozenset(_TAG.findall(if_match)))
 
 
 IfMatch = Annotated[Precondition, Depends(required_precondition)]
-"""Names the header; comes behind the caller in a route, so that a call without a key is 401 first."""
+"""The parsed header. Declare it after the caller in a route, so that a call without a key gets 401 first."""

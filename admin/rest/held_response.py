@@ -1,4 +1,4 @@
-"""An answer that is sent as its client reads it, and holds a slot for as long as that takes."""
+"""A streamed response that holds a slot until its client has read it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 STALLED_S = 30.0
-"""A client that reads nothing for so long is cut off, so that it cannot hold a slot."""
+"""Time after which a client that reads nothing is disconnected, in seconds, so that it cannot hold a slot."""
 
 
 class HeldResponse(StreamingResponse):
-    """Releases its slot however it ends."""
+    """Releases its slot in every case, even when sending fails."""
 
     def __init__(
         self,
@@ -27,14 +27,14 @@ class HeldResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
-            # Returns once the part before this one has left for the client.
+            # `send` returns once the previous part has been sent to the client.
             with anyio.fail_after(STALLED_S):
                 await send(message)
 
         try:
             await super().__call__(scope, receive, send_in_time)
         except TimeoutError:
-            # The answer ends early, which the client sees: it lacks its last part.
+            # The response ends early; the client notices because the final chunk is missing.
             return
         finally:
             self._release_slot()

@@ -1,7 +1,7 @@
-"""`Idempotency-Key`: a POST that is repeated with the same key is answered as the first one was, and done once.
+"""`Idempotency-Key`: a POST that is repeated with the same key runs once and gets the first call's answer again.
 
-Every route that names a caller of `access.py` takes part, without a line of its own. A call that is refused, or that
-fails, keeps nothing: its key may be used again.
+This covers every route that declares a caller of `access.py`, without code in the route. Nothing is stored for a call
+that is refused or fails: its key may be used again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPLAYED = "idempotent-replayed"
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _KEPT_HEADERS = ("content-type", "etag", "location")
 _SECRET_FIELDS = ("secret",)
-"""What an answer says once: it is not stored, and null in a repeated answer."""
+"""Fields that are shown only once: they are not stored, and null in a repeated answer."""
 
 _EXPIRES_US = "idempotent_answer_expires_us"
 
@@ -35,15 +35,15 @@ log = structlog.get_logger()
 
 
 def keep_answer_until(request: Request, expires_us: int) -> None:
-    """Say of what this call answers that it is a secret, and good for nothing from then on: it is not kept longer.
+    """Limit how long this call's answer is stored, because it holds secrets that expire at `expires_us`.
 
-    The same call is a new one afterwards.
+    Repeating the call after that runs it again.
     """
     setattr(request.state, _EXPIRES_US, expires_us)
 
 
 class Replayed(Exception):
-    """The call was made before: this is its answer."""
+    """The call was made before; carries its stored answer."""
 
     def __init__(self, answer: StoredAnswer) -> None:
         super().__init__("the call was made before")
@@ -51,16 +51,16 @@ class Replayed(Exception):
 
 
 async def begin(request: Request, services: AdminServices, principal: str) -> None:
-    """Claim the key of a POST, where it has one, for whoever called.
+    """Claim a POST's idempotency key, if it has one, for the principal.
 
-    Raises Replayed where the call was made before, and KeyInUse, OutcomeUnknown, KeyReused and InvalidRequest.
+    Raises Replayed if the call was made before, and KeyInUse, OutcomeUnknown, KeyReused and InvalidRequest.
     """
     key = request.headers.get(HEADER)
     if request.method != "POST" or key is None:
         return
     if len(request.headers.getlist(HEADER)) > 1 or _KEY.fullmatch(key) is None:
         raise InvalidRequest(
-            "an Idempotency-Key is one text of 1 to 255 visible ASCII characters",
+            "an Idempotency-Key is a single string of 1 to 255 visible ASCII characters",
             param="Idempotency-Key",
             code="invalid_idempotency_key",
         )
@@ -74,14 +74,14 @@ async def begin(request: Request, services: AdminServices, principal: str) -> No
 
 
 async def answer_again(_: Request, error: Exception) -> Response:
-    """The handler of Replayed."""
+    """The exception handler for Replayed."""
     assert isinstance(error, Replayed)
     answer = error.answer
     return Response(answer.body, answer.status, {**answer.headers, REPLAYED: "true"})
 
 
 class IdempotentAnswers:
-    """Keeps the answer of a call whose key was claimed before the client gets it."""
+    """Stores the answer of a call with a claimed key before sending it to the client."""
 
     def __init__(self, app: ASGIApp, services: AdminServices) -> None:
         self._app = app
@@ -131,7 +131,7 @@ class IdempotentAnswers:
         try:
             await self._services.call(function, *args)  # type: ignore[arg-type]
         except SQLAlchemyError as error:
-            # The call itself was done: whoever repeats it learns that its outcome is not known.
+            # The call itself has taken effect: a repetition is answered with OutcomeUnknown.
             log.warning("an idempotency key could not be written", error=str(error))
 
 

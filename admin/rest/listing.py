@@ -1,4 +1,4 @@
-"""The one shape of lists: `{object, data, first_id, last_id, has_more}`, newest first."""
+"""The common shape of lists: `{object, data, first_id, last_id, has_more}`, newest first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TenantParam = Annotated[str | None, Query(max_length=64, description="Only this 
 
 
 class DeletedDocument(TypedDict):
-    """What is gone."""
+    """Confirms a deletion."""
 
     id: str
     object: str
@@ -32,7 +32,7 @@ class DeletedDocument(TypedDict):
 
 
 class ListDocument(TypedDict, Generic[D]):
-    """A page of a list. `has_more`: there is more in the direction that was asked for."""
+    """A page of a list. `has_more`: there are more items in the requested direction."""
 
     object: Literal["list"]
     data: list[D]
@@ -42,13 +42,13 @@ class ListDocument(TypedDict, Generic[D]):
 
 
 class Paging(NamedTuple):
-    """Which page of a list is asked for."""
+    """The requested page of a list."""
 
-    limit: Annotated[int, Query(ge=1, le=100, description="Items on a page.")] = 20
-    after: Annotated[str | None, Query(pattern=IDENTIFIER, description="Continue behind this identifier.")] = None
-    before: Annotated[str | None, Query(pattern=IDENTIFIER, description="The page just ahead of this identifier.")] = (
-        None
-    )
+    limit: Annotated[int, Query(ge=1, le=100, description="Items per page.")] = 20
+    after: Annotated[str | None, Query(pattern=IDENTIFIER, description="Start after this identifier.")] = None
+    before: Annotated[
+        str | None, Query(pattern=IDENTIFIER, description="The page that ends before this identifier.")
+    ] = None
 
 
 _PAGING = [
@@ -58,10 +58,10 @@ _PAGING = [
 
 
 def paged(route: Callable[..., Awaitable[D]]) -> Callable[..., Awaitable[D]]:
-    """Give a list route `limit`, `after` and `before` at the end of its query; the route takes them as `paging`.
+    """Add `limit`, `after` and `before` to the end of a list route's query; the route gets them as `paging`.
 
-    A dependency would change which wrong parameter of several a refusal names: FastAPI checks those of dependencies
-    ahead of the route's own.
+    With a dependency instead, an error would name another one of several wrong parameters: FastAPI checks the
+    parameters of dependencies before the route's own.
     """
 
     @wraps(route)
@@ -75,7 +75,7 @@ def paged(route: Callable[..., Awaitable[D]]) -> Callable[..., Awaitable[D]]:
 
 
 def list_document(page: Page[T], describe: Callable[[T], D]) -> ListDocument[D]:
-    """A page of things that have an `id`."""
+    """A page of items that have an `id`."""
     data = [describe(item) for item in page.data]
     return {
         "object": "list",
@@ -87,12 +87,12 @@ def list_document(page: Page[T], describe: Callable[[T], D]) -> ListDocument[D]:
 
 
 def whole_list(data: Sequence[D], has_more: bool = False) -> ListDocument[D]:
-    """A list that comes at once, of things that have no identifier to go on from."""
+    """A complete list of items without identifiers to page by."""
     return {"object": "list", "data": list(data), "first_id": None, "last_id": None, "has_more": has_more}
 
 
 def check_identifier(value: str, what: str) -> str:
-    """Text that cannot be an identifier names nothing, and never reaches the database."""
+    """Raises NotFound for text that cannot be an identifier, so that it never reaches the database."""
     if re.fullmatch(IDENTIFIER[1:-1], value) is None:
         raise NotFound(f"there is no such {what}", code=f"{what}_not_found")
     return value
@@ -105,10 +105,10 @@ def seconds(time_us: None) -> None: ...
 @overload
 def seconds(time_us: int | None) -> int | None: ...
 def seconds(time_us: int | None) -> int | None:
-    """Times leave as whole seconds since 1970, as in the OpenAI API."""
+    """Times in answers are Unix times in whole seconds, as in the OpenAI API."""
     return None if time_us is None else time_us // 1_000_000
 
 
 def micros(time_s: int | None) -> int | None:
-    """Times come as they leave, in whole seconds since 1970."""
+    """Times in requests are Unix times in whole seconds, too."""
     return None if time_s is None else time_s * 1_000_000

@@ -1,4 +1,4 @@
-"""What the admin side works with; put together once, in assembly.py."""
+"""The services of the admin side, assembled once in assembly.py."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NUM_ADMIN_THREADS = 4
-"""For the SQL of admin routes: few, since each that computes takes turns with the event loop of inference."""
+"""Threads for the SQL of admin routes: few, because a computing thread competes with the event loop of inference."""
 NUM_REPORT_THREADS = 2
 MAX_REPORTS_EACH = 1
-"""Reports of one tenant, or of one key of the platform, that are added up at once."""
+"""Reports that are computed concurrently per tenant, or per platform key."""
 REPORTS_REST = 19.0
-"""How many times as long as a report took its tenant rests: it takes a core from inference while it runs."""
+"""A tenant's rest after a report, as a multiple of the report's duration: a report takes a core from inference."""
 MAX_CALLS = 64
 MAX_CALLS_EACH = 4
-"""Calls of one tenant's keys and sessions that are answered at once; the platform's own are not counted."""
+"""Concurrent calls per tenant, over all its keys and sessions; platform calls are not limited."""
 CALLS_REST = 19.0
 PAGES_REST = 3.0
-"""Of a page of the console, most of whose time its calls take."""
+"""The rest after a console page: less than for calls, because a page spends most of its time in its own calls."""
 MAX_EXPORTS = 16
-"""Exports and long reports that are sent at once; each keeps up to 20 MB for as long as its client reads."""
+"""Concurrent exports and long reports; each holds up to 20 MB while its client reads."""
 MAX_EXPORTS_EACH = 4
 MAX_UPLOADS = 32
-"""How many files are taken at once; each holds a thread for as long as its client sends."""
+"""Concurrent uploads of files; each holds a thread while its client sends."""
 MAX_UPLOADS_EACH = 16
-"""Of one tenant's adapters."""
+"""Concurrent uploads of files per tenant."""
 MAX_DOWNLOADS = 8
-"""How many files are given out at once; each holds a copy on the disk for as long as its client reads."""
+"""Concurrent downloads of files; each holds a copy on disk while its client reads."""
 MAX_DOWNLOADS_EACH = 4
-"""Of one tenant's adapters."""
+"""Concurrent downloads of files per tenant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,24 +93,24 @@ class AdminServices:
     metrics: GatewayMetrics
     self_check: SelfCheck
     metrics_token: str | None
-    """What `/metrics` asks for; None asks for nothing, and then only this machine may scrape."""
+    """The token that `/metrics` requires; with None, only this machine may scrape."""
     is_loopback: bool
-    """Whether only this machine reaches the admin listener, and no trusted proxy calls it for others."""
+    """Whether only this machine reaches the admin listener, without a trusted proxy that forwards for others."""
     executor: Executor
-    """The admin side's own threads, so that none of its calls keeps one from inference."""
+    """The admin side's own threads, so that its calls never take threads from inference."""
     report_executor: Executor
     oidc: OidcSettings | None = None
-    """How people sign in to the console through a provider; None where they have keys only."""
+    """Single sign-on to the console; None: people sign in with keys only."""
     gateway: ASGIApp | None = None
-    """The OpenAI API of this process, for the console's playground; None where there is none."""
+    """This process's OpenAI API, for the console's playground; None if it has none."""
     api_url: str = "http://127.0.0.1:8000/v1"
-    """Where callers find the OpenAI API, as examples write it."""
+    """The OpenAI API's base URL as shown in examples."""
     live: LiveRequests = field(default_factory=NoLiveRequests)
-    """The requests that this process runs itself."""
+    """The requests running in this process."""
     trouble: Callable[[], str | None] = lambda: None
-    """What the gateway of this process knows to be wrong with its database, for `/health/ready`."""
+    """The gateway's present database problem, or None; for `/health/ready`."""
     upload_slots: TransferSlots = field(default_factory=lambda: TransferSlots("uploads", MAX_UPLOADS, MAX_UPLOADS_EACH))
-    """The threads of uploads: their own, so that slow clients keep nothing else waiting."""
+    """Uploads have slots and threads of their own, so that slow clients delay nothing else."""
     download_slots: TransferSlots = field(
         default_factory=lambda: TransferSlots("downloads", MAX_DOWNLOADS, MAX_DOWNLOADS_EACH)
     )
@@ -120,7 +120,7 @@ class AdminServices:
     page_slots: TransferSlots = field(
         default_factory=lambda: TransferSlots("pages", MAX_CALLS, MAX_CALLS_EACH, PAGES_REST)
     )
-    """The same for pages of the console, whose calls take slots of their own."""
+    """The same for console pages; the calls within a page take their own slots."""
     report_slots: TransferSlots = field(
         default_factory=lambda: TransferSlots("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH, REPORTS_REST)
     )
@@ -131,9 +131,9 @@ class AdminServices:
         return await call_on(self.executor, function, *args, **kwargs)
 
     async def report(self, caller: Principal, function: Callable[[], R], *, is_patient: bool = False) -> R:
-        """Run what reads many rows, on a thread for that, as soon as the caller has a slot for it.
+        """Run a function that reads many rows on a report thread, once the caller has a slot.
 
-        Whom the operator trusts with every tenant's figures need not rest: reports on all of them take longer.
+        Platform callers owe no rest: their reports cover all tenants and take longer.
         """
         rests = caller.tenant_id is not None
         async with self.report_slots.held_slot(caller.holder, is_patient=is_patient, rests=rests):

@@ -1,4 +1,4 @@
-"""The adapter store's errors as a caller of the REST sees them."""
+"""The adapter store's errors as the REST API reports them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ RETRY_AFTER_S = 5.0
 
 
 def api_error(error: Exception) -> ApiError:
-    """The error with the status, code and parameter that its cause deserves."""
+    """The API error with the status, code and parameter for a store error."""
     if isinstance(error, Refused):
         return InvalidRequest(error.message, code=error.code, param=error.param)
     if isinstance(error, LimitReached):
@@ -67,7 +67,7 @@ def api_error(error: Exception) -> ApiError:
         return PreconditionFailed(str(error), param="If-Match")
     if isinstance(error, AdapterUnavailable | BlobStoreUnavailable):
         closed_for_s = error.retry_after_s if isinstance(error, BlobStoreUnavailable) else None
-        # Which bucket at which address is the operator's affair, who reads it in the log.
+        # Bucket and address concern only the operator, who finds them in the log.
         return Unavailable(
             "the adapter store cannot be reached; try again",
             code="store_unavailable",

@@ -1,1 +1,1 @@
-"""Routes about tenants, keys and the audit log."""
+"""Routes for tenants, keys and the audit log."""

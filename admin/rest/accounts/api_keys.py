@@ -1,4 +1,4 @@
-"""`/api_keys`: make, list, change, rotate and revoke; a secret is answered once, when it is made."""
+"""`/api_keys`: create, list, change, rotate and revoke keys; a secret is returned only when it is created."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ router = APIRouter(prefix="/api_keys", tags=["api_keys"])
 
 
 class KeyDocument(TypedDict):
-    """One key, never its secret. `adapters` are those that it is limited to; null: all that its tenant may call.
+    """One key, never its secret. `adapters` are those that it is restricted to; null: all that its tenant may call.
 
-    Until `previous_secret_expires_at` the secret before the last rotation opens too.
+    Until `previous_secret_expires_at`, the secret from before the last rotation is valid too.
     """
 
     id: str
@@ -46,20 +46,20 @@ class KeyDocument(TypedDict):
 
 
 class KeyWithSecret(KeyDocument):
-    """A key with its new secret; null where the call is repeated by its Idempotency-Key."""
+    """A key with its new secret, which is null when the call is repeated with its Idempotency-Key."""
 
     secret: str | None
 
 
 @router.post("", status_code=201, openapi_extra=takes(NewKey))
 async def create_key(request: Request, response: Response, services: Services, caller: Writer) -> KeyWithSecret:
-    """Make a key of a tenant, or of the platform where `tenant` is null; its secret is in this answer alone.
+    """Create a tenant's key, or a platform key if `tenant` is null; its secret appears only in this answer.
 
-    A tenant's administrator makes keys of its own tenant.
+    A tenant's administrator can create keys for that tenant.
     """
     body = await read_json(request, NewKey)
     if body.tenant is None and caller.principal.tenant_id is not None:
-        raise PermissionDenied("a platform key is a platform administrator's to make", param="tenant")
+        raise PermissionDenied("only a platform administrator may create a platform key", param="tenant")
     tenant = None if body.tenant is None else await find_tenant(services, caller, body.tenant)
     created = await services.call(
         services.api_keys.create,
@@ -77,9 +77,9 @@ async def create_key(request: Request, response: Response, services: Services, c
 async def list_keys(
     services: Services, caller: Reader, paging: Paging, tenant: TenantParam = None
 ) -> ListDocument[KeyDocument]:
-    """List a tenant's keys, or the platform's own where no tenant is named; revoked ones too.
+    """List a tenant's keys, or the platform's own if no tenant is given, including revoked ones.
 
-    A key that is limited to adapters sees itself alone.
+    A key that is restricted to adapters sees only itself.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     page = await services.call(services.api_keys.list, tenant_id, *paging, caller.key_ids)
@@ -88,7 +88,7 @@ async def list_keys(
 
 @router.get("/{key_id}")
 async def get_key(key_id: str, response: Response, services: Services, caller: Reader) -> KeyDocument:
-    """One key, without its secret."""
+    """Get one key, without its secret."""
     return tagged(response, describe_key(await _find(services, caller, key_id)))
 
 
@@ -96,9 +96,9 @@ async def get_key(key_id: str, response: Response, services: Services, caller: R
 async def change_key(
     key_id: str, request: Request, response: Response, services: Services, caller: Writer, if_match: IfMatch
 ) -> KeyDocument:
-    """Change a key's name, scopes, expiry or the adapters that it is limited to.
+    """Change a key's name, scopes, expiry or allowed adapters.
 
-    Refused for a revoked key, and where the platform's last administrator's key would be one no longer.
+    Refused for a revoked key, and if it would leave the platform without an administrator key.
     """
     key = await _find(services, caller, key_id)
     body = await read_json(request, KeyPatch)
@@ -116,9 +116,9 @@ async def change_key(
 async def rotate_key(
     key_id: str, request: Request, response: Response, services: Services, caller: Writer
 ) -> KeyWithSecret:
-    """Give a key a new secret, which is in this answer alone; the one that it had opens for `grace_s` more.
+    """Give a key a new secret, which appears only in this answer; the old one stays valid for `grace_s` seconds.
 
-    A secret that was in its own grace ends at once. No body is needed.
+    A still older secret in its own grace period becomes invalid immediately. No body is needed.
     """
     key = await _find(services, caller, key_id)
     body = await read_optional_json(request, Rotation)
@@ -130,7 +130,7 @@ async def rotate_key(
 
 @router.delete("/{key_id}", responses=errors(409))
 async def revoke_key(key_id: str, services: Services, caller: Writer) -> KeyDocument:
-    """End a key for good; doing it again changes nothing. Refused for the platform's last administrator's key."""
+    """Revoke a key permanently; repeating it changes nothing. Refused for the platform's last administrator key."""
     key = await _find(services, caller, key_id)
     return describe_key(_found(await services.call(services.api_keys.revoke, key.id)))
 

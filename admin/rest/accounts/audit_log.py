@@ -14,7 +14,7 @@ from loramux.platform.accounts.audit_log import AuditEntry, AuditFilter
 router = APIRouter(prefix="/audit_log", tags=["audit_log"])
 
 Printable = r"^[\x20-\x7e]*$"
-Time = Annotated[int | None, Query(ge=0, lt=2**40, description="Seconds since 1970.")]
+Time = Annotated[int | None, Query(ge=0, lt=2**40, description="Unix time in seconds.")]
 
 
 class AuditDocument(TypedDict):
@@ -41,17 +41,17 @@ async def list_audit_log(
     tenant: TenantParam = None,
     actor: Annotated[str | None, Query(max_length=40, pattern=Printable, description="A key's identifier.")] = None,
     action: Annotated[
-        str | None, Query(max_length=40, pattern=Printable, description="Such as `alias.set`, or `alias.*`.")
+        str | None, Query(max_length=40, pattern=Printable, description="For example `alias.set`, or `alias.*`.")
     ] = None,
     target: Annotated[
-        str | None, Query(max_length=200, pattern=Printable, description="What was changed, by identifier.")
+        str | None, Query(max_length=200, pattern=Printable, description="Identifier of the changed object.")
     ] = None,
     start: Time = None,
     end: Time = None,
 ) -> ListDocument[AuditDocument]:
-    """List changes, newest first; a tenant's key sees the changes to its tenant's things.
+    """List changes, newest first; a tenant's key sees the changes to its tenant's objects.
 
-    It sees the platform's keys as the actor `platform`, and no addresses but those of its tenant's own keys.
+    Platform keys appear to it as the actor `platform`, and addresses only for its tenant's own keys.
     """
     wanted = AuditFilter(
         tenant_id=await tenant_filter(services, caller, tenant),

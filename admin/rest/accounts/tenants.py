@@ -20,10 +20,10 @@ router = APIRouter(prefix="/tenants", tags=["tenants"])
 
 
 class TenantDocument(TypedDict):
-    """One account. `weight` is its entitlement in fair scheduling; a suspended one's keys open nothing.
+    """One account. `weight` is its entitlement in fair scheduling; the keys of a suspended tenant are refused.
 
-    `host_floor_bytes` is what its adapters keep of an engine's host memory when others' adapters come; floors that do
-    not fit into it together are honoured in the order in which they were asked for.
+    `host_floor_bytes` is the part of an engine's host memory that other tenants' adapters cannot evict from this one.
+    Floors that do not fit together are honoured in the order in which they were set.
     """
 
     id: str
@@ -41,7 +41,7 @@ class TenantDocument(TypedDict):
 async def create_tenant(
     request: Request, response: Response, services: Services, caller: PlatformAdmin
 ) -> TenantDocument:
-    """Make a tenant."""
+    """Create a tenant."""
     body = await read_json(request, NewTenant)
     return tagged(
         response,
@@ -61,7 +61,7 @@ async def list_tenants(services: Services, caller: Reader, paging: Paging) -> Li
 
 @router.get("/{id_or_slug}")
 async def get_tenant(id_or_slug: str, response: Response, services: Services, caller: Reader) -> TenantDocument:
-    """One tenant."""
+    """Get one tenant."""
     return tagged(response, describe_tenant(await find_tenant(services, caller, id_or_slug)))
 
 
@@ -69,17 +69,17 @@ async def get_tenant(id_or_slug: str, response: Response, services: Services, ca
 async def change_tenant(
     id_or_slug: str, request: Request, response: Response, services: Services, caller: Writer, if_match: IfMatch
 ) -> TenantDocument:
-    """Change a tenant's display name, weight, state, floor, or where its days and months begin.
+    """Change a tenant's display name, weight, state, host memory floor or time zone.
 
-    `suspended` refuses its keys from then on, within five seconds on other gateways; what runs finishes, and nothing
-    is lost. With another timezone its budgets start on new windows at once. A tenant's own administrator may change
-    the display name.
+    `suspended` refuses its keys immediately, and within five seconds on other gateways; running requests finish and
+    nothing is lost. A new time zone starts new budget windows immediately. A tenant's own administrator may change
+    only the display name.
     """
     tenant = await find_tenant(services, caller, id_or_slug)
     body = await read_json(request, TenantPatch)
     own = body.model_copy(update={"display_name": None})
     if caller.principal.tenant_id is not None and own != TenantPatch():
-        raise PermissionDenied("all but a tenant's display name is a platform administrator's to change")
+        raise PermissionDenied("only a platform administrator may change more than a tenant's display name")
     changes = TenantChanges(**body.model_dump())
     changed = await services.call(services.tenants.update, tenant.id, changes, if_match.check_by(describe_tenant))
     if changed is None:
@@ -91,7 +91,7 @@ async def change_tenant(
 
 @router.delete("/{id_or_slug}", status_code=204, responses=errors(409))
 async def delete_tenant(id_or_slug: str, services: Services, caller: PlatformAdmin) -> Response:
-    """Remove a tenant that was made by mistake; one that has adapters, usable keys or usage can only be suspended."""
+    """Delete a tenant created by mistake; one with adapters, usable keys or usage can only be suspended."""
     tenant = await find_tenant(services, caller, id_or_slug)
     await services.call(services.tenants.delete, tenant.id)
     return Response(status_code=204)

@@ -1,1 +1,1 @@
-"""Routes about adapters, their versions, uploads and aliases."""
+"""Routes for adapters, their versions, uploads and aliases."""

@@ -1,4 +1,4 @@
-"""`/adapters`: adapters, and taking them out of service."""
+"""`/adapters`: create, list and delete adapters, and take them out of service."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ router = APIRouter(prefix="/adapters", tags=["adapters"])
 
 
 class TargetDocument(TypedDict):
-    """A version that an alias names; its part of the requests is `weight` out of the sum of the weights."""
+    """A version that an alias points at; its share of the requests is `weight` divided by the sum of the weights."""
 
     version: int
     weight: int
 
 
 class AdapterDocument(TypedDict):
-    """A tenant's named adapter; `model` is what requests call it."""
+    """A tenant's named adapter; `model` is its name in requests."""
 
     id: str
     object: Literal["adapter"]
@@ -43,16 +43,16 @@ class AdapterDocument(TypedDict):
 
 
 class DisabledAdapter(AdapterDocument):
-    """`drained`: nothing runs on it any more."""
+    """`drained`: no request is running on it any more."""
 
     drained: bool
 
 
 @router.post("", status_code=201, openapi_extra=takes(NewAdapter))
 async def create_adapter(request: Request, services: Services, caller: Developer) -> AdapterDocument:
-    """Make an adapter, which has no version yet."""
+    """Create an adapter without versions."""
     if caller.principal.adapter_ids is not None:
-        raise PermissionDenied("this key is limited to some adapters, and makes no others")
+        raise PermissionDenied("this key is restricted to certain adapters and cannot create others")
     body = await read_json(request, NewAdapter)
     tenant = await find_tenant(services, caller, body.tenant)
     return describe_adapter(await services.call(services.registry.create_adapter, tenant.id, body.name), {})
@@ -67,13 +67,13 @@ async def list_adapters(
     tenant: TenantParam = None,
     name: Annotated[str | None, Query(max_length=63, description="Needs tenant.")] = None,
 ) -> ListDocument[AdapterDocument]:
-    """List adapters with the versions that their aliases name."""
+    """List adapters with the versions that their aliases point at."""
     tenant_id = await tenant_filter(services, caller, tenant)
     if name is None:
         only = caller.principal.adapter_ids
         page = await services.call(services.registry.list_adapters, tenant_id, *paging, only)
     elif tenant_id is None:
-        raise InvalidRequest("a name is looked up within one tenant: give tenant as well", param="tenant")
+        raise InvalidRequest("names are looked up within one tenant: give tenant as well", param="tenant")
     else:
         found = await services.call(services.registry.find_adapter, tenant_id, name)
         is_seen = found is not None and caller.may_see_adapter(found.tenant_id, found.id)
@@ -84,14 +84,14 @@ async def list_adapters(
 
 @router.get("/{adapter_id}")
 async def get_adapter(adapter_id: str, services: Services, caller: Reader) -> AdapterDocument:
-    """One adapter with the versions that its aliases name."""
+    """Get one adapter with the versions that its aliases point at."""
     adapter = await find_adapter(services, caller, adapter_id)
     return await _described(services, adapter)
 
 
 @router.post("/{adapter_id}/disable")
 async def disable_adapter(adapter_id: str, services: Services, caller: Writer) -> DisabledAdapter:
-    """Answer no new request for the adapter; running ones finish. Nothing is deleted: see `enable`."""
+    """Take an adapter out of service; running requests finish. Nothing is deleted: see `enable`."""
     adapter = await find_adapter(services, caller, adapter_id)
     disabled = await services.call(services.version_states.set_disabled, adapter.id, True)
     is_drained = await drain(services, await services.call(services.version_states.unserved_digests, adapter.id))
@@ -100,21 +100,21 @@ async def disable_adapter(adapter_id: str, services: Services, caller: Writer) -
 
 @router.post("/{adapter_id}/enable")
 async def enable_adapter(adapter_id: str, services: Services, caller: Writer) -> AdapterDocument:
-    """Answer requests again, with the versions and aliases that there were."""
+    """Put an adapter back into service with its former versions and aliases."""
     adapter = await find_adapter(services, caller, adapter_id)
     return await _described(services, await services.call(services.version_states.set_disabled, adapter.id, False))
 
 
 @router.delete("/{adapter_id}", status_code=204, responses=errors(409))
 async def delete_adapter(adapter_id: str, services: Services, caller: Writer) -> Response:
-    """Remove an adapter that never had a version; one that has is taken out of service by `disable`."""
+    """Delete an adapter that never had a version; `disable` takes any other out of service."""
     adapter = await find_adapter(services, caller, adapter_id)
     await services.call(services.registry.delete_adapter, adapter.id)
     return Response(status_code=204)
 
 
 async def find_adapter(services: AdminServices, caller: Caller, adapter_id: str) -> Adapter:
-    """The adapter; one of a tenant that the caller may not see is as unknown as one that does not exist."""
+    """The adapter. Raises the same NotFound for a hidden adapter as for one that does not exist."""
     adapter = await services.call(services.registry.get_adapter, adapter_id)
     if adapter is None or not caller.may_see_adapter(adapter.tenant_id, adapter.id):
         raise NotFound("there is no such adapter", code="adapter_not_found")

@@ -1,4 +1,4 @@
-"""`/adapters/{id}/aliases`: names for versions, moved one at a time, warmed before they move, and rolled back."""
+"""`/adapters/{id}/aliases`: set, list, roll back and delete aliases; their versions are loaded before they move."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AliasDocument(TypedDict):
 
 
 class AliasChangeDocument(TypedDict):
-    """What an alias named from one of its revisions on; `actor` is the key that moved it, or `system`."""
+    """The versions of an alias as of one revision; `actor` is the key that moved it, or `system`."""
 
     id: str
     object: Literal["alias_change"]
@@ -49,7 +49,7 @@ class AliasChangeDocument(TypedDict):
 
 @router.get("")
 async def list_aliases(adapter_id: str, services: Services, caller: Reader) -> ListDocument[AliasDocument]:
-    """The versions that each alias names, with their weights."""
+    """List an adapter's aliases, with the versions and weights of each."""
     adapter = await find_adapter(services, caller, adapter_id)
     aliases = (await services.call(services.aliases.of, [adapter.id]))[adapter.id]
     return whole_list([_describe(adapter.id, alias) for alias in aliases.values()])
@@ -59,7 +59,7 @@ async def list_aliases(adapter_id: str, services: Services, caller: Reader) -> L
 async def get_alias(
     adapter_id: str, name: str, response: Response, services: Services, caller: Reader
 ) -> AliasDocument:
-    """One alias; its ETag is its revision."""
+    """Get one alias; its ETag is its revision."""
     adapter = await find_adapter(services, caller, adapter_id)
     return _answer(response, adapter.id, await services.call(services.aliases.get, adapter.id, name))
 
@@ -74,12 +74,12 @@ async def set_alias(
     caller: Developer,
     if_match: IfMatch = None,
 ) -> AliasDocument:
-    """Point an alias at one ready version, or share it out among several by weight.
+    """Point an alias at one ready version, or split its requests among several by weight.
 
     The versions are loaded into the engine first, unless `warm` is false; running requests finish on the old ones. A
-    tenant's loads count against `cold_loads_per_minute`, and where that refuses one, the alias stays where it is.
-    `default`, which a bare name means, is an administrator's to move. The call says the whole alias, which may be a
-    new one, so that If-Match is optional here.
+    tenant's loads count against `cold_loads_per_minute`; if that quota refuses a load, the alias does not move. Only
+    an administrator may move `default`, the alias behind an adapter's bare name. The call replaces the whole alias or
+    creates it, so If-Match is optional here.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     _check_may_move(caller, name)
@@ -102,10 +102,10 @@ async def roll_back(
     caller: Developer,
     if_match: IfMatch = None,
 ) -> AliasDocument:
-    """Go back to what the alias named before, or at `revision`; the next rollback undoes it. No body is needed.
+    """Point the alias back at its previous versions, or those of `revision`; rolling back again undoes it.
 
-    With If-Match, only from where the caller saw the alias: of two who go back at once, one is refused. Loads count as
-    they do when an alias is set.
+    No body is needed. With If-Match, the call is refused if the alias has moved since the caller read it, so that only
+    one of two concurrent rollbacks succeeds. Loads count as they do when an alias is set.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     _check_may_move(caller, name)
@@ -124,7 +124,7 @@ async def roll_back(
 async def list_history(
     adapter_id: str, name: str, services: Services, caller: Reader, paging: Paging
 ) -> ListDocument[AliasChangeDocument]:
-    """What the alias has named, newest first, and which key moved it."""
+    """List the versions that the alias has pointed at, newest first, and which key moved it."""
     adapter = await find_adapter(services, caller, adapter_id)
     page = await services.call(services.aliases.history, adapter.id, name, *paging)
     return list_document(page, _describe_change)
@@ -134,7 +134,7 @@ async def list_history(
 async def delete_alias(
     adapter_id: str, name: str, services: Services, caller: Writer, if_match: IfMatch = None
 ) -> Response:
-    """Forget an alias; `default` can only be moved. With If-Match, only where it is what the caller saw."""
+    """Delete an alias; `default` can only be moved. With If-Match, refused if the alias has moved since it was read."""
     adapter = await find_adapter(services, caller, adapter_id)
     await services.call(services.aliases.remove, adapter.id, name, _revision(if_match))
     return Response(status_code=204)
@@ -142,7 +142,7 @@ async def delete_alias(
 
 def _check_may_move(caller: Caller, name: str) -> None:
     if name == DEFAULT_ALIAS and not caller.is_administrator:
-        raise PermissionDenied("what a bare name answers is an administrator's decision: move another alias")
+        raise PermissionDenied("only an administrator may move the default alias: move another one")
 
 
 def _revision(if_match: str | None) -> int | None:
@@ -150,7 +150,7 @@ def _revision(if_match: str | None) -> int | None:
         return None
     found = _REVISION.fullmatch(if_match.strip())
     if found is None:
-        raise InvalidRequest('If-Match is an ETag of this alias, such as "3"', param="If-Match")
+        raise InvalidRequest('If-Match must be an ETag of this alias, such as "3"', param="If-Match")
     return int(found[1])
 
 

@@ -1,4 +1,4 @@
-"""`/adapters/{id}/grants`: other tenants that may call an adapter, and pay for their calls."""
+"""`/adapters/{id}/grants`: other tenants that may call an adapter and pay for their own calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ router = APIRouter(prefix="/adapters/{adapter_id}/grants", tags=["grants"])
 
 
 class GrantDocument(TypedDict):
-    """Another tenant that may call an adapter, and pays for its calls."""
+    """Another tenant that may call an adapter and pays for its own calls."""
 
     object: Literal["grant"]
     adapter_id: str
@@ -27,7 +27,7 @@ class GrantDocument(TypedDict):
 
 @router.get("")
 async def list_grants(adapter_id: str, services: Services, caller: Reader) -> ListDocument[GrantDocument]:
-    """The tenants that may call the adapter besides its owner."""
+    """List the tenants, other than its owner, that may call the adapter."""
     adapter = await find_adapter(services, caller, adapter_id)
     grants = await services.call(services.grants.list, adapter.id)
     return whole_list([_describe(grant) for grant in grants])
@@ -35,9 +35,9 @@ async def list_grants(adapter_id: str, services: Services, caller: Reader) -> Li
 
 @router.put("/{tenant}")
 async def add_grant(adapter_id: str, tenant: str, services: Services, caller: PlatformAdmin) -> GrantDocument:
-    """Let a tenant call the adapter by its full name; the tenant pays for its calls.
+    """Let a tenant call the adapter by its full name; that tenant pays for its calls.
 
-    A platform administrator's: to grant is to name other tenants, and a tenant cannot ask here which ones exist.
+    Requires a platform administrator: a grant names another tenant, and tenants must not learn which others exist.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     granted = await find_tenant(services, caller, tenant)
@@ -46,7 +46,7 @@ async def add_grant(adapter_id: str, tenant: str, services: Services, caller: Pl
 
 @router.delete("/{tenant}", status_code=204)
 async def remove_grant(adapter_id: str, tenant: str, services: Services, caller: Writer) -> Response:
-    """Take a grant back; the tenant's next request gets the same 404 as anybody else's."""
+    """Revoke a grant; the tenant's next request gets the same 404 as any other tenant's."""
     adapter = await find_adapter(services, caller, adapter_id)
     await services.call(services.grants.remove, adapter.id, tenant)
     return Response(status_code=204)

@@ -1,4 +1,4 @@
-"""`/jobs`: versions on their way from an upload to service."""
+"""`/jobs`: validation jobs of new versions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def list_jobs(
     caller: Reader,
     paging: Paging,
     tenant: TenantParam = None,
-    state: Annotated[JobState | None, Query(description="By default the jobs that are not finished.")] = None,
+    state: Annotated[JobState | None, Query(description="Default: unfinished jobs.")] = None,
 ) -> ListDocument[JobDocument]:
     """List validation jobs, newest first."""
     tenant_id = await tenant_filter(services, caller, tenant)
@@ -52,7 +52,7 @@ async def list_jobs(
 
 @router.get("/{job_id}")
 async def get_job(job_id: str, services: Services, caller: Reader) -> JobDocument:
-    """One job, also when it has ended."""
+    """Get one job, running or finished."""
     job = await services.call(services.jobs.get, job_id)
     if job is None or not caller.may_see_adapter(job.tenant_id, job.adapter_id):
         raise NotFound("there is no such job", code="job_not_found")

@@ -1,4 +1,4 @@
-"""`/adapters/{id}/versions/{n}/pin`, `unpin` and `preload`: having a version in the pool before it is asked for."""
+"""`/adapters/{id}/versions/{n}/pin`, `unpin` and `preload`: put a version in the pool before a request needs it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ router = APIRouter(prefix="/adapters/{adapter_id}/versions/{number}", tags=["res
 
 
 class PlacementDocument(TypedDict):
-    """Where a version is now. `loading`: it was not there yet when this was answered, and goes on coming."""
+    """A version's state in the pool. `loading`: the load was still in progress when the call was answered."""
 
     object: Literal["placement"]
     adapter_id: str
@@ -38,9 +38,9 @@ class PlacementDocument(TypedDict):
 
 @router.post("/pin")
 async def pin_version(adapter_id: str, number: Number, services: Services, caller: PlatformAdmin) -> PlacementDocument:
-    """Load a ready version and keep it in the page pool, also across restarts of the engine, until `unpin`.
+    """Load a ready version and keep it in the page pool until `unpin`, even across restarts of the engine.
 
-    Refused with `pin_limit` where the pinned adapters would take more of the pool than the server was started for.
+    Refused with `pin_limit` if the pinned adapters would exceed the server's limit on the pinned share of the pool.
     """
     version = await _find_ready(services, caller, adapter_id, number)
     assert version.digest is not None
@@ -55,13 +55,13 @@ async def pin_version(adapter_id: str, number: Number, services: Services, calle
 async def unpin_version(
     adapter_id: str, number: Number, services: Services, caller: PlatformAdmin
 ) -> PlacementDocument:
-    """Let a version give way to others again; it stays until its room is needed. Doing it again changes nothing."""
+    """Make a version evictable again; it stays until its pages are needed. Repeating the call changes nothing."""
     version = await _find(services, caller, adapter_id, number)
     version = await services.call(services.pins.set_pinned, version.adapter_id, number, False)
     if version.digest is None:
         raise Conflict(f"version {number} is {version.state}", code="version_not_ready", param="version")
     answer = None
-    # Another version may have the same weights, and a pin of its own.
+    # Another version with the same weights may have its own pin.
     if version.digest not in await services.call(services.pins.digests):
         # An engine that is not running has no pin.
         with suppress(Unavailable):
@@ -71,9 +71,9 @@ async def unpin_version(
 
 @router.post("/preload", responses=errors(429))
 async def preload_version(adapter_id: str, number: Number, services: Services, caller: Developer) -> PlacementDocument:
-    """Load a ready version into the page pool, so that its first request need not wait; it may be evicted again.
+    """Load a ready version into the page pool, so that its first request need not wait; it can be evicted later.
 
-    What a tenant's key has loaded counts against `cold_loads_per_minute`, as what its requests load.
+    A load by a tenant's key counts against `cold_loads_per_minute`, like the loads of its requests.
     """
     version = await _find_ready(services, caller, adapter_id, number)
     assert version.digest is not None
@@ -85,7 +85,7 @@ async def preload_version(adapter_id: str, number: Number, services: Services, c
 
 
 async def _told(answer: Awaitable[AdapterState]) -> AdapterState | None:
-    """What the engine says; None where it is still at it after WARM_TIMEOUT_S. Raises Unavailable."""
+    """The engine's answer; None if it is still loading after WARM_TIMEOUT_S. Raises Unavailable."""
     try:
         return await answer
     except TimeoutError:

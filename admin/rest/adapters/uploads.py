@@ -1,4 +1,4 @@
-"""`/adapters/{id}/uploads`: declare two files, then send the bytes of each; nothing is parsed here."""
+"""`/adapters/{id}/uploads`: declare two files, then send the bytes of each; the files are not parsed here."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from loramux.platform.openai_api.openapi import errors, takes, takes_bytes
 router = APIRouter(prefix="/adapters/{adapter_id}/uploads", tags=["versions"])
 
 CHUNK_TIMEOUT_S = 30.0
-"""A client that sends nothing for so long is given up, so that it cannot hold a thread."""
+"""Time after which a client that sends nothing is disconnected, in seconds, so that it cannot hold a thread."""
 UPLOAD_TIMEOUT_S = 600.0
-"""How long a client may send one file, however steadily."""
+"""Longest time for sending one file, in seconds, however steady the transfer."""
 
 
 class PresignedRequest(TypedDict):
-    """A request to the blob store, with exactly these headers and no key."""
+    """A request to the blob store, to be sent with exactly these headers and without an API key."""
 
     url: str
     method: str
@@ -41,7 +41,8 @@ class PresignedRequest(TypedDict):
 
 
 class FileDocument(TypedDict):
-    """A declared file and how to send it: a PUT to our `url`, a presigned request, or `parts` of `part_size` bytes."""
+    """A declared file and how to send it: a PUT to this server's `url`, a presigned request, or several presigned
+    `parts` of `part_size` bytes."""
 
     name: str
     size: int
@@ -54,7 +55,7 @@ class FileDocument(TypedDict):
 
 
 class UploadDocument(TypedDict):
-    """Files on their way to becoming a version."""
+    """Declared files that can become a version."""
 
     id: str
     object: Literal["upload"]
@@ -67,11 +68,11 @@ class UploadDocument(TypedDict):
 
 @router.post("", status_code=201, openapi_extra=takes(NewUpload), responses=errors(429))
 async def create_upload(adapter_id: str, request: Request, services: Services, caller: Developer) -> UploadDocument:
-    """Declare name, size and SHA-256 of both files; answers how to PUT each of them.
+    """Declare the name, size and SHA-256 of both files; the answer says how to PUT each of them.
 
-    A `url` alone is ours. One with `method` and `headers` is the blob store's, which wants exactly these headers and
-    no key; `parts` of `part_size` bytes each, the last fewer, are the same for a large file. The declared bytes count
-    against `adapter_bytes` until the upload is used, cancelled or expired.
+    A file with only a `url` is sent to this server. One with `method` and `headers` is sent to the blob store, with
+    exactly these headers and no key; a large file has `parts`, each `part_size` bytes except for a shorter last one.
+    The declared bytes count against `adapter_bytes` until the upload is used, cancelled or expired.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     body = await read_json(request, NewUpload)
@@ -79,7 +80,7 @@ async def create_upload(adapter_id: str, request: Request, services: Services, c
     upload = await services.call(services.ingest.create_upload, adapter.id, files)
     presigned = await services.call(services.ingest.presign, upload)
     if presigned:
-        # Whoever has such a URL may use it for as long as it holds.
+        # Anyone who has a presigned URL can use it until it expires.
         keep_answer_until(request, upload.expires_us)
     return _describe_upload(upload, presigned)
 
@@ -88,7 +89,7 @@ async def create_upload(adapter_id: str, request: Request, services: Services, c
 async def put_file(
     adapter_id: str, upload_id: str, name: str, request: Request, services: Services, caller: Developer
 ) -> Response:
-    """Send one file's raw bytes; they must be what was declared."""
+    """Send one file's raw bytes, which must match the declared size and SHA-256."""
     adapter = await find_adapter(services, caller, adapter_id)
     upload = await find_upload(services, adapter, upload_id)
     length = request.headers.get("content-length", "")
@@ -96,7 +97,7 @@ async def put_file(
     chunks = _chunks(request.stream())
     caller.release_call_slot()
     async with services.upload_slots.held_slot(adapter.tenant_id):
-        # The slot is what bounds the threads: waiting for it ends, as waiting for a thread would not.
+        # The slots bound the number of threads: waiting for a slot times out, waiting for a thread would not.
         thread = anyio.CapacityLimiter(1)
         await anyio.to_thread.run_sync(services.ingest.put_file, upload.id, name, chunks, num_bytes, limiter=thread)
     return Response(status_code=204)
@@ -115,14 +116,14 @@ async def list_uploads(
 
 @router.delete("/{upload_id}", status_code=204)
 async def cancel_upload(adapter_id: str, upload_id: str, services: Services, caller: Developer) -> Response:
-    """Cancel an open upload: its files are deleted, and it no longer counts. A used one is refused."""
+    """Cancel an open upload: its files are deleted and it no longer counts. Refused for a used upload."""
     adapter = await find_adapter(services, caller, adapter_id)
     await services.call(services.ingest.cancel_upload, adapter.id, upload_id)
     return Response(status_code=204)
 
 
 async def find_upload(services: AdminServices, adapter: Adapter, upload_id: str) -> Upload:
-    """The adapter's upload; one of another adapter is as unknown as one that does not exist."""
+    """The adapter's upload. Raises the same NotFound for another adapter's upload as for one that does not exist."""
     upload = await services.call(services.ingest.get_upload, upload_id)
     if upload is None or upload.adapter_id != adapter.id:
         raise NotFound("the adapter has no such upload", code="upload_not_found")
@@ -130,7 +131,7 @@ async def find_upload(services: AdminServices, adapter: Adapter, upload_id: str)
 
 
 def _chunks(body: AsyncIterator[bytes]) -> Iterator[bytes]:
-    """The body's chunks for a function on a thread; the sender is slowed down to its pace."""
+    """The body's chunks for a function on a thread, which sets the pace of the sender."""
     deadline = time.monotonic() + UPLOAD_TIMEOUT_S
     while chunk := anyio.from_thread.run(_next_chunk, body):
         if time.monotonic() > deadline:
@@ -139,14 +140,14 @@ def _chunks(body: AsyncIterator[bytes]) -> Iterator[bytes]:
 
 
 async def _next_chunk(body: AsyncIterator[bytes]) -> bytes:
-    """The next chunk that is not empty; b"" at the end."""
+    """The next non-empty chunk; b"" at the end."""
     try:
         with anyio.fail_after(CHUNK_TIMEOUT_S):
             async for chunk in body:
                 if chunk:
                     return chunk
     except TimeoutError:
-        raise InvalidRequest("the body stopped coming", code="body_timeout") from None
+        raise InvalidRequest("the body stopped arriving", code="body_timeout") from None
     except ClientDisconnect:
         raise InvalidRequest("the body ended early", code="incomplete_body") from None
     return b""

@@ -1,4 +1,4 @@
-"""`/adapters/{id}/versions/{n}/files/{name}` and `.../report`: what was uploaded, and what validation found."""
+"""`/adapters/{id}/versions/{n}/files/{name}` and `.../report`: the uploaded files and the validation report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from loramux.platform.openai_api.openapi import answers_bytes
 router = APIRouter(prefix="/adapters/{adapter_id}/versions/{number}", tags=["versions"])
 
 DOWNLOAD_TIMEOUT_S = 3600.0
-"""How long a client may take for one file, since a copy of it waits on the disk."""
+"""Longest time for downloading one file, in seconds: a copy of it stays on disk meanwhile."""
 
 
 class StoredFile(TypedDict):
@@ -36,7 +36,7 @@ class StoredFile(TypedDict):
 
 
 class ReportDocument(TypedDict):
-    """What validation found, or why the version was rejected."""
+    """The validation report, or the reason for the rejection."""
 
     object: Literal["validation_report"]
     adapter_id: str
@@ -51,13 +51,13 @@ class ReportDocument(TypedDict):
 
 @router.get("/files/{name}", response_class=Response, responses=answers_bytes())
 async def get_file(adapter_id: str, number: Number, name: str, services: Services, caller: Reader) -> Response:
-    """One file of a ready or archived version as it was uploaded; its ETag is its SHA-256."""
+    """Download one file of a ready or archived version as it was uploaded; its ETag is its SHA-256."""
     adapter = await find_adapter(services, caller, adapter_id)
     version = await _find_version(services, adapter, number)
     caller.release_call_slot()
     release_slot = await services.download_slots.acquire_slot(adapter.tenant_id)
     try:
-        # The slot is what bounds the threads: a slow object store holds up no other call.
+        # The slots bound the number of threads: a slow object store delays no other call.
         thread = anyio.CapacityLimiter(1)
         file = await anyio.to_thread.run_sync(services.export.open, version, name, limiter=thread)
     except BaseException:
@@ -68,7 +68,7 @@ async def get_file(adapter_id: str, number: Number, name: str, services: Service
 
 @router.get("/report")
 async def get_report(adapter_id: str, number: Number, services: Services, caller: Reader) -> ReportDocument:
-    """What validation found of a version, or why it was rejected; empty until then."""
+    """Get a version's validation report, or why it was rejected; empty until validation has finished."""
     version = await _find_version(services, await find_adapter(services, caller, adapter_id), number)
     files = await services.call(services.export.files, version)
     return {
@@ -85,7 +85,7 @@ async def get_report(adapter_id: str, number: Number, services: Services, caller
 
 
 class ExportResponse(StreamingResponse):
-    """Sends a file in chunks, and lets go of it and of its slot however that ends."""
+    """Sends a file in chunks; closes it and releases its slot in every case."""
 
     def __init__(self, file: ExportedFile, release_slot: Callable[[], None]) -> None:
         declared = file.declared
@@ -101,7 +101,7 @@ class ExportResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            # A client that is too slow is cut off, and sees that from the length it was told.
+            # A client that is too slow is disconnected, and notices from the declared length.
             with anyio.move_on_after(DOWNLOAD_TIMEOUT_S):
                 await super().__call__(scope, receive, send)
         finally:

@@ -25,9 +25,9 @@ Number = Annotated[int, Path(ge=1, le=MAX_VERSION)]
 
 
 class VersionDocument(TypedDict):
-    """One immutable set of weights. `report` is what validation found, `error` why it was rejected.
+    """One immutable set of weights. `report` is the validation report, `error` the reason for a rejection.
 
-    `digest` and the figures are known once validation has passed.
+    `digest` and the sizes are known once validation has succeeded.
     """
 
     id: str
@@ -47,16 +47,17 @@ class VersionDocument(TypedDict):
 
 
 class WithdrawnVersion(VersionDocument):
-    """`drained`: nothing runs on it any more."""
+    """`drained`: no request is running on it any more."""
 
     drained: bool
 
 
 @router.post("", status_code=202, openapi_extra=takes(NewVersion), responses=errors(429))
 async def create_version(adapter_id: str, request: Request, services: Services, caller: Developer) -> VersionDocument:
-    """Turn an upload into a version; poll it until it is `ready` or `rejected`. Identical bytes answer the old one.
+    """Create a version from an upload; poll it until it is `ready` or `rejected`.
 
-    A platform administrator may give a `source` instead, `s3://BUCKET/PREFIX`, where the operator allows it.
+    Identical bytes return the existing version.
+    A platform administrator may give a `source` instead, `s3://BUCKET/PREFIX`, if the operator allows it.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     body = await read_json(request, NewVersion)
@@ -86,7 +87,7 @@ async def list_versions(
 
 @router.get("/{number}")
 async def get_version(adapter_id: str, number: Number, services: Services, caller: Reader) -> VersionDocument:
-    """One version: its state, and what validation found."""
+    """Get one version: its state and its validation report."""
     adapter = await find_adapter(services, caller, adapter_id)
     version = await services.call(services.registry.get_version, adapter.id, number)
     if version is None:
@@ -96,7 +97,7 @@ async def get_version(adapter_id: str, number: Number, services: Services, calle
 
 @router.post("/{number}/archive")
 async def archive_version(adapter_id: str, number: Number, services: Services, caller: Writer) -> WithdrawnVersion:
-    """Take a version out of service that no alias names; running requests finish. See `restore`."""
+    """Take a version that no alias points at out of service; running requests finish. See `restore`."""
     adapter = await find_adapter(services, caller, adapter_id)
     return await _withdraw(services, await services.call(services.version_states.archive, adapter.id, number))
 
@@ -105,7 +106,7 @@ async def archive_version(adapter_id: str, number: Number, services: Services, c
 async def quarantine_version(
     adapter_id: str, number: Number, services: Services, caller: PlatformAdmin
 ) -> WithdrawnVersion:
-    """Take a version out of service at once, whatever names it; aliases go on with their other versions."""
+    """Take a version out of service immediately, even if aliases point at it; they keep their other versions."""
     adapter = await find_adapter(services, caller, adapter_id)
     return await _withdraw(services, await services.call(services.version_states.quarantine, adapter.id, number))
 

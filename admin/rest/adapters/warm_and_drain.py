@@ -1,4 +1,4 @@
-"""What the engine is asked when versions come into service or leave it: to load them first, to let them go."""
+"""Calls to the engine when versions enter or leave service: load them first, or unload them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.errors import Unavailable
 
 WARM_TIMEOUT_S = 30.0
-"""How long an alias waits for its versions to be loaded before it is left where it is."""
+"""How long moving an alias waits for its versions to load before the move is refused, in seconds."""
 DRAIN_TIMEOUT_S = 2.0
-"""How long a call waits for running requests; the engine goes on letting the adapter go after it."""
+"""How long a call waits for running requests, in seconds; after that the engine unloads the adapter on its own."""
 
 _log = structlog.get_logger(__name__)
 
 
 def load_charge(caller: Caller, adapter_id: str) -> LoadCharge | None:
-    """Who pays for a load that the caller asks for. None for an operator, whose loads are no tenant's."""
+    """The quota charge for a load that the caller requests; None for an operator, whose loads no tenant pays for."""
     tenant_id = caller.principal.tenant_id
     if tenant_id is None:
         return None
@@ -29,9 +29,9 @@ def load_charge(caller: Caller, adapter_id: str) -> LoadCharge | None:
 
 
 async def warm(services: AdminServices, caller: Caller, adapter_id: str, numbers: Collection[int]) -> None:
-    """Load versions into the engine, which the caller pays for. Unknown versions are left to the route.
+    """Load versions into the engine at the caller's expense. Unknown versions are skipped; the route reports them.
 
-    Raises QuotaExceeded, and Unavailable where a load fails; versions before that one may have been loaded.
+    Raises QuotaExceeded, and Unavailable if a load fails; earlier versions may have been loaded by then.
     """
     charge = load_charge(caller, adapter_id)
     for number in numbers:
@@ -53,7 +53,7 @@ async def warm(services: AdminServices, caller: Caller, adapter_id: str, numbers
 
 
 async def drain(services: AdminServices, digests: Iterable[str]) -> bool:
-    """Have the engine let adapters go once nothing runs on them; whether they were gone when this returned."""
+    """Have the engine unload adapters once nothing runs on them; returns whether all are unloaded already."""
     is_drained = True
     for digest in digests:
         try:
@@ -61,7 +61,7 @@ async def drain(services: AdminServices, digests: Iterable[str]) -> bool:
         except TimeoutError:
             is_drained = False
         except EngineUnavailable:
-            # An engine that starts anew holds no adapter.
+            # A restarted engine holds no adapters.
             continue
         else:
             is_drained = is_drained and state.state == "absent"

@@ -1,1 +1,1 @@
-"""Routes about the server, its engine, and the requests that run."""
+"""Routes for the server, its engine, and the requests in flight."""

@@ -1,4 +1,4 @@
-"""`/engine`: what the engine is doing."""
+"""`/engine`: the engine's limits and counters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATS_TIMEOUT_S = 5.0
 
 
 class EngineDocument(TypedDict):
-    """Limits, counters since the engine started, and how adapters came to its pool (`loading`)."""
+    """Limits, counters since the engine started, and counters of adapter loads into its pool (`loading`)."""
 
     object: Literal["engine"]
     device: str
@@ -52,7 +52,7 @@ class EngineDocument(TypedDict):
 
 @router.get("")
 async def get_engine(services: Services, caller: PlatformReader) -> EngineDocument:
-    """The engine's limits and counters; they begin again when it restarts."""
+    """Get the engine's limits and counters; the counters restart with the engine."""
     stats = await engine_stats(services)
     info = services.engine.info
     if info is None:
@@ -88,7 +88,7 @@ async def get_engine(services: Services, caller: PlatformReader) -> EngineDocume
 
 
 async def engine_stats(services: AdminServices, with_tiers: bool = False) -> Stats:
-    """Raises Unavailable where the engine does not answer."""
+    """Raises Unavailable if the engine does not answer."""
     try:
         return await services.engine.stats(STATS_TIMEOUT_S, with_tiers)
     except (EngineUnavailable, TimeoutError):

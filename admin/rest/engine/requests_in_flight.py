@@ -1,4 +1,4 @@
-"""`/requests`: what runs or waits just now, on every gateway, and ending it."""
+"""`/requests`: list the requests in flight on every gateway, and cancel one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ router = APIRouter(prefix="/requests", tags=["requests"])
 
 
 class RequestDocument(TypedDict):
-    """One request that is not settled. `completion_tokens` is up to five seconds old where another gateway runs it."""
+    """One unsettled request. `completion_tokens` is up to five seconds old if another gateway runs the request."""
 
     id: str
     object: Literal["request"]
@@ -56,17 +56,17 @@ async def list_requests(
 
 @router.get("/{request_id}")
 async def get_request(request_id: str, services: Services, caller: Reader) -> RequestDocument:
-    """One request in flight; one that has ended is in the usage events."""
+    """Get one request in flight; finished requests are in the usage events."""
     found = await _find(services, caller, request_id)
     return _describe(found, services.live.progress().get(found.id), services.database.now_us())
 
 
 @router.post("/{request_id}/cancel", status_code=202)
 async def cancel_request(request_id: str, services: Services, caller: Writer) -> RequestDocument:
-    """End a request: its client is told so, and the tokens so far are paid for.
+    """Cancel a request: its client gets an error and the tokens so far are charged.
 
-    A request of this process ends at once, one of another gateway with that one's next checkpoint, within five
-    seconds. Doing it again changes nothing.
+    A request in this process ends immediately, one on another gateway at its next checkpoint, within five seconds.
+    Repeating the call changes nothing.
     """
     found = await _find(services, caller, request_id)
     cancelled = await services.call(services.requests.cancel, found.id)

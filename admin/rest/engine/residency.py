@@ -1,4 +1,4 @@
-"""`/residency`: which adapters are where - in the page pool, in host memory, on the disk - and how full these are."""
+"""`/residency`: which adapters are in the page pool, in host memory and on disk, and how full each tier is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tier = Literal["pool", "host", "disk"]
 
 
 class VersionName(TypedDict):
-    """A version that has the digest."""
+    """The name of a version with the adapter's digest."""
 
     tenant_id: str
     tenant: str
@@ -32,7 +32,7 @@ class VersionName(TypedDict):
 
 
 class ResidentAdapter(TypedDict):
-    """One adapter in a tier. `slot`, `num_pages` and `num_users` are the pool's; a tenant does not see the last two."""
+    """One adapter in a tier. `slot`, `num_pages` and `num_users` refer to the pool; tenants do not see the last two."""
 
     object: Literal["resident_adapter"]
     tier: Tier
@@ -47,7 +47,7 @@ class ResidentAdapter(TypedDict):
 
 
 class PoolPages(TypedDict):
-    """Who has the pages of the pool; `prefix` are those of `kv` that the prefix cache knows."""
+    """Use of the pool's pages; `prefix` counts the pages of `kv` that the prefix cache has indexed."""
 
     total: int
     free: int
@@ -59,7 +59,7 @@ class PoolPages(TypedDict):
 
 
 class TierFill(TypedDict):
-    """How full a tier is, and how many adapters gave way to others in it since the engine started."""
+    """How full a tier is, and its evictions since the engine started."""
 
     tier: Tier
     used_bytes: int
@@ -91,15 +91,17 @@ class _Held(TypedDict):
 async def get_residency(
     services: Services,
     caller: Reader,
-    tier: Annotated[Tier, Query(description="The tier whose adapters are listed.")] = "pool",
+    tier: Annotated[Tier, Query(description="The tier to list.")] = "pool",
     tenant: TenantParam = None,
-    limit: Annotated[int, Query(ge=1, le=MAX_LISTED, description="Adapters, those used last.")] = 200,
+    limit: Annotated[
+        int, Query(ge=1, le=MAX_LISTED, description="Number of adapters, most recently used first.")
+    ] = 200,
 ) -> ResidencyDocument:
-    """The adapters of one tier, the one used last first, and the fill of all of them.
+    """List the adapters of one tier, most recently used first, and how full each tier is.
 
-    A snapshot, which changes too fast to be walked: `has_more` says that there are others than the `limit` used last.
-    Of a digest that several versions have, all are named; a tenant sees its own, and a
-    key that is limited to adapters sees theirs alone.
+    This is a snapshot that changes too fast to be paged: `has_more` means that the tier holds more adapters than the
+    `limit` most recently used ones. All versions with an adapter's digest are listed; a tenant sees only its own, and
+    a key that is restricted to adapters only theirs.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     stats = await engine_stats(services, with_tiers=True)
@@ -160,7 +162,7 @@ def _held(stats: Stats, tier: Tier) -> list[_Held]:
 
 
 def _describe(one: _Held, owners: Sequence[DigestOwner], tier: Tier, now_s: float, caller: Caller) -> ResidentAdapter:
-    # Another tenant may have uploaded the same bytes: how these are used is not for each of them to see.
+    # Several tenants may have uploaded the same bytes: none may see how the others use them.
     is_operator = caller.principal.tenant_id is None
     return {
         "object": "resident_adapter",

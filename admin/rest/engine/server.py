@@ -1,4 +1,4 @@
-"""`/server`: which loramux this is, its clock, and what it finds when it looks at its own parts."""
+"""`/server`: the server's versions, its clock, and the findings of its self-check."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ router = APIRouter(prefix="/server", tags=["server"])
 
 
 class ServerDocument(TypedDict):
-    """Versions, base model and clock (`time_ms`, milliseconds since 1970)."""
+    """Versions, base model and clock (`time_ms`, Unix time in milliseconds)."""
 
     object: Literal["server"]
     version: str
@@ -31,7 +31,7 @@ class ServerDocument(TypedDict):
 
 @router.get("")
 async def get_server(services: Services, caller: PlatformReader) -> ServerDocument:
-    """The server's versions, its base model and its clock (milliseconds since 1970)."""
+    """Get the server's versions, base model and clock (Unix time in milliseconds)."""
     info = services.engine.info
     return {
         "object": "server",
@@ -47,6 +47,6 @@ async def get_server(services: Services, caller: PlatformReader) -> ServerDocume
 
 @router.get("/findings")
 async def list_findings(services: Services, caller: PlatformReader) -> ListDocument[dict[str, Any]]:
-    """Look at the engine, the database, the object store and the disk, and say what is wrong and how to mend it."""
+    """Check the engine, the database, the object store and the disk; each finding says how to fix it."""
     findings = await services.call(services.self_check.findings)
     return whole_list([finding.document() for finding in findings])

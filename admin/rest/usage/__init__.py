@@ -1,1 +1,1 @@
-"""Routes about usage, costs, prices and quotas."""
+"""Routes for usage, costs, prices and quotas."""

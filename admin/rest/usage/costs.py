@@ -1,4 +1,4 @@
-"""`/costs`: what was used, in money."""
+"""`/costs`: usage in money."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NANOS = 1_000_000_000
 
 @router.get("", responses=answers_rows(CostsPage))
 async def get_costs(services: Services, caller: Reader, wanted: Report) -> Response:
-    """Costs of what finished in [start, end), by the prices that held when each request was admitted.
+    """Report the cost of requests that finished in [start, end), at the prices in force when each was admitted.
 
     `amount_nanos` is exact, in billionths of the currency; `amount` is the same as a decimal number. The currency is
-    null while nothing has a price.
+    null as long as there are no prices.
     """
     currency = await services.call(services.prices.currency)
 
@@ -40,6 +40,6 @@ async def get_costs(services: Services, caller: Reader, wanted: Report) -> Respo
 
 
 def decimal(nanos: int) -> str:
-    """Nanos as a decimal number with nine places."""
+    """Nanos as a decimal number with nine decimals."""
     whole, part = divmod(abs(nanos), NANOS)
     return f"{'-' if nanos < 0 else ''}{whole}.{part:09d}"

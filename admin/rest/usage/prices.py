@@ -1,4 +1,4 @@
-"""`/prices`: what tokens cost, from when, for whom."""
+"""`/prices`: token prices, their effective times and the tenants that they apply to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ router = APIRouter(prefix="/prices", tags=["prices"])
 
 
 class PriceDocument(TypedDict):
-    """Nanos, billionths of the currency, for a million tokens of each kind. `tenant_id` null is the list price."""
+    """Nanos, billionths of the currency, per million tokens of each kind. `tenant_id` is null for a list price."""
 
     id: str
     object: Literal["price"]
@@ -44,10 +44,10 @@ class PriceDocument(TypedDict):
 
 @router.post("", status_code=201, openapi_extra=takes(NewPrice))
 async def add_price(request: Request, services: Services, caller: PlatformAdmin) -> PriceDocument:
-    """Announce a price, which holds from `effective_at` until the next one of the same tenant and scope.
+    """Announce a price, which applies from `effective_at` until the next one of the same tenant and scope.
 
-    `scope` is `all`, `base`, `adapters` or an adapter's identifier. What is in force is never changed: a request costs
-    what held when it was admitted.
+    `scope` is `all`, `base`, `adapters` or an adapter's identifier. A price in force never changes: a request is
+    charged at the price in force when it was admitted.
     """
     body = await read_json(request, NewPrice)
     tenant = None if body.tenant is None else await find_tenant(services, caller, body.tenant)
@@ -69,7 +69,7 @@ async def add_price(request: Request, services: Services, caller: PlatformAdmin)
 async def list_prices(
     services: Services, caller: Reader, paging: Paging, tenant: TenantParam = None
 ) -> ListDocument[PriceDocument]:
-    """List prices, those announced last first: for a tenant, its own and the list's."""
+    """List prices, most recently announced first: for a tenant, its own prices and the list prices."""
     tenant_id = await tenant_filter(services, caller, tenant)
     page = await services.call(services.prices.list, tenant_id, *paging, caller.adapter_ids)
     return list_document(page, _describe)
@@ -77,7 +77,7 @@ async def list_prices(
 
 @router.get("/{price_id}")
 async def get_price(price_id: str, services: Services, caller: Reader) -> PriceDocument:
-    """One price."""
+    """Get one price."""
     price = await services.call(services.prices.get, check_identifier(price_id, "price"))
     if price is None or not _may_see(caller, price):
         raise NotFound("there is no such price", code="price_not_found")
@@ -86,7 +86,7 @@ async def get_price(price_id: str, services: Services, caller: Reader) -> PriceD
 
 @router.delete("/{price_id}", responses=errors(409))
 async def withdraw_price(price_id: str, services: Services, caller: PlatformAdmin) -> DeletedDocument:
-    """Take back a price that is still to come."""
+    """Withdraw a price that has not yet taken effect."""
     await services.call(services.prices.withdraw, check_identifier(price_id, "price"))
     return {"id": price_id, "object": "price", "deleted": True}
 

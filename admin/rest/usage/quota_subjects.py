@@ -1,4 +1,4 @@
-"""Whom a quota is of, and who a request would be from: names and identifiers that must fit each other."""
+"""Resolves the subject of a quota and the caller of a hypothetical request from names that must be consistent."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from loramux.platform.quotas.policies import PLATFORM
 
 
 async def subject_of(services: AdminServices, caller: Caller, body: QuotaSubject) -> str:
-    """The identifier of whom a quota limits; raises InvalidRequest and NotFound that name the field."""
+    """The identifier of a quota's subject. Raises InvalidRequest and NotFound, which name the field."""
     named = [name for name in ("key", "adapter") if getattr(body, name) is not None]
     scope = body.scope or (named[0] if named else "tenant")
     for name in named:
         if name != scope:
-            raise InvalidRequest(f"a quota of a {scope} has no {name}", param=name)
+            raise InvalidRequest(f"a {scope} quota has no {name}", param=name)
     if scope == PLATFORM:
         if caller.principal.tenant_id is not None:
             raise NotFound("there is no such quota", param="scope", code="quota_not_found")
         if body.tenant is not None:
-            raise InvalidRequest("a quota of the platform has no tenant", param="tenant")
+            raise InvalidRequest("a platform quota has no tenant", param="tenant")
         return PLATFORM
     if scope != "tenant" and not named:
         raise InvalidRequest(f"{scope} is required", param=scope, code="missing_required_parameter")
@@ -38,9 +38,9 @@ async def subject_of(services: AdminServices, caller: Caller, body: QuotaSubject
 
 
 async def caller_of(services: AdminServices, caller: Caller, body: QuotaSubject) -> QuotaCaller:
-    """Who a request would be from; without a tenant, the key's or else the adapter's owner pays."""
+    """The caller of a hypothetical request; without a tenant, the key's tenant or else the adapter's owner pays."""
     if body.scope is not None:
-        raise InvalidRequest("name a tenant, a key or an adapter", param="scope")
+        raise InvalidRequest("give a tenant, a key or an adapter", param="scope")
     tenant_id = None
     if body.tenant is not None:
         tenant_id = (await find_tenant(services, caller, body.tenant)).id
@@ -61,21 +61,21 @@ async def _key(services: AdminServices, caller: Caller, tenant_id: str | None, k
     if key is None or key.tenant_id is None or not caller.may_see_key(key.tenant_id, key.id):
         raise NotFound("there is no such key", param="key", code="key_not_found")
     if tenant_id not in (None, key.tenant_id):
-        raise InvalidRequest("the key is another tenant's", param="tenant")
+        raise InvalidRequest("the key belongs to another tenant", param="tenant")
     return key.id, key.tenant_id
 
 
 async def _adapter(
     services: AdminServices, caller: Caller, tenant_id: str | None, name: str, is_owners: bool = True
 ) -> tuple[str, str]:
-    """The adapter and its owner; `is_owners` False lets the tenant be one that was granted it."""
+    """The adapter and its owner; with `is_owners` False the tenant may also be one that has a grant."""
     adapter = await services.call(services.registry.get_adapter, name)
-    # One that the caller may not see is looked for by name as well, as if there were no such identifier.
+    # If the caller may not see it, look it up by name as well, as if the identifier did not exist.
     is_seen = adapter is not None and caller.may_see(adapter.tenant_id)
     if not is_seen and tenant_id is not None:
         adapter = await services.call(services.registry.find_adapter, tenant_id, name)
     if adapter is None or not caller.may_see_adapter(adapter.tenant_id, adapter.id):
         raise NotFound("there is no such adapter", param="adapter", code="adapter_not_found")
     if is_owners and tenant_id not in (None, adapter.tenant_id):
-        raise InvalidRequest("the adapter is another tenant's", param="tenant")
+        raise InvalidRequest("the adapter belongs to another tenant", param="tenant")
     return adapter.id, adapter.tenant_id

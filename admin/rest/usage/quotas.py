@@ -1,4 +1,4 @@
-"""`/quotas`: what tenants, keys and adapters may use, what holds for each, and what a request would meet."""
+"""`/quotas`: limits of tenants, keys and adapters, their effective values, and checks of hypothetical requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Named = Annotated[str | None, Query(max_length=64)]
 
 
 class QuotaDocument(TypedDict):
-    """One limit. `subject_id` is the tenant, key or adapter that it binds; none where it is the platform's."""
+    """One limit. `subject_id` is the tenant, key or adapter that it applies to; null for the platform's limits."""
 
     id: str
     object: Literal["quota"]
@@ -53,7 +53,7 @@ class QuotaDocument(TypedDict):
 
 
 class LimitDocument(QuotaDocument):
-    """A limit as it stands now."""
+    """A limit with its current use."""
 
     is_inherited: bool
     used: int
@@ -67,7 +67,7 @@ class LimitDocument(QuotaDocument):
 
 
 class EffectiveLimits(ListDocument[LimitDocument]):
-    """All that binds a caller."""
+    """All limits that apply to a caller."""
 
     tenant_id: str | None
     key_id: str | None
@@ -75,7 +75,7 @@ class EffectiveLimits(ListDocument[LimitDocument]):
 
 
 class VerdictDocument(TypedDict):
-    """What one limit says to a request."""
+    """One limit's decision on a request."""
 
     policy_id: str
     scope: str
@@ -90,7 +90,7 @@ class VerdictDocument(TypedDict):
 
 
 class RefusalDocument(TypedDict):
-    """What the request would be told."""
+    """The error that the request would get."""
 
     message: str
     type: str
@@ -99,7 +99,7 @@ class RefusalDocument(TypedDict):
 
 
 class QuotaCheckDocument(TypedDict):
-    """Whether a request would be admitted, with the status that it would get otherwise."""
+    """Whether a request would be admitted, and the status that it would get otherwise."""
 
     object: Literal["quota.check"]
     is_admitted: bool
@@ -112,7 +112,7 @@ class QuotaCheckDocument(TypedDict):
 
 @router.post("", openapi_extra=takes(QuotaLimit))
 async def set_quota(request: Request, services: Services, caller: PlatformAdmin) -> QuotaDocument:
-    """Set a limit, in place of the one that its subject had for the metric."""
+    """Set a limit, replacing its subject's earlier limit for the metric."""
     return await _set(services, caller, await read_json(request, QuotaLimit))
 
 
@@ -120,16 +120,16 @@ async def set_quota(request: Request, services: Services, caller: PlatformAdmin)
 async def put_quota(
     tenant: str, metric: str, request: Request, services: Services, caller: PlatformAdmin
 ) -> QuotaDocument:
-    """Set a tenant's limit for a metric; what the body says of either must be what the path says.
+    """Set a tenant's limit for a metric; if the body repeats either, it must match the path.
 
-    The call says the whole limit, which may be a new one, so that it needs no If-Match.
+    The call replaces the whole limit or creates it, so it needs no If-Match.
     """
     body = await read_json(request, QuotaChange)
     owner = await find_tenant(services, caller, tenant)
     if body.tenant not in (None, owner.id, owner.slug):
-        raise InvalidRequest("tenant is not the one of the path", param="tenant")
+        raise InvalidRequest("tenant does not match the path", param="tenant")
     if body.metric not in (None, metric):
-        raise InvalidRequest("metric is not the one of the path", param="metric")
+        raise InvalidRequest("metric does not match the path", param="metric")
     if body.limit is None:
         raise InvalidRequest("limit is required", param="limit", code="missing_required_parameter")
     _refuse_others(body)
@@ -142,9 +142,9 @@ async def put_quota(
 async def list_quotas(
     services: Services, caller: Reader, paging: Paging, tenant: TenantParam = None
 ) -> ListDocument[QuotaDocument]:
-    """List limits: a tenant's with those of its keys and adapters, or all and the platform's.
+    """List limits: those of a tenant, its keys and its adapters, or all limits including the platform's.
 
-    A key that is limited to adapters sees its own limits and theirs.
+    A key that is restricted to adapters sees its own limits and theirs.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     page = await services.call(services.quotas.list, tenant_id, *paging, caller.subject_ids)
@@ -155,10 +155,9 @@ async def list_quotas(
 async def effective_quotas(
     services: Services, caller: Reader, tenant: Named = None, key: Named = None, adapter: Named = None
 ) -> EffectiveLimits:
-    """What holds for a tenant, or for one of its keys or a call of an adapter, and how far it is used.
+    """List the limits that apply to a tenant, one of its keys or an adapter's requests, with their current use.
 
-    A key that is limited to adapters sees its own limits and theirs: how far the tenant's are used is said to no such
-    key.
+    A key that is restricted to adapters sees its own limits and theirs, but not the use of the tenant's limits.
     """
     asked = QuotaSubject(tenant=tenant or caller.principal.tenant_id, key=key, adapter=adapter)
     who = await caller_of(services, caller, asked)
@@ -173,12 +172,12 @@ async def effective_quotas(
 
 @router.post("/check", openapi_extra=takes(QuotaQuestion))
 async def check_quotas(request: Request, services: Services, caller: Reader) -> QuotaCheckDocument:
-    """Say whether a request would be admitted now, and by `quota` whether it would be if that were set; a dry run.
+    """Check whether a request would be admitted now, or would be if `quota` were set. A dry run.
 
-    Not for a key that is limited to adapters: the answer depends on what the whole tenant has used.
+    Not available to a key that is restricted to adapters: the answer depends on the whole tenant's use.
     """
     if caller.adapter_ids is not None:
-        raise PermissionDenied("this key is limited to some adapters, and asks nothing about its tenant's limits")
+        raise PermissionDenied("this key is restricted to certain adapters and cannot check its tenant's limits")
     body = await read_json(request, QuotaQuestion)
     if body.tenant is None and caller.principal.tenant_id is not None:
         body = body.model_copy(update={"tenant": caller.principal.tenant_id})
@@ -210,7 +209,7 @@ async def check_quotas(request: Request, services: Services, caller: Reader) -> 
 
 @router.get("/{quota_id}")
 async def get_quota(quota_id: str, response: Response, services: Services, caller: Reader) -> QuotaDocument:
-    """One limit."""
+    """Get one limit."""
     return tagged(response, describe_quota(await _find(services, caller, quota_id)))
 
 
@@ -222,9 +221,9 @@ async def change_quota(
     body = await read_json(request, QuotaChange)
     policy = await _find(services, caller, quota_id)
     if body.metric not in (None, policy.metric):
-        raise InvalidRequest("a quota keeps its metric: make another", param="metric")
+        raise InvalidRequest("a quota's metric cannot change: create another quota", param="metric")
     if body.tenant is not None and (await find_tenant(services, caller, body.tenant)).id != policy.tenant_id:
-        raise InvalidRequest("the quota is another tenant's", param="tenant")
+        raise InvalidRequest("the quota belongs to another tenant", param="tenant")
     _refuse_others(body)
     changed = await services.call(
         services.quotas.change, policy.id, body.limit, body.burst, body.mode, if_match.check_by(describe_quota)
@@ -234,7 +233,7 @@ async def change_quota(
 
 @router.delete("/{quota_id}")
 async def delete_quota(quota_id: str, services: Services, caller: PlatformAdmin) -> DeletedDocument:
-    """Lift a limit."""
+    """Delete a limit."""
     if not await services.call(services.quotas.delete, check_identifier(quota_id, "quota")):
         raise NotFound("there is no such quota", code="quota_not_found")
     return {"id": quota_id, "object": "quota", "deleted": True}
@@ -258,7 +257,7 @@ def describe_quota(policy: QuotaPolicy) -> QuotaDocument:
 
 
 def describe_limit(limit: EffectiveLimit) -> LimitDocument:
-    """One line of the effective view."""
+    """One effective limit as a document."""
     window = limit.window
     return {
         **describe_quota(limit.policy),
@@ -308,11 +307,11 @@ async def _find(services: AdminServices, caller: Caller, quota_id: str) -> Quota
 
 
 def _may_see(caller: Caller, policy: QuotaPolicy) -> bool:
-    """Whether the caller's limit to some adapters, if it has one, leaves it the policy."""
+    """Whether the caller's restriction to adapters, if any, lets it see the policy."""
     return caller.subject_ids is None or policy.subject_id in caller.subject_ids
 
 
 def _refuse_others(body: QuotaSubject) -> None:
     for name in ("scope", "key", "adapter"):
         if getattr(body, name) is not None:
-            raise InvalidRequest(f"{name} is said by the path", param=name)
+            raise InvalidRequest(f"{name} must not be given: the path determines it", param=name)

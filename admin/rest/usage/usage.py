@@ -1,4 +1,4 @@
-"""`/usage`: what was used, as sums, as single requests, and as an export of any length."""
+"""`/usage`: usage as sums, as single requests, and as an export of any length."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "c
 
 @router.get("", responses=answers_rows(UsagePage))
 async def get_usage(services: Services, caller: Reader, wanted: Report) -> Response:
-    """Sums of what finished in [start, end); by default the last 30 days, of which today is one.
+    """Report sums over the requests that finished in [start, end); by default the last 30 days, including today.
 
-    Cached tokens are part of the prompt's. An adjustment of a request counts when it was made. With `top`, the page
-    says by `num_results` how many groups there are, and by `total` what they make together.
+    Prompt tokens include cached tokens. An adjustment of a request counts at the time of the adjustment. With `top`,
+    `num_results` is the number of all groups, and `total` their sum.
     """
 
     def describe(row: UsageRow) -> Document:
@@ -61,7 +61,7 @@ async def get_usage(services: Services, caller: Reader, wanted: Report) -> Respo
 async def list_events(
     services: Services, caller: Reader, paging: Paging, tenant: TenantParam = None, start: Time = None, end: Time = None
 ) -> ListDocument[UsageEventDocument]:
-    """Settled requests, one by one."""
+    """List settled requests."""
     tenant_id = await tenant_filter(services, caller, tenant)
 
     def read() -> Page[UsageEvent]:
@@ -81,24 +81,24 @@ async def export_events(
     end: Time = None,
     format: Annotated[Literal["csv", "ndjson"], Query()] = "ndjson",  # noqa: A002 - as at /usage
 ) -> Response:
-    """Every settled request of [start, end), in the order they finished; by default of the last 30 days.
+    """Export every request settled in [start, end), in the order in which they finished; by default the last 30 days.
 
-    It is streamed as it is read, however long it is; a client that stops reading is cut off.
+    The export is streamed as it is read, whatever its length; a client that stops reading is disconnected.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     end_us = services.database.now_us() + 1 if end is None else end * 1_000_000
     start_us = max(0, end_us - DEFAULT_RANGE_US) if start is None else start * 1_000_000
     if start_us >= end_us:
-        raise InvalidRequest("end must lie after start", param="end")
+        raise InvalidRequest("end must be after start", param="end")
 
     async def read(after: UsageEvent | None, is_first: bool = False) -> tuple[UsageEvent | None, str]:
-        """A part of the export, and the event that it ends with."""
+        """One part of the export, and its last event."""
 
         def spelled() -> tuple[UsageEvent | None, str]:
             events = services.ledger.export(tenant_id, start_us, end_us, after, caller.adapter_ids)
             return (events[-1] if events else None), "".join(_lines(events, format))
 
-        # An export that has begun does not fail because other reports of the caller are under way.
+        # An export that has started must not fail because the caller has other reports in progress.
         return await services.report(caller.principal, spelled, is_patient=not is_first)
 
     async def body(last: UsageEvent | None, part: str) -> AsyncIterator[str]:
@@ -110,7 +110,7 @@ async def export_events(
     caller.release_call_slot()
     release_slot = await services.export_slots.acquire_slot(caller.principal.holder)
     try:
-        # A database that does not answer is told as an error, not as an export that ends early.
+        # Read the first part now, so that a database that does not answer gives an error, not a truncated export.
         first = await read(None, is_first=True)
     except BaseException:
         release_slot()

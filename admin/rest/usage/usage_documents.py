@@ -1,4 +1,4 @@
-"""The shapes of reports and of the ledger's entries, for the REST's own description."""
+"""The shapes of reports and ledger entries, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 
 class UsageResult(TypedDict):
-    """A sum, beside the fields that it is grouped by. Costs are in billionths of the currency."""
+    """A sum, next to the fields that it is grouped by. Costs are in billionths of the currency."""
 
     object: Literal["usage.result"]
     requests: int
@@ -19,7 +19,7 @@ class UsageResult(TypedDict):
 
 
 class UsageTotal(TypedDict):
-    """What all groups make together."""
+    """The sum of all groups."""
 
     requests: int
     prompt_tokens: int
@@ -38,7 +38,7 @@ class UsageBucket(TypedDict):
 
 
 class UsagePage(TypedDict):
-    """A report, bucket by bucket; of the largest groups alone, `num_results` and `total` are those of all."""
+    """A report, bucket by bucket. With `top`, `num_results` and `total` still cover all groups."""
 
     object: Literal["page"]
     data: list[UsageBucket]
@@ -49,7 +49,7 @@ class UsagePage(TypedDict):
 
 
 class CostsResult(TypedDict):
-    """A sum in money, beside the fields that it is grouped by."""
+    """A sum in money, next to the fields that it is grouped by."""
 
     object: Literal["costs.result"]
     requests: int
@@ -59,7 +59,7 @@ class CostsResult(TypedDict):
 
 
 class CostsTotal(TypedDict):
-    """What all groups make together, in money."""
+    """The sum of all groups, in money."""
 
     requests: int
     amount_nanos: int
@@ -77,7 +77,7 @@ class CostsBucket(TypedDict):
 
 
 class CostsPage(TypedDict):
-    """A report in money, bucket by bucket; of the largest groups alone, `num_results` and `total` are those of all."""
+    """A report in money, bucket by bucket. With `top`, `num_results` and `total` still cover all groups."""
 
     object: Literal["page"]
     data: list[CostsBucket]

@@ -1,4 +1,4 @@
-"""What `/usage` and `/costs` are asked, and how their answers leave: JSON in pages of buckets, CSV or NDJSON."""
+"""The parameters of `/usage` and `/costs`, and the formats of their answers: JSON in buckets, CSV or NDJSON."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from loramux.platform.ledger.report import MAX_TOP, UsageRow, answer, largest
 
 DEFAULT_RANGE_US = 30 * DAY_US
 SENT_AT_ONCE_BYTES = 64 * 1024
-"""A report of more is sent in parts of this size, and takes a slot until its client has read it."""
+"""A report larger than this many bytes is sent in parts of this size, and holds a slot until its client has read it."""
 
-Time = Annotated[int | None, Query(ge=0, lt=2**40, description="Seconds since 1970.")]
+Time = Annotated[int | None, Query(ge=0, lt=2**40, description="Unix time in seconds.")]
 Format = Literal["json", "csv", "ndjson"]
 MEDIA_TYPES = {"json": "application/json", "csv": "text/csv; charset=utf-8", "ndjson": "application/x-ndjson"}
 
@@ -54,9 +54,9 @@ async def asked(
             description="Comma-separated: tenant, key, adapter, version, model, base, endpoint, end_user, status.",
         ),
     ] = "tenant,model",
-    timezone: Annotated[str, Query(max_length=64, description="Whose midnights part days, as Europe/Berlin.")] = "UTC",
+    timezone: Annotated[str, Query(max_length=64, description="Time zone of days, such as Europe/Berlin.")] = "UTC",
     top: Annotated[
-        int | None, Query(ge=1, le=MAX_TOP, description="Only so many groups, those of most tokens; without a bucket.")
+        int | None, Query(ge=1, le=MAX_TOP, description="Only the groups with the most tokens; excludes bucket.")
     ] = None,
     format: Annotated[Format, Query()] = "json",  # noqa: A002 - DESIGN names the parameter so
 ) -> Asked:
@@ -76,9 +76,9 @@ async def report_response(
     columns: Sequence[str],
     more: Document,
 ) -> Response:
-    """What finished in [start, end), by default in the last 30 days, in the format that was asked for.
+    """Report on requests that finished in [start, end), by default in the last 30 days, in the requested format.
 
-    `columns` are those of `describe` that make up a flat row. Raises InvalidRequest, Unavailable and ReadTooLong.
+    `columns` are the fields of `describe` that form a flat row. Raises InvalidRequest, Unavailable and ReadTooLong.
     """
     tenant_id = await tenant_filter(services, caller, wanted.tenant)
     query = _query(tenant_id, caller.adapter_ids, wanted, services.database.now_us())
@@ -115,11 +115,11 @@ def _query(tenant_id: str | None, adapter_ids: frozenset[str] | None, wanted: As
 
 
 def _until_now(now_us: int, wanted: Asked) -> int:
-    """Where a report ends that is to have all until now."""
+    """The end of a report that covers everything until now."""
     if wanted.bucket == "1m" or "end_user" in wanted.group_by:
-        # What finished in this very microsecond is part of it.
+        # Include requests that finished in this very microsecond.
         return now_us + 1
-    # Whole days are what the coarsest sums are of, and nothing has finished in what is left of today.
+    # The end of today: the coarsest rollups cover whole days, and nothing has finished after now.
     return (now_us // DAY_US + 1) * DAY_US
 
 
@@ -155,7 +155,7 @@ def groups_of(row: UsageRow, group_by: Iterable[str]) -> Document:
 
 
 def _buckets(rows: Sequence[UsageRow], describe: Callable[[UsageRow], Document]) -> list[Document]:
-    # Each result is encoded by itself: all of them in one call would keep every other thread waiting for its end.
+    # Each result is encoded separately: encoding all of them in one call would block every other thread meanwhile.
     return [
         {
             "object": "bucket",

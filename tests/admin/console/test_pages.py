@@ -339,7 +339,7 @@ async def test_a_viewer_sees_no_form_and_a_tenant_nothing_of_others(
         for path in ("/adapters", "/keys", "/tenants", "/quotas", "/tenants/own"):
             page = (await viewer.get(path)).text
             assert set(re.findall(r'<form method="post" action="([^"]+)"', page)) <= {"/console/logout"}, path
-        assert "this needs a key" in await viewer.post("/tenants", slug="sneaked", referer="/tenants")
+        assert "this requires a key" in await viewer.post("/tenants", slug="sneaked", referer="/tenants")
     async with client_of(console_app) as client:
         admin = Browser(client)
         await admin.sign_in(services.api_keys.create(tenant.id, "admin", ["tenant:admin"]).secret)
