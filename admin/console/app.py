@@ -1,4 +1,4 @@
-"""The console as an ASGI app, to be mounted at `/console` of the admin app."""
+"""The console as an ASGI app, mounted at `/console` of the admin app."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GET, POST = ["GET"], ["POST"]
 
 
 def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
-    """All pages; `rest` is the admin app, whose routes they call."""
+    """The app with all pages; `rest` is the admin app, whose routes the pages call."""
     site = Site.over(services, rest)
     oidc = None
     if services.oidc is not None and site.provider is not None:
@@ -55,7 +55,7 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
         return Route(path, action(site, handler), methods=POST)
 
     def carries(path: str, handler: Handler, method: str) -> Route:
-        """For what a script sends with the token in a header."""
+        """An action that a script calls with the token in a header."""
         return Route(path, action(site, handler, reads_form=False), methods=[method])
 
     async def answer(request: Request, error: Exception) -> Response:
@@ -139,7 +139,7 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
 
 
 async def to_console(request: Request) -> Response:
-    """From `/` to the console, under whatever path a proxy shows this listener."""
+    """Redirect from `/` to the console, under the path prefix of a proxy if there is one."""
     return RedirectResponse(f"{request.scope.get('root_path', '')}/console/", 307)
 
 

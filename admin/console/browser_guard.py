@@ -1,4 +1,4 @@
-"""What keeps a browser to our own pages: headers on every answer, and the checks of what a form sends."""
+"""Security headers for every answer, and checks of the requests that forms send."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADERS = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
-    # A form must still say which origin it comes from, which `no-referrer` would hide.
+    # Forms must still send their origin, which `no-referrer` would hide.
     "referrer-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
@@ -36,7 +36,7 @@ CSRF_HEADER = "x-csrf-token"
 
 
 class SecurityHeaders:
-    """Puts the headers on every answer; what is not marked for keeping is not kept by any cache."""
+    """Adds the headers to every answer; answers without `cache-control` of their own are not cached."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -58,11 +58,11 @@ class SecurityHeaders:
 
 
 def is_from_elsewhere(request: Request) -> bool:
-    """Whether a browser says that another site sent this. A page cannot make a browser say the opposite."""
+    """Whether the browser reports that another site sent this. No page can make a browser report the opposite."""
     site = request.headers.get("sec-fetch-site")
     if site is not None:
         return site not in ("same-origin", "none")
-    # Over plain HTTP browsers say only this. The scheme is not compared, since a proxy may have ended TLS.
+    # Over plain HTTP, browsers send only `Origin`. The scheme is not compared: a proxy may have terminated TLS.
     origin = request.headers.get("origin")
     return origin is not None and urlsplit(origin).netloc.lower() != request.headers.get("host", "").lower()
 
@@ -72,7 +72,7 @@ def is_token_right(presented: str | None, expected: str) -> bool:
 
 
 def local_path(wanted: str) -> str | None:
-    """A path of this console, as given by a browser; None for whatever could lead anywhere else."""
+    """A path within this console, as given by a browser; None for anything that could lead elsewhere."""
     if not wanted.startswith("/") or wanted.startswith(("//", "/\\")) or "\\" in wanted:
         return None
     if len(wanted) > 1000 or not (wanted.isascii() and wanted.isprintable()):

@@ -1,4 +1,4 @@
-"""What a far-reaching action will change, said before it is done: a page with a form, which needs no script."""
+"""The page that shows what a far-reaching action will change before it runs; its form needs no script."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from loramux.admin.console.visit import Visit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmation:
-    """The page. `path` is what the form is sent to, with `fields` hidden in it; `back` is where nothing is changed."""
+    """The page. The form is sent to `path` with `fields` as hidden fields; `back` is the page to return to."""
 
     title: str
     before: str
     after: str
     affects: str
-    """Who will notice, and when."""
+    """Who is affected, and when."""
     undo: str
     verb: str
-    """On the button."""
+    """The button's label."""
     path: str
     back: str
     back_label: str
     fields: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     facts: Sequence[tuple[str, str]] = ()
-    """What the reader should know beside: names and how much is used just now."""
+    """Further labelled facts, such as names and current use."""
     choices: Sequence[tuple[str, str]] = ()
-    """For the one field that is still to be chosen: values with their labels; the first is taken unless changed."""
+    """Values and labels of the one field that the reader chooses; the first is preselected."""
     choice_name: str = ""
     choice_label: str = ""
     is_danger: bool = True

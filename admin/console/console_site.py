@@ -1,4 +1,4 @@
-"""What the pages of the console work with; made once, beside the admin app that they are part of."""
+"""What the console's pages share; created once, together with the admin app."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Site:
     throttle: LoginThrottle
     provider: OidcProvider | None = None
     confirmation: OidcConfirmation | None = None
-    """Of single sign-on; None where there is none."""
+    """The confirmation of single sign-on roles; None without single sign-on."""
     templates: Templates = field(default_factory=Templates)
     recent: Recent = field(default_factory=Recent)
-    """Figures that cost something and may be a few seconds old."""
+    """A cache of expensive figures, which may be a few seconds old."""
 
     @classmethod
     def over(cls, services: AdminServices, rest: ASGIApp) -> Site:

@@ -1,4 +1,4 @@
-"""How numbers, sizes and times are written on the pages."""
+"""Numbers, sizes and times as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOTHING = "–"
 
 
 def number(value: float | None) -> str:
-    """`12,345`; a dash for what is unknown."""
+    """`12,345`; a dash for an unknown value."""
     if value is None:
         return NOTHING
     return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:,.2f}"
@@ -31,7 +31,7 @@ def compact(value: float | None) -> str:
 
 
 def money(nanos: int | None) -> str:
-    """`1.25` of an amount in thousand-millionths; small ones keep the digits that they need."""
+    """`1.25` for an amount in billionths of the currency; small amounts keep enough digits."""
     if nanos is None:
         return NOTHING
     amount = Decimal(nanos) / 10**9
@@ -65,7 +65,7 @@ def duration(seconds: float | None) -> str:
 
 
 def ago(at: float | None, now: float | None = None) -> str:
-    """`3 min ago` of a time in seconds since 1970; `in 2 h` of one to come."""
+    """`3 min ago` for a Unix time in seconds; `in 2 h` for one in the future."""
     if at is None:
         return "never"
     passed = (time.time() if now is None else now) - at
@@ -81,7 +81,7 @@ def moment(at: float | None) -> str:
 
 
 def percent(part: float, whole: float) -> float:
-    """For bars: 0 to 100, and 0 of nothing."""
+    """A bar's length, 0 to 100; 0 if `whole` is 0."""
     return max(0.0, min(100.0, 100.0 * part / whole)) if whole else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What a form sends."""
+"""Submitted forms."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MAX_FIELDS = 200
 
 
 class Form:
-    """The fields of a form, each text without the spaces around it."""
+    """The fields of a form, stripped of surrounding spaces."""
 
     def __init__(self, pairs: Sequence[tuple[str, str]]) -> None:
         self._pairs = pairs
 
     def text(self, name: str) -> str:
-        """The field's first value; the empty text where it was not sent."""
+        """The field's first value; an empty string if it was not sent."""
         return next((value.strip() for found, value in self._pairs if found == name), "")
 
     def all(self, name: str) -> list[str]:
@@ -31,10 +31,10 @@ class Form:
         return self.text(name) or None
 
     def integer(self, name: str, label: str) -> int:
-        """A whole number; spaces and commas between its digits are read as such. Raises InvalidRequest."""
+        """An integer; spaces and commas between its digits are ignored. Raises InvalidRequest."""
         digits = self.text(name).replace(",", "").replace(" ", "").replace("\u202f", "")
         if not (digits.isascii() and digits.removeprefix("-").isdecimal() and len(digits) <= 18):
-            raise InvalidRequest(f"{label} is a whole number", param=name)
+            raise InvalidRequest(f"{label} must be a whole number", param=name)
         return int(digits)
 
     def optional_integer(self, name: str, label: str) -> int | None:
@@ -42,7 +42,7 @@ class Form:
 
 
 async def read_form(request: Request) -> Form:
-    """The form of a request; raises InvalidRequest and PayloadTooLarge."""
+    """Read the form of a request. Raises InvalidRequest and PayloadTooLarge."""
     body = await read_body(request, MAX_FORM_BYTES)
     try:
         pairs = parse_qsl(

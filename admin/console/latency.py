@@ -1,4 +1,4 @@
-"""How fast answers came, from the events of the ledger."""
+"""Latency of answers, from the ledger's events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Quantiles over some requests, in seconds; None where none of them says. Between tokens: each request's mean."""
+    """Quantiles over requests, in seconds; None without data. The values between tokens are each request's mean."""
 
     num_requests: int
     num_failed: int
@@ -23,7 +23,7 @@ class Latency:
 
 
 def latency_of(events: Sequence[Document]) -> Latency:
-    """From documents of `/usage/events`."""
+    """The latency from documents of `/usage/events`."""
     first = sorted(event["time_to_first_token_us"] / 1e6 for event in events if _has_first(event))
     between = sorted(gap for event in events if (gap := _between_tokens_s(event)) is not None)
     return Latency(
@@ -37,7 +37,7 @@ def latency_of(events: Sequence[Document]) -> Latency:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float | None:
-    """The nearest-rank quantile; None of nothing."""
+    """The nearest-rank quantile; None for an empty sequence."""
     if not ordered:
         return None
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

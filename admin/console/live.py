@@ -1,4 +1,4 @@
-"""Parts of pages that are sent anew while they are looked at, as server-sent events."""
+"""Live parts of pages, sent again as server-sent events while the page is open."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from loramux.admin.console.visit import DATABASE_TROUBLE, Visit, find_session
 from loramux.platform.errors import RateLimited, Unavailable
 
 MAX_STREAMS = 200
-"""Of all sessions together; a page beyond them is still right, and grows old."""
+"""Streams of all sessions together; a page without a stream is correct but not updated."""
 MAX_STREAMS_EACH = 10
-"""Of one tenant's sessions: each renders its page every second or two."""
+"""Streams per tenant, over all its sessions: each renders its page every second or two."""
 LIFETIME_S = 600.0
-"""After which the browser connects again by itself, so that nothing lasts for ever."""
+"""Length of a stream in seconds; the browser then reconnects automatically, so that no stream lasts forever."""
 
 Render = Callable[[], Awaitable[str]]
 
 
 class LiveParts:
-    """Sends each part whenever it has changed, for as long as the session lives."""
+    """Sends each part whenever it has changed, until the session ends."""
 
     def __init__(self) -> None:
         self._num_of: Counter[str] = Counter()
 
     def stream(self, visit: Visit, every_s: float, parts: Mapping[str, Render]) -> Response:
-        """The parts by the names of their events.
+        """Stream the parts, which are given by the names of their events.
 
-        Raises RateLimited where the tenant watches too many pages already, Unavailable where all tenants do.
+        Raises RateLimited if the tenant has too many live pages open, Unavailable if all tenants together do.
         """
         has_all = not visit.is_platform and self._num_of[visit.session.principal.holder] >= MAX_STREAMS_EACH
         if has_all or self._num_of.total() >= MAX_STREAMS:
             kind = RateLimited if has_all else Unavailable
-            raise kind("too many pages are being watched; open this one again later", retry_after_s=30)
+            raise kind("too many live pages are open; open this one again later", retry_after_s=30)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(self._events(visit, every_s, parts), media_type="text/event-stream", headers=headers)
 
@@ -44,7 +44,7 @@ class LiveParts:
         try:
             return await find_session(visit.site, visit.request, is_use=False) is not None
         except ConfirmInBrowser:
-            # The page is then opened again, and goes to the provider by itself.
+            # The browser then reloads the page, which redirects to the provider.
             return False
 
     async def _events(self, visit: Visit, every_s: float, parts: Mapping[str, Render]) -> AsyncIterator[bytes]:
@@ -60,12 +60,12 @@ class LiveParts:
                         return
                     now = {name: await render() for name, render in parts.items()}
                 except DATABASE_TROUBLE:
-                    # Whether it may still look cannot be known, so that nothing is shown meanwhile.
+                    # Without the database the session's rights are unknown, so nothing is shown meanwhile.
                     trouble = visit.site.templates.render("live_trouble.html", **visit.frame())
                     now = {name: trouble if number == 0 else "" for number, name in enumerate(parts)}
                 changed = [_event(name, html) for name, html in now.items() if shown.get(name) != html]
                 shown = now
-                # Something is sent each time, so that a client that has gone is noticed.
+                # Always send something, so that a disconnected client is noticed.
                 yield b"".join(changed) or b": still so\n\n"
                 await asyncio.sleep(every_s)
         finally:

@@ -1,4 +1,4 @@
-"""What a page shows in parts: a part that cannot be had says why, and the others are shown all the same."""
+"""Independent parts of a page: a part that fails shows its error, and the others are shown anyway."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_KEPT = 500
 
 @dataclass(frozen=True, slots=True)
 class Panel(Generic[T]):
-    """Either `data`, or what is wrong with it."""
+    """Either `data` or the `problem` that prevented it."""
 
     data: T | None
     problem: RestError | None = None
@@ -31,14 +31,14 @@ async def panel(awaited: Awaitable[T]) -> Panel[T]:
 
 
 class Recent:
-    """Results of a moment ago, so that many watchers of one page cost as much as one. Single flight a key."""
+    """A cache of recent results, so that many viewers of a page cost as much as one. Single flight per key."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._kept: OrderedDict[Any, tuple[float, asyncio.Task[Any]]] = OrderedDict()
 
     async def get(self, key: Any, fresh_s: float, make: Callable[[], Awaitable[T]]) -> T:
-        """What `make` gives, or gave at most `fresh_s` ago. A failure is given to all who waited, and not kept."""
+        """The result of `make`, from now or at most `fresh_s` ago. A failure reaches all waiters and is not cached."""
         made_s, task = self._kept.get(key, (0.0, None))
         if task is None or self._clock() - made_s >= fresh_s or (task.done() and not _is_good(task)):
             task = asyncio.ensure_future(make())
@@ -46,7 +46,7 @@ class Recent:
             self._kept.move_to_end(key)
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
-        # Shielded: one watcher that leaves must not take it from the others.
+        # Shielded: one viewer that leaves must not cancel it for the others.
         found: T = await asyncio.shield(task)
         return found
 
@@ -54,6 +54,6 @@ class Recent:
 def _is_good(task: asyncio.Task[Any]) -> bool:
     if task.cancelled() or task.exception() is not None:
         return False
-    # What is in trouble is asked again at once, so that a page recovers as soon as the trouble ends.
+    # A failed panel is not reused, so that the page recovers as soon as the problem is gone.
     result = task.result()
     return not (isinstance(result, Panel) and result.problem is not None)

@@ -1,4 +1,4 @@
-"""The templates: everything shown is escaped, and characters that could deceive a reader are spelled out."""
+"""The templates: all values are escaped, and characters that could deceive a reader are made visible."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from loramux.admin.console import formats
 FOLDER = Path(__file__).parent
 STATIC = FOLDER / "static"
 
-# Control characters but tab and line feed; marks that turn or hide text (Unicode's Cf of that kind); the separators.
+# Control characters except tab and line feed, marks that reorder or hide text (some of Unicode's Cf), and separators.
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]"
 )
 
 
 def visible(value: Any) -> Any:
-    """Text with what cannot be seen, or turns what stands around it, spelled as `\\u202e`."""
+    """Text in which invisible characters, and those that reorder their surroundings, are spelled like `\\u202e`."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
     return value
@@ -32,7 +32,7 @@ class Templates:
     """Renders the files of `templates/`."""
 
     def __init__(self) -> None:
-        # Without trimming, since an undefined name must fail a test instead of showing as nothing.
+        # StrictUndefined: an undefined name must fail a test instead of rendering as nothing.
         self._environment = Environment(
             loader=FileSystemLoader(FOLDER / "templates"),
             autoescape=True,
@@ -49,7 +49,7 @@ class Templates:
 
 
 def _static_version() -> str:
-    """Changes with any static file, so that browsers may keep them for long."""
+    """A version that changes with any static file, so that browsers can cache the files for a long time."""
     digest = hashlib.sha256()
     for path in sorted(STATIC.rglob("*")):
         if path.is_file():

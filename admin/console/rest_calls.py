@@ -1,6 +1,6 @@
-"""The console's way to the admin REST: the same routes, in this process, as the principal of the session.
+"""In-process calls from the console to the admin REST routes, as the session's principal.
 
-So a page can do what its user could do with a key, and nothing else: roles, checks and what is recorded are the same.
+A page can do exactly what its user could do with a key: the same roles, checks and audit log apply.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Document = dict[str, Any]
 
 
 class RestError(Exception):
-    """A route refused; what it said is in the fields."""
+    """A route refused; carries the fields of its error."""
 
     def __init__(self, status: int, error: Mapping[str, Any], retry_after_s: int | None = None) -> None:
         super().__init__(str(error.get("message", "")))
@@ -34,7 +34,7 @@ class RestError(Exception):
 
 
 class RestCalls:
-    """Calls of one principal. `outer` is the scope of the browser's request, whose address the calls are made from."""
+    """Calls as one principal. `outer` is the scope of the browser's request, whose client address the calls use."""
 
     def __init__(self, app: ASGIApp, principal: Principal, outer: Mapping[str, Any]) -> None:
         self._app = app
@@ -42,7 +42,7 @@ class RestCalls:
         self._outer = outer
 
     async def get(self, path: str, **params: Any) -> Document:
-        """The document at a path below `/admin/v1`; parameters that are None are left out. Raises RestError."""
+        """The document at a path below `/admin/v1`; parameters that are None are omitted. Raises RestError."""
         return (await self.call("GET", path, params=params))[0]
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Document:
@@ -60,7 +60,7 @@ class RestCalls:
         params: Mapping[str, Any] | None = None,
         etag: str | None = None,
     ) -> tuple[Document, Headers]:
-        """One call; the document and the headers of the answer. Raises RestError."""
+        """Make a call; returns the document and the headers of the answer. Raises RestError."""
         headers = [(b"content-type", b"application/json")]
         if etag is not None:
             headers.append((b"if-match", etag.encode("latin-1", "replace")))
@@ -81,7 +81,7 @@ class RestCalls:
         headers: list[tuple[bytes, bytes]],
         params: Mapping[str, Any] | None = None,
     ) -> Scope:
-        """The ASGI scope of a call by the principal; `path` may hold any text, which stays one path."""
+        """The ASGI scope of a call by the principal; `path` may contain any text and is never read as a query."""
         outer = self._outer
         query = urlencode({name: value for name, value in (params or {}).items() if value is not None})
         return {
@@ -110,12 +110,12 @@ class RestCalls:
         send: Send,
         params: Mapping[str, Any] | None = None,
     ) -> None:
-        """Have a route answer the browser itself, body and all, as large ones are sent."""
+        """Let a route read the browser's body and answer it directly, for large transfers."""
         await self._app(self.scope(method, BASE + path, headers, params), receive, send)
 
 
 class _Answer:
-    """Sends one body and takes the answer to it."""
+    """Sends one body and collects the answer."""
 
     def __init__(self, sent: bytes) -> None:
         self._sent: bytes | None = sent
@@ -129,7 +129,7 @@ class _Answer:
 
     async def receive(self) -> Message:
         if self._sent is None:
-            # The page is there until it has its answer, however many parts that comes in.
+            # The page never disconnects before it has the whole answer.
             await anyio.sleep_forever()
         body, self._sent = self._sent, None
         return {"type": "http.request", "body": body, "more_body": False}

@@ -1,4 +1,4 @@
-"""The console's own files, read once: a handful, public, and named with a version so that browsers may keep them."""
+"""The console's static files: few, public, read once, and requested with a version so that browsers can cache them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEPT = "public, max-age=31536000, immutable"
 
 
 class StaticFiles:
-    """Serves exactly the files that were there at the start."""
+    """Serves exactly the files that existed at the start."""
 
     def __init__(self) -> None:
         self._files = {
@@ -37,7 +37,7 @@ class StaticFiles:
             response = PlainTextResponse("there is no such file\n", 404)
         else:
             content, media_type = found
-            # Without the version an old page of a newer server may ask for it; that must not be kept.
+            # A request without the version must not be cached: the file may change with the next release.
             headers = {"cache-control": KEPT if request.query_params.get("v") else "no-cache"}
             response = Response(content, media_type=media_type, headers=headers)
         await response(scope, receive, send)

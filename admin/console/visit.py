@@ -1,4 +1,4 @@
-"""One request of somebody who is signed in, and the two ways to answer it: a page, or an action and where to go."""
+"""A signed-in request, and the two ways to answer it: a page, or an action followed by a redirect."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ KNOWN_PAGES = (
     "/requests",
     "/jobs",
 )
-"""What the menu may lead to."""
+"""The pages of the menu."""
 DATABASE_TROUBLE = (OperationalError, InterfaceError, PoolTimeout)
 
 log = structlog.get_logger(__name__)
@@ -71,18 +71,18 @@ class Visit:
 
     @property
     def sees(self) -> tuple[Any, ...]:
-        """Who see the same: figures may be shared among them."""
+        """A key that is equal for all visitors who see the same data, and so can share figures."""
         principal = self.session.principal
         return (principal.tenant_id, principal.scopes, principal.adapter_ids)
 
     @property
     def may_change(self) -> bool:
-        """Whether the session may change what it sees; routes decide, this only hides what they would refuse."""
+        """Whether the session may change what it sees. Routes decide; this only hides actions they would refuse."""
         return not self.session.principal.scopes.isdisjoint({"platform:admin", "tenant:admin"})
 
     @property
     def may_develop(self) -> bool:
-        """Whether it may at least make adapters and bring versions."""
+        """Whether the session may at least create adapters and upload versions."""
         return self.may_change or "tenant:develop" in self.session.principal.scopes
 
     @property
@@ -91,7 +91,7 @@ class Visit:
 
     @property
     def is_partial(self) -> bool:
-        """Whether htmx asks for a part of a page."""
+        """Whether htmx requests a part of a page."""
         return is_htmx(self.request)
 
     def query(self, name: str) -> str | None:
@@ -105,7 +105,7 @@ class Visit:
         return console_url(self.request, path, **params)
 
     def frame(self) -> dict[str, Any]:
-        """What every template may use, for those that are sent without a page around them."""
+        """The values that every template may use, for templates that are rendered without a page around them."""
         return frame(self.request, self)
 
     def page(self, template: str, /, status: int = 200, **values: Any) -> HTMLResponse:
@@ -113,11 +113,11 @@ class Visit:
         return HTMLResponse(html, status)
 
     def go(self, path: str, **params: Any) -> Response:
-        """Look at another page of the console next."""
+        """Redirect to another page of the console."""
         return redirect(self.request, self.url(path, **params))
 
     def done(self, text: str, path: str | None = None, undo_url: str = "") -> Response:
-        """Say that something was done, on the page that comes next: by default the one that the form was on."""
+        """Report success on the next page, which by default is the one with the form."""
         self.session.say("done", text, undo_url=undo_url)
         return self.go(path) if path is not None else self.back()
 
@@ -135,7 +135,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def console_url(request: Request, path: str, **params: Any) -> str:
-    """A path of the console as the browser must ask for it."""
+    """A path of the console as the browser must request it."""
     query = urlencode({name: value for name, value in params.items() if value is not None}, doseq=True)
     return quote(request.scope["root_path"] + path, safe="/@:~") + (f"?{query}" if query else "")
 
@@ -151,7 +151,7 @@ def redirect(request: Request, url: str) -> Response:
 
 
 def frame(request: Request, visit: Visit | None) -> dict[str, Any]:
-    """What every template may use."""
+    """The values that every template may use."""
     theme = request.cookies.get(THEME)
 
     def url(path: str, **params: Any) -> str:
@@ -162,7 +162,7 @@ def frame(request: Request, visit: Visit | None) -> dict[str, Any]:
         "visit": visit,
         "path": request.scope["path"].removeprefix(request.scope["root_path"]),
         "theme": theme if theme in ("light", "dark") else "auto",
-        # Called by whole pages alone: a part that is sent meanwhile must not take them away.
+        # Called only by whole pages: a part that is sent meanwhile must not consume the notices.
         "now": time.time(),
         "take_notices": visit.session.take_notices if visit is not None else list,
     }
@@ -185,8 +185,8 @@ def page(site: Site, handler: Handler) -> Endpoint:
                 return await _kept(visit, await handler(visit))
         except ConfirmInBrowser:
             if request.headers.get("sec-fetch-mode", "navigate") != "navigate" and not is_htmx(request):
-                # A script's call cannot go there, and would take the attempt of a tab that does.
-                return _json_refusal(401, "your sign-in has to be confirmed: open this page again")
+                # A script's call cannot go to the provider, and would use up the attempt of a tab that can.
+                return _json_refusal(401, "your sign-in must be confirmed: reload this page")
             return _to_provider(request)
         except (RestError, ApiError) as error:
             return problem(site, request, visit, error.status, error.message)
@@ -195,15 +195,15 @@ def page(site: Site, handler: Handler) -> Endpoint:
             return problem(site, request, visit, 503, "the database cannot be reached")
         except Exception:
             log.exception("page failed", path=request.scope["path"])
-            return problem(site, request, visit, 500, "an internal error; it is in the server's log")
+            return problem(site, request, visit, 500, "an internal error occurred; see the server's log")
 
     return endpoint
 
 
 def action(site: Site, handler: Handler, *, reads_form: bool = True) -> Endpoint:
-    """An endpoint that changes something: it wants the session's token, and says a refusal on the page it came from.
+    """An endpoint that changes something. It requires the session's token, and shows a refusal on the originating page.
 
-    With `reads_form = False` the token comes in a header, and the body is the handler's.
+    With `reads_form = False` the token comes in a header, and the handler reads the body.
     """
 
     @wraps(handler)
@@ -212,17 +212,17 @@ def action(site: Site, handler: Handler, *, reads_form: bool = True) -> Endpoint
         try:
             session = await find_session(site, request)
             if session is None:
-                return _to_login(request) if reads_form else _json_refusal(401, "your session is over: sign in again")
+                return _to_login(request) if reads_form else _json_refusal(401, "your session has ended: sign in again")
             form = await read_form(request) if reads_form else Form(())
             presented = request.headers.get(CSRF_HEADER) or form.text(CSRF_FIELD)
             visit = Visit(request, site, session, form)
             if is_from_elsewhere(request) or not is_token_right(presented, session.csrf):
                 return problem(
-                    site, request, visit, 403, "this form is not from your session: open the page again and repeat it"
+                    site, request, visit, 403, "this form is not from your session: reload the page and try again"
                 )
             return await _kept(visit, await handler(visit))
         except ConfirmInBrowser:
-            told = "your sign-in has to be confirmed: open this page again"
+            told = "your sign-in must be confirmed: reload this page"
             return _to_provider(request) if reads_form else _json_refusal(401, told)
         except (RestError, ApiError) as error:
             message = _with_wait(error)
@@ -236,13 +236,13 @@ def action(site: Site, handler: Handler, *, reads_form: bool = True) -> Endpoint
             return problem(site, request, visit, 503, "the database cannot be reached; nothing was changed")
         except Exception:
             log.exception("action failed", path=request.scope["path"])
-            return problem(site, request, visit, 500, "an internal error; it is in the server's log")
+            return problem(site, request, visit, 500, "an internal error occurred; see the server's log")
 
     return endpoint
 
 
 async def find_session(site: Site, request: Request, *, is_use: bool = True) -> Session | None:
-    """The session of a request, as it is now. Raises ConfirmInBrowser, and the database's errors."""
+    """The session of a request with its current rights. Raises ConfirmInBrowser and the database's errors."""
     token = read_cookie(request, SESSION)
     if not token:
         return None
@@ -253,7 +253,7 @@ async def find_session(site: Site, request: Request, *, is_use: bool = True) -> 
 
 
 def problem(site: Site, request: Request, visit: Visit | None, status: int, message: str) -> Response:
-    """A page, or for htmx a notice, that says what is wrong and what to do; one that may pass is asked for again."""
+    """A page, or for htmx a notice, that says what is wrong and what to do; the browser retries temporary problems."""
     template = "problem_notice.html" if is_htmx(request) else "problem.html"
     html = site.templates.render(template, **frame(request, visit), status=status, message=message)
     headers = {}
@@ -266,13 +266,13 @@ def problem(site: Site, request: Request, visit: Visit | None, status: int, mess
 
 
 async def _kept(visit: Visit, response: Response) -> Response:
-    """The response, once what the request has put into its session is kept."""
+    """The response, after the request's changes to its session have been saved."""
     try:
         await visit.site.services.call(visit.site.sessions.keep, visit.session)
     except DATABASE_TROUBLE as error:
         log.warning("a session was not kept", error=repr(error))
         if visit.request.method != "GET":
-            told = "it was done, but the database has gone since: look again before you repeat it"
+            told = "it was done, but the database has failed since: check the result before you repeat it"
             return problem(visit.site, visit.request, None, 503, told)
     return response
 
@@ -283,7 +283,7 @@ async def _refused(visit: Visit, message: str) -> Response:
 
 
 def _with_wait(error: RestError | ApiError) -> str:
-    """What a refusal says, and for a limit when it may be over."""
+    """A refusal's message, for a limit with the time to wait."""
     if error.status != 429 or error.retry_after_s is None:
         return error.message
     return f"{error.message}: try again in {math.ceil(error.retry_after_s)} s"
@@ -294,7 +294,7 @@ def _json_refusal(status: int, message: str) -> Response:
 
 
 def _to_provider(request: Request) -> Response:
-    """To the sign-on service and back to the page, which it mostly does without a question."""
+    """Redirect to the sign-on service, which returns to the page, mostly without asking the user."""
     root = request.scope["root_path"]
     address = urlsplit(str(request.url) if request.method == "GET" else request.headers.get("referer", ""))
     path = address.path.removeprefix(root) or "/"

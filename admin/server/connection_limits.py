@@ -10,7 +10,7 @@ import structlog
 from loramux.admin.errors import StartRefused
 
 MAX_ADMIN_CONNECTIONS = 512
-"""Most connections of the admin listener."""
+"""Maximum connections of the admin listener."""
 RESERVED_DESCRIPTORS = 512
 """Descriptors kept free of client connections: for the database's 24 connections of three files each, uploads and
 downloads, the object store's connections, the engine's pipes and socket, and logs."""

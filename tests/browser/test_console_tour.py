@@ -39,10 +39,10 @@ PAGES = {
     "health": ("/health", "demo-base"),
     "move": ("/adapters/{harbour}/move?alias=default", "Weight"),
     "promote": ("/adapters/{harbour}/move?alias=beta&version=1&weight_1=100", "What changes"),
-    "take out of service": ("/adapters/{harbour}/state", "To undo it"),
+    "take out of service": ("/adapters/{harbour}/state", "How to undo"),
     "suspend": ("/tenants/harbour/state", "usable key"),
-    "quarantine": ("/adapters/{harbour}/versions/1/quarantine", "Who notices"),
-    "nothing": ("/nowhere", "Not here"),
+    "quarantine": ("/adapters/{harbour}/versions/1/quarantine", "Who is affected"),
+    "nothing": ("/nowhere", "Not found"),
 }
 LOOKS = [("light", 1440), ("dark", 1440), ("light", 360), ("dark", 360)]
 
@@ -73,7 +73,7 @@ def test_an_adapter_is_uploaded(tab: Tab, adapter_files: Callable[[str], list[st
     page.click("text=New adapter")
     page.fill("dialog [name=tenant]", "harbour")
     page.fill("dialog [name=name]", "uploaded")
-    page.click("dialog >> text=Make it")
+    page.click("dialog >> button:has-text('Create')")
     page.wait_for_selector("h1:text-is('uploaded')")
     page.set_input_files("input[type=file]", adapter_files("formal"))
     page.click("form[data-upload] button")
@@ -102,15 +102,15 @@ def test_an_alias_moves_by_weight_and_rolls_back(
     page.click("text=Move…")
     page.fill("[name=weight_1]", "75")
     page.fill("[name=weight_2]", "25")
-    page.click("text=See what changes")
-    page.wait_for_selector("text=To undo it")
+    page.click("text=Review changes")
+    page.wait_for_selector("text=How to undo")
     assert "version 1 (75 %) and version 2 (25 %)" in page.inner_text(".move")
     _keep(page, "move-light-1440")
     page.click("button:has-text('Move default')")
     page.wait_for_selector("#notices .done")
     assert "version 1 (75 %) and version 2 (25 %)" in tab.said()
     page.click("#notices >> text=Undo…")
-    page.wait_for_selector("text=What moves")
+    page.wait_for_selector("text=What changes")
     assert "v1 75 %, v2 25 %" in page.inner_text(".move")
     page.click("button.primary")
     page.wait_for_selector("#notices .done")
@@ -125,7 +125,7 @@ def test_the_next_request_feels_a_quota_that_was_edited(tab: Tab, demo: Demo) ->
     page.click("text=Edit…")
     page.fill("dialog[open] [name=limit]", "5")
     page.fill("dialog[open] [name=burst]", "100")
-    page.click("dialog[open] >> text=Set it")
+    page.click("dialog[open] >> text=Save")
     page.wait_for_selector("#notices .done")
     for _ in range(8):
         refused = demo.ask("parcels", "json", max_tokens=40)
@@ -143,10 +143,10 @@ def test_the_second_of_two_who_edit_one_quota_is_told(new_tab: NewTab, demo: Dem
     for tab in (first, second):
         tab.open("/quotas?tenant=chambers").click("text=Edit…")
     first.page.fill("dialog[open] [name=limit]", "70000")
-    first.page.click("dialog[open] >> text=Set it")
+    first.page.click("dialog[open] >> text=Save")
     first.page.wait_for_selector("#notices .done")
     second.page.fill("dialog[open] [name=limit]", "60000")
-    second.page.click("dialog[open] >> text=Set it")
+    second.page.click("dialog[open] >> text=Save")
     second.page.wait_for_selector("#notices .error")
     assert "70,000" in second.said()
     quotas = demo.client.get("quotas", tenant="chambers")["data"]
@@ -157,7 +157,7 @@ def test_a_key_is_made_shown_once_and_revoked(tab: Tab, demo: Demo) -> None:
     page = tab.open("/keys?tenant=chambers")
     page.click("text=New key")
     page.fill("dialog[open] [name=name]", "from the browser")
-    page.click("dialog[open] >> text=Make it")
+    page.click("dialog[open] >> button:has-text('Create')")
     secret = page.inner_text(".notice.secret code")
     assert re.fullmatch(r"sk-lmx-[0-9A-Za-z]{16}-[0-9A-Za-z]{43}", secret)
     page.click(".notice.secret [data-copy]")
@@ -165,8 +165,8 @@ def test_a_key_is_made_shown_once_and_revoked(tab: Tab, demo: Demo) -> None:
     tab.open("/keys?tenant=chambers")
     assert secret not in page.content()
     page.click("tr:has-text('from the browser') >> text=Revoke…")
-    page.wait_for_selector("text=To undo it")
-    page.click("button:has-text('Revoke it')")
+    page.wait_for_selector("text=How to undo")
+    page.click("button:has-text('Revoke')")
     page.wait_for_selector("tr:has-text('from the browser') .tag:text-is('revoked')")
 
 
@@ -176,7 +176,7 @@ def test_a_key_is_rotated_and_its_old_secret_ends(tab: Tab, demo: Demo) -> None:
     page.click("tr:has-text('turns') >> text=Rotate…")
     page.wait_for_selector("text=What changes")
     page.select_option("[name=grace_s]", "0")
-    page.click("button:has-text('Rotate it')")
+    page.click("button:has-text('Rotate')")
     page.wait_for_selector(".notice.secret")
     secret = page.inner_text(".notice.secret code")
     assert secret != made["secret"]
@@ -215,7 +215,7 @@ def test_a_request_that_streams_is_cancelled(tab: Tab, demo: Demo) -> None:
     asking.join(60)
     assert answers
     assert time.monotonic() - started < 60
-    tab.page.wait_for_selector("text=Nothing runs just now")
+    tab.page.wait_for_selector("text=No requests are running")
     event = demo.client.get("usage/events", tenant="chambers")["data"][0]
     assert event["completion_tokens"] < 8 * 900
 
@@ -266,7 +266,7 @@ def test_a_tenant_sees_its_own_and_a_viewer_changes_nothing(new_tab: NewTab, dem
     page = tenant.open("/adapters")
     assert "harbour/pirate" in page.inner_text("main")
     assert "chambers" not in page.content()
-    assert tenant.open("/tenants/chambers").locator("h1").inner_text() == "Not here"
+    assert tenant.open("/tenants/chambers").locator("h1").inner_text() == "Not found"
     scopes = {"tenant": None, "name": "viewer", "scopes": ["platform:read"]}
     viewer = new_tab(key=demo.client.post("api_keys", scopes)["secret"])
     for path in ("/adapters", f"/adapters/{demo.adapter_ids['harbour']}", "/quotas", "/keys", "/tenants"):
@@ -284,7 +284,7 @@ def test_pages_that_are_open_while_the_engine_is_down_say_so_and_recover(new_tab
     killing.start()
     try:
         overview.page.wait_for_selector("text=/Engine (not ready|restarting)/", timeout=30_000)
-        residency.page.wait_for_selector("text=What is resident cannot be shown", timeout=30_000)
+        residency.page.wait_for_selector("text=Residency cannot be shown", timeout=30_000)
         _keep(residency.page, "engine-down-light-1440")
     finally:
         down.set()
@@ -297,29 +297,29 @@ def test_pages_that_are_open_while_the_engine_is_down_say_so_and_recover(new_tab
 def test_pages_that_are_open_while_the_database_is_down_say_so_and_recover(new_tab: NewTab, demo: Demo) -> None:
     overview, requests, form, reader = new_tab(), new_tab(), new_tab(), new_tab()
     overview.open("/").wait_for_selector("text=Database reachable")
-    requests.open("/requests").wait_for_selector("text=Nothing runs just now")
+    requests.open("/requests").wait_for_selector("text=No requests are running")
     form.open("/tenants").click("text=New tenant")
     form.page.fill("dialog[open] [name=slug]", "late")
     demo.postgres.kill()
     try:
         for tab in (overview, requests):
             tab.page.wait_for_selector("text=The database cannot be reached", timeout=60_000)
-        form.page.click("dialog[open] >> text=Make it")
+        form.page.click("dialog[open] >> button:has-text('Create')")
         form.page.wait_for_selector("text=nothing was changed", timeout=60_000)
         # A page opened in the meantime says so, and retries by itself.
-        reader.open("/keys").wait_for_selector("text=Not available just now")
+        reader.open("/keys").wait_for_selector("text=Temporarily unavailable")
         assert reader.serious() == []
         _keep(reader.page, "database-down-light-1440")
     finally:
         demo.postgres.start()
     overview.page.wait_for_selector("text=Database reachable", timeout=60_000)
-    requests.page.wait_for_selector("text=Nothing runs just now", timeout=60_000)
+    requests.page.wait_for_selector("text=No requests are running", timeout=60_000)
     reader.page.wait_for_selector("h1:text-is('Keys')", timeout=60_000)
     slugs = [tenant["slug"] for tenant in demo.client.get("tenants", limit=100)["data"]]
     assert "late" not in slugs
     form.open("/tenants").click("text=New tenant")
     form.page.fill("dialog[open] [name=slug]", "late")
-    form.page.click("dialog[open] >> text=Make it")
+    form.page.click("dialog[open] >> button:has-text('Create')")
     form.page.wait_for_selector("h1:text-is('late')")
     deadline = time.monotonic() + 60
     while (answer := demo.ask("harbour", "pirate", max_tokens=4)).status_code == 503 and time.monotonic() < deadline:

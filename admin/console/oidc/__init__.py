@@ -1,1 +1,1 @@
-"""The OpenID provider: discovery, tokens, sign-ins under way, and roles that it confirms again."""
+"""The OpenID provider: discovery, tokens, sign-ins in progress, and the confirmation of roles."""

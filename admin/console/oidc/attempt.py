@@ -1,4 +1,4 @@
-"""A sign-in under way at the provider: known to the browser that began it, so that any server may finish it."""
+"""A sign-in in progress at the provider. The browser holds its state, so that any server can finish it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from loramux.admin.console.oidc.provider import Attempt
 
 ATTEMPT_S = 600
 CLOCKS_APART_S = 60
-"""Of the servers of which one may begin a sign-in that another finishes."""
+"""Tolerated clock difference between the servers that begin and finish a sign-in, in seconds."""
 _NAMED_BY = 16
-"""So many characters of the state name its cookie."""
+"""Characters of the state that name its cookie."""
 
 
 class OidcAttempt:
-    """Made from a cookie: when it began, where it was to lead, and a secret from which all else follows.
+    """Parsed from a cookie: the start time, the wanted page, and a secret from which everything else is derived.
 
-    Whoever changes the first two changes the `state` that must come back, and so has no sign-in under way.
+    Changing the time or the page changes the `state` that the provider must return, which invalidates the sign-in.
     """
 
     def __init__(self, cookie: str, secret: str, begun_s: int, wanted: str) -> None:
@@ -37,7 +37,7 @@ class OidcAttempt:
 
     @classmethod
     def read(cls, cookie: str | None) -> OidcAttempt | None:
-        """None of what `begin` has not made."""
+        """Parse a cookie; None if `begin` has not created it."""
         secret, _, rest = (cookie or "").partition(".")
         begun, _, path = rest.partition(".")
         if not (secret.isascii() and len(secret) >= 32 and begun.isascii() and begun.isdecimal() and len(begun) < 16):
@@ -52,11 +52,11 @@ class OidcAttempt:
 
     @property
     def name(self) -> str:
-        """What tells this sign-in from those of the same browser's other tabs."""
+        """Distinguishes this sign-in from those in the browser's other tabs."""
         return name_of(self._derived("state"))
 
     def told(self, redirect_url: str) -> Attempt:
-        """What the provider is told, and what must come back."""
+        """The parameters for the provider, and those that must come back."""
         return Attempt(
             state=self._derived("state"),
             nonce=self._derived("nonce"),

@@ -1,4 +1,4 @@
-"""An OpenID provider as a relying party sees it (OpenID Connect Core 1.0, authorization code with PKCE)."""
+"""Relying-party client for an OpenID provider (OpenID Connect Core 1.0, authorization code with PKCE)."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from joserfc.jwk import KeySet
 from loramux.admin.server.oidc_settings import OidcSettings, is_trusted_url
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
-"""What an ID token may be signed with: keys that the provider alone has. Neither `none` nor a shared secret."""
+"""Accepted signatures of ID tokens, all with keys that only the provider has: not `none`, and no shared secrets."""
 
 REQUIRED_ENDPOINTS = ("authorization_endpoint", "token_endpoint", "jwks_uri")
 OPTIONAL_ENDPOINTS = ("userinfo_endpoint", "end_session_endpoint")
-"""Codes, tokens and keys travel there, and roles come from there: each must be as trusted as the issuer."""
+"""Optional endpoints. Codes, tokens, keys and roles pass through both lists: each must be as trusted as the issuer."""
 
 TIMEOUT_S = 5.0
 METADATA_AGE_S = 3600.0
 KEYS_AGE_S = 30.0
-"""A token by an unknown key has the keys read again, but not more often than this."""
+"""A token signed with an unknown key triggers a new read of the keys, at most once in this many seconds."""
 LEEWAY_S = 60
 
-# Authlib calls through httpx2 where that is installed, whose errors are not httpx's.
+# Authlib uses httpx2 if it is installed, and its errors are not those of httpx.
 _base = next(base for base in AsyncOAuth2Client.__mro__ if base.__name__ == "AsyncClient")
 _transport: Any = importlib.import_module(_base.__module__.partition(".")[0])
 _HTTP_ERRORS: tuple[type[Exception], ...] = (httpx.HTTPError, _transport.HTTPError)
@@ -40,16 +40,16 @@ _STATUS_ERRORS: tuple[type[Exception], ...] = (httpx.HTTPStatusError, _transport
 
 
 class ProviderUnavailable(Exception):
-    """The provider cannot be reached, or does not describe itself as OpenID Connect wants it."""
+    """The provider cannot be reached, or its metadata does not conform to OpenID Connect."""
 
 
 class SignInRefused(Exception):
-    """What came back does not prove who is there; the message is for the log."""
+    """The provider's answer does not prove who the person is; the message is for the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A sign-in under way: what the provider is told, and what must come back."""
+    """A sign-in in progress: the parameters for the provider, and those that must come back."""
 
     state: str
     nonce: str
@@ -59,7 +59,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who signed in: the claims of the ID token with those of `userinfo`, and what the provider is asked again with."""
+    """The person who signed in: the claims of the ID token and `userinfo`, and the tokens to ask the provider again."""
 
     claims: dict[str, Any]
     id_token: str
@@ -69,7 +69,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """What `userinfo` says now, and the tokens to ask with the next time."""
+    """The present claims of `userinfo`, and the tokens for asking next time."""
 
     claims: dict[str, Any]
     access_token: str
@@ -77,7 +77,7 @@ class Again:
 
 
 class OidcProvider:
-    """Talks to one provider. What it publishes about itself is kept for an hour."""
+    """Talks to one provider. Its metadata is cached for an hour."""
 
     def __init__(self, settings: OidcSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
@@ -89,7 +89,7 @@ class OidcProvider:
         self._keys_s = 0.0
 
     async def authorization_url(self, attempt: Attempt) -> str:
-        """Where to send the browser; raises ProviderUnavailable."""
+        """The URL to send the browser to. Raises ProviderUnavailable."""
         metadata = await self._described()
         async with self._client(attempt.redirect_url) as client:
             url, _ = client.create_authorization_url(
@@ -101,11 +101,11 @@ class OidcProvider:
         return str(url)
 
     async def redeem(self, attempt: Attempt, code: str, issuer: str | None) -> Identity:
-        """Who a code stands for; raises SignInRefused or ProviderUnavailable. `issuer` is what came with the code."""
+        """Exchange a code for an identity. `issuer` came with the code. Raises SignInRefused or ProviderUnavailable."""
         metadata = await self._described()
         if issuer is not None and issuer != self._settings.issuer:
-            # RFC 9207: the answer of another provider.
-            raise SignInRefused("the code is another issuer's")
+            # RFC 9207: another provider's answer.
+            raise SignInRefused("the code is from another issuer")
         try:
             async with self._client(attempt.redirect_url) as client:
                 token = await client.fetch_token(
@@ -119,7 +119,7 @@ class OidcProvider:
         except _HTTP_ERRORS as error:
             raise ProviderUnavailable(f"the provider does not answer: {type(error).__name__}") from error
         except (AuthlibBaseError, JoseError, ValueError, KeyError, TypeError, AttributeError) as error:
-            # What a provider sends is not ours, and may be of any shape.
+            # The provider's answer is untrusted and can have any shape.
             raise SignInRefused(f"{type(error).__name__}: {getattr(error, 'error', '')}") from error
         return Identity(
             claims=about | claims,
@@ -129,13 +129,13 @@ class OidcProvider:
         )
 
     async def ask_again(self, access_token: str, refresh_token: str | None, subject: str) -> Again:
-        """What the provider says of somebody now: at `userinfo`, with a new access token where the old one is over.
+        """Read a person's present claims from `userinfo`, with a new access token if the old one has expired.
 
-        Raises SignInRefused where it says nothing any more, and ProviderUnavailable.
+        Raises SignInRefused if the provider no longer answers for this person, and ProviderUnavailable.
         """
         metadata = await self._described()
         if metadata.get("userinfo_endpoint") is None:
-            raise SignInRefused("the provider has no userinfo")
+            raise SignInRefused("the provider has no userinfo endpoint")
         try:
             async with self._client(None) as client:
                 client.token = {"access_token": access_token, "token_type": "Bearer"}
@@ -160,7 +160,7 @@ class OidcProvider:
         return Again(about, access_token, refresh_token)
 
     async def sign_out_url(self, id_token: str) -> str | None:
-        """Where a browser ends its session at the provider too; None where the provider has no such place."""
+        """The URL where a browser also ends its session at the provider; None if the provider has none."""
         endpoint = (await self._described()).get("end_session_endpoint")
         if endpoint is None:
             return None
@@ -168,14 +168,14 @@ class OidcProvider:
         return str(httpx.URL(endpoint).copy_merge_params(params))
 
     async def _about(self, client: AsyncOAuth2Client, metadata: dict[str, Any], subject: str) -> dict[str, Any]:
-        """What the provider says of this person beside the ID token."""
+        """The provider's claims about this person in addition to the ID token."""
         if metadata.get("userinfo_endpoint") is None:
             return {}
         answer = await client.get(metadata["userinfo_endpoint"])
         answer.raise_for_status()
         about = answer.json()
         if about["sub"] != subject:
-            raise SignInRefused("userinfo is about somebody else")
+            raise SignInRefused("userinfo describes another person")
         return dict(about)
 
     async def _verified(self, id_token: str, access_token: str, nonce: str) -> dict[str, Any]:
@@ -196,16 +196,16 @@ class OidcProvider:
         return dict(claims)
 
     async def _described(self) -> dict[str, Any]:
-        """The provider's own description (OpenID Connect Discovery 1.0)."""
+        """The provider's metadata (OpenID Connect Discovery 1.0)."""
         async with self._lock:
             if self._metadata is None or self._clock() - self._metadata_s > METADATA_AGE_S:
                 metadata = await _read(f"{self._settings.issuer.rstrip('/')}/.well-known/openid-configuration")
                 if metadata.get("issuer") != self._settings.issuer:
-                    raise ProviderUnavailable("the provider calls itself by another name than the setting oidc_issuer")
+                    raise ProviderUnavailable("the provider's issuer differs from the setting oidc_issuer")
                 given = [name for name in OPTIONAL_ENDPOINTS if metadata.get(name) is not None]
                 for name in (*REQUIRED_ENDPOINTS, *given):
                     if not is_trusted_url(str(metadata.get(name))):
-                        raise ProviderUnavailable(f"the provider's {name} is no https URL")
+                        raise ProviderUnavailable(f"the provider's {name} is not an https URL")
                 self._metadata, self._metadata_s = metadata, self._clock()
             return self._metadata
 
@@ -248,5 +248,5 @@ async def _read(url: str) -> dict[str, Any]:
     except (httpx.HTTPError, ValueError) as error:
         raise ProviderUnavailable(f"the provider does not answer: {type(error).__name__}") from error
     if not isinstance(document, dict):
-        raise ProviderUnavailable("the provider's answer is no JSON object")
+        raise ProviderUnavailable("the provider's answer is not a JSON object")
     return document

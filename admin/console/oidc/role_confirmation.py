@@ -1,4 +1,4 @@
-"""Roles of a single sign-on are the provider's word, which grows old: it is asked again every few minutes."""
+"""Confirms the roles of single sign-ons: the provider is asked again every few minutes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from loramux.admin.console.sessions.sessions import ConsoleSessions, Session
 from loramux.admin.rest.services import AdminServices
 
 CONFIRMED_S = 300
-"""How old the provider's word may be before it is asked again."""
+"""Age of the provider's last confirmation at which it is asked again, in seconds."""
 ASK_EVERY_S = 30
-"""How often it is asked while it does not answer."""
+"""Interval between attempts while the provider does not answer, in seconds."""
 UNCONFIRMED_S = 900
-"""How old its word may be at most: then the person has to go there again."""
+"""Greatest age of a confirmation, in seconds: after that the person must return to the provider."""
 
 log = structlog.get_logger(__name__)
 
@@ -28,7 +28,7 @@ class ConfirmInBrowser(Exception):
 
 
 class OidcConfirmation:
-    """Keeps the roles of sessions fresh. One server asks at a time; the others go on with what it said last."""
+    """Keeps the roles of sessions up to date. One server asks at a time; the others use the last confirmation."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class OidcConfirmation:
         self._roles_claim = roles_claim
 
     async def confirmed(self, session: Session, token: str) -> Session | None:
-        """The session with roles that are a few minutes old at most; None once it has none any more.
+        """The session with roles that are at most a few minutes old; None if it has lost them.
 
         Raises ConfirmInBrowser.
         """
@@ -63,13 +63,13 @@ class OidcConfirmation:
             if not sign_on.needs_browser:
                 return await call(self._sessions.find, token, is_use=False)
         age_s = (now_us - sign_on.confirmed_us) / 1_000_000
-        # Nobody knows how old the provider's word is if the clock has gone back since.
+        # If the clock was set back, the age of the confirmation is unknown.
         if sign_on.needs_browser or not -ASK_EVERY_S <= age_s <= UNCONFIRMED_S:
             raise ConfirmInBrowser
         return session
 
     async def _asked(self, sign_on: SignOn, now_us: int) -> SignOn:
-        """What the provider says now; as it was, or to be confirmed by the browser, where it says nothing."""
+        """The sign-on after asking the provider: renewed, unchanged, or marked for confirmation in the browser."""
         asked = replace(sign_on, asked_us=now_us)
         actor = actor_of(sign_on.subject)
         try:
@@ -88,7 +88,7 @@ class OidcConfirmation:
 
 
 def values_of(claim: Any) -> frozenset[str]:
-    """A claim of roles is a list of names, or one name."""
+    """The names in a roles claim, which is a list of names or a single name."""
     if isinstance(claim, str):
         return frozenset({claim})
     return frozenset(one for one in claim if isinstance(one, str)) if isinstance(claim, list) else frozenset()

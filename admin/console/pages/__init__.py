@@ -1,1 +1,1 @@
-"""The pages, one file for each kind of thing."""
+"""The pages, one file per resource."""

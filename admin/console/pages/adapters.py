@@ -1,4 +1,4 @@
-"""Adapters: the list, one of them, whether it is in service, its grants."""
+"""Adapters: the list, the page of one adapter, taking it out of service, its grants."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from loramux.platform.errors import InvalidRequest
 
 USE_FRESH_S = 5.0
 MAX_SUMMED = 10
-"""Of the tenants that an adapter is granted to, whose use is summed up."""
+"""Most grantees of an adapter whose usage is included in the sums."""
 PAGE = 50
 
 
 async def show_list(visit: Visit) -> Response:
-    """All adapters that may be seen, or those of a tenant, or the one of a name."""
+    """List all visible adapters, those of a tenant, or the one with a name."""
     tenant, name = visit.query("tenant"), visit.query("name")
     page = await visit.rest.get("/adapters", tenant=tenant, name=name, limit=PAGE, after=visit.query("after"))
     return visit.page("adapters.html", adapters=page, tenant=tenant, name=name)
@@ -29,11 +29,11 @@ async def create(visit: Visit) -> Response:
     form = visit.form
     tenant = form.text("tenant") or visit.session.principal.tenant_slug or ""
     made = await visit.rest.post("/adapters", {"tenant": tenant, "name": form.text("name")})
-    return visit.done(f"Made {made['model']}. Upload its first version.", f"/adapters/{made['id']}")
+    return visit.done(f"Created {made['model']}. Upload its first version.", f"/adapters/{made['id']}")
 
 
 async def show(visit: Visit) -> Response:
-    """One adapter: where its names lead, how its versions do, who else may call it."""
+    """One adapter: its aliases, the usage of its versions, and its grants."""
     rest, adapter_id = visit.rest, visit.param("adapter_id")
     adapter = await rest.get(f"/adapters/{adapter_id}")
     aliases, versions, grants = await asyncio.gather(
@@ -65,14 +65,14 @@ async def show(visit: Visit) -> Response:
 
 
 async def confirm_state(visit: Visit) -> Response:
-    """What taking the adapter out of service, or back into it, means."""
+    """Show what taking the adapter out of service, or putting it back, will change."""
     adapter_id = visit.param("adapter_id")
     adapter = await visit.rest.get(f"/adapters/{adapter_id}")
     grants, used = await asyncio.gather(
         visit.rest.get(f"/adapters/{adapter_id}/grants", limit=100), requests_of_adapter(visit.rest, adapter)
     )
     is_active, model = adapter["state"] == "active", adapter["model"]
-    serves, refuses = f"{model} answers, under all its names", f"{model} answers no new request, under any name"
+    serves, refuses = f"{model} serves requests under all its names", f"{model} serves no new requests under any name"
     others = [grant["tenant"] for grant in grants["data"]]
     return Confirmation(
         title=f"Take {model} out of service" if is_active else f"Put {model} back into service",
@@ -82,7 +82,7 @@ async def confirm_state(visit: Visit) -> Response:
         + (f" and of {', '.join(others[:5])}{' and others' if len(others) > 5 else ''}" if others else "")
         + ", from the next request on. Running requests finish.",
         undo="One click on the adapter's page. Versions, aliases and grants stay as they are.",
-        verb="Take it out of service" if is_active else "Put it back",
+        verb="Take out of service" if is_active else "Put back into service",
         path=f"/adapters/{adapter_id}/state",
         back=f"/adapters/{adapter_id}",
         back_label=model,
@@ -93,10 +93,10 @@ async def confirm_state(visit: Visit) -> Response:
 
 
 async def set_disabled(visit: Visit) -> Response:
-    """Take the adapter out of service, or back into it."""
+    """Take the adapter out of service, or put it back."""
     verb = "disable" if visit.form.text("state") == "disabled" else "enable"
     await visit.rest.post(f"/adapters/{visit.param('adapter_id')}/{verb}")
-    done = "answers no new request" if verb == "disable" else "answers requests again"
+    done = "serves no new requests" if verb == "disable" else "serves requests again"
     undo = visit.url(f"/adapters/{visit.param('adapter_id')}/state")
     return visit.done(f"The adapter {done}.", f"/adapters/{visit.param('adapter_id')}", undo)
 
@@ -106,10 +106,10 @@ async def confirm_delete(visit: Visit) -> Response:
     return Confirmation(
         title=f"Delete {adapter['model']}",
         before=f"{adapter['model']} has no version yet",
-        after="Its name is free",
-        affects="Nobody: an adapter that ever had a version can only be taken out of service.",
-        undo="Make it again; it gets another identifier.",
-        verb="Delete it",
+        after="The name is free again",
+        affects="Nobody: an adapter that has ever had a version can only be taken out of service.",
+        undo="Create it again; it gets a new identifier.",
+        verb="Delete",
         path=f"/adapters/{adapter['id']}/delete",
         back=f"/adapters/{adapter['id']}",
         back_label=adapter["model"],
@@ -125,21 +125,21 @@ async def delete(visit: Visit) -> Response:
 async def add_grant(visit: Visit) -> Response:
     tenant = visit.form.text("tenant")
     if not tenant:
-        raise InvalidRequest("say which tenant may call it", param="tenant")
+        raise InvalidRequest("name the tenant that may call it", param="tenant")
     await visit.rest.call("PUT", f"/adapters/{visit.param('adapter_id')}/grants/{tenant}")
-    return visit.done(f"{tenant} may call this adapter, and pays for its calls.")
+    return visit.done(f"{tenant} may call this adapter and pays for its calls.")
 
 
 async def confirm_remove_grant(visit: Visit) -> Response:
     adapter = await visit.rest.get(f"/adapters/{visit.param('adapter_id')}")
     tenant = visit.query("tenant") or ""
     return Confirmation(
-        title=f"Take the grant of {tenant} back",
+        title=f"Revoke the grant of {tenant}",
         before=f"{tenant} may call {adapter['model']}",
         after=f"{adapter['model']} is 404 for {tenant}",
         affects=f"Callers of {tenant}, from the next request on. Running requests finish.",
         undo="Grant it again on the adapter's page.",
-        verb="Take it back",
+        verb="Revoke",
         path=f"/adapters/{adapter['id']}/grants/remove",
         back=f"/adapters/{adapter['id']}",
         back_label=adapter["model"],
@@ -150,4 +150,4 @@ async def confirm_remove_grant(visit: Visit) -> Response:
 async def remove_grant(visit: Visit) -> Response:
     adapter_id, tenant = visit.param("adapter_id"), visit.form.text("tenant")
     await visit.rest.delete(f"/adapters/{adapter_id}/grants/{tenant}")
-    return visit.done(f"{tenant} may not call this adapter any more.", f"/adapters/{adapter_id}")
+    return visit.done(f"{tenant} may no longer call this adapter.", f"/adapters/{adapter_id}")

@@ -1,4 +1,4 @@
-"""Aliases: where they lead, moving them by weight, going back, forgetting them."""
+"""Aliases: their targets, moving them by weight, rolling back, deleting them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from loramux.admin.console.visit import Visit
 from loramux.platform.errors import InvalidRequest
 
 MAX_CHOSEN = 100
-"""Of an adapter's versions, how many of the newest can be chosen from."""
+"""Most versions of an adapter offered as targets, newest first."""
 
 
 async def move(visit: Visit) -> Response:
-    """Choose versions for an alias; once they are chosen, what that will change."""
+    """Choose versions for an alias, then show what the choice will change."""
     adapter_id, asked = visit.param("adapter_id"), Form(visit.request.query_params.multi_items())
     name = asked.text("alias")
     adapter, versions, aliases = await asyncio.gather(
@@ -48,16 +48,16 @@ async def move(visit: Visit) -> Response:
 
 
 async def set_alias(visit: Visit) -> Response:
-    """Point an alias at versions by weight, unless somebody moved it since the form was shown."""
+    """Point an alias at versions by weight, unless someone has moved it since the form was shown."""
     adapter_id, name, revision = visit.param("adapter_id"), visit.form.text("alias"), visit.form.text("revision")
     path = f"/adapters/{adapter_id}/aliases/{name}"
     alias = await _change(visit, "PUT", path, {"targets": _targets(visit.form)}, name, revision)
     undo = visit.url(f"{path}/rollback") if revision else visit.url(f"{path}/delete")
-    return visit.done(f"{name} now leads to {described(alias['targets'])}.", f"/adapters/{adapter_id}", undo)
+    return visit.done(f"{name} now points to {described(alias['targets'])}.", f"/adapters/{adapter_id}", undo)
 
 
 async def confirm_rollback(visit: Visit) -> Response:
-    """What a rollback would move, before it does."""
+    """Show what a rollback will change."""
     adapter_id, name = visit.param("adapter_id"), visit.param("name")
     adapter, alias, history = await asyncio.gather(
         visit.rest.get(f"/adapters/{adapter_id}"),
@@ -75,7 +75,7 @@ async def roll_back(visit: Visit) -> Response:
     path = f"/adapters/{adapter_id}/aliases/{name}"
     body = {"revision": visit.form.integer("revision", "the revision")}
     alias = await _change(visit, "POST", f"{path}/rollback", body, name, _seen(visit))
-    said = f"{name} leads to {described(alias['targets'])} again."
+    said = f"{name} points to {described(alias['targets'])} again."
     return visit.done(said, f"/adapters/{adapter_id}", visit.url(f"{path}/rollback"))
 
 
@@ -86,12 +86,12 @@ async def confirm_delete(visit: Visit) -> Response:
     )
     called = f"{adapter['model']}:{name}"
     return Confirmation(
-        title=f"Forget {name}",
-        before=f"{called} leads to {described(alias['targets'])}",
+        title=f"Delete {name}",
+        before=f"{called} points to {described(alias['targets'])}",
         after=f"{called} is 404",
-        affects=f"Whoever calls {called}, from the next request on; running requests finish.",
-        undo="Make the alias again. Its history is lost; the versions stay, and can be called by number.",
-        verb="Forget it",
+        affects=f"Callers of {called}, from the next request on; running requests finish.",
+        undo="Create the alias again. Its history is lost; the versions stay and can be called by number.",
+        verb="Delete",
         path=f"/adapters/{adapter_id}/aliases/{name}/delete",
         back=f"/adapters/{adapter_id}",
         back_label=adapter["model"],
@@ -105,7 +105,7 @@ async def delete(visit: Visit) -> Response:
     alias = await visit.rest.get(path)
     await _change(visit, "DELETE", path, None, name, _seen(visit))
     again = visit.url(f"/adapters/{adapter_id}/move", **_asked_again(name, alias["targets"]))
-    return visit.done(f"The alias {name} is gone.", f"/adapters/{adapter_id}", again)
+    return visit.done(f"The alias {name} is deleted.", f"/adapters/{adapter_id}", again)
 
 
 def described(targets: Sequence[Mapping[str, Any]]) -> str:
@@ -121,7 +121,7 @@ def described(targets: Sequence[Mapping[str, Any]]) -> str:
 async def _change(
     visit: Visit, method: str, path: str, body: Mapping[str, Any] | None, name: str, seen_revision: str
 ) -> Document:
-    """Change an alias unless somebody else has since it was seen at a revision; at none, it is whoever's."""
+    """Change an alias, unless someone else has changed it since `seen_revision`; an empty one allows any change."""
     try:
         etag = f'"{seen_revision}"' if seen_revision else None
         return (await visit.rest.call(method, path, body, etag=etag))[0]
@@ -129,13 +129,13 @@ async def _change(
         if error.status != 412:
             raise
         raise InvalidRequest(
-            f"somebody has moved {name} since you opened this page, and nothing was changed: "
-            "look at where it leads now, and do it again if you still want to"
+            f"someone has moved {name} since you opened this page, and nothing was changed: "
+            "check where it points now, and repeat the change if you still want it"
         ) from None
 
 
 def _seen(visit: Visit) -> str:
-    """The revision that was on the page."""
+    """The revision shown on the page."""
     return str(visit.form.integer("seen", "the revision that you saw"))
 
 
@@ -145,23 +145,23 @@ async def _ask(
     if not name:
         raise InvalidRequest("give the alias a name")
     if alias is not None and _shares(alias["targets"]) == _shares(targets):
-        raise InvalidRequest(f"{name} leads there already")
+        raise InvalidRequest(f"{name} already points there")
     path, called = f"/adapters/{adapter['id']}", adapter["model"] + ("" if name == "default" else f":{name}")
     grants, used = await asyncio.gather(
         visit.rest.get(f"{path}/grants", limit=100), requests_of_adapter(visit.rest, adapter)
     )
     others = counted(len(grants["data"]), "tenant") + (" and more" if grants["has_more"] else "")
     fields = {f"weight_{target['version']}": str(target["weight"]) for target in targets}
-    undo = "Roll back: one click on the adapter's page, and in the notice that comes next."
+    undo = "Roll back, with one click on the adapter's page or in the notice that comes next."
     return Confirmation(
-        title=f"Move {name}" if alias else f"Make {name}",
+        title=f"Move {name}" if alias else f"Create {name}",
         before=described(alias["targets"]) if alias else f"{called} is 404",
         after=described(targets),
         affects=f"New requests for {called}, of {adapter['tenant']}"
         + (f" and of {others} with a grant" if grants["data"] else "")
         + ", once the versions are loaded. Running requests finish where they are.",
-        undo=undo if alias else "Forget it again.",
-        verb=f"Move {name}" if alias else f"Make {name}",
+        undo=undo if alias else "Delete it again.",
+        verb=f"Move {name}" if alias else f"Create {name}",
         path=f"{path}/aliases",
         back=path,
         back_label=adapter["model"],
@@ -193,12 +193,12 @@ def _shares(targets: Sequence[Mapping[str, Any]]) -> dict[int, Fraction]:
 
 
 def _asked_again(name: str, targets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What `move` is asked so that it offers to point the alias there."""
+    """The query of `move` that offers these targets for the alias."""
     weights = {f"weight_{target['version']}": target["weight"] for target in targets}
     return {"alias": name, "version": [target["version"] for target in targets], **weights}
 
 
 def _integer(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 9):
-        raise InvalidRequest("a version is a whole number", param="version")
+        raise InvalidRequest("a version must be a whole number", param="version")
     return int(text)

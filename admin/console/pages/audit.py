@@ -1,4 +1,4 @@
-"""Audit: who changed what, with what it was before."""
+"""Audit: who changed what, with the values before and after."""
 
 from __future__ import annotations
 

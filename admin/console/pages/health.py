@@ -1,4 +1,4 @@
-"""Health: what the server finds when it looks at its own parts, and how to mend it."""
+"""Health: the findings of the server's self-check, and how to fix them."""
 
 from __future__ import annotations
 

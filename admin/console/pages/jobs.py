@@ -1,4 +1,4 @@
-"""Jobs: versions on their way into service, and those that were refused."""
+"""Jobs: validations of new versions, and their outcomes."""
 
 from __future__ import annotations
 

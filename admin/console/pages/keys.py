@@ -1,4 +1,4 @@
-"""Keys: made, shown once, rotated, revoked."""
+"""Keys: creating, rotating and revoking them; a secret is shown only once."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ DAY_S = 86_400
 TENANT_SCOPES = {
     "adapters": "call the tenant's adapters",
     "base": "call the base model",
-    "tenant:read": "look at the tenant's things",
-    "tenant:develop": "bring adapters and versions",
-    "tenant:admin": "change the tenant's things",
+    "tenant:read": "view the tenant",
+    "tenant:develop": "add adapters and versions",
+    "tenant:admin": "administer the tenant",
 }
-GRACES = (("86400", "in a day"), ("3600", "in an hour"), ("604800", "in a week"), ("0", "at once"))
-PLATFORM_SCOPES = {"platform:read": "look at everything", "platform:admin": "change everything"}
+GRACES = (("86400", "in a day"), ("3600", "in an hour"), ("604800", "in a week"), ("0", "immediately"))
+PLATFORM_SCOPES = {"platform:read": "view everything", "platform:admin": "change everything"}
 
 
 async def show_list(visit: Visit) -> Response:
-    """A tenant's keys; for the platform, its own where no tenant is chosen."""
+    """List a tenant's keys, or the platform's own keys if no tenant is chosen."""
     tenant = visit.query("tenant")
     page = await visit.rest.get("/api_keys", tenant=tenant, limit=50, after=visit.query("after"))
     of_platform = visit.is_platform and tenant is None
@@ -56,30 +56,30 @@ async def confirm_rotate(visit: Visit) -> Response:
     return Confirmation(
         title=f"Rotate {key['name']}",
         before=f"The key {key['name']} of {owner} has the secret that its callers know",
-        after="It has a new one, which is shown once; the old one ends as chosen below",
-        affects="Whoever still uses the old secret when it ends. The key keeps its identifier, scopes and limits.",
-        undo="Not possible: a secret that has ended stays so. The key can be rotated again.",
-        verb="Rotate it",
+        after="It has a new secret, which is shown once; the old secret expires as chosen below",
+        affects="Callers that still use the old secret when it expires. Identifier, scopes and limits do not change.",
+        undo="Not possible: an expired secret stays invalid. The key can be rotated again.",
+        verb="Rotate",
         path=f"/keys/{key['id']}/rotate",
         back="/keys",
         back_label="Keys",
         facts=_shown(key, used),
         choices=GRACES,
         choice_name="grace_s",
-        choice_label="The old secret ends",
+        choice_label="The old secret expires",
         is_danger=False,
     ).ask(visit)
 
 
 async def rotate(visit: Visit) -> Response:
-    """A new secret; the old key goes on for the grace that the form names."""
+    """Give the key a new secret; the old one stays valid for the grace period in the form."""
     body: dict[str, Any] = {}
     if (grace_s := visit.form.optional_integer("grace_s", "the grace")) is not None:
         body["grace_s"] = grace_s
     key_id = visit.param("key_id")
     made = await visit.rest.post(f"/api_keys/{key_id}/rotate", body)
     if key_id == visit.session.principal.key_id:
-        # Or the answer, which shows the secret, would find the session ended.
+        # Otherwise the session would end before the page that shows the secret.
         visit.session.now_holds(made["secret"])
     return await _shown_once(visit, made, "Rotated")
 
@@ -89,12 +89,12 @@ async def confirm_revoke(visit: Visit) -> Response:
     is_own = key["id"] == visit.session.principal.key_id
     return Confirmation(
         title=f"Revoke {key['name']}",
-        before=f"The key {key['name']} of {owner} opens what its scopes say",
-        after="It opens nothing, for good",
-        affects="Whoever uses it, within five seconds; running requests finish."
+        before=f"The key {key['name']} of {owner} is valid for its scopes",
+        after="The key is permanently invalid",
+        affects="Its users, within five seconds; running requests finish."
         + (" You are signed in with this key: your session ends." if is_own else ""),
-        undo="Not possible. Make another key, and give it to whoever needs it. To change the secret alone, rotate it.",
-        verb="Revoke it",
+        undo="Not possible. Create another key for its users. To change only the secret, rotate the key instead.",
+        verb="Revoke",
         path=f"/keys/{key['id']}/revoke",
         back="/keys",
         back_label="Keys",
@@ -104,13 +104,13 @@ async def confirm_revoke(visit: Visit) -> Response:
 
 async def revoke(visit: Visit) -> Response:
     key = await visit.rest.delete(f"/api_keys/{visit.param('key_id')}")
-    said = f"The key {key['name']} is revoked; it opens nothing within five seconds."
+    said = f"The key {key['name']} is revoked; all gateways refuse it within five seconds."
     visit.session.say("done", said)
     return visit.go("/keys", tenant=await _tenant_of(visit, key))
 
 
 async def _facts(visit: Visit) -> tuple[Document, str, str]:
-    """A key, whose it is, and how much it was used."""
+    """A key, its owner, and its recent use."""
     key = await visit.rest.get(f"/api_keys/{visit.param('key_id')}")
     if key["tenant_id"] is None:
         return key, "the platform", ""
@@ -127,7 +127,7 @@ def _shown(key: Document, used: str) -> list[tuple[str, str]]:
 
 
 async def _tenant_of(visit: Visit, key: Document) -> str | None:
-    """Whose keys the list is asked for that has this one."""
+    """The tenant whose list of keys contains this one."""
     if key["tenant_id"] is None or not visit.is_platform:
         return None
     return str((await visit.rest.get(f"/tenants/{key['tenant_id']}"))["slug"])

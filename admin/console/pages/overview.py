@@ -1,4 +1,4 @@
-"""The first page: is it well, how much is it doing, for whom, and how fast."""
+"""The first page: health, load, top tenants and latency."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DAY_S = 86_400
 
 
 class Overview:
-    """Figures are shared by all who may see the same: each costs as much for a hundred watchers as for one."""
+    """The page and its live parts. Viewers with the same rights share figures, so a hundred cost as much as one."""
 
     def __init__(self) -> None:
         self._recent = Recent()
@@ -36,7 +36,7 @@ class Overview:
         return visit.page("overview.html", **await self._figures(visit))
 
     async def live(self, visit: Visit) -> Response:
-        """Charts are a part of their own: they change seldom, and drawing them anew disturbs who reads them."""
+        """Stream the parts. Charts are separate: they change rarely, and redrawing them disturbs the reader."""
 
         def part(template: str) -> Render:
             async def render() -> str:
@@ -73,7 +73,7 @@ class Overview:
 
 
 async def _minutes(rest: RestCalls) -> dict[str, Any]:
-    """Requests and tokens of the last hour, a minute each; minutes without any are there too."""
+    """Requests and tokens of the last hour by minute, including minutes without any."""
     now = int(time.time())
     first = now // 60 * 60 - (NUM_MINUTES - 1) * 60
     page = await rest.get("/usage", bucket="1m", start=first, end=now + 1, group_by="")
@@ -94,7 +94,7 @@ async def _minutes(rest: RestCalls) -> dict[str, Any]:
 
 
 async def _top(rest: RestCalls, is_platform: bool) -> Sequence[Document]:
-    """Who used most in the last day; a tenant sees its models instead."""
+    """The tenants with the most usage in the last day; for a tenant, its models instead."""
     now = int(time.time())
     group_by = "tenant" if is_platform else "model"
     page = await rest.get("/usage", start=now - DAY_S, end=now + 1, group_by=group_by, top=NUM_TOP)
@@ -130,7 +130,7 @@ def _value(gauge: Gauge) -> int:
 
 
 def _refusals(services: AdminServices) -> list[tuple[str, str, int]]:
-    """What quotas bound since this server started, by metric and mode; only `hard` ones refused."""
+    """Requests over a quota since this server started, by metric and mode; only `hard` quotas refused them."""
     samples = [sample for metric in services.metrics.refusals.collect() for sample in metric.samples]
     counted = [
         (sample.labels.get("metric", "other"), sample.labels.get("mode", "hard"), int(sample.value))

@@ -1,4 +1,4 @@
-"""The playground: one question to one or two versions side by side, as the tenant and on its bill."""
+"""The playground: one question to one or two versions side by side, at the tenant's expense."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_BODY_BYTES = 256 * 1024
 
 
 class Question(BaseModel):
-    """What the page sends for one of its two lanes."""
+    """The request that the page sends for one of its two lanes."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -59,11 +59,11 @@ async def show(visit: Visit) -> Response:
 
 
 async def stream(visit: Visit) -> Response:
-    """Ask the gateway in this process, with a key of the tenant that lasts an hour or until the session ends."""
+    """Ask the gateway in this process, with a tenant key that is valid for an hour or until the session ends."""
     question = parse_body(await read_body(visit.request, MAX_BODY_BYTES), Question)
     gateway = visit.site.services.gateway
     if gateway is None:
-        raise Unavailable("this server answers no model calls")
+        raise Unavailable("this server does not serve model calls")
     messages = [{"role": "system", "content": question.system}] if question.system.strip() else []
     messages.append({"role": "user", "content": question.message})
     body = {
@@ -79,11 +79,11 @@ async def stream(visit: Visit) -> Response:
 
 
 async def _key(visit: Visit, tenant: str) -> str:
-    """The session's key for the tenant's models, made at its first question."""
+    """The session's key for the tenant's models, created at its first question."""
     principal = visit.session.principal
     slug = principal.tenant_slug or tenant
     if not slug:
-        raise InvalidRequest("say whose model it is: the tenant pays for the answer", param="tenant")
+        raise InvalidRequest("name the tenant, which pays for the answer", param="tenant")
     held = visit.session.playground_keys.get(slug)
     now_s = visit.site.services.database.now_us() // 1_000_000
     if held is not None and held.expires_s - 60 > now_s:
@@ -100,7 +100,7 @@ async def _key(visit: Visit, tenant: str) -> str:
 
 
 class _Asked(Response):
-    """The gateway's own answer, streamed to the browser; a browser that leaves ends the request as any client does."""
+    """The gateway's own answer, streamed to the browser; if the browser disconnects, the request ends."""
 
     def __init__(self, gateway: Any, request: Request, body: bytes, secret: str) -> None:
         super().__init__()

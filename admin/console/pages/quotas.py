@@ -1,4 +1,4 @@
-"""Quotas: what each tenant may use, and changing that with both eyes open."""
+"""Quotas: the limits of each tenant, with a preview before a change."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ from loramux.platform.quotas.metrics import METRICS, Unit
 from loramux.platform.quotas.policies import MODES
 
 NANOS = 10**9
-MODE_WORDS = {"hard": "refused beyond it", "soft": "admitted and reported beyond it", "shadow": "only watched"}
+MODE_WORDS = {
+    "hard": "excess is refused",
+    "soft": "excess is admitted and reported",
+    "shadow": "excess is only counted",
+}
 PROMPT_TOKENS, MAX_TOKENS = 100, 200
-"""The request that a dry run asks about unless the form says another."""
+"""Sizes of the dry run's request if the form gives none, in tokens."""
 
 
 async def show_list(visit: Visit) -> Response:
@@ -41,7 +45,7 @@ async def show_list(visit: Visit) -> Response:
 
 
 async def preview(visit: Visit) -> Response:
-    """What a request would meet under the limit in the form; nothing is changed."""
+    """Show how a request would be judged under the limit in the form; nothing is changed."""
     form = visit.form
     metric = _metric(form)
     quota: dict[str, Any] = {"tenant": form.text("tenant"), "metric": metric, "limit": _amount(form, "limit", metric)}
@@ -54,7 +58,7 @@ async def preview(visit: Visit) -> Response:
         {
             "tenant": form.text("tenant"),
             "prompt_tokens": form.optional_integer("prompt_tokens", "prompt tokens") or PROMPT_TOKENS,
-            "max_tokens": form.optional_integer("max_tokens", "most tokens") or MAX_TOKENS,
+            "max_tokens": form.optional_integer("max_tokens", "max tokens") or MAX_TOKENS,
             "quota": quota,
         },
     )
@@ -62,7 +66,7 @@ async def preview(visit: Visit) -> Response:
 
 
 async def set_limit(visit: Visit) -> Response:
-    """Set a limit; one that somebody else changed since the form was shown stays as that somebody left it."""
+    """Set a limit, unless someone else has changed it since the form was shown."""
     form = visit.form
     metric = _metric(form)
     body: dict[str, Any] = {"metric": metric, "limit": _amount(form, "limit", metric)}
@@ -75,17 +79,17 @@ async def set_limit(visit: Visit) -> Response:
         quota = await _change(visit, quota_id, body)
     else:
         quota = await visit.rest.post("/quotas", {**body, **({"tenant": tenant} if tenant else {"scope": "platform"})})
-    # After a confirmation, what comes next is not that question once more.
+    # After a confirmation, do not return to the confirmation page.
     path = "/quotas" if form.text("is_confirmed") else None
     return visit.done(
-        f"{quota['metric']} of {tenant or 'every tenant'} is {shown_amount(quota['limit'], quota['unit'])} from now on"
+        f"{quota['metric']} of {tenant or 'every tenant'} is now {shown_amount(quota['limit'], quota['unit'])}"
         f"{'' if quota['mode'] == 'hard' else ', in mode ' + quota['mode']}.",
         path,
     )
 
 
 async def confirm_delete(visit: Visit) -> Response:
-    """What lifting a limit means."""
+    """Show what removing a limit will change."""
     quota = await visit.rest.get(f"/quotas/{visit.param('quota_id')}")
     owner = await _owner(visit, quota)
     metric, limit = quota["metric"].replace("_", " "), shown_amount(quota["limit"], quota["unit"])
@@ -97,16 +101,16 @@ async def confirm_delete(visit: Visit) -> Response:
             for one in effective["data"]
             if one["id"] == quota["id"]
         ]
-        facts = [("In use just now", used[0])] if used else []
+        facts = [("In use now", used[0])] if used else []
     return Confirmation(
-        title=f"Lift {metric} of {owner}",
-        before=f"{limit} at most, {MODE_WORDS[quota['mode']]}",
-        after="Without a limit of its own: what is set for every tenant holds, if anything is"
+        title=f"Remove {metric} of {owner}",
+        before=f"At most {limit}; {MODE_WORDS[quota['mode']]}",
+        after="No limit of its own: the limit for every tenant applies, if there is one"
         if quota["tenant_id"] is not None
-        else "Tenants without a limit of their own are free in it",
+        else "No limit for tenants without a limit of their own",
         affects=f"{owner[:1].upper()}{owner[1:]}, from the next request on.",
-        undo="Set it again, by the notice that comes next or with New limit. What was counted begins anew.",
-        verb="Lift it",
+        undo="Set it again, from the notice that comes next or with New limit. Counting starts over.",
+        verb="Remove",
         path=f"/quotas/{quota['id']}/delete",
         back="/quotas",
         back_label="Quotas",
@@ -126,25 +130,25 @@ async def delete(visit: Visit) -> Response:
         if METRICS[quota["metric"]].kind == "rate":
             again["burst"] = editable(quota["burst"], quota["unit"])
         undo = visit.url("/quotas/again", **again)
-    visit.session.say("done", f"{quota['metric'].replace('_', ' ')} has no such limit any more.", undo_url=undo)
+    visit.session.say("done", f"Removed the limit on {quota['metric'].replace('_', ' ')}.", undo_url=undo)
     return visit.go("/quotas", tenant=visit.form.optional("tenant"))
 
 
 async def confirm_again(visit: Visit) -> Response:
-    """Set a limit that was lifted."""
+    """Show what setting a removed limit again will change."""
     asked = Form(visit.request.query_params.multi_items())
     metric, tenant = _metric(asked), asked.text("tenant")
     limit = shown_amount(_amount(asked, "limit", metric), METRICS[metric].unit)
     burst = _optional_amount(asked, "burst", metric)
-    at_once = "" if burst is None else f", {shown_amount(burst, METRICS[metric].unit)} at once"
+    at_once = "" if burst is None else f", burst {shown_amount(burst, METRICS[metric].unit)}"
     owner = tenant or "every tenant"
     return Confirmation(
         title=f"Set {metric.replace('_', ' ')} of {owner} again",
         before="No limit of its own",
-        after=f"{limit} at most{at_once}, {MODE_WORDS.get(asked.text('mode'), 'hard')}",
-        affects=f"{owner[:1].upper()}{owner[1:]}, from the next request on; requests that run are not counted.",
-        undo="Lift it again.",
-        verb="Set it again",
+        after=f"At most {limit}{at_once}; {MODE_WORDS.get(asked.text('mode'), 'hard')}",
+        affects=f"{owner[:1].upper()}{owner[1:]}, from the next request on; running requests are not counted.",
+        undo="Remove it again.",
+        verb="Set the limit again",
         path="/quotas",
         back="/quotas",
         back_label="Quotas",
@@ -155,17 +159,17 @@ async def confirm_again(visit: Visit) -> Response:
 
 
 def bars_of(effective: Document) -> dict[str, Document]:
-    """The effective limits by the identifier of their policy."""
+    """The effective limits by policy identifier."""
     return {limit["id"]: limit for limit in effective["data"]}
 
 
 def shown_state(quota: Mapping[str, Any]) -> str:
-    """What a form remembers of the quota that it was made from."""
+    """The state of a quota that a form remembers, to detect concurrent changes."""
     return f"{quota['limit']}/{quota['burst']}/{quota['mode']}/{quota['updated_at']}"
 
 
 def shown_amount(value: int, unit: str) -> str:
-    """Amounts of money are kept in thousand-millionths."""
+    """An amount as text; money is stored in billionths of the currency."""
     return f"{Decimal(value) / NANOS:,.2f}" if unit == Unit.NANOS else f"{value:,}"
 
 
@@ -180,7 +184,7 @@ async def _change(visit: Visit, quota_id: str, body: Mapping[str, Any]) -> Docum
         if error.status != 404:
             raise
         raise InvalidRequest(
-            "somebody has lifted this limit since you opened the page, and nothing was changed"
+            "someone has removed this limit since you opened the page, and nothing was changed"
         ) from None
     try:
         if visit.form.text("seen") != shown_state(current):
@@ -191,8 +195,8 @@ async def _change(visit: Visit, quota_id: str, body: Mapping[str, Any]) -> Docum
             raise
         now, wanted = (shown_amount(quota["limit"], current["unit"]) for quota in (current, body))
         raise InvalidRequest(
-            f"somebody has set {current['metric']} to {now} since you opened the page, "
-            f"and your {wanted} was not taken: look at it, and set it again if you still want to"
+            f"someone has set {current['metric']} to {now} since you opened the page, "
+            f"and your {wanted} was not saved: set it again if you still want to"
         ) from None
     return changed
 
@@ -203,7 +207,7 @@ async def _owner(visit: Visit, quota: Document) -> str:
 
 
 async def _owners(visit: Visit, quotas: list[Document]) -> dict[str, str]:
-    """Slugs by the tenants' identifiers."""
+    """Slugs by tenant identifier."""
     ids = {quota["tenant_id"] for quota in quotas} - {None}
     return {tenant_id: (await visit.rest.get(f"/tenants/{tenant_id}"))["slug"] for tenant_id in sorted(ids)}
 
@@ -227,5 +231,5 @@ def _amount(form: Form, name: str, metric: str) -> int:
     except InvalidOperation:
         amount = Decimal("NaN")
     if not amount.is_finite() or amount != amount.to_integral_value() or abs(amount) > 10**18:
-        raise InvalidRequest(f"a {name} is an amount of money", param=name)
+        raise InvalidRequest(f"{name} must be an amount of money", param=name)
     return int(amount)

@@ -1,4 +1,4 @@
-"""Live requests: what runs just now, and ending it."""
+"""Live requests: the requests in flight, and cancelling one."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class Requests:
 
 
 async def confirm_cancel(visit: Visit) -> Response:
-    """What ending a request means; one that has ended meanwhile is said to have."""
+    """Show what cancelling a request will change, or that it has already ended."""
     request_id = visit.param("request_id")
     try:
         found = await visit.rest.get(f"/requests/{request_id}")
     except RestError as error:
         if error.status != 404:
             raise
-        return visit.done("The request has ended already: look under Usage.", "/requests")
+        return visit.done("The request has already ended: see Usage.", "/requests")
     return Confirmation(
         title="Cancel a request",
         before=f"{found['model']} answers {found['tenant']}, {counted(found['completion_tokens'], 'token')} so far",
-        after="Its stream ends with an error; the tokens made until then are paid for",
-        affects=f"Whoever of {found['tenant']} waits for this answer, within seconds.",
-        undo="Not possible: its caller has to ask again.",
+        after="Its stream ends with an error; the tokens generated until then are charged",
+        affects=f"The caller at {found['tenant']} that waits for this answer, within seconds.",
+        undo="Not possible: the caller must send the request again.",
         verb="Cancel the request",
         path=f"/requests/{request_id}/cancel",
         back="/requests",
@@ -58,7 +58,7 @@ async def confirm_cancel(visit: Visit) -> Response:
 
 async def cancel(visit: Visit) -> Response:
     await visit.rest.post(f"/requests/{visit.param('request_id')}/cancel")
-    return visit.done("The request is being cancelled; what it made so far is paid for.", "/requests")
+    return visit.done("The request is being cancelled; the tokens generated so far are charged.", "/requests")
 
 
 async def _facts(visit: Visit) -> dict[str, Any]:

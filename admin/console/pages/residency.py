@@ -1,4 +1,4 @@
-"""Residency: which adapters are in which tier, how full these are, and a picture of the page pool."""
+"""Residency: the adapters in each tier, how full each tier is, and a picture of the page pool."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from loramux.admin.console.visit import Visit
 TIERS = ("pool", "host", "disk")
 EVERY_S = 2.0
 WIDTH = 1000.0
-"""Of the picture, in its own units."""
+"""Width of the picture, in its own units."""
 MAX_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One stretch of the picture."""
+    """One segment of the picture."""
 
     name: str
     label: str
@@ -63,7 +63,7 @@ class Residency:
 
 
 async def place(visit: Visit) -> Response:
-    """Pin a version to the pool, let it go, or load it."""
+    """Pin, unpin or preload a version."""
     form = visit.form
     adapter_id, number, verb = form.text("adapter_id"), form.integer("version", "the version"), form.text("verb")
     verb = verb if verb in ("pin", "unpin", "preload") else "preload"
@@ -73,7 +73,7 @@ async def place(visit: Visit) -> Response:
 
 
 def picture(pages: Document) -> list[Part]:
-    """The pool's pages by what they hold, from left to right; what is there at all can be seen."""
+    """The pool's pages by content, from left to right; a part with any pages has a visible width."""
     counts = [
         ("adapters", "adapters", pages["adapters"]),
         ("kv", "sequences' keys and values", pages["kv"] - pages["prefix"]),

@@ -1,4 +1,4 @@
-"""Tenants: the list, and one of them with what it may use and has used."""
+"""Tenants: the list, and the page of one tenant with its quotas and usage."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ async def create(visit: Visit) -> Response:
     form = visit.form
     body = {"slug": form.text("slug"), "display_name": form.optional("display_name")}
     made = await visit.rest.post("/tenants", body)
-    return visit.done(f"Made the tenant {made['slug']}. Give it a key next.", f"/tenants/{made['slug']}")
+    return visit.done(f"Created the tenant {made['slug']}. Next, create a key for it.", f"/tenants/{made['slug']}")
 
 
 async def show(visit: Visit) -> Response:
-    """One tenant with its quotas as bars, keys, adapters and use."""
+    """One tenant with its quotas as bars, its keys, adapters and usage."""
     rest = visit.rest
     tenant, headers = await rest.call("GET", f"/tenants/{visit.param('tenant')}")
     slug = tenant["slug"]
@@ -61,7 +61,7 @@ async def show(visit: Visit) -> Response:
 
 
 async def change(visit: Visit) -> Response:
-    """Suspend a tenant or take it back; change its name, weight or timezone, unless somebody else just did."""
+    """Suspend or resume a tenant, or change its name, weight or time zone, unless someone else has just changed it."""
     form = visit.form
     body: dict[str, Any] = {name: form.text(name) for name in ("state", "display_name", "timezone") if form.text(name)}
     if (weight := form.optional_integer("weight", "the weight")) is not None:
@@ -73,14 +73,14 @@ async def change(visit: Visit) -> Response:
         if error.status != 412:
             raise
         raise InvalidRequest(
-            f"somebody has changed {slug} since you opened this page, and nothing was changed: look again"
+            f"someone has changed {slug} since you opened this page, and nothing was changed: check its present state"
         ) from None
     undo = visit.url(f"/tenants/{slug}/state") if "state" in body else ""
     return visit.done(f"Changed {slug}.", f"/tenants/{slug}", undo)
 
 
 async def confirm_state(visit: Visit) -> Response:
-    """What suspending a tenant, or taking it back, means."""
+    """Show what suspending or resuming a tenant will change."""
     tenant, headers = await visit.rest.call("GET", f"/tenants/{visit.param('tenant')}")
     slug, is_active = tenant["slug"], tenant["state"] == "active"
     keys, running, use = await asyncio.gather(
@@ -95,19 +95,19 @@ async def confirm_state(visit: Visit) -> Response:
         f"{slug} is suspended: its keys are refused",
     )
     return Confirmation(
-        title=f"Suspend {slug}" if is_active else f"Take {slug} back",
+        title=f"Suspend {slug}" if is_active else f"Resume {slug}",
         before=active if is_active else suspended,
         after=suspended if is_active else active,
-        affects=f"Everybody who calls as {slug}, and its people in this console, within five seconds. Running "
-        "requests finish; other tenants go on calling adapters that were granted to them.",
+        affects=f"Callers of {slug} and its users in this console, within five seconds. Running requests finish; other "
+        "tenants can still call adapters that were granted to them.",
         undo="One click on the tenant's page. Keys, adapters, quotas and usage stay as they are.",
-        verb=f"Suspend {slug}" if is_active else f"Take {slug} back",
+        verb=f"Suspend {slug}" if is_active else f"Resume {slug}",
         path=f"/tenants/{slug}",
         back=f"/tenants/{slug}",
         back_label=slug,
         fields={"state": "suspended" if is_active else "active", "etag": headers["etag"]},
         facts=[
-            ("Running just now", _some(running, "request")),
+            ("Running now", _some(running, "request")),
             ("In the last 24 hours", counted(use.get(slug, {"requests": 0})["requests"], "request")),
         ],
         is_danger=is_active,
@@ -119,11 +119,11 @@ async def confirm_delete(visit: Visit) -> Response:
     slug = tenant["slug"]
     return Confirmation(
         title=f"Delete {slug}",
-        before=f"{slug} has no adapter and no usable key, and has used nothing",
-        after="Its slug is free",
+        before=f"{slug} has no adapters, no usable keys and no usage",
+        after="The slug is free again",
         affects="Nobody: a tenant with adapters, usable keys or usage can only be suspended.",
-        undo="Make it again; it gets another identifier.",
-        verb="Delete it",
+        undo="Create it again; it gets a new identifier.",
+        verb="Delete",
         path=f"/tenants/{slug}/delete",
         back=f"/tenants/{slug}",
         back_label=slug,

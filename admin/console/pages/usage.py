@@ -1,4 +1,4 @@
-"""Usage: sums over a time, as a chart and a table, and as CSV."""
+"""Usage: sums over a time range, as a chart, a table and CSV."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ HOUR_S, DAY_S = 3600, 86_400
 RANGES = {"1": ("1h", HOUR_S), "7": ("1h", HOUR_S), "30": ("1d", DAY_S), "90": ("1d", DAY_S)}
 """Days, with the bucket of the chart and its length in seconds."""
 BEGINS_S = {"1": HOUR_S, "7": 6 * HOUR_S, "30": DAY_S, "90": DAY_S}
-"""A range begins at a whole one of these before it, as the sums do that are there already."""
+"""A range's start is rounded down to a multiple of this many seconds, because the stored rollups are."""
 GROUPS = ("model", "tenant", "key", "endpoint", "status")
 MAX_SERIES = 6
 MAX_ROWS = 100
 MAX_CHARTED = 30
 FRESH_S = 10.0
-"""How old sums may be: those of a month of many requests cost the database something."""
+"""Greatest age of cached sums, in seconds: a month of many requests is expensive to sum."""
 
 
 async def show(visit: Visit) -> Response:
@@ -52,7 +52,7 @@ async def show(visit: Visit) -> Response:
     )
     found = sums.data or {"data": [], "num_results": 0, "total": None}
     rows = [row for page in found["data"] for row in page["results"]]
-    # A line for each of a thousand would be neither read nor quick: of so many, all together.
+    # A thousand lines would be unreadable and slow: above MAX_CHARTED, show one line for all.
     charted = params["group_by"] if found["num_results"] <= MAX_CHARTED else ""
     lines = await series(charted) if charted else together
     return visit.page(
@@ -73,7 +73,7 @@ async def show(visit: Visit) -> Response:
 
 
 async def download(visit: Visit) -> Response:
-    """The same as CSV, from the REST as it streams it."""
+    """The same as CSV, streamed from the REST API."""
     return _Csv(visit, _params(visit))
 
 
@@ -87,7 +87,7 @@ def _params(visit: Visit) -> dict[str, Any]:
         "group_by": group_by if group_by in GROUPS else "model",
         "tenant": visit.query("tenant"),
         "start": (now - int(days) * DAY_S) // BEGINS_S[days] * BEGINS_S[days],
-        # Nothing has finished in what is left of the day.
+        # The end of today: nothing has finished after now.
         "end": (now // DAY_S + 1) * DAY_S,
         "now": now,
     }
@@ -98,7 +98,7 @@ def _tokens(row: Document) -> int:
 
 
 def _chart(page: Document, group: str, params: dict[str, Any], length_s: int) -> dict[str, Any]:
-    """Tokens over time, a line for each of those that used most, and one for all others."""
+    """Tokens over time: one line for each of the largest groups, and one for all others."""
     totals: dict[str, int] = {}
     points: dict[tuple[str, int], int] = {}
     for bucket in page["data"]:

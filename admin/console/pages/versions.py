@@ -1,4 +1,4 @@
-"""One version of an adapter: what validation found, what it can be made to do; and uploading another one."""
+"""One version of an adapter: its validation report and possible changes; and uploading a new version."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from loramux.platform.errors import InvalidRequest
 MOVES = {
     "archive": "is out of service",
     "restore": "is back in service",
-    "quarantine": "is out of service, whatever names it",
-    "preload": "is in the page pool, or on its way there",
-    "pin": "is pinned to the page pool",
-    "unpin": "may give way to others in the page pool",
+    "quarantine": "is out of service, even if aliases point at it",
+    "preload": "is in the page pool or being loaded into it",
+    "pin": "is pinned in the page pool",
+    "unpin": "can be evicted from the page pool",
 }
 
 
@@ -35,7 +35,7 @@ async def show(visit: Visit) -> Response:
 
 
 async def confirm_move(visit: Visit) -> Response:
-    """What a change of the version's state means."""
+    """Show what a change of the version's state affects."""
     adapter_id, number, verb = visit.param("adapter_id"), visit.param("number"), visit.param("verb")
     adapter = await visit.rest.get(f"/adapters/{adapter_id}")
     version = await visit.rest.get(f"/adapters/{adapter_id}/versions/{number}")
@@ -45,19 +45,19 @@ async def confirm_move(visit: Visit) -> Response:
         "archive": ("Archive", "is out of service", "Put it back into service on the version's page."),
         "quarantine": (
             "Quarantine",
-            "is out of service at once, whatever names it",
-            "A platform administrator puts it back into service on the version's page.",
+            "is out of service immediately, even if aliases point at it",
+            "A platform administrator can put it back into service on the version's page.",
         ),
-        "restore": ("Put back", "answers requests again", "Archive or quarantine it again."),
+        "restore": ("Put back", "serves requests again", "Archive or quarantine it again."),
     }
     if verb not in texts:
-        raise InvalidRequest("versions have no such change")
+        raise InvalidRequest("there is no such change of a version")
     title, after, undo = texts[verb]
-    affects = f"Whoever calls {called}; running requests finish."
+    affects = f"Callers of {called}; running requests finish."
     if named and verb == "quarantine":
-        affects = f"Whoever calls {called} or {', '.join(named)}, which go on with their other versions, if any."
+        affects = f"Callers of {called} or {', '.join(named)}; these aliases keep their other versions, if any."
     elif named and verb == "archive":
-        affects = f"Nobody yet: {', '.join(named)} still leads here, and must be moved away first."
+        affects = f"Nobody yet: {', '.join(named)} still points here and must be moved first."
     return Confirmation(
         title=f"{title} version {number}",
         before=f"{called} is {version['state']}",
@@ -68,16 +68,16 @@ async def confirm_move(visit: Visit) -> Response:
         path=f"/adapters/{adapter_id}/versions/{number}/{verb}",
         back=f"/adapters/{adapter_id}/versions/{number}",
         back_label=called,
-        facts=[("Aliases that lead here", ", ".join(named) or "none")],
+        facts=[("Aliases that point here", ", ".join(named) or "none")],
         is_danger=verb != "restore",
     ).ask(visit)
 
 
 async def move(visit: Visit) -> Response:
-    """Change the version's state or place."""
+    """Change the version's state or placement."""
     adapter_id, number, verb = visit.param("adapter_id"), visit.param("number"), visit.param("verb")
     if verb not in MOVES:
-        raise InvalidRequest("versions have no such change")
+        raise InvalidRequest("there is no such change of a version")
     here = f"/adapters/{adapter_id}/versions/{number}"
     await visit.rest.post(f"{here}/{verb}")
     is_withdrawn = verb in ("archive", "quarantine")
@@ -85,7 +85,7 @@ async def move(visit: Visit) -> Response:
 
 
 async def declare_upload(visit: Visit) -> Response:
-    """Pass on what the browser declares of two files; the answer is the route's own."""
+    """Forward the browser's declaration of two files to the route, which answers directly."""
     return Forwarded(visit, "POST", f"/adapters/{visit.param('adapter_id')}/uploads")
 
 
@@ -103,7 +103,7 @@ async def create(visit: Visit) -> Response:
 
 
 class Forwarded(Response):
-    """Lets a route of the REST read the browser's body and answer it, as it comes."""
+    """Lets a REST route read the browser's body and answer it directly, as a stream."""
 
     def __init__(self, visit: Visit, method: str, path: str) -> None:
         super().__init__()

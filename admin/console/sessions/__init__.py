@@ -1,1 +1,1 @@
-"""Who is signed in: sessions in the database, their cookies, content and rights, and the throttle of wrong keys."""
+"""Sessions in the database, their cookies, content and rights, and the throttle for failed sign-ins."""

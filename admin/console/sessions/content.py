@@ -1,4 +1,4 @@
-"""What a session holds, and how it is sealed: what the database keeps is of no use without the browser's cookie."""
+"""A session's content and its encryption: the stored content is useless without the browser's cookie."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _NONCE_BYTES = 12
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What the next page tells its reader; `kind` is `done`, `error` or `secret`."""
+    """A message for the next page; `kind` is `done`, `error` or `secret`."""
 
     kind: str
     text: str
     detail: str = ""
     undo_url: str = ""
-    """Where it can be taken back."""
+    """The page on which the action can be undone."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlaygroundKey:
-    """A key that the playground made for a tenant."""
+    """A key that the playground created for a tenant."""
 
     id: str
     secret: str
@@ -35,36 +35,36 @@ class PlaygroundKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignOn:
-    """A single sign-on: what the provider said of the person, when, and what it is asked again with."""
+    """A single sign-on: the provider's statements about the person, their time, and the tokens to renew them with."""
 
     subject: str
     held: tuple[str, ...]
-    """Which of the rules' values the person has."""
+    """The values of role rules that the person has."""
     confirmed_us: int
-    """When the provider last said so."""
+    """When the provider last confirmed them."""
     asked_us: int
-    """When it was last asked."""
+    """When the provider was last asked."""
     id_token: str
-    """What it is shown when the person signs out there too."""
+    """Sent to the provider when the person signs out there too."""
     access_token: str
     refresh_token: str | None
     needs_browser: bool = False
-    """Whether it confirms the roles to nobody but the browser, which must go there again."""
+    """Whether the provider confirms the roles only to the browser, which must go there again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionContent:
-    """Either the SHA-256 of the key that opened the session, or a single sign-on; and what the pages keep in it."""
+    """Either the SHA-256 of the key that opened the session or a single sign-on, and the pages' own data."""
 
     key_sha256: bytes | None = None
     sign_on: SignOn | None = None
     notices: tuple[Notice, ...] = ()
     playground_keys: dict[str, PlaygroundKey] = field(default_factory=dict)
-    """By the tenant's slug."""
+    """Keys by tenant slug."""
 
 
 class SessionSeal:
-    """All that is made from the token in a session's cookie, which is as long as a key and never stored."""
+    """Everything derived from the token in a session's cookie, which has the entropy of a key and is never stored."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode("utf-8", "surrogatepass")
@@ -76,21 +76,21 @@ class SessionSeal:
 
     @property
     def id_sha256(self) -> bytes:
-        """What the session is found by."""
+        """The session's identifier in the database."""
         return hashlib.sha256(self._token).digest()
 
     @property
     def csrf(self) -> str:
-        """What each form of the session must send along."""
+        """The token that each form of the session must send."""
         return hmac.new(self._token, b"loramux console form", hashlib.sha256).hexdigest()
 
     def close(self, content: SessionContent) -> bytes:
-        """AES-256-GCM under a fresh nonce, which stands in front; bound to the session's id."""
+        """Encrypt with AES-256-GCM, bound to the session's id; the fresh nonce comes first."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         return nonce + self._cipher().encrypt(nonce, msgspec.msgpack.encode(content), self.id_sha256)
 
     def open(self, sealed: bytes) -> SessionContent:
-        """What `close` was given; raises InvalidTag for anything else, DecodeError for another release's."""
+        """Decrypt the output of `close`. Raises InvalidTag for anything else, DecodeError for another release's."""
         content = self._cipher().decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], self.id_sha256)
         return msgspec.msgpack.decode(content, type=SessionContent)
 

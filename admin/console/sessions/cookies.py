@@ -7,9 +7,9 @@ from starlette.responses import Response
 
 SESSION = "loramux_console"
 LOGIN = "loramux_login"
-"""Before anybody is signed in: what the login form's token is derived from."""
+"""The cookie from which the login form's token is derived, before sign-in."""
 OIDC = "loramux_oidc_"
-"""How the cookies of sign-ins through a provider begin that this browser has under way, one for each of its tabs."""
+"""Name prefix of the cookies of a browser's sign-ins in progress through a provider, one per tab."""
 
 
 def read_cookie(request: Request, name: str) -> str | None:
@@ -17,13 +17,13 @@ def read_cookie(request: Request, name: str) -> str | None:
 
 
 def read_cookies(request: Request, prefix: str) -> dict[str, str]:
-    """The cookies whose names begin so, by their names."""
+    """The cookies whose names begin with the prefix, by name."""
     full, bare = _full_name(request, prefix), len(_full_name(request, ""))
     return {name[bare:]: value for name, value in request.cookies.items() if name.startswith(full)}
 
 
 def set_cookie(request: Request, response: Response, name: str, value: str, max_age_s: int | None = None) -> None:
-    """Set it for this host alone; over TLS under a name that the browser refuses to take from anywhere else."""
+    """Set a cookie for this host only; over TLS under a name that the browser accepts from no other host."""
     response.set_cookie(
         _full_name(request, name),
         value,
@@ -40,7 +40,7 @@ def delete_cookie(request: Request, response: Response, name: str) -> None:
 
 
 def _is_secure(request: Request) -> bool:
-    # The server has put the proxy's word in here where it trusts the proxy.
+    # For a trusted proxy, the server has set this from X-Forwarded-Proto.
     return request.url.scheme == "https"
 
 

@@ -1,4 +1,4 @@
-"""Wrong keys are taken slowly: a few at once from one address, then one every so often, at all servers together."""
+"""Throttles failed sign-ins: a burst per address, then one attempt per interval, across all servers."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _REFILL_US = REFILL_S * 1_000_000
 
 
 class LoginThrottle:
-    """Counts by the client's address; of IPv6, by the /64, which is what one client has at least. Blocking.
+    """Counts attempts by client address; for IPv6 by /64, the smallest network that one client has. Blocking.
 
-    A key counts as wrong until it has turned out right, so that many at once cannot slip through together.
+    An attempt counts as failed until it succeeds, so that concurrent attempts cannot slip through together.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def begin(self, address: str) -> int:
-        """Count one attempt; or how many seconds the address must wait before it may try, and nothing is counted."""
+        """Count one attempt and return 0, or count nothing and return the seconds that the address must wait."""
         try:
             return self._begin(origin_of(address))
         except IntegrityError:
-            # The first two of an address came together.
+            # The address's first two attempts came at the same time.
             return self._begin(origin_of(address))
 
     def _begin(self, origin: str) -> int:
         table = login_failures
         query = select(table.c.forgiven_us).where(table.c.origin == origin)
         with self._database.read() as connection:
-            # Most attempts of a flood end here: nobody without a key takes the writer's lock from requests.
+            # Most attempts of a flood end here, so that callers without a key do not hold the writer's lock.
             if wait_s := _wait_s(connection.execute(query).scalar_one_or_none(), self._database.now_us(connection)):
                 return wait_s
         with self._database.write() as connection:
@@ -53,7 +53,7 @@ class LoginThrottle:
         return 0
 
     def forgive(self, address: str) -> None:
-        """The attempt was right: it does not count. Those before it do."""
+        """Uncount a successful attempt; earlier attempts still count."""
         table = login_failures
         with self._database.write() as connection:
             connection.execute(
@@ -64,12 +64,12 @@ class LoginThrottle:
 
 
 def _wait_s(forgiven_us: int | None, now_us: int) -> int:
-    """Seconds until an address may try again; 0 where it may now."""
+    """Seconds until an address may try again; 0 if it may try now."""
     return max(0, math.ceil((_owed_us(forgiven_us, now_us) - (BURST - 1) * _REFILL_US) / 1_000_000))
 
 
 def _owed_us(forgiven_us: int | None, now_us: int) -> int:
     """Time until all attempts of an address are forgiven."""
     owed_us = max(0, (forgiven_us or 0) - now_us)
-    # More is never owed: this was written before the clock went back. The next attempt may be made.
+    # More than this is never owed: the row was written before the clock was set back. Allow the next attempt.
     return owed_us if owed_us <= BURST * _REFILL_US else (BURST - 1) * _REFILL_US

@@ -1,4 +1,4 @@
-"""What somebody who signed in may do now: read anew at each use, so that what was taken away is gone at once."""
+"""The current rights of a session: read on each use, so that revoked rights are lost immediately."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loramux.platform.accounts.principals import Principal
 from loramux.platform.accounts.tenants import Tenants
 
 CONSOLE_SCOPES = frozenset({"platform:admin", "platform:read", "tenant:admin", "tenant:develop", "tenant:read"})
-"""A key needs one of them to sign in."""
+"""A key needs one of these scopes to sign in."""
 _PLATFORM_SCOPES = {
     "platform:admin": frozenset({"platform:admin", "platform:read"}),
     "platform:read": frozenset({"platform:read"}),
@@ -20,7 +20,7 @@ _PLATFORM_SCOPES = {
 
 
 class SessionRights:
-    """Of keys, as the database has them; of a single sign-on, by the rules of this process's settings. Blocking."""
+    """A key's rights come from the database, a single sign-on's from the rules in this process's settings. Blocking."""
 
     def __init__(self, api_keys: ApiKeys, tenants: Tenants, rules: Sequence[RoleRule] = ()) -> None:
         self._api_keys = api_keys
@@ -28,7 +28,7 @@ class SessionRights:
         self._rules = tuple(rules)
 
     def principal(self, key_id: str, content: SessionContent) -> Principal | None:
-        """Who a session acts as; None once it may do nothing."""
+        """The principal that a session acts as; None if it no longer has any rights."""
         if content.sign_on is not None:
             return self.of_person(content.sign_on.subject, content.sign_on.held)
         if content.key_sha256 is None:
@@ -37,7 +37,7 @@ class SessionRights:
         return principal if principal is not None and may_enter(principal) else None
 
     def of_person(self, subject: str, values: Iterable[str]) -> Principal | None:
-        """The first role that a person with these values has; None without one."""
+        """The principal for the first role rule that matches these values; None if none matches."""
         held = frozenset(values)
         for rule in self._rules:
             if rule.value in held and (principal := self._of_rule(rule, actor_of(subject))) is not None:
@@ -45,7 +45,7 @@ class SessionRights:
         return None
 
     def known(self, values: Iterable[str]) -> tuple[str, ...]:
-        """Those that a rule names, which are all that need be kept."""
+        """The values that a rule names; no others need to be stored."""
         held = frozenset(values)
         return tuple(sorted({rule.value for rule in self._rules if rule.value in held}))
 
@@ -64,5 +64,5 @@ def may_enter(principal: Principal) -> bool:
 
 
 def actor_of(subject: str) -> str:
-    """The name by which the audit log knows a person of the single sign-on."""
+    """The audit log's name for a person who signed in through single sign-on."""
     return f"oidc_{hashlib.sha256(subject.encode('utf-8', 'replace')).hexdigest()[:24]}"

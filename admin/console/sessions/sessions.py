@@ -1,4 +1,4 @@
-"""Who is signed in to the console: sessions in the database, which every server on it knows and a restart keeps."""
+"""Console sessions in the database, which are shared by all its servers and survive a restart."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from loramux.platform.accounts.principals import Principal
 IDLE_S = 3600
 LIFETIME_S = 12 * 3600
 TOUCH_S = 60
-"""How much younger a session grows at once, so that not every page writes."""
+"""Smallest extension of a session that is written, in seconds, so that not every page causes a write."""
 MAX_AHEAD_US = (IDLE_S + TOUCH_S) * 1_000_000
-"""How far ahead a session may end. One that ends later was opened or used before the clock went back."""
+"""Latest expiry of a session, in microseconds from now. A later one was written before the clock was set back."""
 MAX_OF_ONE = 50
-"""Sessions of one key or person; the oldest gives way."""
+"""Most sessions per key or person; the oldest is ended."""
 MAX_NOTICES = 5
 UNREADABLE = (InvalidTag, msgspec.DecodeError)
-"""Somebody has written into the database by hand, or another release has kept something else there."""
+"""The stored content was edited by hand, or another release wrote a different format."""
 _CLOSED_AT_ONCE = 1000
 
 Change = Callable[[SessionContent], SessionContent]
 
 
 class Session:
-    """One signed-in browser during one request. What a page says into it is kept by `ConsoleSessions.keep`."""
+    """One signed-in browser during one request. `ConsoleSessions.keep` saves the changes that a page makes."""
 
     def __init__(self, seal: SessionSeal, principal: Principal, content: SessionContent) -> None:
         self.seal = seal
@@ -43,7 +43,7 @@ class Session:
 
     @property
     def csrf(self) -> str:
-        """What each of its forms must send along."""
+        """The token that each of its forms must send."""
         return self.seal.csrf
 
     @property
@@ -51,12 +51,12 @@ class Session:
         return self.content.playground_keys
 
     def say(self, kind: str, text: str, detail: str = "", undo_url: str = "") -> None:
-        """Tell it on the next page."""
+        """Show a notice on the next page."""
         notice = Notice(kind, text, detail, undo_url)
         self._change(lambda content: replace(content, notices=(*content.notices, notice)[-MAX_NOTICES:]))
 
     def take_notices(self) -> tuple[Notice, ...]:
-        """What this page is to tell; no other page does."""
+        """Remove and return the notices; only this page shows them."""
         taken = self.content.notices
         if taken:
             self._change(
@@ -69,14 +69,14 @@ class Session:
         self._change(lambda content: replace(content, playground_keys={**content.playground_keys, slug: key}))
 
     def now_holds(self, secret: str) -> None:
-        """Whoever rotates the key of their own session goes on with its new secret."""
+        """Keep the session open after a rotation of its own key, with the new secret."""
         self._change(lambda content: replace(content, key_sha256=key_sha256(secret)))
 
     def now_signed_on(self, sign_on: SignOn) -> None:
         self._change(lambda content: replace(content, sign_on=sign_on))
 
     def take_changes(self) -> list[Change]:
-        """What is to be kept and was not yet."""
+        """Remove and return the unsaved changes."""
         changes, self._changes = self._changes, []
         return changes
 
@@ -86,14 +86,14 @@ class Session:
 
 
 class ConsoleSessions:
-    """The sessions of every server on the database, found by the SHA-256 of their cookie. Blocking."""
+    """The sessions of all servers on the database, found by the SHA-256 of their cookie. Blocking."""
 
     def __init__(self, database: Database, rights: SessionRights) -> None:
         self._database = database
         self._rights = rights
 
     def open(self, key_id: str, content: SessionContent) -> str:
-        """A new session; the token for its cookie, which is kept nowhere else."""
+        """Open a session and return the token for its cookie, which is stored nowhere else."""
         token, seal = SessionSeal.new()
         table = console_sessions
         with self._database.write() as connection:
@@ -117,16 +117,16 @@ class ConsoleSessions:
         return token
 
     def find(self, token: str, *, is_use: bool = True) -> Session | None:
-        """The session with the rights that it has now; None where there is none any more.
+        """The session with its current rights; None if it has ended.
 
-        With `is_use = False` it grows no younger, as when a page that nobody looks at is kept up to date.
+        With `is_use = False` its expiry is not extended, for example for updates of a page that nobody may be viewing.
         """
         seal = SessionSeal(token)
         table = console_sessions
         with self._database.read() as connection:
             row = connection.execute(select(table).where(table.c.id_sha256 == seal.id_sha256)).one_or_none()
         now_us = self._database.now_us()
-        # One that lies too far ahead would outlive its time.
+        # An expiry too far ahead would let the session outlive its limit.
         if row is None or not now_us < row.expires_us <= now_us + MAX_AHEAD_US:
             return None
         try:
@@ -136,7 +136,7 @@ class ConsoleSessions:
             return None
         principal = self._rights.principal(row.key_id, content)
         if principal is None:
-            # Not closed: who rotates the session's own key puts the new one into it in a moment.
+            # Do not close it: a rotation of the session's own key is about to store the new secret.
             return None
         if is_use and (expires_us := _expires_us(row.created_us, now_us)) >= row.expires_us + TOUCH_S * 1_000_000:
             with self._database.write() as connection:
@@ -146,7 +146,7 @@ class ConsoleSessions:
         return Session(seal, principal, content)
 
     def keep(self, session: Session) -> None:
-        """Keep what the request has changed in its session, beside what others changed meanwhile."""
+        """Save the request's changes to its session, merged with concurrent changes by other requests."""
         changes = session.take_changes()
         if not changes:
             return
@@ -159,9 +159,9 @@ class ConsoleSessions:
             _put(connection, session.seal, content)
 
     def claim_asking(self, session: Session, due_us: int, retry_us: int, now_us: int) -> bool:
-        """Whether this server is the one that asks the provider now.
+        """Whether this server is the one to ask the provider now.
 
-        It is to be asked where it last confirmed the roles before `due_us`, and was not asked since `retry_us`.
+        The provider is asked if it last confirmed the roles before `due_us` and has not been asked since `retry_us`.
         """
         with self._database.write() as connection:
             content = _locked(connection, session.seal)
@@ -185,7 +185,7 @@ def _expires_us(created_us: int, now_us: int) -> int:
 
 
 def _locked(connection: Connection, seal: SessionSeal) -> SessionContent | None:
-    """The content, held until the transaction ends; None where the session has ended meanwhile."""
+    """The content, locked until the transaction ends; None if the session has ended."""
     table = console_sessions
     query = select(table.c.sealed).where(table.c.id_sha256 == seal.id_sha256).with_for_update()
     sealed = connection.execute(query).scalar_one_or_none()

@@ -1,1 +1,1 @@
-"""Signing in and out: the login form, and the way to an OpenID provider and back."""
+"""Signing in and out: the login form, and the redirects to an OpenID provider and back."""

@@ -1,4 +1,4 @@
-"""Signing in with an administrator's key, and out again."""
+"""Signing in with an administrator's key, and signing out."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ MAX_KEY = 500
 
 
 class Login:
-    """The login form and what it does. Its token needs no session: it is made from a cookie of its own."""
+    """The login form. Its token needs no session: it is derived from a separate cookie."""
 
     def __init__(self, site: Site, oidc: OidcLogin | None = None) -> None:
         self._site = site
         self._oidc = oidc
 
     async def show(self, request: Request) -> Response:
-        """The form; whoever is signed in already goes on."""
+        """Show the form, or redirect a browser that is already signed in."""
         try:
             if await find_session(self._site, request) is not None:
                 return redirect(request, self._next(request, request.query_params.get("next", "")))
@@ -47,20 +47,20 @@ class Login:
         return self._form(request)
 
     async def sign_in(self, request: Request) -> Response:
-        """A new session for a good key, whatever session the browser had before."""
+        """Open a new session for a valid key, replacing any earlier session of the browser."""
         try:
             form = await read_form(request)
         except ApiError as error:
             return self._form(request, error.message, error.status)
         cookie = read_cookie(request, LOGIN) or ""
         if is_from_elsewhere(request) or not cookie or not is_token_right(form.text(CSRF_FIELD), _token(cookie)):
-            return self._form(request, "The form had expired. Sign in now.", 403)
+            return self._form(request, "The form had expired. Sign in again.", 403)
         address = request.client.host if request.client is not None else ""
         key = form.text("key")
         try:
             wait_s = await self._site.services.call(self._site.throttle.begin, address)
             if wait_s:
-                refusal = self._form(request, f"Too many wrong keys from here. Try again in {wait_s} s.", 429)
+                refusal = self._form(request, f"Too many wrong keys from your address. Try again in {wait_s} s.", 429)
                 refusal.headers["retry-after"] = str(wait_s)
                 return refusal
             principal = None
@@ -69,7 +69,7 @@ class Login:
             if principal is None:
                 return self._form(request, "This key is unknown, expired or revoked.", 401)
             if not may_enter(principal):
-                return self._form(request, "This key may call models but not administer: use another one.", 403)
+                return self._form(request, "This key can call models but not administer: use another one.", 403)
             token = await self._site.services.call(self._begin, address, principal, key, read_cookie(request, SESSION))
         except DATABASE_TROUBLE:
             return self._form(request, "The database cannot be reached: try again in a moment.", 503)
@@ -79,16 +79,16 @@ class Login:
         return response
 
     def _begin(self, address: str, principal: Principal, key: str, old: str | None) -> str:
-        """The token of a session in the place of the browser's old one. Blocking."""
+        """Replace the browser's old session and return the new one's token. Blocking."""
         self._site.throttle.forgive(address)
         if old is not None:
             self._site.sessions.close(old)
         return self._site.sessions.open(principal.key_id, SessionContent(key_sha256=key_sha256(key)))
 
     async def sign_out(self, visit: Visit) -> Response:
-        """End the session, and the keys that its playground made."""
+        """End the session and revoke the keys that its playground created."""
         for key in visit.session.playground_keys.values():
-            # Who may no longer do this has no key left that works; each ends by itself soon anyway.
+            # If the session may no longer revoke keys, they do not work either; each expires soon anyway.
             with suppress(RestError):
                 await visit.rest.delete(f"/api_keys/{key.id}")
         token = read_cookie(visit.request, SESSION)
@@ -97,7 +97,7 @@ class Login:
         response: Response
         sign_on = visit.session.content.sign_on
         if self._oidc is not None and sign_on is not None:
-            # A link and not a redirect: our forms may lead nowhere else, and their policy says so to the browser.
+            # A link, not a redirect: the console's CSP keeps forms from leading to other sites.
             sign_out_url = await self._oidc.sign_out_url(sign_on.id_token)
             values = {**frame(visit.request, None), "sign_out_url": sign_out_url}
             response = HTMLResponse(self._site.templates.render("signed_out.html", **values))
@@ -122,10 +122,10 @@ class Login:
         return response
 
     def _next(self, request: Request, wanted: str) -> str:
-        # Always below the console, so that a path of ours is the worst that a link can choose.
+        # Always below the console, so that a crafted link can only lead to a path of the console.
         return console_url(request, "/") if local_path(wanted) is None else request.scope["root_path"] + wanted
 
 
 def _token(cookie: str) -> str:
-    # A value that only this browser knows and only we can have set; any server can say it again.
+    # Derived from a value that only this browser knows; any server can compute it again.
     return hmac.new(cookie.encode("utf-8", "replace"), b"loramux login form", hashlib.sha256).hexdigest()

@@ -1,4 +1,4 @@
-"""Signing in through an OpenID provider: to the provider, back from it, and out again."""
+"""Signing in through an OpenID provider: the redirect there, the callback, and signing out."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from loramux.admin.console.visit import DATABASE_TROUBLE, console_url, frame
 from loramux.admin.server.oidc_settings import OidcSettings
 
 MAX_UNDER_WAY = 4
-"""Sign-ins of one browser at once, a tab each; the oldest gives way."""
+"""Concurrent sign-ins of one browser, one per tab; the oldest is discarded."""
 
 log = structlog.get_logger(__name__)
 
 
 class OidcLogin:
-    """The routes of single sign-on. A sign-in under way is the browser's to know, so that any server may finish it."""
+    """The routes of single sign-on. The browser holds the state of a sign-in, so that any server can finish it."""
 
     def __init__(self, site: Site, settings: OidcSettings, provider: OidcProvider) -> None:
         self._site = site
@@ -49,7 +49,7 @@ class OidcLogin:
         return response
 
     async def finish(self, request: Request) -> Response:
-        """The browser is back from the provider, with a code or with nothing good."""
+        """Handle the browser's return from the provider, with a code or an error."""
         query = request.query_params
         state = query.get("state", "")
         under_way = OidcAttempt.read(read_cookie(request, OIDC + name_of(state)))
@@ -59,10 +59,10 @@ class OidcLogin:
             or attempt is None
             or not hmac.compare_digest(state.encode("utf-8", "replace"), attempt.state.encode())
         ):
-            return self._refusal(request, None, "This sign-in had expired or is not yours. Begin again.", 403)
+            return self._refusal(request, None, "This sign-in has expired or is not yours. Start again.", 403)
         took_s = self._site.services.database.now_us() // 1_000_000 - under_way.begun_s
         if not -CLOCKS_APART_S <= took_s <= ATTEMPT_S:
-            return self._refusal(request, None, "This sign-in took too long. Begin again.", 403, under_way)
+            return self._refusal(request, None, "This sign-in took too long. Start again.", 403, under_way)
         if "code" not in query:
             return self._refusal(request, None, "The sign-on service did not sign you in.", 403, under_way)
         try:
@@ -72,15 +72,15 @@ class OidcLogin:
             told = "The sign-on service cannot be reached: try again in a moment."
             return self._refusal(request, error, told, 503, under_way)
         except SignInRefused as error:
-            return self._refusal(request, error, "The sign-on service's answer is not to be trusted.", 403, under_way)
+            return self._refusal(request, error, "The sign-on service's answer cannot be trusted.", 403, under_way)
         except DATABASE_TROUBLE as error:
             told = "The database cannot be reached: try again in a moment."
             return self._refusal(request, error, told, 503, under_way)
         if token is None:
-            told = "You are known to the sign-on service, but have no role here."
+            told = "The sign-on service knows you, but you have no role here."
             return self._refusal(request, None, told, 403, under_way)
         subject = str(identity.claims["sub"])
-        # The audit log knows who acts by this name alone.
+        # The audit log identifies the person only by this actor.
         log.info("signed in", actor=actor_of(subject), subject=subject[:200])
         response = RedirectResponse(request.scope["root_path"] + under_way.wanted, 303)
         set_cookie(request, response, SESSION, token, LIFETIME_S)
@@ -88,14 +88,14 @@ class OidcLogin:
         return response
 
     async def sign_out_url(self, id_token: str) -> str | None:
-        """Where the provider's own session is ended; None where there is no such place or no provider."""
+        """The provider's sign-out URL; None if it has none or cannot be reached."""
         try:
             return await self._provider.sign_out_url(id_token)
         except ProviderUnavailable:
             return None
 
     def _open(self, identity: Identity, old: str | None) -> str | None:
-        """The token of a new session in the place of the browser's old one; None for who has no role. Blocking."""
+        """Replace the browser's session and return the new one's token; None for a person without a role. Blocking."""
         subject = str(identity.claims["sub"])
         held = values_of(identity.claims.get(self._settings.roles_claim))
         if self._site.rights.of_person(subject, held) is None:
@@ -115,14 +115,14 @@ class OidcLogin:
         return self._site.sessions.open(actor_of(subject), SessionContent(sign_on=sign_on))
 
     def _back_to(self, request: Request) -> str:
-        """Where the provider sends the browser. A forged host gains nothing: it knows where it may answer."""
+        """The URL that the provider redirects to. A forged host gains nothing: the provider allows only known URLs."""
         here = f"{request.url.scheme}://{request.headers.get('host', '')}{console_url(request, '/oidc/callback')}"
         return self._settings.redirect_url or here
 
     def _refusal(
         self, request: Request, error: Exception | None, message: str, status: int, over: OidcAttempt | None = None
     ) -> HTMLResponse:
-        """A page that says why; the sign-in that is `over` is forgotten."""
+        """A page with the reason; the cookie of the sign-in `over` is deleted."""
         log.warning("sign-in refused", status=status, error=None if error is None else str(error))
         html = self._site.templates.render("oidc_problem.html", **frame(request, None), error=message)
         response = HTMLResponse(html, status)
@@ -132,7 +132,7 @@ class OidcLogin:
 
 
 def _surplus(request: Request) -> list[str]:
-    """The cookies that give way to one more sign-in: what nobody began, and all but the newest."""
+    """The cookies to delete before one more sign-in: malformed ones, and all but the newest."""
     attempts = {name: OidcAttempt.read(value) for name, value in read_cookies(request, OIDC).items()}
     begun_s = {name: attempt.begun_s for name, attempt in attempts.items() if attempt is not None}
     kept = sorted(begun_s, key=lambda name: begun_s[name], reverse=True)[: MAX_UNDER_WAY - 1]

@@ -1,4 +1,4 @@
-// What pages need beyond htmx: theme, menu, dialogs, copying, charts, uploads and the playground's streams.
+// The console's script, in addition to htmx: theme, menu, dialogs, copying, charts, uploads and playground streams.
 "use strict";
 
 (() => {
@@ -6,7 +6,7 @@
   const root = meta("console-root");
   const csrf = () => meta("csrf-token");
 
-  // ---- Theme: kept in a cookie, so that the server already sends the right page.
+  // ---- Theme: stored in a cookie, so that the server sends the page in the right theme.
   function toggleTheme() {
     const shown = document.documentElement.dataset.theme;
     const dark = shown === "dark" || (shown !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
@@ -16,7 +16,7 @@
     document.querySelectorAll("[data-chart]").forEach(drawChart);
   }
 
-  // ---- Charts: uPlot over the numbers in the element's own attribute.
+  // ---- Charts: uPlot, with data from the element's attribute.
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const shades = ["--accent", "--kv", "--c4", "--c5", "--prefix", "--adapters"];
 
@@ -25,7 +25,7 @@
     return new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value);
   }
 
-  // Times of the day for up to two days, else dates; of 24 hours, as the tables have them.
+  // Times for ranges of up to two days, else dates; in 24-hour format, like the tables.
   function timesOf(x) {
     const day = { month: "short", day: "numeric" };
     const clock = { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
@@ -63,7 +63,7 @@
     resizing = setTimeout(() => document.querySelectorAll("[data-chart]").forEach(drawChart), 150);
   });
 
-  // ---- Uploads: both files are hashed here, declared, sent, and made a version.
+  // ---- Uploads: both files are hashed here, declared, sent, and turned into a version.
   const hex = (buffer) => [...new Uint8Array(buffer)].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 
   async function call(method, path, body, headers) {
@@ -82,11 +82,11 @@
     const wanted = ["adapter_config.json", "adapter_model.safetensors"];
     const chosen = wanted.map((name) => files.find((file) => file.name === name));
     if (chosen.some((file) => !file)) {
-      say(`Choose exactly ${wanted.join(" and ")}, as peft saved them.`, "notice error");
+      say(`Choose exactly ${wanted.join(" and ")}, as PEFT saved them.`, "notice error");
       return;
     }
     if (!crypto.subtle) {
-      say("Browsers compute checksums only over HTTPS or on localhost: use one of them, or loramux adapters push.", "notice error");
+      say("Browsers compute checksums only over HTTPS or on localhost: use either, or loramux adapters push.", "notice error");
       return;
     }
     button.disabled = true;
@@ -109,12 +109,12 @@
     } catch (error) {
       say(`Not uploaded: ${error.message}.`, "notice error");
       button.disabled = false;
-      // What was declared counts until it expires; a used upload refuses this.
+      // Declared bytes count until the upload expires; cancelling a used upload is refused.
       if (made) call("DELETE", `${base}/uploads/${made.id}`).catch(() => {});
     }
   }
 
-  // ---- Playground: one stream a lane, read as it comes.
+  // ---- Playground: one stream per lane, shown as it arrives.
   async function stream(lane, form) {
     const output = lane.querySelector("output");
     const figures = lane.querySelector("[data-figures]");
@@ -181,7 +181,7 @@
     stop.disabled = true;
   }
 
-  // ---- One listener each, so that parts which htmx swaps in need no wiring.
+  // ---- One delegated listener per event, so that parts swapped in by htmx need no wiring.
   document.addEventListener("click", async (event) => {
     const target = event.target.closest("button, a");
     if (!target) return;
@@ -220,7 +220,7 @@
     if (event.target.matches("[data-submits]")) event.target.form.requestSubmit();
   });
 
-  // ---- Live parts: say when they are not, keep the focus where it was, and sign in again when the session is over.
+  // ---- Live parts: show when they are offline, keep the focus, and sign in again when the session has ended.
   const offline = (isSo) => { const note = document.getElementById("offline"); if (note) note.hidden = !isSo; };
   document.addEventListener("htmx:sseError", () => offline(true));
   document.addEventListener("htmx:sseOpen", () => offline(false));

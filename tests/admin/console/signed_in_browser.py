@@ -46,7 +46,7 @@ class Browser:
     async def confirm(self, path: str, **choices: str) -> str:
         """Open a confirmation page and submit the form on it."""
         page = (await self.get(path)).text
-        for said in ("What changes", "Who notices", "To undo it", "Leave it"):
+        for said in ("What changes", "Who is affected", "How to undo", "Go back"):
             assert said in page, (path, said)
         form = first_match(r'(?s)<section.*(<form method="post".*?</form>)', page)
         fields: dict[str, list[str]] = {}

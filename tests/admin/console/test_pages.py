@@ -61,7 +61,7 @@ async def test_a_page_without_anything_to_show_says_what_to_do(operator: Browser
 )
 async def test_what_does_not_exist_is_a_page_that_says_so(operator: Browser, path: str) -> None:
     page = (await operator.get(path, 404)).text
-    assert "Not here" in page
+    assert "Not found" in page
     assert "Go to the overview" in page
 
 
@@ -147,10 +147,10 @@ async def test_the_second_of_two_editors_of_a_quota_is_told(operator: Browser) -
     page = (await operator.get("/quotas?tenant=edited")).text
     fields = {name: first_match(f'name="{name}" value="([^"]*)"', page) for name in ("quota_id", "seen")}
     change = {"tenant": "edited", "metric": "tokens_per_minute", "referer": "/quotas?tenant=edited", **fields}
-    assert "is 2,000 from now on" in await operator.post("/quotas", **change, limit="2000")
+    assert "is now 2,000" in await operator.post("/quotas", **change, limit="2000")
     said = await operator.post("/quotas", **change, limit="3000")
     assert "2,000" in said
-    assert "was not taken" in said
+    assert "was not saved" in said
     assert ">2,000<" in (await operator.get("/quotas?tenant=edited")).text
 
 
@@ -174,40 +174,40 @@ async def test_an_adapter_is_uploaded_moved_and_rolled_back(
     chosen = f"{here}/move?alias=default&version=2&version=1&weight_1=90&weight_2=10"
     assert "v1" in (await operator.get(f"{here}/move?alias=default")).text
     assert "above 0" in (await operator.get(f"{here}/move?alias=default&version=1")).text
-    assert "there already" in (await operator.get(f"{here}/move?alias=default&version=1&weight_1=7")).text
+    assert "already points there" in (await operator.get(f"{here}/move?alias=default&version=1&weight_1=7")).text
     page = (await operator.get(chosen)).text
     assert "version 1</strong>" in page
     assert "version 1 (90 %) and version 2 (10 %)</strong>" in page
     said = await operator.confirm(chosen)
     assert "version 1 (90 %) and version 2 (10 %)" in said
     assert f'<a href="/console{here}/aliases/default/rollback">Undo' in said
-    assert "somebody has moved" in await operator.post(
+    assert "someone has moved" in await operator.post(
         f"{here}/aliases", alias="default", version="1", weight_1="1", revision="1", referer=here
     )
     page = (await operator.get(f"{here}/aliases/default/rollback")).text
     assert "v1 90 %" in re.sub(r"<[^>]+>", "", page)
     fields = {name: first_match(f'name="{name}" value="([^"]*)"', page) for name in ("seen", "revision")}
-    assert "leads to version 1 again" in await operator.post(f"{here}/aliases/default/rollback", **fields)
-    assert "somebody has moved" in await operator.post(f"{here}/aliases/default/rollback", **fields)
-    assert "beta now leads to version 2" in await operator.confirm(f"{here}/move?alias=beta&version=2&weight_2=1")
-    assert "beta still leads here" in (await operator.get(f"{here}/versions/2/archive")).text
+    assert "points to version 1 again" in await operator.post(f"{here}/aliases/default/rollback", **fields)
+    assert "someone has moved" in await operator.post(f"{here}/aliases/default/rollback", **fields)
+    assert "beta now points to version 2" in await operator.confirm(f"{here}/move?alias=beta&version=2&weight_2=1")
+    assert "beta still points here" in (await operator.get(f"{here}/versions/2/archive")).text
     said = await operator.confirm(f"{here}/aliases/beta/delete")
     again = html.unescape(first_match(r'<a href="/console([^"]+)">Undo', said))
-    assert "beta now leads to version 2" in await operator.confirm(again)
+    assert "beta now points to version 2" in await operator.confirm(again)
     page = (await operator.get(f"{here}/aliases/beta/delete")).text
     seen = first_match('name="seen" value="([^"]*)"', page)
-    assert "beta now leads" in await operator.confirm(f"{here}/move?alias=beta&version=1&weight_1=1")
-    assert "somebody has moved" in await operator.post(f"{here}/aliases/beta/delete", seen=seen, referer=here)
+    assert "beta now points" in await operator.confirm(f"{here}/move?alias=beta&version=1&weight_1=1")
+    assert "someone has moved" in await operator.post(f"{here}/aliases/beta/delete", seen=seen, referer=here)
     await operator.confirm(f"{here}/aliases/beta/delete")
     assert "is out of service" in await operator.confirm(f"{here}/versions/2/archive")
     assert "is back in service" in await operator.confirm(f"{here}/versions/2/restore")
-    assert "whatever names it" in await operator.confirm(f"{here}/versions/2/quarantine")
+    assert "even if aliases point at it" in await operator.confirm(f"{here}/versions/2/quarantine")
     await operator.post("/tenants", slug="guest")
     assert "may call this adapter" in await operator.post(f"{here}/grants", tenant="guest", referer=here)
     assert ">guest</th>" in (await operator.get(here)).text
-    assert "may not call" in await operator.confirm(f"{here}/grants/remove?tenant=guest")
-    assert "answers no new request" in await operator.confirm(f"{here}/state")
-    assert "answers requests again" in await operator.confirm(f"{here}/state")
+    assert "may no longer call" in await operator.confirm(f"{here}/grants/remove?tenant=guest")
+    assert "serves no new requests" in await operator.confirm(f"{here}/state")
+    assert "serves requests again" in await operator.confirm(f"{here}/state")
 
 
 async def test_what_cannot_be_undone_easily_is_asked_first(operator: Browser, console_side: AdminSide) -> None:
@@ -221,13 +221,13 @@ async def test_what_cannot_be_undone_easily_is_asked_first(operator: Browser, co
     assert "is being cancelled" in await operator.confirm(f"/requests/{running}/cancel")
     page = (await operator.get("/quotas?tenant=asked")).text
     quota = first_match(r"/console(/quotas/qta_[0-9a-f]{32}/delete)", page)
-    assert "1.25 at most" in (await operator.get(quota)).text
+    assert "At most 1.25" in (await operator.get(quota)).text
     said = await operator.confirm(quota)
     assert "/quotas?tenant=asked" not in said
     again = html.unescape(first_match(r'<a href="/console([^"]+)">Undo', said))
     said = await operator.confirm(again)
-    assert "is 1.25 from now on" in said
-    assert "Set it again" not in said
+    assert "is now 1.25" in said
+    assert "Set the limit again" not in said
     assert "1 request" in (await operator.get("/tenants/asked/state")).text
     said = await operator.confirm("/tenants/asked/state")
     assert '<a href="/console/tenants/asked/state">Undo' in said
@@ -242,7 +242,7 @@ async def test_what_cannot_be_undone_easily_is_asked_first(operator: Browser, co
     services.tenants.create("mistaken")
     assert "Delete…" in (await operator.get("/tenants/mistaken")).text
     assert "mistaken is deleted" in await operator.confirm("/tenants/mistaken/delete")
-    assert "has ended already" in await _followed(operator, f"/requests/req_{'0' * 32}/cancel")
+    assert "has already ended" in await _followed(operator, f"/requests/req_{'0' * 32}/cancel")
 
 
 async def _followed(operator: Browser, path: str) -> str:
@@ -356,7 +356,7 @@ async def test_pages_say_that_the_engine_is_down_and_recover(operator: Browser, 
     try:
         page = (await operator.get("/residency")).text
         assert "the engine does not answer" in page
-        assert "tries again" in page
+        assert "retries automatically" in page
     finally:
         console_side.engine.revive()
     assert "The page pool" in (await operator.get("/residency")).text

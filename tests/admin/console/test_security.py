@@ -248,9 +248,9 @@ async def test_servers_on_one_database_know_each_others_sessions(
     made = await balanced.post("/console/tenants", data={"csrf": csrf, "slug": "shared"})
     assert made.headers["location"] == "/console/tenants/shared"
     balancer.at = 0
-    assert "Made the tenant shared" in (await balanced.get("/console/tenants/shared")).text
+    assert "Created the tenant shared" in (await balanced.get("/console/tenants/shared")).text
     balancer.at = 1
-    assert "Made the tenant shared" not in (await balanced.get("/console/tenants/shared")).text
+    assert "Created the tenant shared" not in (await balanced.get("/console/tenants/shared")).text
     cookie = balanced.cookies[SESSION]
     await balanced.post("/console/logout", data={"csrf": csrf})
     balanced.cookies.set(SESSION, cookie, domain="admin.example")

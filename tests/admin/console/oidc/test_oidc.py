@@ -226,7 +226,7 @@ async def test_every_tab_may_finish_its_sign_in(browser: httpx.AsyncClient, prov
         assert (await browser.get(f"/console{path}")).status_code == 200
     assert under_way(browser) == {}
     again = await browser.get(CALLBACK, params={"code": "a-code", "state": asked["state"]})
-    assert (again.status_code, "Begin again" in again.text) == (403, True)
+    assert (again.status_code, "Start again" in again.text) == (403, True)
     assert (await browser.get("/console/keys")).status_code == 200, "reloading the callback does not sign out"
 
 

@@ -163,7 +163,7 @@ async def test_one_tenant_watches_few_pages(
         assert (await browser.get("/console/requests")).status_code == 200
         refused = await browser.get("/console/live/requests")
         assert refused.status_code == 429
-        assert "oo many pages are being watched" in refused.text
+        assert "oo many live pages are open" in refused.text
         page_slots = admin_side.services.page_slots
         async with AsyncExitStack() as stack:
             for _ in range(MAX_CALLS_EACH):
