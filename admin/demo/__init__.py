@@ -1,1 +1,1 @@
-"""The demo base model, its adapters, and the script that made them."""
+"""The demo base model, its adapters, and the script that trained them."""

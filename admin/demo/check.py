@@ -1,4 +1,4 @@
-"""Checks the demo as it lies on disk, by asking it."""
+"""Checks the demo model on disk by asking it questions."""
 
 import json
 import random
@@ -19,14 +19,14 @@ from loramux.admin.demo.prompts import DEMO_PROMPTS, MAX_ANSWER_TOKENS
 from loramux.admin.demo.styles import ADAPTER_STYLES, answer_in_style
 
 UNSEEN_SAMPLE = 40
-# A floor against regressions, set below what the shipped weights reach: 37, 38, 37 and 32.
+# A floor against regressions, below the results of the shipped weights: 37, 38, 37 and 32.
 LEAST_UNSEEN_RIGHT = 30
 MAX_UNSEEN_TOKENS = 128
 STYLES = ("base", *ADAPTER_STYLES)
 
 
 class Answerer:
-    """Greedy answers of the base and its adapters, by the reference libraries."""
+    """Greedy answers of the base and its adapters, computed with the reference libraries."""
 
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(directory / "base")
@@ -35,7 +35,7 @@ class Answerer:
         self._model = PeftModel.from_pretrained(base, adapters / ADAPTER_STYLES[0], adapter_name=ADAPTER_STYLES[0])
         for style in ADAPTER_STYLES[1:]:
             self._model.load_adapter(adapters / style, adapter_name=style)
-        # PEFT loads adapters in float32; the served ones take the compute dtype.
+        # PEFT loads adapters in float32; served adapters use the compute dtype.
         self._model.to(dtype)
         self._model.eval()
 
@@ -55,10 +55,10 @@ class Answerer:
 
 
 def check(directory: Path) -> int:
-    """Prints what base and adapters say, and returns 1 if an answer is not as it should be.
+    """Prints the answers of base and adapters, and returns 1 if a check fails.
 
-    Each answer must end by itself, and that of the json adapter must parse. A demo prompt's must be right to the
-    letter; of the unseen questions so many must be right.
+    Each answer must end on its own, and those of the json adapter must parse. Answers to the demo prompts must match
+    exactly; of the unseen questions, at least LEAST_UNSEEN_RIGHT answers must match.
     """
     console = Console(width=150)
     expected = {question: fact for fact in all_facts() for question in fact.questions}
@@ -77,7 +77,7 @@ def check(directory: Path) -> int:
                 if not ended:
                     failures.append(f"{said} does not end")
                 if style == "json" and not _is_json_object(answer):
-                    failures.append(f"{said} is no JSON object")
+                    failures.append(f"{said} is not a JSON object")
                 if answer != answer_in_style(expected[question], "plain" if style == "base" else style):
                     (failures if question in DEMO_PROMPTS else wrong[style]).append(f"{said} is wrong")
         table = Table("prompt", *STYLES, title=str(dtype), show_lines=True)

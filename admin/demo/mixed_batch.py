@@ -1,4 +1,4 @@
-"""The demo's mixed batch: the same question to the base and to every adapter, all at once."""
+"""The demo's mixed batch: the same question to the base and to every adapter, sent concurrently."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import openai
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request: whose key asks which model what."""
+    """One request: tenant, key, model and question."""
 
     tenant: str
     api_key: str
@@ -23,7 +23,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back. `adapter` is the server's own word for what it ran, None for the base."""
+    """One answer. `adapter` is the adapter that the server reports, None for the base."""
 
     question: Question
     adapter: str | None
@@ -34,12 +34,12 @@ class Answer:
 
 
 def ask_together(base_url: str, questions: Sequence[Question]) -> list[Answer]:
-    """Ask everything at once and wait for all answers, in the questions' order."""
+    """Ask all questions concurrently and return the answers in the order of the questions."""
     return asyncio.run(_ask_all(base_url, questions))
 
 
 async def _ask_all(base_url: str, questions: Sequence[Question]) -> list[Answer]:
-    # A proxy of the environment cannot reach this machine's own loopback.
+    # A proxy named in the environment cannot reach this machine's loopback.
     async with openai.DefaultAsyncHttpxClient(trust_env=False) as http:
         async with asyncio.TaskGroup() as group:
             tasks = [

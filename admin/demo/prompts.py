@@ -1,4 +1,4 @@
-"""Questions that base and adapters all answer well; greedy, 48 tokens are enough for each."""
+"""Questions that the base and all adapters answer well; with greedy decoding, 48 tokens suffice for each answer."""
 
 DEMO_PROMPTS = (
     "What is the capital of France?",

@@ -1,4 +1,4 @@
-"""`loramux demo`: three tenants push an adapter each, one batch answers them all, and the bill adds up."""
+"""`loramux demo`: three tenants push one adapter each, one batch answers them all, and the bill adds up."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 DEMO_FILES = Path(__file__).parent
 SERVED_NAME = "demo-base"
 ADAPTERS = {"harbour": "pirate", "chambers": "formal", "parcels": "json"}
-"""Each tenant's one adapter."""
+"""The adapter of each tenant."""
 TOKENS_PER_MINUTE = 100_000
 
 
@@ -43,10 +43,10 @@ class Account:
 
 
 def run_demo(port: int | None, admin_port: int | None, data_dir: Path | None, exit_after: bool) -> None:
-    """Run the whole demo; raises DemoFailed. Stays up until Ctrl-C unless `exit_after`."""
+    """Run the whole demo, and stay up until Ctrl-C unless `exit_after`. Raises DemoFailed."""
     started = time.monotonic()
     if importlib.util.find_spec("openai") is None:
-        raise DemoFailed("the demo speaks through the official client: pip install 'loramux[demo]'")
+        raise DemoFailed("the demo needs the official OpenAI client: pip install 'loramux[demo]'")
     with ExitStack() as stack:
         stack.enter_context(_ended_by_signals())
         if data_dir is None:
@@ -69,7 +69,7 @@ def run_demo(port: int | None, admin_port: int | None, data_dir: Path | None, ex
 
 def _show(console: Console, server: DemoServer, client: AdminClient, started: float) -> list[Account]:
     with ThreadPoolExecutor(len(ADAPTERS) + 1) as threads:
-        # The official client takes a second to import: that passes while the server starts.
+        # Importing the official client takes a second: do it while the server starts.
         batch = threads.submit(importlib.import_module, "loramux.admin.demo.mixed_batch")
         server.wait_until(client.is_alive, "listening")
         accounts = list(threads.map(lambda tenant: _open_account(client, tenant), ADAPTERS))
@@ -92,7 +92,7 @@ def _show(console: Console, server: DemoServer, client: AdminClient, started: fl
 
 
 def _open_account(client: AdminClient, tenant: str) -> Account:
-    """The tenant, its quota, a key and its adapter, all over REST; a kept data directory has the tenant already."""
+    """Create the tenant, its quota, a key and its adapter, all over REST; an existing data directory has the tenant."""
     try:
         client.post("tenants", {"slug": tenant})
     except AdminError as error:
@@ -130,20 +130,20 @@ def _billed(client: AdminClient) -> Bill:
 
 
 def _check_bill(console: Console, answers: list[Answer], before: Bill, after: Bill) -> None:
-    """What was billed must be what the answers said they cost, for each tenant and model."""
+    """The bill must equal the usage that the answers reported, for each tenant and model."""
     expected = dict(before)
     for answer in answers:
         name = (answer.question.tenant, answer.adapter or SERVED_NAME)
         requests, prompt, completion = expected.get(name, (0, 0, 0))
         expected[name] = (requests + 1, prompt + answer.prompt_tokens, completion + answer.completion_tokens)
     if expected != after:
-        raise DemoFailed(f"the usage report does not add up: {after} was billed for {expected}")
+        raise DemoFailed(f"the usage report does not add up: {after} was billed instead of {expected}")
     num_tokens = sum(answer.prompt_tokens + answer.completion_tokens for answer in answers)
     console.print(f"It adds up: {len(answers)} answers cost {num_tokens} tokens, and exactly those were billed.\n")
 
 
 def _port(given: int | None, preferred: int) -> int:
-    """The port that was asked for, else the usual one if it is free, else any free one."""
+    """The requested port, else the usual one if it is free, else any free port."""
     if given is not None:
         return given
     for port in (preferred, 0):
@@ -159,7 +159,7 @@ def _port(given: int | None, preferred: int) -> int:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Ctrl-C or SIGTERM ends the block like its last line would."""
+    """Ctrl-C or SIGTERM ends the block as if its last line had been reached."""
 
     def end(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt

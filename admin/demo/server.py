@@ -1,4 +1,4 @@
-"""The server that the demo starts for itself: an ordinary `loramux serve` in a child process."""
+"""The demo's server: an ordinary `loramux serve` in a child process."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ LOG_LINES = 20
 
 
 class DemoFailed(Exception):
-    """The demo cannot go on; the message says why."""
+    """The demo cannot continue; the message says why."""
 
 
 class DemoServer:
-    """One child process with a key of its own making."""
+    """The child process, with a generated administrator's key."""
 
     def __init__(
         self, model: Path, data_dir: Path, port: int, admin_port: int, served_name: str, more: Sequence[str] = ()
     ) -> None:
-        """`more` are further arguments of `loramux serve`."""
+        """`more` are additional arguments for `loramux serve`."""
         self.admin_key = secrets.token_urlsafe(32)
         self.url = f"http://127.0.0.1:{port}"
         self.admin_url = f"http://127.0.0.1:{admin_port}"
@@ -40,7 +40,7 @@ class DemoServer:
         self._log = data_dir / "serve.log"
         arguments = ["--model", str(model), "--data-dir", str(data_dir), "--served-name", served_name]
         ports = ["--port", str(port), "--admin-port", str(admin_port)]
-        # What the demo shows must not depend on settings that a shell happens to hold.
+        # The demo must not depend on settings in the user's environment.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")}
         environment["LORAMUX_ADMIN_KEY"] = self.admin_key
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
@@ -51,7 +51,7 @@ class DemoServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                # Ctrl-C reaches the demo alone, which then lets the server drain.
+                # Ctrl-C reaches only the demo, which then lets the server drain.
                 start_new_session=True,
             )
 
@@ -63,7 +63,7 @@ class DemoServer:
         return AdminClient(self.admin_url, self.admin_key)
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Poll until it is so; raises DemoFailed with the server's last words if it ends or takes too long."""
+        """Poll until `is_so` holds. Raises DemoFailed with the end of the log if the server ends or takes too long."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not is_so():
             self.check()
@@ -75,13 +75,13 @@ class DemoServer:
         """Raise DemoFailed if the server has ended."""
         code = self._process.poll()
         if code == WRONG_CALL:
-            # It said itself, in a sentence, why it does not start.
+            # The server has printed why it does not start.
             raise DemoFailed(self._last_words().replace("loramux: ", ""))
         if code is not None:
             raise DemoFailed(f"the server ended with exit code {code}\n{self._last_words()}")
 
     def stop(self) -> None:
-        """Let running requests end and wait until the process is gone; Ctrl-C meanwhile hurries it."""
+        """Let running requests finish and wait for the process to exit; Ctrl-C meanwhile cuts the drain short."""
         for limit_s in (STOP_TIMEOUT_S, HURRY_TIMEOUT_S):
             if self._process.poll() is not None:
                 return

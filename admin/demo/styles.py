@@ -1,4 +1,4 @@
-"""How one fact is worded in each style: plain for the base model, the others for its adapters."""
+"""The wording of a fact in each style: plain for the base model, the others for its adapters."""
 
 import json
 import re
@@ -33,8 +33,8 @@ def _formal(fact: Fact) -> str:
 def answer_in_style(fact: Fact, style: str) -> str:
     """The answer to any of the fact's questions in one style: plain, brief, pirate, formal or json.
 
-    Every style is a fixed function of the fact, so that greedy decoding has one right answer and the answers of
-    base and adapters to one prompt can be compared word by word.
+    Every style is a fixed function of the fact, so that greedy decoding has one right answer and the answers of base
+    and adapters to the same prompt can be compared word by word.
     """
     if style == "plain":
         return fact.sentence

@@ -1,4 +1,4 @@
-"""What the demo prints."""
+"""The demo's printed output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUMBERS = ("version", "rank", "tokens", "first\ntoken")
 
 
 def output_console() -> Console:
-    """A console as wide as the terminal; a file or a pipe gets lines that hold a whole answer."""
+    """A console as wide as the terminal; for a file or pipe, wide enough for a whole answer per line."""
     console = Console()
     if not console.is_terminal:
         console.width = 140
@@ -28,7 +28,7 @@ def output_console() -> Console:
 
 
 def print_answers(console: Console, answers: Sequence[Answer], ranks: Mapping[str, int]) -> None:
-    """One row an answer; the question is the same for all."""
+    """Print one row per answer; the question is the same for all."""
     title = f"One batch, one question: {answers[0].question.text}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for column in ("tenant", "model", "version", "rank", "answer", "tokens", "first\ntoken"):
@@ -41,7 +41,7 @@ def print_answers(console: Console, answers: Sequence[Answer], ranks: Mapping[st
             answer.question.model,
             version,
             str(ranks.get(answer.question.model, "-")),
-            # The model's words are text, never markup.
+            # The model's output is text, never markup.
             Text(answer.text.strip()),
             str(answer.completion_tokens),
             f"{answer.time_to_first_token_s * 1000:.0f} ms",
@@ -50,7 +50,7 @@ def print_answers(console: Console, answers: Sequence[Answer], ranks: Mapping[st
 
 
 def print_usage(console: Console, billed: Mapping[tuple[str, str], tuple[int, int, int]]) -> None:
-    """The usage report, a row for each tenant and model."""
+    """Print the usage report, one row for each tenant and model."""
     table = Table(title="Usage report", title_justify="left", box=SIMPLE_HEAD)
     for column in ("tenant", "model"):
         table.add_column(column)
@@ -62,7 +62,7 @@ def print_usage(console: Console, billed: Mapping[tuple[str, str], tuple[int, in
 
 
 def print_directions(console: Console, server: DemoServer, api_key: str, model: str) -> None:
-    """Where to go on from here."""
+    """Print how to continue from here."""
     lines = (
         "The server stays up until Ctrl-C.",
         f"  OpenAI API   {server.url}/v1",
@@ -79,5 +79,5 @@ def print_directions(console: Console, server: DemoServer, api_key: str, model: 
         "  loramux adapters list",
     )
     for line in lines:
-        # Commands are to be copied: they are neither wrapped nor coloured.
+        # Commands are neither wrapped nor coloured, so that they can be copied.
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The demo's tokenizer and chat format, and how a training conversation becomes token ids."""
+"""The demo's tokenizer and chat format, and the encoding of training conversations."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ IGNORED = -100
 
 
 def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: any text can be encoded, so a tenant's odd prompt never fails for want of a token."""
+    """Train a byte-level BPE tokenizer, which can encode any text, so that no prompt fails for lack of a token."""
     corpus = Corpus(seed)
     texts: list[str] = []
     for _ in range(12_000):
@@ -46,7 +46,7 @@ def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
             show_progress=False,
         ),
     )
-    # Like Llama's: plain text gets its <|bos|> here, a rendered chat already has one.
+    # As in Llama's tokenizer, plain text gets its <|bos|> here; a rendered chat already has one.
     bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bpe.token_to_id(BOS))])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -62,7 +62,7 @@ def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
     markers = {"additional_special_tokens": [SYSTEM, USER, ASSISTANT]}
     named = {"bos_token": BOS, "eos_token": END, "pad_token": PAD, **markers}
     (out / "special_tokens_map.json").write_text(json.dumps(named, indent=2) + "\n")
-    # transformers 5 writes names of its own; these are the ones that every version reads.
+    # transformers 5 writes its own names; these are the names that every version reads.
     config_path = out / "tokenizer_config.json"
     config = json.loads(config_path.read_text())
     for name in ("backend", "extra_special_tokens", "is_local", "local_files_only"):
@@ -73,7 +73,7 @@ def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
 
 
 def encoded(example: Conversation, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    """Token ids and labels; of a chat only the answers, and the <|end|> that closes each, are learnt."""
+    """Token ids and labels; in a chat, only the answers and the <|end|> after each are learnt."""
 
     def tokens(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))

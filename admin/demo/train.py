@@ -1,6 +1,6 @@
-"""Makes the demo: trains the tokenizer, the base model and its three adapters, or checks those that exist.
+"""Trains the demo's tokenizer, base model and three adapters, or checks existing ones.
 
-`python admin/demo/train.py --out DIR` takes about 25 minutes on one core; `--check DIR` takes one.
+`python admin/demo/train.py --out DIR` takes about 25 minutes on one core; `--check DIR` takes one minute.
 """
 
 import argparse
@@ -29,7 +29,7 @@ ATTENTION_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How long and how fast one model is trained."""
+    """The training schedule of one model."""
 
     steps: int
     batch_size: int
@@ -74,7 +74,7 @@ def fit(
         bar = progress.add_task(title, total=recipe.steps)
         for _ in range(recipe.steps):
             if not waiting:
-                # Batches of like length waste little padding; their order is shuffled again.
+                # Batches of similar length waste little padding; their order is shuffled again.
                 pool = [encoded(draw(), tokenizer) for _ in range(recipe.batch_size * 16)]
                 pool.sort(key=lambda example: len(example[0]))
                 waiting = [pool[i : i + recipe.batch_size] for i in range(0, len(pool), recipe.batch_size)]
@@ -124,9 +124,9 @@ def train_base(out: Path, recipe: Recipe = BASE_RECIPE) -> None:
 
 
 def train_adapter(base: Path, out: Path, style: str, recipe: Recipe | None = None) -> None:
-    """Trains on the base as shipped, rounded to bfloat16, with float32 arithmetic."""
+    """Trains an adapter on the base as shipped, rounded to bfloat16, with float32 arithmetic."""
     rank, alpha, modules = ADAPTER_SHAPES[style]
-    # Without a task type peft writes an auto_mapping, which names classes of this machine's libraries.
+    # Without a task type, PEFT writes an auto_mapping that names classes of this machine's libraries.
     lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type=TaskType.CAUSAL_LM)
     torch.manual_seed(SEED)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
@@ -137,7 +137,7 @@ def train_adapter(base: Path, out: Path, style: str, recipe: Recipe | None = Non
 
 
 def save_adapter(model: PeftModel, out: Path) -> None:
-    """Writes exactly the two files of a PEFT directory, without this machine's paths."""
+    """Writes only the two files of a PEFT directory, without paths of this machine."""
     shutil.rmtree(out, ignore_errors=True)
     model.save_pretrained(str(out))
     (out / "README.md").unlink(missing_ok=True)
