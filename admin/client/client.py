@@ -36,7 +36,7 @@ class AdminError(Exception):
 
 
 class ServerUnreachable(Exception):
-    """No loramux answers at the admin URL, or the connection broke."""
+    """No loramux server answers at the admin URL, or the connection broke."""
 
 
 class AdminClient:
@@ -177,7 +177,8 @@ class AdminClient:
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
             raise ServerUnreachable(
-                f"no loramux answers at {self._base_url} ({reason}): start 'loramux serve' or fix LORAMUX_ADMIN_URL"
+                f"no loramux server answers at {self._base_url} ({reason}): start 'loramux serve' or fix "
+                "LORAMUX_ADMIN_URL"
             ) from None
         if not response.is_success:
             raise _refusal(response)

@@ -83,11 +83,11 @@ def _amount_in(name: str) -> Callable[[Document], str]:
 
 
 def _nanos(amount: str) -> int:
-    """A currency amount in billionths; raises BadParameter unless it is a number with at most nine decimals."""
+    """A currency amount in billionths; raises BadParameter unless it has at most nine decimal places."""
     try:
         nanos = Decimal(amount) * NANOS
         if nanos.is_finite() and nanos == nanos.to_integral_value() and abs(nanos) < 10**18:
             return int(nanos)
     except InvalidOperation:
         pass
-    raise typer.BadParameter("a price is a decimal number with at most nine decimals, such as 0.15")
+    raise typer.BadParameter("a price must be a decimal number with at most nine decimal places, such as 0.15")

@@ -34,7 +34,7 @@ def print_plot(limits: Iterable[Mapping[str, Any]]) -> None:
 
 
 def bar(limit: Mapping[str, Any]) -> str:
-    """`BAR_WIDTH` characters; any use or reservation shows at least one, and usage above the limit fills the bar."""
+    """`BAR_WIDTH` characters; any use or reservation takes at least one, and usage above the limit fills the bar."""
     # A token bucket's capacity is its burst; for other limits `burst` equals the limit.
     size = limit["burst"]
     if size <= 0:

@@ -105,10 +105,10 @@ def demo(
     port: Port = None,
     admin_port: AdminPort = None,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Keep everything here (default: a temporary directory).", show_default=False)
+        Path | None, typer.Option(help="The demo's data directory (default: a temporary one).", show_default=False)
     ] = None,
 ) -> None:
-    """Show loramux: three tenants, three adapters, one batch, one bill."""
+    """Demonstrate loramux with three tenants, three adapters, one batch and one bill."""
     from loramux.admin.demo.run import run_demo
     from loramux.admin.demo.server import DemoFailed
 

@@ -24,7 +24,7 @@ ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES
 
 REQUIRED_ENDPOINTS = ("authorization_endpoint", "token_endpoint", "jwks_uri")
 OPTIONAL_ENDPOINTS = ("userinfo_endpoint", "end_session_endpoint")
-"""Optional endpoints. Codes, tokens, keys and roles pass through both lists: each must be as trusted as the issuer."""
+"""Like the required endpoints, these handle codes, tokens, keys or roles: each must be as trusted as the issuer."""
 
 TIMEOUT_S = 5.0
 METADATA_AGE_S = 3600.0

@@ -136,7 +136,7 @@ async def confirm_remove_grant(visit: Visit) -> Response:
     return Confirmation(
         title=f"Revoke the grant of {tenant}",
         before=f"{tenant} may call {adapter['model']}",
-        after=f"{adapter['model']} is 404 for {tenant}",
+        after=f"{adapter['model']} returns 404 for {tenant}",
         affects=f"Callers of {tenant}, from the next request on. Running requests finish.",
         undo="Grant it again on the adapter's page.",
         verb="Revoke",

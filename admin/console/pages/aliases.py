@@ -88,7 +88,7 @@ async def confirm_delete(visit: Visit) -> Response:
     return Confirmation(
         title=f"Delete {name}",
         before=f"{called} points to {described(alias['targets'])}",
-        after=f"{called} is 404",
+        after=f"{called} returns 404",
         affects=f"Callers of {called}, from the next request on; running requests finish.",
         undo="Create the alias again. Its history is lost; the versions stay and can be called by number.",
         verb="Delete",
@@ -152,14 +152,14 @@ async def _ask(
     )
     others = counted(len(grants["data"]), "tenant") + (" and more" if grants["has_more"] else "")
     fields = {f"weight_{target['version']}": str(target["weight"]) for target in targets}
-    undo = "Roll back, with one click on the adapter's page or in the notice that comes next."
+    undo = "Roll back, with one click on the adapter's page or in the notice after the change."
     return Confirmation(
         title=f"Move {name}" if alias else f"Create {name}",
-        before=described(alias["targets"]) if alias else f"{called} is 404",
+        before=described(alias["targets"]) if alias else f"{called} returns 404",
         after=described(targets),
         affects=f"New requests for {called}, of {adapter['tenant']}"
         + (f" and of {others} with a grant" if grants["data"] else "")
-        + ", once the versions are loaded. Running requests finish where they are.",
+        + ", once the versions are loaded. Running requests finish on their version.",
         undo=undo if alias else "Delete it again.",
         verb=f"Move {name}" if alias else f"Create {name}",
         path=f"{path}/aliases",

@@ -74,7 +74,7 @@ async def confirm_rotate(visit: Visit) -> Response:
 async def rotate(visit: Visit) -> Response:
     """Give the key a new secret; the old one stays valid for the grace period in the form."""
     body: dict[str, Any] = {}
-    if (grace_s := visit.form.optional_integer("grace_s", "the grace")) is not None:
+    if (grace_s := visit.form.optional_integer("grace_s", "the grace period")) is not None:
         body["grace_s"] = grace_s
     key_id = visit.param("key_id")
     made = await visit.rest.post(f"/api_keys/{key_id}/rotate", body)
@@ -123,7 +123,7 @@ async def _facts(visit: Visit) -> tuple[Document, str, str]:
 
 def _shown(key: Document, used: str) -> list[tuple[str, str]]:
     facts = [("Identifier", key["id"]), ("Scopes", ", ".join(key["scopes"]))]
-    return [*facts, ("Requests with it", used)] if used else facts
+    return [*facts, ("Requests with this key", used)] if used else facts
 
 
 async def _tenant_of(visit: Visit, key: Document) -> str | None:

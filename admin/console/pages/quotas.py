@@ -109,7 +109,7 @@ async def confirm_delete(visit: Visit) -> Response:
         if quota["tenant_id"] is not None
         else "No limit for tenants without a limit of their own",
         affects=f"{owner[:1].upper()}{owner[1:]}, from the next request on.",
-        undo="Set it again, from the notice that comes next or with New limit. Counting starts over.",
+        undo="Set it again, from the notice after the removal or with New limit. Counting starts over.",
         verb="Remove",
         path=f"/quotas/{quota['id']}/delete",
         back="/quotas",

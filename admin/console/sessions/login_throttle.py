@@ -37,7 +37,7 @@ class LoginThrottle:
         table = login_failures
         query = select(table.c.forgiven_us).where(table.c.origin == origin)
         with self._database.read() as connection:
-            # Most attempts of a flood end here, so that callers without a key do not hold the writer's lock.
+            # Most attempts of a flood end here, so callers without a key do not take the database's write lock.
             if wait_s := _wait_s(connection.execute(query).scalar_one_or_none(), self._database.now_us(connection)):
                 return wait_s
         with self._database.write() as connection:
@@ -53,7 +53,7 @@ class LoginThrottle:
         return 0
 
     def forgive(self, address: str) -> None:
-        """Uncount a successful attempt; earlier attempts still count."""
+        """Remove a successful attempt from the count; earlier attempts still count."""
         table = login_failures
         with self._database.write() as connection:
             connection.execute(

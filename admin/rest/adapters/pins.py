@@ -63,7 +63,7 @@ async def unpin_version(
     answer = None
     # Another version with the same weights may have its own pin.
     if version.digest not in await services.call(services.pins.digests):
-        # An engine that is not running has no pin.
+        # An engine that is not running has no pins.
         with suppress(Unavailable):
             answer = await _told(services.loads.pin(version.digest, False, WARM_TIMEOUT_S))
     return _describe(version, answer)

@@ -40,6 +40,6 @@ async def get_costs(services: Services, caller: Reader, wanted: Report) -> Respo
 
 
 def decimal(nanos: int) -> str:
-    """Nanos as a decimal number with nine decimals."""
+    """Nanos as a decimal number with nine decimal places."""
     whole, part = divmod(abs(nanos), NANOS)
     return f"{'-' if nanos < 0 else ''}{whole}.{part:09d}"
