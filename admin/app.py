@@ -52,8 +52,8 @@ ADMIN_DOCUMENT = ListenerDocument(
 
 Send `Authorization: Bearer KEY`. A tenant's key sees the same paths filtered to its tenant; another tenant's resource
 is the same 404 as one that does not exist. Lists are paged with `after` and `before`. A POST may be repeated with the
-same `Idempotency-Key` for 24 hours; an update names the state it is based on with `If-Match`. Every error has the same
-envelope, `{"error": {"message", "type", "param", "code"}}`, and every response has an `x-request-id`.""",
+same `Idempotency-Key` for 24 hours; an update sends the ETag of the state it is based on as `If-Match`. Every error has
+the same envelope, `{"error": {"message", "type", "param", "code"}}`, and every response has an `x-request-id`.""",
     # `/metrics` may require a token of its own.
     public=frozenset({"/health/live", "/health/ready", "/metrics"}),
     readers="Any key of the admin API may read it.",

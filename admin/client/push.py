@@ -16,7 +16,7 @@ FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 CHUNK_BYTES = 1 << 20
 
 _CAPS = ("too_many_open_uploads", "too_many_pending_versions")
-"""Codes of refusals that are temporary: they end when the tenant's other pushes finish."""
+"""Error codes of temporary refusals, which end when the tenant's other pushes finish."""
 
 Progress = Callable[[str, int], None]
 """Called with the name of the operation and the number of bytes just processed."""

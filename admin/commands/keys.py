@@ -82,9 +82,7 @@ def set_key(
     name: Annotated[str | None, typer.Option(help="What the key is for.", show_default=False)] = None,
     scopes: Scopes = None,
     adapters: Adapters = None,
-    any_adapter: Annotated[
-        bool, typer.Option("--any-adapter", help="Remove the restriction to certain adapters.")
-    ] = False,
+    any_adapter: Annotated[bool, typer.Option("--any-adapter", help="Remove the restriction to adapters.")] = False,
     expires_in_days: Annotated[int | None, typer.Option(min=1, help="Days from now.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -13,9 +13,9 @@ from loramux.admin.console.visit import DATABASE_TROUBLE, Visit, find_session
 from loramux.platform.errors import RateLimited, Unavailable
 
 MAX_STREAMS = 200
-"""Streams of all sessions together; a page without a stream is correct but not updated."""
+"""Maximum streams over all sessions; a page without a stream is correct but not updated."""
 MAX_STREAMS_EACH = 10
-"""Streams per tenant, over all its sessions: each renders its page every second or two."""
+"""Maximum streams per tenant, over all its sessions: each renders its page every second or two."""
 LIFETIME_S = 600.0
 """Length of a stream in seconds; the browser then reconnects automatically, so that no stream lasts forever."""
 

@@ -57,13 +57,13 @@ MAX_EXPORTS = 16
 """Concurrent exports and long reports; each holds up to 20 MB while its client reads."""
 MAX_EXPORTS_EACH = 4
 MAX_UPLOADS = 32
-"""Concurrent uploads of files; each holds a thread while its client sends."""
+"""Concurrent file uploads; each holds a thread while its client sends."""
 MAX_UPLOADS_EACH = 16
-"""Concurrent uploads of files per tenant."""
+"""Concurrent file uploads per tenant."""
 MAX_DOWNLOADS = 8
-"""Concurrent downloads of files; each holds a copy on disk while its client reads."""
+"""Concurrent file downloads; each holds a copy on disk while its client reads."""
 MAX_DOWNLOADS_EACH = 4
-"""Concurrent downloads of files per tenant."""
+"""Concurrent file downloads per tenant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class AdminServices:
     live: LiveRequests = field(default_factory=NoLiveRequests)
     """The requests running in this process."""
     trouble: Callable[[], str | None] = lambda: None
-    """The gateway's present database problem, or None; for `/health/ready`."""
+    """The gateway's current database problem, or None; for `/health/ready`."""
     upload_slots: TransferSlots = field(default_factory=lambda: TransferSlots("uploads", MAX_UPLOADS, MAX_UPLOADS_EACH))
     """Uploads have slots and threads of their own, so that slow clients delay nothing else."""
     download_slots: TransferSlots = field(

@@ -69,7 +69,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """The present claims of `userinfo`, and the tokens for asking next time."""
+    """The current claims of `userinfo`, and the tokens for asking next time."""
 
     claims: dict[str, Any]
     access_token: str
@@ -129,7 +129,7 @@ class OidcProvider:
         )
 
     async def ask_again(self, access_token: str, refresh_token: str | None, subject: str) -> Again:
-        """Read a person's present claims from `userinfo`, with a new access token if the old one has expired.
+        """Read a person's current claims from `userinfo`, with a new access token if the old one has expired.
 
         Raises SignInRefused if the provider no longer answers for this person, and ProviderUnavailable.
         """

@@ -135,7 +135,7 @@ async def delete(visit: Visit) -> Response:
 
 
 async def confirm_again(visit: Visit) -> Response:
-    """Show what setting a removed limit again will change."""
+    """Show what restoring a removed limit will change."""
     asked = Form(visit.request.query_params.multi_items())
     metric, tenant = _metric(asked), asked.text("tenant")
     limit = shown_amount(_amount(asked, "limit", metric), METRICS[metric].unit)

@@ -73,7 +73,7 @@ async def change(visit: Visit) -> Response:
         if error.status != 412:
             raise
         raise InvalidRequest(
-            f"someone has changed {slug} since you opened this page, and nothing was changed: check its present state"
+            f"someone has changed {slug} since you opened this page, and nothing was changed: check its current state"
         ) from None
     undo = visit.url(f"/tenants/{slug}/state") if "state" in body else ""
     return visit.done(f"Changed {slug}.", f"/tenants/{slug}", undo)

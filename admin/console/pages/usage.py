@@ -18,7 +18,7 @@ HOUR_S, DAY_S = 3600, 86_400
 RANGES = {"1": ("1h", HOUR_S), "7": ("1h", HOUR_S), "30": ("1d", DAY_S), "90": ("1d", DAY_S)}
 """Days, with the bucket of the chart and its length in seconds."""
 BEGINS_S = {"1": HOUR_S, "7": 6 * HOUR_S, "30": DAY_S, "90": DAY_S}
-"""A range's start is rounded down to a multiple of this many seconds, because the stored rollups are."""
+"""A range's start is rounded down to a multiple of this many seconds, to which the stored rollups are aligned."""
 GROUPS = ("model", "tenant", "key", "endpoint", "status")
 MAX_SERIES = 6
 MAX_ROWS = 100
