@@ -68,7 +68,7 @@ async def _serve(
             raise StartRefused(str(error)) from error
         stack.push_async_callback(engine.close)
         from loramux.admin.gateway_assembly import assemble_gateway
-        from loramux.admin.server.connection_book import ConnectionBook
+        from loramux.admin.server.connection_registry import ConnectionRegistry
         from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
 
         blocking = assemble_gateway(settings, directory, model, engine, is_loopback(admin_listener))
@@ -84,8 +84,8 @@ async def _serve(
             print("\n".join(lines), flush=True)
 
         proxies = TrustedProxies(settings.trusted_proxies)
-        openai = ConnectionBook(limits.openai, proxies, assembled.metrics, "openai")
-        admin = ConnectionBook(limits.admin, proxies, assembled.metrics, "admin")
+        openai = ConnectionRegistry(limits.openai, proxies, assembled.metrics, "openai")
+        admin = ConnectionRegistry(limits.admin, proxies, assembled.metrics, "admin")
         maintenance = asyncio.create_task(assembled.maintenance.run(), name="maintenance")
         await serve_until_stopped(
             HttpServer(assembled.gateway_app, gateway_listener, openai),

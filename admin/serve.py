@@ -121,7 +121,7 @@ async def _serve(
             # The engine imports torch and loads the model while this process imports everything else.
             await engine.spawn()
             from loramux.admin.assembly import assemble
-            from loramux.admin.server.connection_book import ConnectionBook
+            from loramux.admin.server.connection_registry import ConnectionRegistry
             from loramux.admin.server.http_servers import HttpServer, serve_until_stopped
 
             blocking = assemble(settings, directory, model, config, engine, is_loopback(admin_listener))
@@ -141,8 +141,8 @@ async def _serve(
             _announce(settings, config, *urls, bootstrap_key, engine.socket_path)
 
         proxies = TrustedProxies(settings.trusted_proxies)
-        openai = ConnectionBook(limits.openai, proxies, assembled.metrics, "openai")
-        admin = ConnectionBook(limits.admin, proxies, assembled.metrics, "admin")
+        openai = ConnectionRegistry(limits.openai, proxies, assembled.metrics, "openai")
+        admin = ConnectionRegistry(limits.admin, proxies, assembled.metrics, "admin")
         maintenance = asyncio.create_task(assembled.maintenance.run(), name="maintenance")
         upkeep = asyncio.create_task(assembled.upkeep.run(), name="upkeep")
         await serve_until_stopped(

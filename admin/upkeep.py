@@ -45,7 +45,7 @@ class Upkeep:
     async def _sweep(self) -> None:
         services = self._services
         await services.call(self._expired.sweep)
-        await services.call(services.api_keys.take_back_graces)
+        await services.call(services.api_keys.restart_grace_periods)
         await services.call(services.database.refresh_statistics)
 
     async def renew_pins(self) -> None:

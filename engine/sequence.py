@@ -135,6 +135,6 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
     @property
-    def is_chosen_out(self) -> bool:
+    def has_reached_limit(self) -> bool:
         """Whether its last token is in flight or committed, so that no further step can include it."""
         return self.num_tokens >= self.num_reserved

@@ -206,7 +206,7 @@ class Database:
         The upgrade is one transaction. If it deadlocks with gateways that are still running, it is rolled back, they
         continue, and it is retried.
         """
-        with _mend(self._url):
+        with _as_database_error(self._url):
             for _ in range(UPGRADE_ATTEMPTS - 1):
                 try:
                     command.upgrade(self._alembic_config(), revision)
@@ -233,7 +233,7 @@ class Database:
     def check_schema(self) -> None:
         """Raise DatabaseError unless the database is reachable and has the schema that this code needs."""
         wanted = ScriptDirectory.from_config(self._alembic_config()).get_current_head()
-        with _mend(self._url), self._engine.connect() as connection:
+        with _as_database_error(self._url), self._engine.connect() as connection:
             found = MigrationContext.configure(connection).get_current_revision()
         if found != wanted:
             raise DatabaseError(
@@ -366,7 +366,7 @@ def _use_wal(cursor: Any) -> None:
 
 
 @contextmanager
-def _mend(url: URL) -> Iterator[None]:
+def _as_database_error(url: URL) -> Iterator[None]:
     try:
         yield
     except CommandError as error:

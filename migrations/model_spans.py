@@ -21,7 +21,7 @@ _AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "
 _INSERT = f"INSERT INTO usage_rollups (grain, span_us, start_us, tenant_id, series_id, {', '.join(_AMOUNTS)})"
 
 
-def all_rollups_anew() -> Iterator[str]:
+def rebuild_all_rollups() -> Iterator[str]:
     """The statements that rebuild every rollup from the ledger, as in the newest schema."""
     yield from roll_up_ledger()
     yield from sum_up_models()

@@ -11,7 +11,7 @@ from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable
 PROBES = "probes/"
 """Key prefix of the probe's one-byte blobs, which it deletes when it ends."""
 
-_MEND = "use a store with conditional writes (Amazon S3, Ceph 16 or MinIO of 2024, or later), or a file:// blob URL"
+_REMEDY = "use a store with conditional writes (Amazon S3, Ceph 16 or MinIO of 2024, or later), or a file:// blob URL"
 
 
 class S3Probe:
@@ -38,11 +38,11 @@ class S3Probe:
         except PreconditionFailed:
             return
         except BlobNotFound as error:
-            raise BlobStoreUnavailable(f"the bucket {calls.bucket} loses blobs put there; {_MEND}") from error
+            raise BlobStoreUnavailable(f"the bucket {calls.bucket} loses blobs put there; {_REMEDY}") from error
         finally:
             self._delete(key)
         raise BlobStoreUnavailable(
-            f"the bucket {calls.bucket} ignores If-None-Match, so blobs could be replaced; {_MEND}"
+            f"the bucket {calls.bucket} ignores If-None-Match, so blobs could be replaced; {_REMEDY}"
         )
 
     def completes_conditionally(self) -> bool:
@@ -109,7 +109,7 @@ class S3Probe:
                 if failure.reason in ("501", "NotImplemented"):
                     raise BlobStoreUnavailable(
                         f"the bucket {calls.bucket} does not support If-None-Match, which keeps blobs from being "
-                        f"replaced; {_MEND}"
+                        f"replaced; {_REMEDY}"
                     ) from failure
                 raise
 

@@ -1,4 +1,4 @@
-"""A strict JSON parser: no duplicate keys, no NaN, no numbers beyond a double, no lone surrogates.
+"""A strict JSON parser: no duplicate keys, no NaN, no numbers beyond a double, no unpaired surrogates.
 
 Error messages never repeat any of the text.
 """
@@ -57,13 +57,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_characters(text: bytes, document: Any) -> None:
-    """Raise InvalidJson for a lone surrogate: JSON can spell it, but the string cannot be encoded as UTF-8."""
+    """Raise InvalidJson for a unpaired surrogate: JSON can spell it, but the string cannot be encoded as UTF-8."""
     if b"\\ud" not in text.lower():
         return
     try:
         json.dumps(document, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise InvalidJson("a string has a lone surrogate") from None
+        raise InvalidJson("a string contains an unpaired surrogate") from None
 
 
 def _refuse_constant(name: str) -> Any:

@@ -124,7 +124,7 @@ class PackedSource:
         try:
             downloading = self._downloads.submit(download)
         except RuntimeError as error:
-            # No thread could be started, but the download is queued all the same and must find itself cancelled.
+            # No thread could be started, but the download is queued anyway and must find itself cancelled.
             cancellation.cancel()
             raise AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded any more") from error
         woken = threading.Event()

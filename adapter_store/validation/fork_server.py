@@ -202,7 +202,7 @@ def fork_for_each_request() -> None:
             for end in (link.detach(), woken, waker):
                 os.close(end)
             os.setsid()
-            _give_way(niceness)
+            _lower_priority(niceness)
             for number, file in enumerate(files):
                 os.dup2(file, number)
                 os.close(file)
@@ -215,7 +215,7 @@ def fork_for_each_request() -> None:
     sys.exit(0)
 
 
-def _give_way(niceness: int) -> None:
+def _lower_priority(niceness: int) -> None:
     """Give other processes precedence on the processor."""
     # Best effort: continue if the machine refuses it.
     with contextlib.suppress(OSError):

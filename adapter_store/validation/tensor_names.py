@@ -54,14 +54,14 @@ class TensorNames:
     """Maps current names to the file's own names; a name that follows no known spelling is kept as it is."""
 
     originals: dict[str, str]
-    are_todays: bool
+    are_current: bool
 
 
-def todays_names(names: Iterable[str]) -> TensorNames:
+def current_names(names: Iterable[str]) -> TensorNames:
     """Find each tensor's current name; raises AdapterRejected if the file mixes spellings or names collide."""
     originals: dict[str, str] = {}
     spelling: _Spelling | None = None
-    are_todays = True
+    are_current = True
     for original in sorted(names):
         name, found = _parse(original)
         if found is not None:
@@ -71,8 +71,8 @@ def todays_names(names: Iterable[str]) -> TensorNames:
         if name in originals:
             raise AdapterRejected("ambiguous_names", "two tensors have names for the same module", original)
         originals[name] = original
-        are_todays = are_todays and (found is None or name == original)
-    return TensorNames(originals, are_todays)
+        are_current = are_current and (found is None or name == original)
+    return TensorNames(originals, are_current)
 
 
 def _parse(original: str) -> tuple[str, _Spelling | None]:

@@ -17,7 +17,7 @@ from loramux.adapter_store.formats.tensor_file import TensorFile
 from loramux.adapter_store.validation.expected_modules import ExpectedModule, expected_modules
 from loramux.adapter_store.validation.peft_config import parse_peft_config
 from loramux.adapter_store.validation.report import CheckList, Report, Warn, without_effect
-from loramux.adapter_store.validation.tensor_names import todays_names
+from loramux.adapter_store.validation.tensor_names import current_names
 from loramux.adapter_store.validation.weight_checks import WeightChecks
 
 _LAYER = re.compile(r"base_model\.model\.model\.layers\.([0-9]{1,4})\.")
@@ -37,7 +37,7 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
         with checks.check("modules"):
             expected = expected_modules(parsed, target)
         with checks.check("names"):
-            names = todays_names(file.header.tensors)
+            names = current_names(file.header.tensors)
             entries = {name: file.header.tensors[original] for name, original in names.originals.items()}
             _check_names(entries, expected, target)
         with checks.check("shapes"):
@@ -51,7 +51,7 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
         if weights.largest_effect == 0.0:
             raise AdapterRejected("zero_effect", "the adapter has no effect: its products B A are all zero")
     warnings = without_effect(weights.effects)
-    if not names.are_todays:
+    if not names.are_current:
         warnings.append(Warn("older_names", "the tensor names are not PEFT's current ones; they were translated"))
     return Report(
         scales={module.key: module.scale for module in expected},

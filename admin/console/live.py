@@ -40,7 +40,7 @@ class LiveParts:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(self._events(visit, every_s, parts), media_type="text/event-stream", headers=headers)
 
-    async def _may_look(self, visit: Visit) -> bool:
+    async def _is_authorized(self, visit: Visit) -> bool:
         try:
             return await find_session(visit.site, visit.request, is_use=False) is not None
         except ConfirmInBrowser:
@@ -55,7 +55,7 @@ class LiveParts:
             end_s = loop.time() + LIFETIME_S
             while loop.time() < end_s:
                 try:
-                    if not await self._may_look(visit):
+                    if not await self._is_authorized(visit):
                         yield _event("signed-out", "")
                         return
                     now = {name: await render() for name, render in parts.items()}

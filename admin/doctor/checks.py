@@ -32,7 +32,7 @@ SLOW_DATABASE_S = 0.1
 SOCKET_PART = f"/{TEMPORARY_PREFIX}xxxxxxxx/{SOCKET_NAME}"
 """The path that the engine creates below the directory for temporary files."""
 
-SANDBOX_MENDS = {
+SANDBOX_FIXES = {
     PRIVILEGES: "run Linux 3.5 or later",
     NETWORK: "allow user namespaces (sysctl user.max_user_namespaces)",
     FILES: "boot Linux 5.13 or later with landlock in its list of security modules (lsm=landlock,...; see "
@@ -206,7 +206,7 @@ def check_sandbox(is_required: bool, find_missing: Callable[[], Collection[str]]
         check=check,
         grade=Grade.FAILED if is_required else Grade.WARNING,
         message=f"uploads are validated behind {standing}; missing: {', '.join(lacking)}",
-        mend="; ".join(f"{name}: {SANDBOX_MENDS[name]}" for name in lacking)
+        mend="; ".join(f"{name}: {SANDBOX_FIXES[name]}" for name in lacking)
         + ("" if is_required else ". LORAMUX_SANDBOX=required refuses to start without them"),
     )
 

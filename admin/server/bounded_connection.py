@@ -10,7 +10,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from loramux.admin.server.client_addresses import origin_of
-from loramux.admin.server.connection_book import ConnectionBook
+from loramux.admin.server.connection_registry import ConnectionRegistry
 
 HEAD_TIMEOUT_S = 10.0
 """Time from the connection's start or the last answer's end to the end of the next request's head, in seconds."""
@@ -24,7 +24,7 @@ STALL_S = 1.0
 """Time that a client must have kept its connection waiting before a new connection may displace it, in seconds."""
 
 _BODY = (
-    b'{"error":{"message":"this server has as many connections as it takes; try again",'
+    b'{"error":{"message":"this server has reached its limit of connections; try again",'
     b'"type":"server_error","param":null,"code":"too_many_connections"}}'
 )
 REFUSAL = (
@@ -35,7 +35,7 @@ REFUSAL = (
 
 
 class BoundedConnection(H11Protocol):
-    """A uvicorn connection that its listener's ConnectionBook admits and may shed.
+    """A uvicorn connection that its listener's ConnectionRegistry admits and may shed.
 
     It waits for its client while a request head is incomplete, while a body is arriving, and while an answer is not
     being read. `since_s` is when the client last made progress.
@@ -49,7 +49,7 @@ class BoundedConnection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        assert isinstance(server_state, ConnectionBook)
+        assert isinstance(server_state, ConnectionRegistry)
         self._book = server_state
         self.origin: str | None = None
         """The address or network by which the client is counted; None for a trusted proxy."""

@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 
 from loramux.admin.server.bounded_connection import BoundedConnection
-from loramux.admin.server.connection_book import ConnectionBook
+from loramux.admin.server.connection_registry import ConnectionRegistry
 from loramux.admin.server.forwarded_clients import ForwardedClients
 from loramux.admin.server.listeners import prepare_to_listen
 from loramux.admin.server.stop_signals import StopSignals
@@ -26,10 +26,10 @@ LAST_WORDS_S = 2.0
 
 
 class HttpServer(uvicorn.Server):
-    """One listener with its ConnectionBook; it does not handle signals."""
+    """One listener with its ConnectionRegistry; it does not handle signals."""
 
-    def __init__(self, app: Any, listener: socket.socket, book: ConnectionBook | None = None) -> None:
-        self._book = book or ConnectionBook()
+    def __init__(self, app: Any, listener: socket.socket, book: ConnectionRegistry | None = None) -> None:
+        self._book = book or ConnectionRegistry()
         if self._book.proxies:
             max_per_address = self._book.limits.max_per_address
             app = ForwardedClients(

@@ -37,7 +37,7 @@ from benchmarks.tables import open_console
 from loramux.engine.server.gc_freeze import freeze_gc
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.migrations.model_spans import all_rollups_anew
+from loramux.migrations.model_spans import rebuild_all_rollups
 from loramux.platform.ledger.events import Ledger
 from loramux.platform.ledger.grains import AMOUNTS, DAY_US, HOUR_US
 from loramux.platform.ledger.query import UsageQuery
@@ -132,7 +132,7 @@ def _fold(kind: str, database: Database, num_events: int, progress: Progress) ->
     took_s = time.perf_counter() - started
     by_gateway = _all_rollups(database)
     with database.write() as connection:
-        for statement in all_rollups_anew():
+        for statement in rebuild_all_rollups():
             connection.execute(text(statement))
     if by_gateway != _all_rollups(database):
         raise CheckError("the gateway's rollups differ from those computed by the database")

@@ -25,7 +25,7 @@ from benchmarks.accounts.registry_world import World, fill
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
-from loramux.migrations.model_spans import all_rollups_anew
+from loramux.migrations.model_spans import rebuild_all_rollups
 from loramux.platform.ledger.grains import DAY_US
 
 MONTH_US = 30 * DAY_US
@@ -57,7 +57,7 @@ _NUMBERS = {
 }
 _REQUEST_ID = {"sqlite": "printf('req_%032x', i)", "postgresql": "'req_' || lpad(to_hex(i), 32, '0')"}
 # The rows satisfy all foreign keys, and after a crash the data would be created again, so skip checks and syncing.
-_CARELESS = {
+_FAST_SETTINGS = {
     "sqlite": ("PRAGMA defer_foreign_keys=ON", "PRAGMA cache_size=-500000"),
     "postgresql": (
         "SET LOCAL session_replication_role = replica",
@@ -146,11 +146,11 @@ def make_usage_world(
     steps = [text(_events(kind, low, num_events, first_us, world)) for low in range(0, num_events, INSERTED_AT_ONCE)]
     later = [CreateIndex(index) for index in indexes]
     if is_folded:
-        later += [text(statement) for statement in all_rollups_anew()]
+        later += [text(statement) for statement in rebuild_all_rollups()]
     later.append(text("ANALYZE") if kind == "postgresql" else text("SELECT 1"))
     for statement in progress.track([*steps, *later], description=f"{kind}: {num_events} events"):
         with database.write() as connection:
-            for setting in _CARELESS[kind]:
+            for setting in _FAST_SETTINGS[kind]:
                 connection.exec_driver_sql(setting)
             connection.execute(statement)
     if not is_folded:

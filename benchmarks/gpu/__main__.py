@@ -128,7 +128,7 @@ def _result(part: Part, bench: Bench, rows: list[Row], seconds: float, error: st
     }
 
 
-def go_on_afresh(left: list[Part], arguments: argparse.Namespace, seconds: float) -> NoReturn:
+def restart_process(left: list[Part], arguments: argparse.Namespace, seconds: float) -> NoReturn:
     """Replace this process, which has lost its device, with one that runs the remaining parts."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--peers", str(arguments.peers), "--no-warm", "--has-failed"]
     command += ["--seconds", str(round(seconds)), "--only", *(part.name for part in left)]
@@ -258,7 +258,7 @@ def main() -> int:
         print(table(part.name, result), flush=True)
         left = parts[number + 1 :]
         if result["error"] and left and bench.is_broken():
-            go_on_afresh(left, arguments, ends_at - time.monotonic())
+            restart_process(left, arguments, ends_at - time.monotonic())
     return 1 if has_failed else 0
 
 

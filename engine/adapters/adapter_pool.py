@@ -120,7 +120,7 @@ class AdapterPool:
         """Whether an adapter is being copied; its pages cannot be evicted until it is resident."""
         return any(load.phase is AdapterPhase.COPYING for load in self._loads.values())
 
-    def gives_way(self, load: AdapterLoad, position: int) -> bool:
+    def must_yield_slot(self, load: AdapterLoad, position: int) -> bool:
         """Whether this adapter, as the one with fewest users, must leave its slot to one wanted before `position`."""
         if not self._staged or self._free_slots or self.position_of(self._staged[0]) >= position:
             return False
@@ -131,7 +131,7 @@ class AdapterPool:
         """Whether a sequence at `position` can get pages and leave a staged adapter before it enough pages."""
         return self.reclaimer.can_make_room(num_pages + self.num_pages_wanted(position), position)
 
-    def num_pages_of_others(self, load: AdapterLoad | None, position: int) -> int:
+    def num_pages_lost_by_using(self, load: AdapterLoad | None, position: int) -> int:
         """The adapter's pages that a sequence at `position` could evict, but not once it uses the adapter itself."""
         if load is None or load.num_users or self.position_of(load) < position:
             return 0

@@ -15,13 +15,13 @@ from loramux.engine.sequence import Sequence
 MAX_ROUNDS = 64
 """Admissions from other shares after which a waiting share goes first, regardless of its counter."""
 
-ROUNDS_A_SHARE = 4
+ROUNDS_PER_SHARE = 4
 """The same bound per waiting share, for when many shares wait; strict round robin would need 1."""
 
 MAX_COST_RATIO = 16
 """How many times longer a share with expensive requests can wait than one with requests of average cost."""
 
-ROUNDS_A_LOOK = 8
+ROUNDS_BETWEEN_CHECKS = 8
 """Admissions between two checks for shares that have waited too long."""
 
 MAX_PASSED = 256
@@ -43,11 +43,11 @@ class FairQueue:
     wait forever.
 
     A share that has waited too long goes before all shares that have not. Two conditions must hold since its wait
-    began. First, there were K = max(MAX_ROUNDS, ROUNDS_A_SHARE * number of waiting shares) admissions from other
-    shares. Second, all shares together were charged ROUNDS_A_SHARE times what a fair order would charge them before the
-    share's next request, at its price, is due. For expensive requests, this can take more than K admissions, but never
-    more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is resident and whose pages are available
-    waits for at most ROUNDS_A_LOOK more admissions, plus one for each share that has waited as long.
+    began. First, there were K = max(MAX_ROUNDS, ROUNDS_PER_SHARE * number of waiting shares) admissions from other
+    shares. Second, all shares together were charged ROUNDS_PER_SHARE times what a fair order would charge them before
+    the share's next request, at its price, is due. For expensive requests, this can take more than K admissions, but
+    never more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is resident and whose pages are available
+    waits for at most ROUNDS_BETWEEN_CHECKS more admissions, plus one for each share that has waited as long.
     """
 
     def __init__(self) -> None:
@@ -243,17 +243,17 @@ class FairQueue:
         return order
 
     def _look_for_late(self) -> None:
-        if self._num_admissions - self._looked_at < ROUNDS_A_LOOK:
+        if self._num_admissions - self._looked_at < ROUNDS_BETWEEN_CHECKS:
             return
         self._looked_at = self._num_admissions
-        bound = max(MAX_ROUNDS, ROUNDS_A_SHARE * len(self._waiting))
+        bound = max(MAX_ROUNDS, ROUNDS_PER_SHARE * len(self._waiting))
         for share in self._waiting:
             rounds = self._num_admissions - share.waits_since
             if rounds < bound:
                 # All shares behind it have waited less.
                 break
             fair_wait = share.typical_price * self._waiting_weight / share.weight
-            if rounds >= MAX_COST_RATIO * bound or self._charged - share.charged_before >= ROUNDS_A_SHARE * fair_wait:
+            if rounds >= MAX_COST_RATIO * bound or self._charged - share.charged_before >= ROUNDS_PER_SHARE * fair_wait:
                 self._late[share] = None
                 self._changed[share] = None
 
@@ -265,7 +265,7 @@ class FairQueue:
             self._charged_more[share] = None
 
     def _insert(self, share: Share, sequence: Sequence) -> None:
-        if sequence.is_chosen_out:
+        if sequence.has_reached_limit:
             share.parked[sequence] = None
             return
         if not share.is_waiting:

@@ -211,14 +211,14 @@ class Scheduler:
             if budget == 0 or num_free_slots == 0:
                 break
             # Preempted or paused with a step in flight: its tokens are complete only once that step is committed.
-            if sequence.state is not SequenceState.WAITING or sequence.num_in_flight or sequence.is_chosen_out:
+            if sequence.state is not SequenceState.WAITING or sequence.num_in_flight or sequence.has_reached_limit:
                 continue
             entry = None
             if sequence.add.digest is not None:
                 entry = self._adapters.find(sequence.add.digest)
                 if entry is None or entry.phase is not AdapterPhase.RESIDENT or entry.evict_when_idle:
                     continue
-                if self._adapters.gives_way(entry, position):
+                if self._adapters.must_yield_slot(entry, position):
                     continue
                 if sequence.num_reserved > self.max_tokens(entry.num_pages, entry.digest):
                     self._unfit.append(sequence)
@@ -243,7 +243,9 @@ class Scheduler:
         num_tokens = min(num_pending, budget)
         # A preempted sequence resumes only with room for all its tokens, so that it gets further than before.
         num_held = num_pending if sequence.has_run else num_tokens
-        num_pages = self._kv.num_pages_to_begin(prefix, num_held) + self._adapters.num_pages_of_others(entry, position)
+        num_pages = self._kv.num_pages_to_begin(prefix, num_held) + self._adapters.num_pages_lost_by_using(
+            entry, position
+        )
         if not self._adapters.can_spare(num_pages, position):
             return None
         if entry is not None:

@@ -64,7 +64,7 @@ class TokenGrants:
     def _raise(self, sequence: Sequence, num_wanted: int) -> None:
         num_granted = min(num_wanted, self._most_tokens(sequence))
         self._scheduler.set_limit(sequence, max(sequence.num_reserved, num_granted))
-        if not sequence.is_chosen_out:
+        if not sequence.has_reached_limit:
             sequence.is_paused = False
 
     def _most_tokens(self, sequence: Sequence) -> int:

@@ -17,7 +17,7 @@ LOG2_E = 1.4426950408889634
 GROUP = 128
 """Logits that share one stored maximum."""
 
-GROUPS_A_PROGRAM = 32
+GROUPS_PER_PROGRAM = 32
 """Groups per program of the first launch: 16 KiB of float32."""
 
 BLOCK = 4096
@@ -90,9 +90,9 @@ def sample_tokens(
     assert workspace.shape[0] >= num_rows
     assert workspace.shape[1] == num_groups + MAX_CANDIDATES
     assert workspace.is_contiguous()
-    group_maxima[(num_rows, triton.cdiv(num_groups, GROUPS_A_PROGRAM))](
+    group_maxima[(num_rows, triton.cdiv(num_groups, GROUPS_PER_PROGRAM))](
         logits, workspace, logits.stride(0), workspace.stride(0),
-        V=vocab_size, NUM_GROUPS=num_groups, GROUP=GROUP, GROUPS=GROUPS_A_PROGRAM, num_warps=4,
+        V=vocab_size, NUM_GROUPS=num_groups, GROUP=GROUP, GROUPS=GROUPS_PER_PROGRAM, num_warps=4,
     )  # fmt: skip
     choose_tokens[(num_rows,)](
         logits, workspace, temperature, top_k, top_p, min_p, uniform, out_tokens,

@@ -225,7 +225,7 @@ class ApiKeys:
         self._cache.forget(key_id)
         return CreatedKey(key=key_of(row), secret=secret)
 
-    def take_back_graces(self) -> int:
+    def restart_grace_periods(self) -> int:
         """Restart grace periods that began before the clock was set back and would last too long; return how many."""
         table = schema.api_keys
         with self._database.write() as connection:
@@ -262,7 +262,7 @@ class ApiKeys:
         self._cache.put(sha256, principal, now_us, good_until_us)
         return principal
 
-    def still_opens(self, key_id: str, sha256: bytes) -> Principal | None:
+    def reauthenticate(self, key_id: str, sha256: bytes) -> Principal | None:
         """The current rights of a caller who authenticated earlier with this secret. Bypasses the cache.
 
         None once the secret is no longer valid: the key is revoked, expired or belongs to a suspended tenant, the

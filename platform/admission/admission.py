@@ -21,7 +21,7 @@ from loramux.platform.admission.records import (
     ReservationRequest,
 )
 from loramux.platform.admission.reservation_rows import LEASE_US
-from loramux.platform.admission.transaction import MAX_ATTEMPTS, AdmissionTransaction, Uncounted
+from loramux.platform.admission.transaction import MAX_ATTEMPTS, AdmissionTransaction, CountersMissing
 from loramux.platform.ledger.price_list import PriceReader
 from loramux.platform.ledger.rollups import MAX_BATCHES, UsageRollups
 from loramux.platform.ledger.settlement import Settlement
@@ -76,7 +76,7 @@ class Admission:
                 if transaction.num_overdrawn:
                     self._note_overdrawn(transaction.num_overdrawn)
                 return outcomes
-            except Uncounted as missing:
+            except CountersMissing as missing:
                 # In a separate transaction: inserting counters while holding others could deadlock.
                 with self._write() as connection:
                     CounterRows(connection).make(missing.bindings)

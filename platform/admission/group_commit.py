@@ -29,7 +29,7 @@ WORTH_ANOTHER = 32
 
 MAX_ATTEMPTS = 4
 RETRY_S = 0.02
-PASSING_STATES = ("40001", "40P01")
+TRANSIENT_SQLSTATES = ("40001", "40P01")
 """PostgreSQL's codes for errors that a retry resolves: serialisation failure and deadlock."""
 
 _log = structlog.get_logger(__name__)
@@ -144,7 +144,7 @@ class GroupCommit:
         try:
             return self._admission.commit(operations)
         except TROUBLE as error:
-            if _is_passing(error) and attempt < MAX_ATTEMPTS:
+            if _is_transient(error) and attempt < MAX_ATTEMPTS:
                 # The transaction was rolled back, and the one that it conflicted with has proceeded.
                 time.sleep(random.uniform(0, RETRY_S * attempt))
                 return self._commit(operations, attempt + 1)
@@ -162,9 +162,9 @@ class GroupCommit:
             return [error] * len(operations)
 
 
-def _is_passing(error: SQLAlchemyError) -> bool:
+def _is_transient(error: SQLAlchemyError) -> bool:
     """Whether the database only aborted this transaction in favour of another, as it does at a deadlock."""
-    return getattr(getattr(error, "orig", None), "sqlstate", None) in PASSING_STATES
+    return getattr(getattr(error, "orig", None), "sqlstate", None) in TRANSIENT_SQLSTATES
 
 
 def _answer(batch: list[_Waiting], outcomes: list[Outcome]) -> None:

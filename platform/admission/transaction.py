@@ -36,7 +36,7 @@ MAX_ATTEMPTS = 20
 """Maximum number of attempts while the rules keep changing."""
 
 
-class Uncounted(Exception):
+class CountersMissing(Exception):
     """Policies changed or a window rolled over after the counters were locked; retry with these bindings locked too.
 
     Nothing was judged. The counters of `bindings` may have to be created before the retry.
@@ -76,7 +76,7 @@ class AdmissionTransaction:
     def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
         """Apply the operations and return the outcome of each; a refused one takes nothing.
 
-        Raises Uncounted and SQLAlchemyError, in which case nothing is changed.
+        Raises CountersMissing and SQLAlchemyError, in which case nothing is changed.
         """
         asking = [operation for operation in operations if isinstance(operation, ReservationRequest | LoadCharge)]
         others = [operation for operation in operations if isinstance(operation, Extension | Closing)]
@@ -104,7 +104,7 @@ class AdmissionTransaction:
             self._read_rules(callers, rows)
         uncounted = [one for one in self._bind(callers, self._now_us) if one.key not in self._quotas.counters]
         if uncounted:
-            raise Uncounted(uncounted)
+            raise CountersMissing(uncounted)
 
     def _read_rules(self, callers: Collection[_Caller], rows: Sequence[ReservationRow]) -> None:
         subjects = {subject for caller in callers for subject in caller if subject is not None}

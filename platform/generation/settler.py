@@ -171,7 +171,7 @@ class Settler:
             # Shielded: a slow settlement is spooled as well, and the second of the two has no effect.
             await asyncio.wait_for(asyncio.shield(settling), SETTLE_WAIT_S)
         except TimeoutError:
-            settling.add_done_callback(_look_away)
+            settling.add_done_callback(_retrieve_exception)
             return False
         except Exception as error:
             # The settlement must not be lost; a replay will show whether the database refuses it.
@@ -221,7 +221,7 @@ def _in_full(closing: Closing) -> dict[str, str]:
     return {"request_id": closing.request_id, "record": record_of(closing).decode().rstrip()}
 
 
-def _look_away(done: asyncio.Future[Any]) -> None:
+def _retrieve_exception(done: asyncio.Future[Any]) -> None:
     """Retrieve the exception of an abandoned future, so that asyncio does not report it as unhandled."""
     if not done.cancelled():
         done.exception()

@@ -29,7 +29,10 @@ ERROR_EXAMPLES: Mapping[int, tuple[str, dict[str, Any]]] = {
     412: ("It has changed since the caller read it.", _error("read it again", "precondition_failed", "If-Match")),
     413: ("The body is too large.", _error("the body must not exceed 65536 bytes", "payload_too_large")),
     422: ("The Idempotency-Key was used for another call.", _error("key already used", "idempotency_key_reused")),
-    428: ("If-Match is missing.", _error("give the ETag that you read", "precondition_required", "If-Match")),
+    428: (
+        "If-Match is missing.",
+        _error("send the ETag that you read as If-Match", "precondition_required", "If-Match"),
+    ),
     429: ("A quota is exhausted.", _error("tokens per minute", "rate_limit_exceeded", None, "rate_limit_error")),
     500: ("An internal error.", _error("an internal error", "internal_error", None, "server_error")),
     503: ("Temporarily unavailable.", _error("the engine is restarting", "engine_unavailable", None, "server_error")),

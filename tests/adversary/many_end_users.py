@@ -7,7 +7,7 @@ import time
 from sqlalchemy import text
 
 from loramux.migrations.database import Database
-from loramux.migrations.model_spans import all_rollups_anew
+from loramux.migrations.model_spans import rebuild_all_rollups
 from loramux.platform.ledger.grains import DAY_US
 
 _EVENTS = """
@@ -41,6 +41,6 @@ def add_end_users(database: Database, tenant_id: str, num_events: int, days: int
     entered = text(_EVENTS.format(numbers=_NUMBERS[is_sqlite], request_id=_REQUEST_ID[is_sqlite]))
     with database.write() as connection:
         connection.execute(entered, values)
-        for statement in all_rollups_anew():
+        for statement in rebuild_all_rollups():
             connection.execute(text(statement))
     database.refresh_statistics()

@@ -16,7 +16,7 @@ from loramux.engine.errors import ConfigNotUsable, DeviceNotUsable, EngineError,
 from loramux.engine.messages import Add, Finished, SamplingParams
 from tests.conformance.parity import Subject, make_subject
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, SMALL_WINDOW, AdapterPlan
-from tests.engine.device.played_card import GIB, PlayedCard, cuda_error, out_of_memory, played_backend
+from tests.engine.device.fake_card import GIB, FakeCard, cuda_error, fake_backend, out_of_memory
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 LOST = cuda_error("the device fell off the bus")
@@ -29,19 +29,19 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 
 @pytest.fixture
-def card() -> PlayedCard:
-    return PlayedCard()
+def card() -> FakeCard:
+    return FakeCard()
 
 
-def assemble(subject: Subject, card: PlayedCard, make_linear: Any = None, **settings: Any) -> AssembledEngine:
-    backend = played_backend(card) if make_linear is None else played_backend(card, make_linear)
+def assemble(subject: Subject, card: FakeCard, make_linear: Any = None, **settings: Any) -> AssembledEngine:
+    backend = fake_backend(card) if make_linear is None else fake_backend(card, make_linear)
     return subject.assemble(backend, **{"max_batch_tokens": 16, "max_sequences": 4, **settings})
 
 
 # At startup
 
 
-def refusal(kind: type[EngineError], subject: Subject, card: PlayedCard, **arguments: Any) -> str:
+def refusal(kind: type[EngineError], subject: Subject, card: FakeCard, **arguments: Any) -> str:
     with pytest.raises(kind) as refused:
         assemble(subject, card, **arguments)
     message = str(refused.value)
@@ -53,21 +53,21 @@ def test_a_card_that_does_not_hold_the_model_is_refused(subject: Subject) -> Non
     def no_room(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         raise out_of_memory()
 
-    assert refusal(DeviceNotUsable, subject, PlayedCard(3 * GIB, 80 * GIB), make_linear=no_room) == (
+    assert refusal(DeviceNotUsable, subject, FakeCard(3 * GIB, 80 * GIB), make_linear=no_room) == (
         "the model does not fit on the GPU, which had 3.0 GiB of 80.0 GiB free: "
         "stop other programs on the GPU, or use a larger GPU"
     )
 
 
 def test_a_card_with_no_room_for_a_pool_beside_the_model_is_refused(subject: Subject) -> None:
-    assert refusal(PoolTooSmall, subject, PlayedCard(2 * GIB, 80 * GIB), pool_bytes=None) == (
+    assert refusal(PoolTooSmall, subject, FakeCard(2 * GIB, 80 * GIB), pool_bytes=None) == (
         "the model leaves 2.0 GiB of the GPU's 80.0 GiB free, and 6.4 GiB are reserved for graphs: use a larger GPU or "
         "a smaller model, stop other programs on the GPU, or set pool_bytes to less than the free memory"
     )
 
 
 def test_a_pool_that_does_not_fit_the_card_is_refused(
-    subject: Subject, card: PlayedCard, monkeypatch: pytest.MonkeyPatch
+    subject: Subject, card: FakeCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = torch.empty
 
@@ -82,7 +82,7 @@ def test_a_pool_that_does_not_fit_the_card_is_refused(
     )
 
 
-def test_a_card_with_no_memory_for_a_step_is_refused(subject: Subject, card: PlayedCard) -> None:
+def test_a_card_with_no_memory_for_a_step_is_refused(subject: Subject, card: FakeCard) -> None:
     card.broken["launch"] = out_of_memory()
     assert refusal(ConfigNotUsable, subject, card) == (
         "the model and the page pool leave no GPU memory for a step of 16 tokens: "
@@ -91,7 +91,7 @@ def test_a_card_with_no_memory_for_a_step_is_refused(subject: Subject, card: Pla
 
 
 @pytest.mark.parametrize("call", ["launch", "fence", "download"])
-def test_a_card_that_fails_at_the_start_is_to_blame(subject: Subject, card: PlayedCard, call: str) -> None:
+def test_a_card_that_fails_at_the_start_is_to_blame(subject: Subject, card: FakeCard, call: str) -> None:
     card.broken[call] = cuda_error("no kernel image is available for execution on the device")
     with pytest.raises(torch.AcceleratorError) as failed:
         assemble(subject, card)
@@ -115,11 +115,11 @@ def finished(engine: Engine) -> dict[str, Finished]:
     return {end.sequence_id: end for end in ends}
 
 
-def lose(card: PlayedCard) -> None:
+def lose(card: FakeCard) -> None:
     card.lost = LOST
 
 
-def break_call(name: str, error: Exception) -> Callable[[PlayedCard], None]:
+def break_call(name: str, error: Exception) -> Callable[[FakeCard], None]:
     return lambda card: card.broken.update({name: error})
 
 
@@ -135,7 +135,7 @@ FAULTS = {
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
 @pytest.mark.parametrize("strike", FAULTS.values(), ids=FAULTS.keys())
 def test_no_step_hides_that_its_device_failed(
-    subject: Subject, card: PlayedCard, strike: Callable[[PlayedCard], None], num_steps: int
+    subject: Subject, card: FakeCard, strike: Callable[[FakeCard], None], num_steps: int
 ) -> None:
     """The fault hits a step's first run, its capture or a replay; no live sequence may wait forever."""
     assembled = assemble(subject, card)
@@ -151,7 +151,7 @@ def test_no_step_hides_that_its_device_failed(
     assembled.adapters.close()
 
 
-def test_a_lost_card_is_found_by_a_request_that_waits_for_its_adapter(subject: Subject, card: PlayedCard) -> None:
+def test_a_lost_card_is_found_by_a_request_that_waits_for_its_adapter(subject: Subject, card: FakeCard) -> None:
     """Nothing runs, so the adapter would otherwise fail again and again on an engine that looks healthy."""
     assembled = assemble(subject, card)
     lose(card)
@@ -162,7 +162,7 @@ def test_a_lost_card_is_found_by_a_request_that_waits_for_its_adapter(subject: S
 
 
 def test_an_adapter_whose_copy_fails_fails_its_own_requests_once(
-    subject: Subject, card: PlayedCard, capsys: pytest.CaptureFixture[str]
+    subject: Subject, card: FakeCard, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assembled = assemble(subject, card)
     engine, digest = assembled.engine, subject.digests["r3"]
@@ -186,7 +186,7 @@ def test_an_adapter_whose_copy_fails_fails_its_own_requests_once(
 
 
 def test_a_capture_that_finds_no_memory_is_one_line_and_the_step_runs(
-    subject: Subject, card: PlayedCard, capsys: pytest.CaptureFixture[str]
+    subject: Subject, card: FakeCard, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assembled = assemble(subject, card)
     card.broken["capture"] = cuda_error("out of memory")

@@ -183,7 +183,7 @@ class OidcProvider:
             token = jwt.decode(id_token, await self._signing_keys(), algorithms=ALGORITHMS)
         except (JoseError, ValueError):
             # The provider may have changed its keys.
-            token = jwt.decode(id_token, await self._signing_keys(anew=True), algorithms=ALGORITHMS)
+            token = jwt.decode(id_token, await self._signing_keys(must_refresh=True), algorithms=ALGORITHMS)
         wanted = {
             "iss": {"essential": True, "value": self._settings.issuer},
             "aud": {"essential": True, "value": self._settings.client_id},
@@ -209,10 +209,10 @@ class OidcProvider:
                 self._metadata, self._metadata_s = metadata, self._clock()
             return self._metadata
 
-    async def _signing_keys(self, *, anew: bool = False) -> KeySet:
+    async def _signing_keys(self, *, must_refresh: bool = False) -> KeySet:
         metadata = await self._described()
         async with self._lock:
-            is_stale = anew and self._clock() - self._keys_s > KEYS_AGE_S
+            is_stale = must_refresh and self._clock() - self._keys_s > KEYS_AGE_S
             if self._keys is None or is_stale:
                 self._keys = KeySet.import_key_set(await _read(metadata["jwks_uri"]))  # type: ignore[arg-type]
                 self._keys_s = self._clock()

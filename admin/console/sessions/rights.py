@@ -33,7 +33,7 @@ class SessionRights:
             return self.of_person(content.sign_on.subject, content.sign_on.held)
         if content.key_sha256 is None:
             return None
-        principal = self._api_keys.still_opens(key_id, content.key_sha256)
+        principal = self._api_keys.reauthenticate(key_id, content.key_sha256)
         return principal if principal is not None and may_enter(principal) else None
 
     def of_person(self, subject: str, values: Iterable[str]) -> Principal | None:

@@ -12,7 +12,7 @@ from safetensors.numpy import save
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.canonical import digest_of, write_canonical
 from loramux.adapter_store.formats.packing import pack
-from loramux.adapter_store.validation.tensor_names import todays_names
+from loramux.adapter_store.validation.tensor_names import current_names
 from loramux.adapter_store.validation.validation import validate_files
 from tests.adapter_store.adapter_files import AdapterMaker
 from tests.adapter_store.small_base import OUTER_MODULES, make_target
@@ -88,8 +88,8 @@ def test_an_error_gives_the_files_own_name() -> None:
 
 def test_todays_names_are_left_alone() -> None:
     files = AdapterMaker(TARGET)(modules=MODULES)
-    names = todays_names(files.tensors)
-    assert names.are_todays
+    names = current_names(files.tensors)
+    assert names.are_current
     assert names.originals == {name: name for name in files.tensors}
 
 
@@ -109,7 +109,7 @@ def test_mixtures_and_collisions_are_refused(second: str) -> None:
     first = PREFIX + "model.layers.0.self_attn.q_proj.lora_A.weight"
     for names in ([first, second], [second, first]):
         with pytest.raises(AdapterRejected) as refused:
-            todays_names(names)
+            current_names(names)
         assert refused.value.code == "ambiguous_names"
         assert refused.value.param in (first, second)
 
@@ -117,4 +117,4 @@ def test_mixtures_and_collisions_are_refused(second: str) -> None:
 def test_two_adapters_in_one_file_are_refused() -> None:
     names = [f"{PREFIX}model.layers.0.mlp.up_proj.lora_A.{adapter}.weight" for adapter in ("policy", "reference")]
     with pytest.raises(AdapterRejected, match="not all named in the same way"):
-        todays_names(names)
+        current_names(names)

@@ -181,7 +181,7 @@ def test_the_walls_around_validation_are_said(
     assert finding.grade is grade
     assert said in finding.message
     for measure in () if grade is Grade.OK else missing:
-        assert f"{measure}: {checks.SANDBOX_MENDS[measure]}" in str(finding.mend)
+        assert f"{measure}: {checks.SANDBOX_FIXES[measure]}" in str(finding.mend)
     assert ("LORAMUX_SANDBOX=required" in str(finding.mend)) is (grade is Grade.WARNING)
 
 

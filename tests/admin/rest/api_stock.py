@@ -75,7 +75,7 @@ class ApiStock:
         }
 
     def _open_upload(self) -> str:
-        """An open upload, reused until a call closes it, because a tenant may have only so many."""
+        """An open upload, reused until a call closes it, because a tenant may have only a few."""
         found = self._services.ingest.get_upload(self._open_id)
         if found is None or found.state != "open":
             self._open_id = self._upload(is_sent=False)

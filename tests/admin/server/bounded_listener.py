@@ -17,8 +17,8 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
 from loramux.admin.server.client_addresses import TrustedProxies
-from loramux.admin.server.connection_book import ConnectionBook
 from loramux.admin.server.connection_limits import ConnectionLimits
+from loramux.admin.server.connection_registry import ConnectionRegistry
 from loramux.admin.server.http_servers import HttpServer
 from loramux.admin.server.listeners import bind
 from loramux.platform.telemetry.metrics import GatewayMetrics
@@ -32,7 +32,7 @@ class Listener:
     """A small app on a real listener, set up as in `loramux serve`."""
 
     port: int
-    book: ConnectionBook
+    book: ConnectionRegistry
     metrics: GatewayMetrics
     loop: Any = None
     num_asked: int = 0
@@ -115,7 +115,7 @@ def listening(limits: ConnectionLimits | None = None, proxies: tuple[str, ...] =
     metrics = GatewayMetrics()
     bound = bind("127.0.0.1", 0, "port")
     listener = Listener(
-        bound.getsockname()[1], ConnectionBook(limits, TrustedProxies(proxies), metrics, "openai"), metrics
+        bound.getsockname()[1], ConnectionRegistry(limits, TrustedProxies(proxies), metrics, "openai"), metrics
     )
     server = HttpServer(listener, bound, listener.book)
 

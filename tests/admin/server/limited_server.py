@@ -11,8 +11,8 @@ from typing import Any
 
 import uvloop
 
-from loramux.admin.server.connection_book import ConnectionBook
 from loramux.admin.server.connection_limits import make_room
+from loramux.admin.server.connection_registry import ConnectionRegistry
 from loramux.admin.server.http_servers import HttpServer
 from loramux.admin.server.listeners import bind
 from loramux.admin.server.logs import configure_logs
@@ -34,7 +34,7 @@ def main(num_files: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
     limits = make_room(4096, 1024)
     with bind("127.0.0.1", 0, "port") as listener:
-        server = HttpServer(app, listener, ConnectionBook(limits.openai))
+        server = HttpServer(app, listener, ConnectionRegistry(limits.openai))
 
         async def serve() -> None:
             serving = asyncio.create_task(server.run_until_stopped())

@@ -246,7 +246,7 @@ def test_goes_on_in_another_process_with_what_is_left(monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "closerange", lambda first, end: None)
     monkeypatch.setattr(os, "execv", lambda _, command: replaced.append(command))
     arguments = gpu.parse(["--quick", "--out", "results.json"])
-    gpu.go_on_afresh(list(gpu.PARTS[-2:]), arguments, 99.6)
+    gpu.restart_process(list(gpu.PARTS[-2:]), arguments, 99.6)
     assert replaced[0][:3] == [sys.executable, "-m", "benchmarks.gpu"]
     later = gpu.parse(replaced[0][3:])
     assert later.only == [part.name for part in gpu.PARTS[-2:]]

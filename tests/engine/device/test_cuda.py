@@ -21,7 +21,7 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="this machine has no GPU")
 ROW_BYTES = 1 << 20
 
 
-class PlayedGraph:
+class FakeGraph:
     """A graph that records its calls; ending a disturbed capture raises an error."""
 
     def __init__(self, ends_with: Exception | None = None) -> None:
@@ -41,7 +41,7 @@ class PlayedGraph:
 
 
 def test_a_captured_step_is_replayed() -> None:
-    graph = PlayedGraph()
+    graph = FakeGraph()
     captured(cast(Any, graph), None, lambda: graph.calls.append("step"))()
     assert graph.calls == ["begin", "step", "end", "replay"]
     assert gc.isenabled()
@@ -49,7 +49,7 @@ def test_a_captured_step_is_replayed() -> None:
 
 @pytest.mark.parametrize("ends_with", [None, RuntimeError("the capture was invalidated")], ids=["clean", "invalidated"])
 def test_a_step_that_raises_ends_its_capture(ends_with: Exception | None) -> None:
-    graph = PlayedGraph(ends_with)
+    graph = FakeGraph(ends_with)
 
     def step() -> None:
         assert not gc.isenabled()

@@ -19,7 +19,7 @@ from loramux.engine.device.device_faults import MAX_FAULT, device_fault
 from loramux.engine.server import process
 from loramux.engine.server.process import EXIT_DEVICE_FAILED
 from loramux.engine.server.step_record import StepRecord
-from tests.engine.device.played_card import cuda_error, out_of_memory
+from tests.engine.device.fake_card import cuda_error, out_of_memory
 from tests.engine.server.assembled_parts import READY, Stager
 from tests.engine.simulated_engine import simulate_engine
 

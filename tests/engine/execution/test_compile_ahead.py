@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from loramux.engine.device.accelerator import HostAccelerator
-from tests.engine.device.played_gpu import GEMMA, LLAMA, UnlaunchedProgram, cache_key, played_driver, start_engine
+from tests.engine.device.fake_gpu import GEMMA, LLAMA, UnlaunchedProgram, cache_key, fake_driver, start_engine
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from triton import knobs
 from triton.runtime import JITFunction
 from loramux.kernels.gpu.ahead import compile_ahead
-from tests.engine.device.played_gpu import GEMMA, LLAMA, played_driver, start_engine
+from tests.engine.device.fake_gpu import GEMMA, LLAMA, fake_driver, start_engine
 
 run = JITFunction.run
 JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
@@ -31,7 +31,7 @@ found = []
 knobs.compilation.listener = lambda **said: found.append(said["cache_hit"])
 model, capability, directory = sys.argv[1:]
 for _ in range(2):
-    with played_driver(int(capability)):
+    with fake_driver(int(capability)):
         start_engine(Path(directory), {"llama": LLAMA, "gemma": GEMMA}[model], compile_ahead).adapters.close()
 assert all(found), f"{found.count(False)} of {len(found)} programs were compiled by the engine"
 print(len(found))
@@ -95,7 +95,7 @@ def test_what_is_recorded_is_what_the_warm_up_looks_for(
 
     monkeypatch.setattr(compiler, "compile", note)
     monkeypatch.setattr(HostAccelerator, "capture", capture)
-    with played_driver(90):
+    with fake_driver(90):
         start_engine(tmp_path, model, record).adapters.close()
     assert len({name.rpartition("-")[0] for name in wanted}) == 10
     assert recorded == wanted
@@ -118,7 +118,7 @@ def test_an_engine_that_cannot_compile_ahead_starts(
         raise OSError("no room for a cache")
 
     monkeypatch.setattr(compiler, "compile", note)
-    with played_driver(90):
+    with fake_driver(90):
         start_engine(tmp_path, LLAMA, refuse, max_sequences=1).adapters.close()
     assert compiled
     assert "compiling GPU programs one at a time: OSError('no room for a cache')" in capsys.readouterr().err

@@ -191,7 +191,7 @@ def test_the_host_draws_as_defined_beyond_the_likeliest(params: SamplingParams) 
 def device(monkeypatch: pytest.MonkeyPatch) -> DeviceSampler:
     backend = gpu_backend(monkeypatch)
     assert backend.sample_tokens is not None
-    for name, size in (("GROUP", 16), ("GROUPS_A_PROGRAM", 8), ("BLOCK", 64), ("MAX_CANDIDATES", 64)):
+    for name, size in (("GROUP", 16), ("GROUPS_PER_PROGRAM", 8), ("BLOCK", 64), ("MAX_CANDIDATES", 64)):
         # Small tiles, as in the kernel's own tests, because the interpreter is slow.
         monkeypatch.setitem(backend.sample_tokens.__globals__, name, size)  # type: ignore[attr-defined]
     return DeviceSampler(backend.accelerator, backend.sample_tokens, 32, ())

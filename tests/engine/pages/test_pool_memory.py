@@ -11,7 +11,7 @@ import pytest
 from loramux.engine.device.accelerator import DeviceMemory, HostAccelerator
 from loramux.engine.errors import PoolTooSmall
 from loramux.engine.pages.pool_memory import DEFAULT_BYTES, MIN_RESERVE_BYTES, pool_bytes_of
-from tests.engine.device.played_gpu import LLAMA, UnlaunchedProgram, played_driver, start_engine
+from tests.engine.device.fake_gpu import LLAMA, UnlaunchedProgram, fake_driver, start_engine
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -63,7 +63,7 @@ def test_the_pool_takes_nothing_of_what_activations_need(tmp_path: Path, monkeyp
         card.free -= 80 * MIB
 
     monkeypatch.setattr(compiler, "compile", lambda *arguments, **options: UnlaunchedProgram())
-    with played_driver(90):
+    with fake_driver(90):
         assembled = start_engine(tmp_path, LLAMA, compile_ahead, card, pool_bytes=None, max_sequences=1)
     page_bytes = assembled.views.geometry.total_page_bytes
     assert assembled.ready.num_pages == 16 * MIB // page_bytes

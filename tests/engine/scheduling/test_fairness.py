@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux.engine.messages import Add
-from loramux.engine.scheduling.fair_queue import MAX_COST_RATIO, MAX_ROUNDS, ROUNDS_A_LOOK, FairQueue
+from loramux.engine.scheduling.fair_queue import MAX_COST_RATIO, MAX_ROUNDS, ROUNDS_BETWEEN_CHECKS, FairQueue
 from loramux.engine.scheduling.shares import Share, place
 from loramux.engine.sequence import Sequence
 from tests.engine.simulated_engine import GREEDY, Simulate, Simulation
@@ -120,8 +120,8 @@ def test_a_share_waits_for_a_bounded_number_of_rounds_whatever_others_do(num_pro
     waiting(queue, 0, "patient", num_prompt=num_prompt)
     for arrival in range(1, bound + 100):
         waiting(queue, arrival, "pushy", num_prompt=1, priority=9)
-    order = [admit_next(queue).add.share_key for _ in range(bound + ROUNDS_A_LOOK + 1)]
-    assert bound <= order.index("patient") <= bound + ROUNDS_A_LOOK
+    order = [admit_next(queue).add.share_key for _ in range(bound + ROUNDS_BETWEEN_CHECKS + 1)]
+    assert bound <= order.index("patient") <= bound + ROUNDS_BETWEEN_CHECKS
 
 
 @pytest.mark.parametrize("num_shares", [10, 200])
@@ -244,7 +244,7 @@ def test_the_bound_holds_for_any_traffic(data: st.DataObject) -> None:
         served = admit_next(queue).add.share_key
         still_waiting = {one.add.share_key for one in queue.sequences()}
         unserved = {key: 0 if key == served else count + 1 for key, count in unserved.items() if key in still_waiting}
-        assert max(unserved.values(), default=0) <= MAX_ROUNDS + ROUNDS_A_LOOK + shares
+        assert max(unserved.values(), default=0) <= MAX_ROUNDS + ROUNDS_BETWEEN_CHECKS + shares
 
 
 def test_sequences_are_ready_while_their_adapter_is_resident() -> None:

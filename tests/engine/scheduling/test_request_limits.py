@@ -1,4 +1,4 @@
-"""The engine itself also rejects settings that no kernel should see, whoever sent them."""
+"""The engine itself also rejects settings that no kernel should see, from any gateway."""
 
 from __future__ import annotations
 

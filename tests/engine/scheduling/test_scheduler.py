@@ -67,7 +67,7 @@ class Bench:
                 sequence.commit(7)
                 self.scheduler.queue.charge_outputs([sequence])
             sequence.has_run = True
-            if sequence.is_chosen_out:
+            if sequence.has_reached_limit:
                 self.scheduler.finish(sequence)
         self.pages.check_integrity()
         return {item.sequence.sequence_id: item.num_tokens for item in scheduled}

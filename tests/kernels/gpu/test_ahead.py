@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from loramux.kernels.gpu import ahead
-from tests.engine.device.played_gpu import played_driver
+from tests.engine.device.fake_gpu import fake_driver
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
 
@@ -50,7 +50,7 @@ def test_failing_processes_stop_nobody_and_one_core_needs_none(
     num_cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    with played_driver(90):
+    with fake_driver(90):
         ahead.compile_ahead(launch_two, num_cores, [sys.executable, "-c", "import sys; sys.exit('no space left')"])
     told = capsys.readouterr().err.splitlines()
     if num_cores == 1:
@@ -67,7 +67,7 @@ def test_what_the_cache_has_is_not_compiled(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(ahead.Program, "is_cached", lambda self: self.source.signature["gate_up_ptr"] == "*fp32")
-    with played_driver(90):
+    with fake_driver(90):
         ahead.compile_ahead(launch_two, 2, ["/no/such/program"])
     assert capsys.readouterr().err == "", "a single missing program needs no second process"
 

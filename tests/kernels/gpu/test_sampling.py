@@ -19,7 +19,7 @@ from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels
 
 (sampling,) = import_kernels("sampling")
 
-REAL_TILES = {name: getattr(sampling, name) for name in ("GROUP", "GROUPS_A_PROGRAM", "BLOCK", "MAX_CANDIDATES")}
+REAL_TILES = {name: getattr(sampling, name) for name in ("GROUP", "GROUPS_PER_PROGRAM", "BLOCK", "MAX_CANDIDATES")}
 
 ALONE = "LORAMUX_TEST_ALONE"
 """Set for a test that runs in its own process."""
@@ -58,7 +58,7 @@ RESTRICTIONS = {
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scale the tiles down, so that a vocabulary of a thousand tokens behaves like one of a hundred thousand."""
     monkeypatch.setattr(sampling, "GROUP", 16)
-    monkeypatch.setattr(sampling, "GROUPS_A_PROGRAM", 8)
+    monkeypatch.setattr(sampling, "GROUPS_PER_PROGRAM", 8)
     monkeypatch.setattr(sampling, "BLOCK", 256)
     monkeypatch.setattr(sampling, "MAX_CANDIDATES", 64)
     if not HAS_GPU:

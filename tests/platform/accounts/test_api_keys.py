@@ -159,8 +159,8 @@ def test_a_jump_of_the_clock_prolongs_no_grace(clocked: Database, acme: Tenant, 
     clock.advance(7 * 86_400)
     assert keys.rotate(created.key.id, 60_000_000) is not None
     clock.advance(-7 * 86_400)
-    assert keys.take_back_graces() == 1
-    assert keys.take_back_graces() == 0
+    assert keys.restart_grace_periods() == 1
+    assert keys.restart_grace_periods() == 0
     clock.advance(59)
     assert [keys.authenticate(key.secret) is not None for key in (early, created)] == [True, True]
     clock.advance(1)

@@ -27,7 +27,7 @@ def engine_on(card: str, model: Path, tmp_path: Path) -> LocalEngine:
         num_threads=1,
         max_sequences=2,
     )
-    command = (sys.executable, str(Path(__file__).parent / "played_card_engine.py"), card)
+    command = (sys.executable, str(Path(__file__).parent / "fake_card_engine.py"), card)
     return LocalEngine(config, Supervision(first_delay_s=0.05), command)
 
 

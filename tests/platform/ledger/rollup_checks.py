@@ -8,7 +8,7 @@ from sqlalchemy import func, select
 
 from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.migrations.model_spans import all_rollups_anew
+from loramux.migrations.model_spans import rebuild_all_rollups
 
 
 def num_waiting(database: Database) -> int:
@@ -28,9 +28,9 @@ def all_rollups(database: Database) -> set[tuple[Any, ...]]:
     return set(rows)
 
 
-def roll_up_anew(database: Database) -> set[tuple[Any, ...]]:
+def rebuild_rollups(database: Database) -> set[tuple[Any, ...]]:
     """Rebuild every row from the ledger, in the database, and return the rows."""
     with database.write() as connection:
-        for statement in all_rollups_anew():
+        for statement in rebuild_all_rollups():
             connection.exec_driver_sql(statement.replace("%", "%%") if not database.is_sqlite else statement)
     return all_rollups(database)

@@ -26,7 +26,7 @@ from loramux.platform.admission.records import Closing, ReservationRequest
 from loramux.platform.ledger.rollups import UsageRollups
 from loramux.platform.ledger.settlement import Settlement
 from tests.platform.ledger import folding_process
-from tests.platform.ledger.rollup_checks import all_rollups, num_waiting, roll_up_anew
+from tests.platform.ledger.rollup_checks import all_rollups, num_waiting, rebuild_rollups
 
 NUM_SETTLED = 8
 """Settlements per round, each in its own transaction."""
@@ -96,7 +96,7 @@ def test_a_process_killed_in_the_middle_of_a_fold_leaves_rollups_that_are_the_le
     assert killed.num_amid > 0
     fold_everything(database)
     folded = all_rollups(database)
-    assert roll_up_anew(database) == folded
+    assert rebuild_rollups(database) == folded
     rollups = schema.usage_rollups.c
     days = select(func.sum(rollups.requests)).where(rollups.grain == 5, rollups.span_us == 86_400_000_000)
     with database.read() as connection:
@@ -201,7 +201,7 @@ def test_what_is_settled_while_the_ledger_is_rolled_up_anew_is_counted_once(post
     assert num_waiting(database) > 0, "some settlements came after the migration"
     fold_everything(database)
     folded = all_rollups(database)
-    assert roll_up_anew(database) == folded
+    assert rebuild_rollups(database) == folded
     rollups = schema.usage_rollups.c
     days = select(func.sum(rollups.requests)).where(rollups.grain == 5, rollups.span_us == 86_400_000_000)
     with database.read() as connection:

@@ -38,7 +38,7 @@ from loramux.platform.ledger.ranges import cut
 from loramux.platform.ledger.report import UsageRow, answer
 from loramux.platform.ledger.rollups import UsageRollups
 from loramux.platform.ledger.settlement import Settlement
-from tests.platform.ledger.rollup_checks import all_rollups, num_waiting, roll_up_anew
+from tests.platform.ledger.rollup_checks import all_rollups, num_waiting, rebuild_rollups
 
 ZONES = ("UTC", "Europe/Berlin", "America/New_York", "Asia/Kolkata", "Australia/Lord_Howe")
 
@@ -269,7 +269,7 @@ def _check_rollups(database: Database, facts: list[dict[str, Any]]) -> None:
                 assert tuple(map(int, row)) == total
     assert num_waiting(database) == 0
     folded = all_rollups(database)
-    assert roll_up_anew(database) == folded
+    assert rebuild_rollups(database) == folded
 
 
 def test_gateways_that_settle_and_fold_at_once_lose_nothing(database: Database) -> None:

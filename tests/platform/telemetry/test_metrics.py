@@ -1,4 +1,4 @@
-"""Metrics name nothing but the ten policies with the most refusals, however many policies there are."""
+"""Metrics name only the ten policies with the most refusals, however many policies exist."""
 
 from __future__ import annotations
 

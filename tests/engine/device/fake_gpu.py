@@ -59,7 +59,7 @@ class ZeroWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class PlayedDriver:
+class FakeDriver:
     """The parts of a driver that Triton uses before a launch."""
 
     capability: int
@@ -78,12 +78,12 @@ class PlayedDriver:
 
 
 @contextmanager
-def played_driver(capability: int) -> Iterator[None]:
+def fake_driver(capability: int) -> Iterator[None]:
     """A GPU with this compute capability, times 10, for which no kernel has been compiled."""
     from triton.runtime import driver
 
     before = driver._active
-    driver.set_active(PlayedDriver(capability, next(DEVICES)))
+    driver.set_active(FakeDriver(capability, next(DEVICES)))
     try:
         yield
     finally:

@@ -40,7 +40,7 @@ class Connection(Protocol):
         """Order in which connections are shed to make room, 0 first; None: never."""
 
 
-class ConnectionBook(ServerState):
+class ConnectionRegistry(ServerState):
     """Admits or refuses new connections.
 
     When there is no room, it sheds a connection that waits for its client: first from the address with the most

@@ -34,7 +34,7 @@ def out_of_memory() -> torch.OutOfMemoryError:
     )
 
 
-class PlayedCard(HostAccelerator):
+class FakeCard(HostAccelerator):
     """`broken` maps a call's name to the error it raises; `launch` stands for every kernel. `lost` fails all calls."""
 
     def __init__(self, free: int = 60 * GIB, total: int = 80 * GIB) -> None:
@@ -71,10 +71,10 @@ class PlayedCard(HostAccelerator):
         return super().capture(step)
 
 
-class PlayedKernels(ReferenceKernels):
+class FakeKernels(ReferenceKernels):
     """The reference kernels, launched on a card."""
 
-    def __init__(self, pool: PoolViews, card: PlayedCard) -> None:
+    def __init__(self, pool: PoolViews, card: FakeCard) -> None:
         super().__init__(pool)
         self._card = card
 
@@ -83,7 +83,7 @@ class PlayedKernels(ReferenceKernels):
         super().paged_attention(*arguments)
 
 
-def played_backend(card: PlayedCard, make_linear: Any = DenseLinear) -> Backend:
+def fake_backend(card: FakeCard, make_linear: Any = DenseLinear) -> Backend:
     """A GPU backend that runs its steps on `card` and picks the most likely tokens."""
 
     def sample_tokens(logits: torch.Tensor, *settings: torch.Tensor, all_greedy: bool = False) -> None:
@@ -92,7 +92,7 @@ def played_backend(card: PlayedCard, make_linear: Any = DenseLinear) -> Backend:
 
     return Backend(
         accelerator=card,
-        make_kernels=lambda pool, shapes: PlayedKernels(pool, card),
+        make_kernels=lambda pool, shapes: FakeKernels(pool, card),
         make_linear=make_linear,
         activation_dtype=None,
         sample_tokens=sample_tokens,

@@ -1,4 +1,4 @@
-"""The real engine process on a fake GPU: `played_card_engine.py full|lost SOCKET RECORD`.
+"""The real engine process on a fake GPU: `fake_card_engine.py full|lost SOCKET RECORD`.
 
 `full`: the card has no memory for a context. `lost`: a step with the token LOSING_TOKEN loses the card.
 """
@@ -13,10 +13,10 @@ from loramux.engine.batch import Batch
 from loramux.engine.execution.device_sampler import SampledStep
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.server import process
-from tests.engine.device.played_card import PlayedCard, cuda_error, played_backend
+from tests.engine.device.fake_card import FakeCard, cuda_error, fake_backend
 
 LOSING_TOKEN = 666
-card = PlayedCard()
+card = FakeCard()
 submit = GraphExecutor.submit
 
 
@@ -31,5 +31,5 @@ if __name__ == "__main__":
     if sys.argv.pop(1) == "full":
         card.broken["launch"] = cuda_error("out of memory")
     GraphExecutor.submit = submit_or_lose  # type: ignore[method-assign]
-    process.assemble_engine = partial(process.assemble_engine, backend=played_backend(card))
+    process.assemble_engine = partial(process.assemble_engine, backend=fake_backend(card))
     process.main()
