@@ -46,8 +46,8 @@ class FairQueue:
     began. First, there were K = max(MAX_ROUNDS, ROUNDS_PER_SHARE * number of waiting shares) admissions from other
     shares. Second, all shares together were charged ROUNDS_PER_SHARE times what a fair order would charge them before
     the share's next request, at its price, is due. For expensive requests, this can take more than K admissions, but
-    never more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is resident and whose pages are available
-    waits for at most ROUNDS_BETWEEN_CHECKS more admissions, plus one for each share that has waited as long.
+    never more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is resident and whose pages are
+    available waits for at most ROUNDS_BETWEEN_CHECKS more admissions, plus one for each share that has waited as long.
     """
 
     def __init__(self) -> None:

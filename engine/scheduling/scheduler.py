@@ -243,9 +243,8 @@ class Scheduler:
         num_tokens = min(num_pending, budget)
         # A preempted sequence resumes only with room for all its tokens, so that it gets further than before.
         num_held = num_pending if sequence.has_run else num_tokens
-        num_pages = self._kv.num_pages_to_begin(prefix, num_held) + self._adapters.num_pages_lost_by_using(
-            entry, position
-        )
+        num_pages = self._kv.num_pages_to_begin(prefix, num_held)
+        num_pages += self._adapters.num_pages_lost_by_using(entry, position)
         if not self._adapters.can_spare(num_pages, position):
             return None
         if entry is not None:

@@ -31,7 +31,7 @@ ERROR_EXAMPLES: Mapping[int, tuple[str, dict[str, Any]]] = {
     422: ("The Idempotency-Key was used for another call.", _error("key already used", "idempotency_key_reused")),
     428: (
         "If-Match is missing.",
-        _error("send the ETag that you read as If-Match", "precondition_required", "If-Match"),
+        _error("send If-Match with the ETag", "precondition_required", "If-Match"),
     ),
     429: ("A quota is exhausted.", _error("tokens per minute", "rate_limit_exceeded", None, "rate_limit_error")),
     500: ("An internal error.", _error("an internal error", "internal_error", None, "server_error")),
