@@ -55,6 +55,8 @@ demo: $(WARM) ## Serve three tenants' adapters in one batch (ARGS=--exit to stop
 check: $(READY) ## Run linters, type checks and import contracts
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/codespell
+	$(VENV)/bin/python -m tests.docs.phrases
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 

@@ -34,19 +34,6 @@ from loramux.platform.errors import ApiError
 
 RETRY_S = 5
 THEME = "loramux_theme"
-KNOWN_PAGES = (
-    "/",
-    "/adapters",
-    "/tenants",
-    "/quotas",
-    "/keys",
-    "/usage",
-    "/playground",
-    "/residency",
-    "/requests",
-    "/jobs",
-)
-"""The pages of the menu."""
 DATABASE_TROUBLE = (OperationalError, InterfaceError, PoolTimeout)
 
 log = structlog.get_logger(__name__)

@@ -15,7 +15,8 @@ from tests.ports import free_port
 
 ROOT = DOCS.parent
 DEMO = ROOT / "admin" / "demo"
-PAGES_WITH_LINKS = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+GUIDES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+PAGES_WITH_LINKS = [*GUIDES, *sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("*/README.md"))]
 TYPED_PAGES = sorted(path for path in DOCS.glob("*.md") if script_of(path))
 
 
@@ -24,7 +25,7 @@ def test_a_reference_is_what_the_program_says(name: str) -> None:
     assert (DOCS / name).read_text() == PAGES[name](), "run 'make docs'"
 
 
-@pytest.mark.parametrize("page", PAGES_WITH_LINKS, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES_WITH_LINKS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", page.read_text()):
         link = target[0] or target[1]
@@ -36,6 +37,12 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         if heading:
             titles = re.findall(r"^#+ (.+)$", found.read_text(), re.MULTILINE)
             assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, link
+
+
+def test_files_that_the_contributing_guide_names_exist() -> None:
+    named = re.findall(r"`([\w.-]+/[\w./-]*)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    assert len(named) > 50
 
 
 def type_in_place(page: Path, directory: Path) -> Typed:

@@ -1,0 +1,64 @@
+"""Part of `make check`: find phrases that make a reader start a sentence again, and suggest plainer words."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SUFFIXES = frozenset({".html", ".md", ".py", ".toml", ".yaml", ".yml"})
+"""Files that are read; the others are data."""
+
+NOT_READ = frozenset({Path(__file__), Path(__file__).with_name("test_phrases.py")})
+"""These two spell the phrases out."""
+
+SUGGESTIONS: Mapping[str, str] = {
+    r"\banew\b": "again",
+    r"\bsuch as (?:is|are|was|were|has|have)\b": "name the thing",
+    r"\bg(?:ive|ives|iving|ave) way\b": "evict, yield or stop",
+    r"\b(?:whoever|whomever)\b": "name the person or the process",
+    r"\bthat which\b": "name the thing",
+    r"\bmakes \d": "reaches, or measures",
+    r"\bso many\b(?! (?:as|that))": "give the number, or name what is counted",
+    r"\bnothing but\b": "only",
+    r"\ball the same\b": "anyway, or leave it out",
+    r"\bin the mean\b": "on average",
+    r"\b(?:wherefrom|whereto|whereupon|thereof|therein|wherein)\b": "start a new sentence",
+    r"\bfor else\b": "otherwise",
+    r"\bsequence seats?\b|\bfree seats?\b": "sequence slot",
+    r"\bwere (?:it|there|they) not\b": "if ... did not",
+}
+
+
+def findings(text: str) -> Iterator[tuple[int, str, str]]:
+    """Each phrase in `text`: its line from 1, the phrase, and what to write instead."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for pattern, suggestion in SUGGESTIONS.items():
+            for match in re.finditer(pattern, line, re.IGNORECASE):
+                yield number, match.group(), suggestion
+
+
+def tracked_files() -> list[Path]:
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [Path(name) for name in listing.split("\0") if name]
+
+
+def main(arguments: list[str]) -> int:
+    """Read the files that `arguments` name, or every tracked file. The exit status is 1 if a phrase was found."""
+    names = [Path(name) for name in arguments] or tracked_files()
+    found = 0
+    for name in names:
+        path = ROOT / name
+        if path.suffix not in SUFFIXES or path in NOT_READ or not path.is_file():
+            continue
+        for number, phrase, suggestion in findings(path.read_text()):
+            found += 1
+            print(f"{name}:{number}: {phrase!r}: {suggestion}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
