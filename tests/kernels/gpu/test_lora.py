@@ -347,7 +347,7 @@ def test_planes_suit_the_batch(num_segments: int, triton_kernels: dict[str, Modu
 @pytest.mark.parametrize(
     ("dtype", "page_elements", "message"),
     [
-        pytest.param(torch.float64, 1024, "take bfloat16, float16 and float32", id="dtype"),
+        pytest.param(torch.float64, 1024, "support bfloat16, float16 and float32", id="dtype"),
         pytest.param(torch.float32, 8 * 125, "chunks of 8; .* at least 16", id="chunk"),
     ],
 )
