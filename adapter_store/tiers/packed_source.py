@@ -7,7 +7,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packed_file import HostMemory, plain_memory, read_open_packed, write_packed
 from loramux.adapter_store.formats.packing import PackedAdapter, pack
 from loramux.adapter_store.tiers.disk_tier import DiskTier, HeldFile
-from loramux.adapter_store.tiers.tier_figures import Held, Tier, TierFigures
+from loramux.adapter_store.tiers.tier_figures import Held, PassedStage, Tier, TierFigures
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CANONICAL_ATTEMPTS = 2
@@ -51,11 +51,20 @@ class FileIdentity:
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
+@dataclass(slots=True, eq=False)
+class _Download:
+    """A download and the fetch that waits for it, named by its cancellation. PackedSource's lock guards both fields."""
+
+    cancellation: Cancellation
+    stages: list[PassedStage]
+
+
 class PackedSource:
     """Loads packed adapters for one target from disk, else from the blob store. Thread-safe.
 
-    Concurrent fetches of one adapter are correct but duplicate the work. That is rare: an engine requests each adapter
-    once, and again only after a cancellation.
+    Concurrent fetches of one adapter are correct but duplicate the work: an engine requests each adapter once. If it
+    requests an adapter again after a cancellation, the new fetch takes over the download that still runs, so that
+    repeated cancellations cannot pile up downloads.
 
     What is verified, and when:
 
@@ -85,6 +94,7 @@ class PackedSource:
         self._proofs: OrderedDict[str, tuple[FileIdentity, Proof]] = OrderedDict()
         # Downloads have their own threads, so that a cancelled fetch can return while its download still hangs.
         self._downloads = ThreadPoolExecutor(_MAX_DOWNLOADS, thread_name_prefix="download")
+        self._running: dict[str, tuple[_Download, Future[PackedAdapter]]] = {}
 
     def fetch(self, digest: str, cancellation: Cancellation) -> PackedAdapter:
         """Load an adapter into memory from `allocate`; blocks. Raises AdapterUnavailable or AdapterCorrupt.
@@ -115,25 +125,64 @@ class PackedSource:
         return packed
 
     def _await_download(self, digest: str, cancellation: Cancellation) -> PackedAdapter:
-        stages = self.figures.noted
-
-        def download() -> PackedAdapter:
-            with self.figures.noting(stages):
-                return self._from_blobs(digest, lambda: _check_wanted(digest, cancellation))
-
-        try:
-            downloading = self._downloads.submit(download)
-        except RuntimeError as error:
-            # No thread could be started, but the download is queued anyway and must find itself cancelled.
-            cancellation.cancel()
-            raise AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded any more") from error
+        download, downloading = self._join(digest, cancellation) or self._start(digest, cancellation)
         woken = threading.Event()
         downloading.add_done_callback(lambda _: woken.set())
         cancellation.when_cancelled(woken.set)
         woken.wait()
-        if not downloading.done():
+        with self._lock:
+            is_taken_over = download.cancellation is not cancellation
+        if is_taken_over or not downloading.done():
             raise _cancelled(digest)
-        return downloading.result()
+        try:
+            return downloading.result()
+        finally:
+            if self.figures.noted is not None:
+                self.figures.noted.extend(download.stages)
+            # A failure refers to this frame; the frame must not refer to the failure.
+            del downloading
+
+    def _join(self, digest: str, cancellation: Cancellation) -> tuple[_Download, Future[PackedAdapter]] | None:
+        """Take over the running download of a cancelled fetch; None if there is none."""
+        with self._lock:
+            running = self._running.get(digest)
+            if running is None or not running[0].cancellation.is_cancelled:
+                return None
+            running[0].cancellation = cancellation
+            return running
+
+    def _start(self, digest: str, cancellation: Cancellation) -> tuple[_Download, Future[PackedAdapter]]:
+        download = _Download(cancellation, [])
+
+        def check_wanted() -> None:
+            with self._lock:
+                if download.cancellation.is_cancelled:
+                    # No later fetch may join: this one ends.
+                    self._forget(digest, download)
+                    raise _cancelled(digest)
+
+        def run() -> PackedAdapter:
+            try:
+                with self.figures.noting(download.stages):
+                    return self._from_blobs(digest, check_wanted)
+            finally:
+                with self._lock:
+                    self._forget(digest, download)
+
+        with self._lock:
+            try:
+                downloading = self._downloads.submit(run)
+            except RuntimeError as error:
+                # No thread could be started, but the download is queued anyway and must find itself cancelled.
+                cancellation.cancel()
+                raise AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded any more") from error
+            self._running[digest] = download, downloading
+        return download, downloading
+
+    def _forget(self, digest: str, download: _Download) -> None:
+        running = self._running.get(digest)
+        if running is not None and running[0] is download:
+            del self._running[digest]
 
     def _from_disk(self, digest: str) -> PackedAdapter | None:
         """None if the disk tier has no such file, or the file's bytes were wrong."""

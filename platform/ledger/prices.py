@@ -60,10 +60,6 @@ class PriceBook:
         for price in sorted(prices, key=lambda price: price.effective_us):
             self._by_scope.setdefault((price.tenant_id, price.scope), []).append(price)
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._by_scope
-
     def price_of(self, tenant_id: str, adapter_id: str | None, at_us: int) -> Price | None:
         """The price that a tenant pays for an adapter, or for the base if `adapter_id` is None, at a given time.
 

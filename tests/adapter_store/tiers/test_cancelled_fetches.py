@@ -73,6 +73,10 @@ class Bench:
         with pytest.raises(LoadCancelled):
             waiting.result(10)
 
+    def joined(self, digest: str) -> bool:
+        """Whether a fetch waits for the running download of this adapter."""
+        return not self.source._running[digest][0].cancellation.is_cancelled
+
     def files(self) -> list[str]:
         return [path.stem for path in self._directory.glob("disk/*/*.packed")]
 
@@ -138,18 +142,35 @@ def test_an_adapter_that_is_to_be_packed_is_not_packed_for_nobody(bench: Bench) 
     assert bench.blobs.num_gets == {"packed": 1}, "the canonical file is not requested"
 
 
-def test_who_asks_again_before_a_fetch_is_given_up_gets_the_adapter(bench: Bench) -> None:
-    """Both downloads run to completion, side by side."""
+def test_a_fetch_after_a_cancelled_one_takes_over_its_download(bench: Bench) -> None:
     stored = bench.adapter()
     bench.give_up(stored.digest)
-    bench.blobs.asked.clear()
+    for _ in range(3):
+        cancellation = Cancellation()
+        fetching = bench.fetch_elsewhere(stored.digest, cancellation)
+        wait_until(lambda: bench.joined(stored.digest))
+        cancellation.cancel()
+        with pytest.raises(LoadCancelled):
+            fetching.result(10)
     later = bench.fetch_elsewhere(stored.digest)
-    assert bench.blobs.asked.wait(10)
+    wait_until(lambda: bench.joined(stored.digest))
     bench.blobs.may_answer.set()
     assert_right(later.result(10), stored)
     wait_until(lambda: not bench.num_downloads)
     assert bench.files() == [stored.digest]
-    assert bench.blobs.num_gets == {"packed": 2}
+    assert bench.blobs.num_gets == {"packed": 1}
+
+
+def test_concurrent_fetches_have_memory_of_their_own(bench: Bench) -> None:
+    """Each caller owns its adapter's memory, so that neither can release the other's."""
+    stored = bench.adapter()
+    fetches = [bench.fetch_elsewhere(stored.digest) for _ in range(2)]
+    assert bench.blobs.asked.wait(10)
+    bench.blobs.may_answer.set()
+    first, second = (one.result(10) for one in fetches)
+    assert_right(first, stored)
+    assert_right(second, stored)
+    assert not np.shares_memory(first.payload, second.payload)
 
 
 def test_a_fetch_that_was_cancelled_before_asks_nobody(bench: Bench) -> None:
