@@ -23,9 +23,9 @@ current profile (`loramux profiles list`).
 | exit code | meaning |
 |---:|---|
 | 0 | done |
-| 1 | the server refused the call, or a check of `doctor` failed |
+| 1 | the server refused the call, or a `doctor` check failed |
 | 2 | the command or the settings are wrong; nothing was sent |
-| 3 | the server does not answer, or none is configured |
+| 3 | the server does not answer, or no server is configured |
 | 130 | Ctrl-C |
 
 `--json` prints one JSON document to standard output. For a failure, this is

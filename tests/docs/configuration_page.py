@@ -17,8 +17,8 @@ HEAD = """# Configuration
 
 A setting is read from its flag, then from its variable, then from the TOML file given by `--config` (or
 `LORAMUX_CONFIG`), where it has its own name. The server does not start with an unknown setting or variable, or with a
-wrong value. It reports all mistakes together and suggests corrections. Sizes can be written as `8GiB` or `500MB`.
-Secrets have no flag, because every process of a machine can read a command line.
+wrong value. It reports all errors together and suggests corrections. Sizes can be written as `8GiB` or `500MB`.
+Secrets have no flag, because every process on a machine can read the command lines of the others.
 
 ```toml
 # loramux serve --config loramux.toml
@@ -38,7 +38,7 @@ disk_tier_bytes = "200GiB"
 TAIL = """
 The command line also reads `LORAMUX_ADMIN_URL`, `LORAMUX_ADMIN_KEY` and `LORAMUX_PROFILE`. It stores profiles in
 `$XDG_CONFIG_HOME/loramux/config.toml` (by default `~/.config/loramux/config.toml`), readable by its owner only. S3 and
-its credentials are configured as for other AWS programs: `AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID`,
+its credentials are configured as in other AWS programs: `AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID`,
 `AWS_SECRET_ACCESS_KEY`, `AWS_DEFAULT_REGION`, a profile, or the machine's role.
 """
 

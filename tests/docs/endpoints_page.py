@@ -25,21 +25,21 @@ the listener accepts.
 
 ## The OpenAI API
 
-On the listener of `--port`, with `Authorization: Bearer KEY` and a tenant's key. [Writing a client](clients.md)
-describes how to use it.
+The OpenAI API is on the listener of `--port`. Calls need `Authorization: Bearer KEY` with a tenant's key.
+[Writing a client](clients.md) describes how to use the API.
 """
 
 ADMIN_HEAD = """## The admin API
 
-On the listener of `--admin-port`, with `Authorization: Bearer KEY`. A tenant's key sees the same paths filtered to its
-tenant; objects of other tenants get the same 404 as objects that do not exist.
+The admin API is on the listener of `--admin-port`. Calls need `Authorization: Bearer KEY`. A tenant's key sees the same
+paths filtered to its tenant; objects of other tenants get the same 404 as objects that do not exist.
 
 - Lists return `{object: "list", data, first_id, last_id, has_more}`, newest first, and accept `limit`, `after` and
   `before`.
 - A POST with an `Idempotency-Key` takes effect once and gets the same answer for 24 hours. A secret is never returned
   twice, and an answer with presigned requests is kept only while they are valid.
 - A change to an object that others can change too must name the state that it is based on: `If-Match` with the `ETag`
-  from the last read, or `*`. A missing `If-Match` gets 428, an outdated one 412.
+  from the last read, or `*`. A missing `If-Match` gets 428, and an outdated one gets 412.
 - Times are seconds since 1970. Errors are `{"error": {"message", "type", "param", "code"}}`, with an `x-request-id`.
 """
 
