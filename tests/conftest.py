@@ -18,7 +18,7 @@ from tests.demo_base import DEMO_BASE
 if TYPE_CHECKING:
     from loramux.migrations.database import Database
 
-# This must precede importing torch: idle OpenMP threads go to sleep after a moment, as in the engine process.
+# Set this before importing torch, so that idle OpenMP threads soon go to sleep, as in the engine process.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

@@ -1,4 +1,4 @@
-"""Databases with the current schema, copied from a migrated one in a hundredth of the migrations' time.
+"""Databases with the current schema, copied from a migrated one in a hundredth of the time that migrating takes.
 
 The migrations themselves are tested in tests/migrations.
 """
@@ -14,7 +14,7 @@ from loramux.migrations.database import Database
 
 
 def migrated_sqlite(file: Path) -> str:
-    """Create a database with the current schema at `file`, and return its URL."""
+    """Create a database with the current schema at `file` and return its URL."""
     shutil.copyfile(Path(_sqlite_folder().name, "loramux.db"), file)
     return f"sqlite:///{file}"
 

@@ -1,4 +1,4 @@
-"""Loopback ports for servers that must be given one."""
+"""Loopback ports for servers that need a fixed port."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import random
 import socket
 
-# Below the range from which systems assign ports, so these are not given away before they are used.
+# Below the range from which systems assign ports, so these ports are not taken before they are used.
 _FIRST, _END = 10_000, 30_000
 _candidates = itertools.count(random.SystemRandom().randrange(_END - _FIRST))
 

@@ -14,8 +14,9 @@ import psycopg
 
 @contextmanager
 def running_server() -> Iterator[str]:
-    """Start a PostgreSQL server that stops at the end of the block, and yield its URL."""
-    # Not in pytest's own directory: another run makes that private again, and the server's user cannot read it then.
+    """Start a PostgreSQL server that stops at the end of the block and yield its URL."""
+    # Do not use pytest's own directory, because another run makes it private, and then the server's user cannot read
+    # it.
     directory = tempfile.mkdtemp(prefix="loramux-postgres-")
     with warnings.catch_warnings():
         # The package warns if no XDG runtime directory is set; its fallback is sufficient.

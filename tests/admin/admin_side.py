@@ -63,7 +63,7 @@ TARGET = PackTarget(
 
 @dataclass
 class AdminSide:
-    """The services behind the app, and parts that a test may inspect or break."""
+    """The services behind the app, and parts that a test can inspect or break."""
 
     services: AdminServices
     blobs: BlobStore
@@ -114,7 +114,7 @@ def open_admin_side(
             is_loopback=True,
             executor=executor,
             report_executor=report_executor,
-            # No delay, which would outlast a test's event loop.
+            # No delay between calls, because it would outlast a test's event loop.
             call_slots=TransferSlots("calls", MAX_CALLS, MAX_CALLS_EACH),
             page_slots=TransferSlots("pages", MAX_CALLS, MAX_CALLS_EACH),
             report_slots=TransferSlots("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH),

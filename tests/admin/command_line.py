@@ -24,7 +24,7 @@ Run = Callable[..., Any]
 
 
 def command_line(url: str, monkeypatch: pytest.MonkeyPatch, config: Path) -> Run:
-    """The command line for the server at `url`, with its profiles below `config`."""
+    """The command line for the server at `url`, with its profiles under `config`."""
     monkeypatch.setenv("LORAMUX_ADMIN_URL", url)
     monkeypatch.setenv("LORAMUX_ADMIN_KEY", ADMIN_KEY)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(config))

@@ -38,7 +38,7 @@ def log() -> Iterator[list[Any]]:
 
 @pytest.fixture
 def admin_blobs(tmp_path: Path) -> BlobStore:
-    """The blob store; a test module may override this fixture."""
+    """The blob store; a test module can override this fixture."""
     return LocalBlobStore(tmp_path / "blobs")
 
 

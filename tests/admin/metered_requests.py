@@ -12,7 +12,7 @@ from tests.admin.admin_side import AdminSide
 def begin_request(
     admin_side: AdminSide, tenant_id: str, key_id: str, model: str, prompt: int, completion: int = 16
 ) -> str:
-    """Reserve quota for one request of this size, which is then in flight."""
+    """Reserve quota for one request of this size, which then counts as running."""
     request_id = new_id("req")
     Admission(admin_side.services.database).reserve(
         ReservationRequest(

@@ -40,7 +40,7 @@ def open_services(database: Database, demo_base: Path) -> Iterator[GatewayServic
 
 @contextmanager
 def served(make_app: Callable[[], FastAPI]) -> Iterator[str]:
-    """Serve an app on a real listener in a thread, and yield its URL."""
+    """Serve an app on a real listener in a thread and yield its URL."""
     running = start_server(make_app())
     try:
         yield running.url

@@ -19,7 +19,7 @@ MakeAdapter = Callable[..., Path]
 def write_peft_directory(
     parent: Path, rank: int = 2, config: dict[str, object] | None = None, poison: float | None = None
 ) -> Path:
-    """A PEFT directory below `parent` that fits TARGET, with random weights; `poison` replaces the first weight."""
+    """A PEFT directory under `parent` that fits TARGET, with random weights; `poison` replaces the first weight."""
     directory = parent / f"peft-{secrets.token_hex(4)}"
     directory.mkdir()
     random = np.random.default_rng(secrets.randbits(32))

@@ -1,4 +1,4 @@
-"""Expired rows and no others are swept in batches, on both databases, even by several servers at the same time."""
+"""Only expired rows are swept, in batches, on both databases, even by several servers at the same time."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_two_gateways_share_an_engine_a_database_and_a_limit(
         assert http.get(f"{metrics_url}/admin/v1/tenants").status_code == 404
         assert ask(server_url, key, 5)[0] == ask(gateway_url, key, 5)[0] == 200
 
-        # At most 21 tokens per request, a burst of 210 and almost no refill: ten of forty succeed, on either gateway.
+        # At most 21 tokens per request, a burst of 210 and almost no refill: ten of forty succeed in total.
         policy = {"tenant": "acme", "metric": "tokens_per_minute", "limit": 1, "burst": 210}
         made = http.post(f"{admin_url}/admin/v1/quotas", json=policy)
         assert made.status_code < 300, made.text
@@ -108,7 +108,7 @@ def test_two_gateways_share_an_engine_a_database_and_a_limit(
         assert statuses.count(200) == 10
         assert statuses.count(429) == 30
 
-        # It drains: a stream that is running when the gateway is stopped completes.
+        # The gateway drains: a stream that is running when the gateway is stopped completes.
         http.delete(f"{admin_url}/admin/v1/quotas/{made.json()['id']}")
         body = {"model": "base", "prompt": [5], "max_tokens": 200, "ignore_eos": True, "stream": True}
         headers = {"authorization": f"Bearer {key}"}

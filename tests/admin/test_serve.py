@@ -28,7 +28,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 
 
 def serve(*arguments: object, lacking: str = "", **variables: str) -> subprocess.Popen[str]:
-    """Start the server, optionally as on a machine that lacks a sandbox measure."""
+    """Start the server, optionally as if the machine lacked a sandbox measure."""
     python = [sys.executable, lesser_kernel.__file__, lacking] if lacking else [sys.executable]
     return subprocess.Popen(
         [*python, "-m", "loramux.admin.cli", "serve", *(str(argument) for argument in arguments)],
@@ -56,7 +56,7 @@ class Server:
         self.admin_url = self.lines[2].split()[-1]
 
     def ended(self) -> tuple[int, str, str]:
-        """Wait until the server exits, and return its exit code and the rest of both outputs."""
+        """Wait until the server exits and return its exit code and the rest of both outputs."""
         output, errors = self.process.communicate(timeout=40)
         return self.process.returncode, output, errors
 
@@ -81,7 +81,7 @@ def start(demo_base: Path, tmp_path: Path) -> Iterator[Start]:
 
 
 def ask(http: httpx.Client, server: Server, secret: str, prompts: list[str], max_tokens: int) -> Any:
-    """A streamed call of the base that only ends at its limit."""
+    """A streamed call to the base that ends only at its token limit."""
     body = {"model": "base", "prompt": prompts, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     headers = {"authorization": f"Bearer {secret}"}
     return http.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers)

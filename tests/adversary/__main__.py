@@ -71,7 +71,7 @@ Note = Callable[[Finding], None]
 async def polite_tenant(
     stand: Stand, seed: int, dice: random.Random, bystanders: ThreadPoolExecutor, asked: list[Asked]
 ) -> AsyncIterator[None]:
-    """Run the polite tenant for the duration of the block, and add its requests to `asked`."""
+    """Run the polite tenant for the duration of the block and add its requests to `asked`."""
     settings = PoliteSettings(
         port=stand.deployment.port,
         key=stand.polite.key,
@@ -100,7 +100,7 @@ async def polite_tenant(
 
 
 async def count(stand: Stand, only: Sequence[str], seed: int, num_calls: int, kind: str, note: Note) -> None:
-    """Run every counted attack once, and compare the ledger with the engine's own count after each."""
+    """Run every counted attack once and compare the ledger with the engine's own count after each."""
     for name, attack in COUNTED.items():
         if name not in only:
             continue
@@ -153,7 +153,7 @@ async def feel(
 
 
 def check(stand: Stand) -> list[str]:
-    """Wait until the server is idle, and return any faults. Blocking."""
+    """Wait until the server is idle and return any faults. Blocks the thread."""
     stand.wait_idle()
     faults = [f"{what} ({number} times)" for what, number in stand.undocumented.items()]
     stand.undocumented.clear()
@@ -186,7 +186,7 @@ async def attack_all(
     stand: Stand, arguments: argparse.Namespace, kind: str, note: Note, bystanders: ThreadPoolExecutor
 ) -> None:
     only, seed = arguments.only, arguments.seed
-    # Warm up with a small round, so that descriptors the server keeps open are not counted as leaks.
+    # Warm up with a small round, so that descriptors that the server keeps open are not counted as leaks.
     await count(stand, only, seed + 1, 40, kind, _forget)
     await feel(stand, only, seed + 1, 1, 3.0, kind, _forget, bystanders)
     before = stand.num_descriptors()
@@ -203,7 +203,7 @@ def _forget(finding: Finding) -> None:
 
 
 def _leave_the_processor_to_others() -> None:
-    """Give the calling thread, and those it starts, only idle CPU time: a real attacker has its own machine."""
+    """Give this thread and the threads that it starts only idle CPU time, as a real attacker has its own machine."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 

@@ -13,7 +13,7 @@ REPORTS = (
     "/admin/v1/usage?group_by=end_user&top=1000",
 )
 CHEAP_CALLS = ("/admin/v1/adapters", "/admin/v1/jobs", "/admin/v1/adapters/ada_nothing", "/admin/v1/audit_log")
-"""Lists, an error, and a refusal."""
+"""Paths of lists, of an error, and of a refusal."""
 
 
 async def flood_calls(

@@ -18,16 +18,16 @@ from tests.conformance.demo_adapters import DEMO
 NUM_VERSIONS = 60
 OPEN_UPLOAD_BYTES = 1_000_000
 RAMP_S = 4.0
-"""Time over which a socket attack opens (and closes) its connections, in seconds; a burst is another attack."""
+"""Time over which a socket attack opens (and closes) its connections, in seconds. A burst is a different attack."""
 
 Counted = Callable[[Stand, random.Random, int], Awaitable[Counter[str]]]
-"""Makes about that many calls and counts the answers."""
+"""Makes about the given number of calls and counts the answers."""
 Felt = Callable[[Stand, random.Random, float], Awaitable[Counter[str]]]
-"""Runs for about that many seconds and counts the answers."""
+"""Runs for about the given number of seconds and counts the answers."""
 
 
 async def open_uploads(stand: Stand, dice: random.Random, num_calls: int) -> Counter[str]:
-    """Declare uploads and send none of their files; a tenant's cap holds. They are cancelled at the end."""
+    """Declare uploads without sending their files, which a per-tenant cap limits, and cancel them at the end."""
     adapter_id = await asyncio.to_thread(stand.adapter_id, stand.attacker)
     key = stand.attacker.admin_key
     counts = await asyncio.to_thread(open_without_end, stand.admin_url, key, adapter_id, OPEN_UPLOAD_BYTES, num_calls)
@@ -36,7 +36,7 @@ async def open_uploads(stand: Stand, dice: random.Random, num_calls: int) -> Cou
 
 
 def sockets(kind: str) -> Felt:
-    """Open `NUM_SOCKETS` connections of a kind, and replace each one that the server closes."""
+    """Open `NUM_SOCKETS` connections of a kind and replace each one that the server closes."""
 
     async def attack(stand: Stand, dice: random.Random, seconds: float) -> Counter[str]:
         target = Target(host="127.0.0.1", port=stand.deployment.port)

@@ -49,7 +49,7 @@ async def attack(stand: Stand, dice: random.Random, num_calls: int) -> Counter[s
 
 
 def _prepare(stand: Stand, slug: str, dice: random.Random) -> tuple[str, list[str]]:
-    """Create a tenant with cold adapters and a limit, and return its key and the adapters' identifiers."""
+    """Create a tenant with cold adapters and a limit; return its key and the adapters' identifiers."""
     command = stand.deployment.json
     command("tenants", "create", slug)
     scopes = [option for scope in ("adapters", "tenant:develop") for option in ("--scope", scope)]

@@ -1,4 +1,4 @@
-"""Bounded floods of uploads, versions and preloads by one tenant, which count the answers by status and code."""
+"""Bounded floods of uploads, versions and preloads by one tenant; answers are counted by status and code."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def cancel_uploads(admin_url: str, key: str, adapter_id: str) -> None:
 def flood_versions(
     admin_url: str, key: str, adapter_id: str, files: Sequence[PeftFiles], num_threads: int = 4
 ) -> Counts:
-    """Push versions as fast as the server accepts them, without waiting for any or retrying refused ones."""
+    """Push versions as fast as the server accepts them, without waiting for validation or retrying refused pushes."""
 
     def push(one: PeftFiles) -> Counts:
         counts = Counts()
@@ -113,7 +113,7 @@ def _declare(
     counts: Counts,
     contents: dict[str, bytes] | None = None,
 ) -> Any:
-    """Declare an upload, and return its document, or None if it is refused."""
+    """Declare an upload and return its document, or None if the upload is refused."""
     files = [
         {"name": name, "size": size, "sha256": hashlib.sha256((contents or {}).get(name, b"")).hexdigest()}
         for name, size in sizes.items()

@@ -1,8 +1,8 @@
 """A tenant that sends requests at a steady rate and times each first token: `python -m tests.adversary.polite_tenant`.
 
 It runs in its own process, so that an attacking process does not slow down its clock. It reads its settings as one line
-of JSON, sends requests until standard input ends, and prints one line of JSON for each. Runs with the same seed send at
-the same moments, so that two stretches can be compared.
+of JSON, sends requests until standard input ends, and prints one line of JSON for each request. Runs with the same seed
+send requests at the same times, so that two stretches can be compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PoliteSettings:
     key: str
     model: str
     seed: int
-    """Seed of the moments at which it sends."""
+    """Seed for the times at which it sends requests."""
     prompt_seed: int
     requests_per_s: float = 20.0
     max_tokens: int = 8
@@ -42,7 +42,7 @@ class Asked:
 
 
 async def ask_at_a_steady_rate(settings: PoliteSettings, over: asyncio.Event) -> None:
-    """Send requests as a Poisson process: a slow one does not delay the next."""
+    """Send requests as a Poisson process, so that a slow request does not delay the next."""
     dice, prompt_dice = random.Random(settings.seed), random.Random(settings.prompt_seed)
     under_way: set[asyncio.Task[None]] = set()
 

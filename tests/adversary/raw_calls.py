@@ -161,7 +161,7 @@ class RawCalls:
 
 
 async def attack(stand: Stand, dice: random.Random, num_calls: int) -> Counter[str]:
-    """Send `num_calls` and count the answers by status; the stand records any that no client should see."""
+    """Send `num_calls` and count the answers by status; the stand records every answer that no client should see."""
     calls = RawCalls(stand, dice)
     statuses: Counter[str] = Counter()
     places = asyncio.Semaphore(NUM_AT_ONCE)
@@ -182,7 +182,7 @@ async def attack(stand: Stand, dice: random.Random, num_calls: int) -> Counter[s
 
 
 async def send(port: int, data: bytes) -> bytes:
-    """Everything the server sends until it closes the connection; a `hung` answer if it does not."""
+    """Everything that the server sends until it closes the connection; a `hung` answer if it never does."""
     received = b""
     try:
         async with asyncio.timeout(ANSWER_S):

@@ -23,13 +23,13 @@ class FloodCounts:
     """How an attack's connections ended."""
 
     held: int
-    """Open at the end."""
+    """Connections that are open at the end."""
     closed: int
-    """Closed by the server."""
+    """Connections that the server closed."""
     refused: int
-    """Answered with 503, whether closed or not."""
+    """Connections answered with 503, whether closed or not."""
     failed: int
-    """Never opened."""
+    """Connections that never opened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Target:
 
 
 Attack = Callable[[socket.socket], Awaitable[None]]
-"""Uses one open connection until it is cancelled; raises OSError once the server has closed it."""
+"""Uses one open connection until cancelled; raises OSError once the server has closed the connection."""
 
 
 def request(method: str, path: str, headers: Mapping[str, str], content: bytes = b"") -> bytes:
@@ -79,7 +79,7 @@ def slow_body(path: str, headers: Mapping[str, str], num_bytes: int = 60_000) ->
 
 
 def slow_reader(whole: bytes, num_times: int = 1) -> Attack:
-    """Send a complete request and read nothing; repeat it if one answer fits into the kernel's buffers."""
+    """Send a complete request and read nothing; repeat the request if one answer fits into the kernel's buffers."""
 
     async def attack(connection: socket.socket) -> None:
         await _send(connection, whole * num_times)
@@ -147,7 +147,7 @@ async def _one(target: Target, attack: Attack, hold_s: float) -> Outcome:
             return "failed"
         attacking = asyncio.ensure_future(attack(connection))
         end_s = loop.time() + hold_s
-        # An idle attacker only notices that it was disconnected by checking.
+        # An idle attacker must check whether it was disconnected.
         while not attacking.done() and (left_s := end_s - loop.time()) > 0 and _outcome(connection) == "held":
             await asyncio.wait({attacking}, timeout=min(left_s, AGAIN_S))
         attacking.cancel()
@@ -179,6 +179,6 @@ async def _send(connection: socket.socket, content: bytes) -> None:
 
 async def _drip(connection: socket.socket) -> None:
     while True:
-        # Spread over time, or the attack would be a flood of packets.
+        # Spread the connections over time; otherwise the attack would be a flood of packets.
         await asyncio.sleep(random.uniform(0.5, 1.5) * DRIP_S)
         await _send(connection, b"x")

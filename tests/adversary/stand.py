@@ -32,7 +32,7 @@ from tests.ports import free_port
 BASE, ADAPTER = "demo-base", "support"
 DATABASES = ("sqlite", "postgresql")
 NUM_SOCKETS = 1000
-"""Connections of each socket attack."""
+"""Connections per socket attack."""
 NUM_END_USERS = 150_000
 """Events in the attacker's ledger, each for a different end user."""
 PATIENCE_S = 90.0
@@ -45,11 +45,11 @@ class Account:
     slug: str
     tenant_id: str
     key: str
-    """Calls adapters and the base."""
+    """Secret of a key that may call adapters and the base."""
     admin_key: str
-    """Has `tenant:admin`."""
+    """Secret of a key with `tenant:admin`."""
     reader_key: str
-    """Has `tenant:read`."""
+    """Secret of a key with `tenant:read`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ class Stand:
     polite: Account
     attacker: Account
     directory: Path
-    """For the attacks' own files."""
+    """Directory for the attacks' own files."""
     billed_before: int
     """Completion tokens in the ledger that another server computed."""
     notes: list[str] = field(default_factory=list)
-    """Remarks of the attacks in addition to their counts."""
+    """The attacks' remarks in addition to their counts."""
     undocumented: Counter[str] = field(default_factory=Counter)
-    """Answers that no client should see, by status and code; attacks add to it."""
+    """Answers that no client should see, by status and code; attacks add to this counter."""
 
     @property
     def url(self) -> str:
@@ -83,7 +83,7 @@ class Stand:
         return {"authorization": f"Bearer {self.deployment.admin_key}"}
 
     def adapter_id(self, account: Account) -> str:
-        """The identifier of an account's one adapter."""
+        """The identifier of an account's only adapter."""
         answer = httpx.get(
             f"{self.admin_url}/admin/v1/adapters",
             params={"tenant": account.slug},
@@ -124,7 +124,7 @@ class Stand:
         if not self.database.is_sqlite:
             query = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()")
             with self.database.read() as connection:
-                # Without this query's own connection.
+                # Exclude this query's own connection.
                 return int(connection.execute(query).scalar_one()) - 1
         descriptors = Path(f"/proc/{self.server.pid}/fd").iterdir()
         return sum("loramux.db" in os.readlink(one) for one in descriptors if one.is_symlink())
@@ -203,7 +203,7 @@ def _family(pid: int) -> list[int]:
 
 @contextmanager
 def _s3(directory: Path) -> Iterator[dict[str, str]]:
-    """Run an S3-compatible server with the bucket in its own process, and yield the environment for it."""
+    """Run an S3-compatible server with the bucket in its own process, and yield the environment variables for it."""
     port = free_port()
     environment = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",

@@ -18,7 +18,7 @@ CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 AXE = "axe-core@4.14.1"
 AXE_SHA256 = "29348999450cdf2849a8e70b7912fc2da85a849da39c0d0d5394f51d4a9ed95c"
 AXE_FILE = Path(sys.prefix) / "share" / "axe-core" / "axe.min.js"
-"""Installed with the tests' other tools; not part of the product."""
+"""Stored with the tests' other tools, because axe-core is not part of the product."""
 
 
 def chromium_path() -> str:

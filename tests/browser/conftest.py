@@ -24,7 +24,7 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking",
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[FaultyPostgres]:
-    """The demo's database, which a test may stop."""
+    """The demo's database, which a test can stop."""
     with faulty_postgres() as server:
         yield server
 
@@ -33,7 +33,7 @@ def postgres() -> Iterator[FaultyPostgres]:
 def demo(tmp_path_factory: pytest.TempPathFactory, postgres: FaultyPostgres) -> Iterator[Demo]:
     """One server for all tests, which has already answered some requests."""
     data_dir = tmp_path_factory.mktemp("demo")
-    # Busy machines are slow to start, which is not what these tests check.
+    # Servers start slowly on a busy machine, and these tests do not check how fast a server starts.
     demo_server.START_TIMEOUT_S = 600.0
     more = ["--database-url", postgres.url]
     server = DemoServer(DEMO_FILES / "base", data_dir, free_port(), free_port(), SERVED_NAME, more)
@@ -68,7 +68,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def new_tab(chromium: Any, demo: Demo) -> Iterator[NewTab]:
-    """Opens signed-in tabs, each in its own browser context; none may have logged complaints by the end."""
+    """Opens signed-in tabs, each in its own browser context, and checks at the end that no tab has complaints."""
     tabs: list[Tab] = []
 
     def new(width: int = 1440, scheme: str = "light", key: str | None = None) -> Tab:

@@ -207,7 +207,7 @@ def test_a_request_that_streams_is_cancelled(tab: Tab, demo: Demo) -> None:
     tab.open("/requests")
     started = time.monotonic()
     asking.start()
-    # The request appears without a reload, and can be cancelled here.
+    # The request appears without a reload and can be cancelled here.
     tab.page.click("tr:has-text('chambers/formal@1') >> text=Cancel…")
     tab.page.wait_for_selector("text=What changes")
     tab.page.click("button:has-text('Cancel the request')")
@@ -306,7 +306,7 @@ def test_pages_that_are_open_while_the_database_is_down_say_so_and_recover(new_t
             tab.page.wait_for_selector("text=The database cannot be reached", timeout=60_000)
         form.page.click("dialog[open] >> button:has-text('Create')")
         form.page.wait_for_selector("text=nothing was changed", timeout=60_000)
-        # A page opened in the meantime says so, and retries by itself.
+        # A page opened in the meantime reports the failure and retries by itself.
         reader.open("/keys").wait_for_selector("text=Temporarily unavailable")
         assert reader.serious() == []
         _keep(reader.page, "database-down-light-1440")

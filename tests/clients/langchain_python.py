@@ -1,4 +1,4 @@
-"""What `langchain-openai` receives; prints one JSON document."""
+"""Prints what `langchain-openai` receives as one JSON document."""
 
 from __future__ import annotations
 

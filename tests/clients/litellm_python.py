@@ -1,4 +1,4 @@
-"""What `litellm`, through which many proxies and agents call models, receives; prints one JSON document."""
+"""Prints what `litellm` receives as one JSON document. Many proxies and agents call models through `litellm`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the official Python client receives; runs in its own Python environment and prints one JSON document."""
+"""Prints what the official Python client receives as one JSON document. Runs in its own Python environment."""
 
 from __future__ import annotations
 

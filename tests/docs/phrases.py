@@ -10,10 +10,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = frozenset({".html", ".md", ".py", ".toml", ".yaml", ".yml"})
-"""Files that are read; the others are data."""
+"""Suffixes of the files to read; other files are data."""
 
 NOT_READ = frozenset({Path(__file__), Path(__file__).with_name("test_phrases.py")})
-"""These two spell the phrases out."""
+"""Files that contain the phrases themselves."""
 
 SUGGESTIONS: Mapping[str, str] = {
     r"\banew\b": "again",

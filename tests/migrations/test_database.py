@@ -325,7 +325,7 @@ def test_reservations_of_before_that_were_settled_are_gone(database_url: str) ->
 
 
 def test_writers_of_one_process_follow_each_other_at_once(tmp_path: Path) -> None:
-    """SQLite waits for its lock by sleeping inside a statement; threads of one process take turns without this."""
+    """SQLite waits for its lock by sleeping inside a statement; threads of one process take turns without sleeping."""
     database = Database(migrated_sqlite(tmp_path / "loramux.db"))
     with database.read(), database.read():
         # Open two connections, so that both threads find one.

@@ -38,7 +38,7 @@ def of_before(postgres_url: str) -> Iterator[Upgraded]:
 
 
 def until_waiting(url: str, num_waiting: int) -> None:
-    """Wait until this many sessions wait for the reservations."""
+    """Wait until this many sessions are waiting for locks on the reservations."""
     ends_s = time.monotonic() + 20
     with psycopg.connect(url, autocommit=True) as connection:
         while connection.execute(NUM_WAITING).fetchone() != (num_waiting,):
@@ -59,7 +59,7 @@ def test_an_upgrade_in_a_deadlock_with_a_reservation_is_tried_again(of_before: U
         reserving.execute("SELECT * FROM quota_policies")
         upgrading = threads.submit(of_before.upgrade)
         until_waiting(postgres_url, 1)
-        # This waits for the reservations after the upgrade, which has not locked the policies yet.
+        # This statement queues for the reservations behind the upgrade, which has not locked the policies yet.
         reserved = threads.submit(reserving.execute, "UPDATE reservations SET state = state WHERE id = ''")
         until_waiting(postgres_url, 2)
         settling.commit()

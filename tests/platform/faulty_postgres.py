@@ -1,4 +1,4 @@
-"""A PostgreSQL server for one test, which the test may pause, kill and restart."""
+"""A PostgreSQL server for one test, which the test can pause, kill and restart."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FaultyPostgres:
         self._paused = []
 
     def kill(self) -> None:
-        # Stop it first: a process that it started after its children were listed would keep its shared memory alive.
+        # Stop the server first, because a process started after the listing would keep its shared memory alive.
         postmaster = self._server.get_pid()
         os.kill(postmaster, signal.SIGSTOP)
         while _state(postmaster) not in "TZ":
@@ -58,7 +58,7 @@ class FaultyPostgres:
         assert self._server.get_uri() == self.url
 
     def fill_disk(self) -> None:
-        """Fill the server's disk, which must be its own."""
+        """Fill the server's disk, which nothing else may use."""
         fill(self._server.pgdata)
 
     def free_disk(self) -> None:
@@ -94,7 +94,7 @@ def _state(pid: int) -> str:
 
 @contextlib.contextmanager
 def faulty_postgres(disk_mb: int | None = None) -> Iterator[FaultyPostgres]:
-    """A server, with `disk_mb` on its own small disk; the test is skipped where none can be mounted."""
+    """A server, on its own small disk if `disk_mb` is given; the test is skipped if no disk can be mounted."""
     directory = tempfile.mkdtemp(prefix="loramux-postgres-")
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)

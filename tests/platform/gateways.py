@@ -60,7 +60,7 @@ class Gateway:
         QuotaPolicies(self.database).set(self.tenant.id, metric, limit)
 
     def add_adapter(self, tenant: str, name: str, versions: int = 1) -> str:
-        """Add an adapter whose versions are ready, the last one the default, and return its identifier."""
+        """Add an adapter with ready versions, the last of which is the default, and return the adapter's identifier."""
         tenants = Tenants(self.database)
         owner = tenants.get(tenant) or tenants.create(tenant)
         adapter_id = new_id("ada")
@@ -157,7 +157,7 @@ class _QuietServer(uvicorn.Server):
 
 @asynccontextmanager
 async def listening(app: FastAPI) -> AsyncIterator[str]:
-    """Serve an app on a loopback port, and yield its URL."""
+    """Serve an app on a loopback port and yield its URL."""
     config = uvicorn.Config(app, port=0, lifespan="off", ws="none", log_config=None)
     server = _QuietServer(config)
     serving = asyncio.create_task(server.serve())

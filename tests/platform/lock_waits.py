@@ -1,4 +1,4 @@
-"""Shows who waits for a lock in a real PostgreSQL, so that no test has to guess how long that takes."""
+"""Waits for connections that wait for locks in a real PostgreSQL, so that no test has to guess how long this takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PATIENCE_S = 20.0
 
 
 def until_wait(url: str, num_waiting: int) -> None:
-    """Wait until this many connections, to any of the server's databases, wait for a lock."""
+    """Wait until this many connections, to any of the server's databases, are waiting for a lock."""
     ends_s = time.monotonic() + PATIENCE_S
     with psycopg.connect(url, autocommit=True) as watching:
         query = "SELECT count(DISTINCT pid) FROM pg_locks WHERE NOT granted"

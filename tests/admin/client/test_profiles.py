@@ -1,4 +1,4 @@
-"""Profiles: which server a command calls, and a file that is private and that concurrent commands cannot corrupt."""
+"""Profiles: which server a command calls, and a private file that concurrent commands cannot corrupt."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.admin.admin_side import ADMIN_KEY
 
 
 class Browser:
-    """A signed-in browser without scripts; it follows links only when a test does so."""
+    """A signed-in browser without scripts; it follows links only when a test tells it to."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self.client = client
@@ -33,7 +33,7 @@ class Browser:
         return response
 
     async def post(self, path: str, **fields: Any) -> str:
-        """Send a form, follow its redirect, and return the message at the top of that page."""
+        """Send a form, follow the redirect, and return the message at the top of the page."""
         headers = {"referer": f"http://admin.example/console{fields.pop('referer', '/')}"}
         data = {"csrf": self._csrf, **fields}
         response = await self.client.post(f"/console{path}", data=data, headers=headers)
@@ -67,7 +67,7 @@ def first_match(pattern: str, text: str) -> str:
 
 
 class Stream:
-    """Reads a response of the app while it is being sent, which httpx's own transport cannot."""
+    """Reads a response of the app while it is being sent, which httpx's own transport cannot do."""
 
     def __init__(self, app: ASGIApp, client: httpx.AsyncClient, path: str) -> None:
         cookies = "; ".join(f"{cookie.name}={cookie.value}" for cookie in client.cookies.jar)

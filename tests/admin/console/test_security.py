@@ -209,7 +209,7 @@ async def test_a_forged_address_is_no_way_round_the_throttle(
 
 
 class Balancer:
-    """Two servers on one database behind one address; `at` chooses which one answers."""
+    """Two servers on one database behind one address; `at` chooses the server that answers."""
 
     def __init__(self, *servers: ASGIApp) -> None:
         self._servers = servers

@@ -1,4 +1,4 @@
-"""`loramux doctor` where exactly one thing is wrong: it names the fault, says how to fix it, and exits with 1."""
+"""`loramux doctor` when exactly one thing is wrong: it names the fault, says how to fix it, and exits with 1."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_server_whose_parts_fail_is_told_apart_from_one_that_is_away(
     loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admin_side.engine.die()
-    # Break the store by other means than permissions, which root bypasses.
+    # Break the store by means other than permissions, which root bypasses.
     shutil.rmtree(admin_side.services.self_check.data_dir / "blobs", ignore_errors=True)
     (admin_side.services.self_check.data_dir / "blobs").write_text("no directory")
     with admin_side.services.database.write() as connection:

@@ -23,12 +23,12 @@ from schemathesis.generation import GenerationMode
 MEANT_OTHERWISE = [*range(200, 300), 400, 401, 403, 404, 409, 412, 413, 422, 429]
 
 Known = Callable[[str], Mapping[str, Any]]
-"""The names of existing things by parameter, for an operation with this path."""
+"""The names of existing objects by parameter, for an operation with this path."""
 
 
 @dataclass(slots=True)
 class Cases:
-    """How many cases were generated, and the statuses they were answered with."""
+    """The number of generated cases, and the statuses of their answers."""
 
     num_generated: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
@@ -58,7 +58,7 @@ KINDS = (
     Kind(GenerationMode.NEGATIVE, is_guarded=False, share=0.45),
 )
 CALLS_EACH = 3
-"""Data takes far longer to generate than to send, so a campaign sends each case this many times."""
+"""Number of times that a campaign sends each case, because data takes far longer to generate than to send."""
 
 
 def call_all(
@@ -71,11 +71,11 @@ def call_all(
     is_thorough: bool = True,
     cases: Cases | None = None,
 ) -> Cases:
-    """Call every operation, about `num_calls` times in all, with data that is valid and invalid by the document.
+    """Call every operation, about `num_calls` times in all, with data that the document allows and forbids.
 
-    Each case is sent unchanged, then with `known` names put in, and then again with another of the `keys`, the first of
-    which has the most rights. Unless `is_thorough`, each case is sent in only one of these ways. Raises the checks'
-    errors; `cases` then has the calls made so far.
+    Each case is sent unchanged, then with `known` names filled in, and then again with another of the `keys`, the first
+    of which has the most rights. Unless `is_thorough`, each case is sent in only one of these forms. Raises the checks'
+    errors; `cases` then contains the calls made so far.
     """
     by_guard = {
         True: schemathesis.openapi.from_dict(dict(document), config=_config(url, keys[0])),
@@ -102,7 +102,7 @@ def call_all(
 
 @dataclass(frozen=True, slots=True)
 class _Visitor:
-    """Calls one operation with `keys`; without any, with the key in the generated data."""
+    """Calls one operation with `keys`, or with the key in the generated data if there are none."""
 
     operation: Any
     session: requests.Session
@@ -140,7 +140,7 @@ class _Visitor:
             call()
 
     def _name_what_exists(self, case: Any) -> bool:
-        """Replace names in a case by existing ones, and return whether there were any.
+        """Replace names in a case with existing ones and return whether any were replaced.
 
         Deliberately invalid parts are kept, because the checks expect their refusal.
         """
@@ -175,7 +175,7 @@ def _config(url: str, key: str | None = None) -> SchemathesisConfig:
 
 
 def _can_be_wrong(document: Mapping[str, Any], operation: Any) -> bool:
-    """Whether data can violate the document; hypothesis takes seconds to find out that it cannot."""
+    """Whether any data can violate the document; hypothesis takes seconds to find out that none can."""
     described = document["paths"][operation.path][operation.method]
     if "application/json" in described.get("requestBody", {}).get("content", {}):
         return True
@@ -187,7 +187,7 @@ def _can_be_wrong(document: Mapping[str, Any], operation: Any) -> bool:
 
 
 def _without_security(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The document as if the server required no key."""
+    """The document, changed as if the server required no key."""
     bare = copy.deepcopy(dict(document))
     bare["components"].pop("securitySchemes")
     for item in bare["paths"].values():

@@ -1,4 +1,4 @@
-"""Real objects of every kind for random calls to name; those that a call deletes are recreated afterwards."""
+"""Real objects of every kind for random calls to name; objects that a call deletes are recreated afterwards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ApiStock:
         return [ADMIN_KEY, *(one.secret for one in made)]
 
     def names(self, path: str) -> Mapping[str, Any]:
-        """The names that exist now, for an operation with this path."""
+        """The names of existing objects, for an operation with this path."""
         services = self._services
         key = services.api_keys.create(self.tenant.id, "known").key
         quota = services.quotas.set(self.tenant.id, "tokens_per_day", 1_000_000)

@@ -285,7 +285,7 @@ async def test_hostile_names_are_refused_and_not_repeated(http: httpx.AsyncClien
             assert name not in response.text
     encoded = str(httpx.QueryParams({"n": name}))[2:].replace("+", "%20")
     for path in (f"/adapters/{adapter.id}/aliases/{encoded}", f"/tenants/{encoded}", f"/api_keys/{encoded}"):
-        # An empty name is the path of the list.
+        # An empty name yields the path of the list.
         response = await http.get(path if encoded else path.rstrip("/"))
         assert response.status_code in (200, 400, 404), path
     for body in ({"display_name": f"a{name}\u2066b"}, {"display_name": ""}):
@@ -516,7 +516,7 @@ async def test_requests_in_flight_are_listed_and_cancelled(side: AdminSide) -> N
     assert (await viewer.post(f"/requests/{request_id}/cancel")).status_code == 403
     cancelled = await admin.post(f"/requests/{request_id}/cancel")
     assert (cancelled.status_code, cancelled.json()["state"]) == (202, "cancelling")
-    # The gateway that runs the request learns this with its next checkpoint.
+    # The gateway that runs the request learns of the cancellation with its next checkpoint.
     assert admission.checkpoint([Checkpoint(request_id, 8)]) == [request_id]
 
 

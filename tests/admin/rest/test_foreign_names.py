@@ -1,6 +1,6 @@
 """Another tenant's name and an unused name get the same answer, after the same SQL statements.
 
-Statements are counted, not timed, because only an extra round trip or transaction could be measured by a client.
+Statements are counted, not timed, because a client could measure only an extra round trip or transaction.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 @dataclass(frozen=True)
 class Stock:
-    """What globex has, by kind, and unused names; acme asks for both."""
+    """The names of globex's objects, by kind, and unused names; acme requests both."""
 
     foreign: dict[str, str]
     unknown: dict[str, str]

@@ -43,7 +43,7 @@ class World:
     """A tenant with a key for `support` and for `gift`, which another tenant granted, but not for `payroll`.
 
     Each adapter has versions, an upload, jobs, limits, prices, and requests both in flight and settled. A third tenant
-    has the same. `hidden` is everything that the limited key must not read.
+    has the same objects. `hidden` is everything that the limited key must not read.
     """
 
     def __init__(self, side: AdminSide) -> None:
@@ -77,7 +77,7 @@ class World:
         self._use(self.tenant.id, another, "the-base", None, is_hidden=True)
 
     def _furnish(self, adapter: Adapter, payer_id: str, key_id: str, *, is_hidden: bool) -> Names:
-        """Add one object of each kind, and return their identifiers by route parameter."""
+        """Add one object of each kind and return their identifiers by route parameter."""
         files = (UploadFile(CONFIG_FILE, 10, "0" * 64), UploadFile(TENSORS_FILE, 10, "1" * 64))
         upload, used = (self.services.ingest.create_upload(adapter.id, files) for _ in range(2))
         ready = self._version(adapter, 1, state="ready", upload_id=used.id, max_rank=2, num_pages=1)
@@ -223,7 +223,7 @@ ONE_OF_ITS = {
     "POST /adapters/{adapter_id}/versions/{number}/preload",
     "PUT /adapters/{adapter_id}/aliases/{name}",
 }
-"""Routes to one of the key's own objects; for the key, all others do not exist."""
+"""Routes to one of the key's own objects; for the key, no other objects exist."""
 
 ONE_THAT_IS_NOT_THERE = {
     # No file was sent, so none is stored.
@@ -231,13 +231,13 @@ ONE_THAT_IS_NOT_THERE = {
     "POST /adapters/{adapter_id}/versions",
     "PUT /adapters/{adapter_id}/uploads/{upload_id}/files/{name}",
 }
-"""As above, but the call fails even for its own object, because it has no content."""
+"""Like `ONE_OF_ITS`, but the call fails even for the key's own object, because the object has no content."""
 
 OF_THE_TENANT = {"GET /tenants", "GET /tenants/{id_or_slug}"}
 """The tenant's names, limits and states, which say nothing about its adapters."""
 
 PUBLIC = {"GET /health/live", "GET /health/ready", "GET /metrics", "GET /openapi.json"}
-"""Outside `/admin/v1`; the metrics name no adapter."""
+"""Routes outside `/admin/v1`; the metrics name no adapter."""
 
 REFUSED = {
     "DELETE /adapters/{adapter_id}",
@@ -272,7 +272,7 @@ REFUSED = {
     "PUT /adapters/{adapter_id}/grants/{tenant}",
     "PUT /quotas/tenants/{tenant}/{metric}",
 }
-"""403 for any name."""
+"""Routes that answer 403 for any name."""
 
 KINDS = (NARROWED, ONE_OF_ITS, ONE_THAT_IS_NOT_THERE, OF_THE_TENANT, PUBLIC, REFUSED)
 
@@ -284,11 +284,11 @@ BODIES: Mapping[str, Mapping[str, Any]] = {
     "POST /adapters": {"tenant": "acme", "name": "payroll"},
     "POST /quotas/check": {"prompt_tokens": 1, "max_tokens": 1},
 }
-"""Bodies for routes whose documented example names things that do not exist here."""
+"""Bodies for routes whose documented example names objects that do not exist here."""
 
 
 def calls(app: Any) -> Iterator[tuple[str, str, str, Any]]:
-    """Every operation: its name as above, its method and path, and an example of its body."""
+    """Every operation: its name as in `KINDS`, its method and path, and an example of its body."""
     for path, operation, method in operations(ADMIN_DOCUMENT.of(app)):
         name = f"{method.upper()} {path.removeprefix(BASE)}"
         body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("example")
@@ -300,7 +300,7 @@ def filled(path: str, names: Names) -> str:
 
 
 def unknown(names: Names) -> Names:
-    """Unused identifiers of the same kinds."""
+    """The same names with unused identifiers."""
     return {
         name: f"{value[:4]}{'0' * 32}" if re.fullmatch(r"[a-z]{3}_[0-9a-f]{32}", value) else value
         for name, value in names.items()
@@ -413,7 +413,7 @@ async def test_a_limited_key_still_sees_what_is_its_own(limited: httpx.AsyncClie
     assert {one["scope"] for one in await data("/prices")} == {world.support.id, gift}
     effective = await data(f"/quotas/effective?key={world.key_id}&adapter=support")
     assert {one["subject_id"] for one in effective} == {world.key_id, world.support.id}
-    # Only its owner may see where a granted adapter's weights are.
+    # Only the owner of a granted adapter may see where its weights are.
     assert [one["versions"][0]["model"] for one in await data("/residency")] == ["acme/support@1"]
 
 

@@ -1,4 +1,4 @@
-"""Lists are paged by identifier, and refuse parameters that name no page."""
+"""Lists are paged by identifier, and parameters that name no page are refused."""
 
 from __future__ import annotations
 

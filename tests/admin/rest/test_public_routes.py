@@ -1,4 +1,4 @@
-"""Without a credential only the routes that DESIGN calls public are open; every route of the apps is checked."""
+"""Without a credential only the public routes are open; every route of the apps is checked."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_the_console_shows_a_stranger_only_where_to_sign_in(console_side: 
 
 
 def test_all_that_the_admin_app_serves_is_looked_at(console_side: AdminSide) -> None:
-    """Only the public static files are exempt: the tests above would not call a mount of any other kind."""
+    """Only the public static files are mounted, because the other tests do not call routes inside mounts."""
     app = create_admin_app(console_side.services)
     assert [route.path for route in app.routes if isinstance(route, Mount)] == ["/console"]
     console = next(route.app for route in app.routes if isinstance(route, Mount))

@@ -1,4 +1,4 @@
-"""Bad input is answered as `docs/clients.md` says: each line of its table is a call here, and vice versa."""
+"""Bad input is answered as `docs/clients.md` says: each row of the page's table is a call here, and vice versa."""
 
 from __future__ import annotations
 

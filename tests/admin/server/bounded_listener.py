@@ -80,7 +80,7 @@ class Listener:
         self.call(lambda: self.book.sweep(self.loop.time() + seconds))
 
     def make_older(self, seconds: float) -> None:
-        """Make each connection look as if its client had delayed it this many seconds longer."""
+        """Make each connection look as if its client had delayed it for this many more seconds."""
 
         def move() -> None:
             for one in self.book._members:
@@ -143,7 +143,7 @@ def answer(connection: socket.socket) -> tuple[int, bytes]:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the server has kept the connection open; discards what it has sent."""
+    """Whether the server has kept the connection open; discards all data that the server has sent."""
     connection.settimeout(0.1)
     try:
         while connection.recv(65536):

@@ -105,7 +105,7 @@ def test_a_client_that_reads_slowly_but_steadily_gets_everything() -> None:
             num_bytes += len(chunk)
             if num_bytes > num_sweeps * 1_000_000:
                 num_sweeps += 1
-                # Each sweep is later than the last by less than the reader's timeout.
+                # Each sweep follows the last one by less than the reader's timeout.
                 listener.sweep_later(num_sweeps * READER_TIMEOUT_S / 2)
         assert num_bytes > 8_000_000
         assert num_sweeps >= 8
@@ -232,7 +232,7 @@ async def test_attacks_beside_a_polite_client() -> None:
         statuses = []
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.port}", trust_env=False) as http:
             while not (statuses and all(task.done() for task in under_attack)):
-                # If this process sends its request late, its connection looks as idle as the attackers'.
+                # If this process sends its request late, its connection looks as idle as the attackers' connections.
                 with suppress(httpx.RemoteProtocolError, httpx.ReadError):
                     statuses.append((await http.get("/", headers={"connection": "close"})).status_code)
         counts = [task.result() for task in under_attack]

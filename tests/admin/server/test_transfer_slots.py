@@ -1,4 +1,4 @@
-"""A tenant rests for as long as its calls took, and then its slots are free again."""
+"""A tenant must rest for as long as its calls took before its slots are free again."""
 
 from __future__ import annotations
 

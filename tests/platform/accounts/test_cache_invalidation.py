@@ -57,7 +57,7 @@ def two_gateways(database_url: str) -> Iterator[tuple[OneGateway, OneGateway]]:
 
 
 def until(is_so: object) -> float:
-    """Wait until a condition holds, and return the seconds it took."""
+    """Wait until a condition holds and return how many seconds that took."""
     started = time.monotonic()
     while not is_so():  # type: ignore[operator]
         assert time.monotonic() - started < WITHIN_S
@@ -73,7 +73,7 @@ def test_a_key_revoked_in_one_gateway_is_dead_in_the_other(migrated_url: str) ->
         assert other.keys.authenticate(key.secret) is not None
         assert other.keys.recent(key.secret) is not None, "it is cached"
         one.keys.revoke(key.key.id)
-        # Far sooner than its entry expires: little more than one poll.
+        # The key must be gone after little more than one poll, far sooner than its cache entry expires.
         assert until(lambda: other.keys.recent(key.secret) is None) < 2.5
         assert other.keys.authenticate(key.secret) is None
 

@@ -88,7 +88,7 @@ async def test_a_user_keeps_its_version_while_an_alias_names_two(gateway: Any) -
     drawn = {user: await version(user=user) for user in map(str, range(32))}
     assert set(drawn.values()) == {"acme/support@1", "acme/support@2"}
     assert {user: await version(user=user) for user in drawn} == drawn
-    # A request without a user is drawn at random each time; 32 equal draws are practically impossible.
+    # The version for a request without a user is drawn at random; 32 equal draws are practically impossible.
     assert len({await version() for _ in range(32)}) == 2
     assert len({await version(user="one") for _ in range(6)}) == 1
     aliases.rollback(adapter_id, "default")

@@ -136,7 +136,7 @@ async def test_a_refusal_touches_only_its_own_request(
     assert isinstance(outcomes[1], QuotaExceeded)
     assert isinstance(outcomes[2], LookupError)
     assert outcomes[3] is True
-    # The settlement before it returned 25 of the 40 tokens held.
+    # The settlement before this request returned 25 of the 40 tokens held.
     assert isinstance(outcomes[4], Reservation)
     assert outcomes[4].limits[0].remaining == 100 - 15 - 50 - 30
     assert outcomes[5] is False, "settled in the same transaction"

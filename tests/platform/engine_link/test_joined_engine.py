@@ -1,4 +1,4 @@
-"""A gateway's client for an engine that another process supervises: it joins, loses it, and joins again."""
+"""A gateway's client for an engine that another process supervises: the client joins it, loses it, and joins again."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def until_ready(*engines: EngineClient) -> None:
 
 
 async def kill_while_it_runs(local: LocalEngine, *engines: EngineClient) -> list[Finished]:
-    """Kill the engine while it runs one request of each client, and return the requests' ends."""
+    """Kill the engine while it runs one request of each client, and return how the requests ended."""
     streams = [engine.submit(add("doomed", 900)) for engine in engines]
     for stream in streams:
         assert isinstance(await anext(stream), SequenceOutput)
@@ -110,7 +110,7 @@ def test_a_joined_engine_lives_and_dies_with_its_supervisors(demo_base: Path, tm
                 joined.submit(add("early"))
             assert joined.trouble is not None
             await until_ready(local, joined)
-            # Each gateway knows which of its requests ran at the death, and holds it against them.
+            # Each gateway knows which of its requests ran when the engine died, and gives each of these a strike.
             assert joined.info is not None
             assert joined.info.ran_at_death == ("doomed",)
             assert [len(engine._strikes) for engine in (local, joined)] == [1, 1]

@@ -84,7 +84,7 @@ def test_life_death_and_restart(demo_base: Path, tmp_path: Path) -> None:
             assert isinstance(rest[-1], Finished)
             assert (rest[-1].reason, 0 < rest[-1].completion_tokens < 900) == ("abort", True)
 
-            # A killed engine ends its streams with what they received; new requests are refused until it is back.
+            # A killed engine's streams end with the tokens received so far; new requests are refused until it is back.
             stream = engine.submit(add("doomed", 900))
             await anext(stream)
             assert engine.pid is not None

@@ -1,4 +1,4 @@
-"""An engine whose GPU fails: its supervisor gets one sentence, its streams end, and the next engine serves."""
+"""An engine whose GPU fails: its supervisor gets a one-sentence error, its streams end, and the next engine serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shipped fake engine keeps the same accounts as a real one."""
+"""The shipped fake engine reports the same figures as a real one."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_a_request_that_hangs_its_step_is_refused_after_two_deaths(demo_base: Pa
     async def scenario() -> None:
         async with running(LocalEngine(config, supervision, command)) as engine:
             assert (await end_of(engine.submit(add("first")))).reason == "length"
-            # First death: a step hangs, and the supervisor notices. One request runs beside it, and one waits.
+            # First death: a step hangs, and the supervisor notices. Another request is running, and one is waiting.
             pid = engine.pid
             beside = engine.submit(add("beside", max_tokens=900))
             await anext(beside)
@@ -67,7 +67,7 @@ def test_a_request_that_hangs_its_step_is_refused_after_two_deaths(demo_base: Pa
             assert engine.is_live
             assert engine.pid != pid
 
-            # The request that ran beside it has now run to its end and is cleared.
+            # The other running request has now completed and is no longer suspected.
             assert (await end_of(engine.submit(add("beside again")))).reason == "length"
             assert len(engine._strikes) == 1
 
@@ -82,7 +82,7 @@ def test_a_request_that_hangs_its_step_is_refused_after_two_deaths(demo_base: Pa
             assert (await end_of(hanging)).code == "engine_unavailable"
             await until(lambda: engine.is_ready)
 
-            # The third attempt reaches no engine; other requests run.
+            # The third attempt never reaches the engine; other requests run.
             pid = engine.pid
             refused = await end_of(engine.submit(add("poison once more", 5, HANGING_TOKEN)))
             assert (refused.reason, refused.code) == ("error", "request_excluded")

@@ -225,7 +225,7 @@ async def test_what_another_gateway_had_loaded_is_not_refused(gateway: Gateway) 
         gateway.add_adapter("acme", name)
     gateway.limit(METRIC, 1)
     assert (await ask(gateway, "first")).status_code == 200
-    # Loaded without this gateway's knowledge, after its last report.
+    # The adapter was loaded without this gateway's knowledge, after the engine's last report.
     await gateway.engine.load(digest("second"), 1.0)
     assert (await ask(gateway, "second")).status_code == 200
 

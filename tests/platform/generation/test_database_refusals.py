@@ -1,4 +1,4 @@
-"""A database that answers but refuses writes: whatever the reason, streams finish and nothing is lost or left held."""
+"""A database that answers but refuses writes: streams always finish, and nothing is lost or left reserved."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _tended_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def read_only(url: str) -> Iterator[None]:
-    """Make PostgreSQL read-only, as hosting providers do when the disk is full, and as a standby is after failover."""
+    """Make PostgreSQL read-only, as hosting providers do when the disk is full and as a standby always is."""
     with psycopg.connect(url, autocommit=True) as connection:
 
         def set_to(value: str) -> None:
@@ -77,7 +77,7 @@ def read_only(url: str) -> Iterator[None]:
 
 @contextmanager
 def no_more_pages(database: Database) -> Iterator[None]:
-    """Limit SQLite's size to its present pages, so that it returns a real SQLITE_FULL."""
+    """Limit SQLite's size to its current pages, so that it returns a real SQLITE_FULL."""
     with database.read() as connection:
         num_pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
 
@@ -147,7 +147,7 @@ async def test_postgres_that_takes_no_writes(
 
 
 async def full_and_free_again(gateway: Gateway, begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Send requests until the disk is full; each gets its whole stream, which is in the ledger, or a 503."""
+    """Send requests until the disk is full; each gets either a 503 or its whole stream, which is in the ledger."""
     gateway.limit("tokens_per_minute", 1_000_000)
     gateway.engine.script = lambda add: Script(token_ids=(300,) * add.max_tokens, delay_s=0.05)
     assert is_whole(await ask(gateway))

@@ -1,4 +1,4 @@
-"""Clients that do not read: they are charged for what they ordered, and delay nobody else."""
+"""Clients that do not read: they are charged for all tokens that they requested, and delay nobody else."""
 
 from __future__ import annotations
 

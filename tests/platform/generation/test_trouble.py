@@ -263,7 +263,7 @@ async def test_a_quota_that_binds_is_429_with_its_name_and_headers(gateway_on_ea
         await gateway.openai.completions.create(model="base", prompt=[5] * 10, max_tokens=80)
     assert caught.value.code == "rate_limit_exceeded"
     assert "tokens_per_minute" in str(caught.value)
-    # 90 are needed, 80 are left, and 100 per minute are added.
+    # 90 tokens are needed, 80 are left, and 100 per minute are added.
     assert caught.value.response.headers["retry-after"] == "6"
     with pytest.raises(openai.BadRequestError) as too_large:
         await gateway.openai.completions.create(model="base", prompt=[5] * 10, max_tokens=91)
@@ -314,7 +314,7 @@ async def test_the_usage_of_a_mixed_load_adds_up(gateway_on_each: Any) -> None:
 
 
 def fail_settlements(gateway: Any, monkeypatch: pytest.MonkeyPatch, failures: int, *, is_answer_lost: bool) -> None:
-    """Make commits of settlements fail a few times, either before any effect or by losing only the answer."""
+    """Make settlement commits fail a few times, either without any effect or by losing only the answer."""
     admission = gateway.services.commit._admission
     commit, left = admission.commit, [failures]
 
@@ -426,7 +426,7 @@ async def test_a_database_that_is_away_is_503(gateway: Any, monkeypatch: pytest.
     assert (response.status_code, response.json()["error"]["code"]) == (503, "quota_unavailable")
     assert response.headers["retry-after"] == "5"
     assert gateway.engine.adds == []
-    # If the reservation was made after all, it would be returned now.
+    # If the reservation had been made after all, it would be returned now.
     await tended_until_settled(gateway, monkeypatch)
     assert gateway.usage() == []
 

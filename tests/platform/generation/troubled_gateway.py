@@ -46,7 +46,7 @@ def is_whole(answer: Any) -> bool:
 
 
 def is_refused(answer: Any) -> bool:
-    """Whether a request got the refusal that is used while the database is in trouble."""
+    """Whether a request got the refusal that gateways send while the database is in trouble."""
     return (
         answer.status_code == 503
         and answer.json()["error"]["code"] == "quota_unavailable"

@@ -29,7 +29,7 @@ def all_rollups(database: Database) -> set[tuple[Any, ...]]:
 
 
 def rebuild_rollups(database: Database) -> set[tuple[Any, ...]]:
-    """Rebuild every row from the ledger, in the database, and return the rows."""
+    """Rebuild all rows from the ledger, inside the database, and return them."""
     with database.write() as connection:
         for statement in rebuild_all_rollups():
             connection.exec_driver_sql(statement.replace("%", "%%") if not database.is_sqlite else statement)

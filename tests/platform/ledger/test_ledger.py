@@ -26,7 +26,7 @@ HOUR_US = 3_600_000_000
 
 @pytest.fixture
 def used(clocked: Database, clock: Any) -> list[str]:
-    """Three requests of acme's in two hours and one of another tenant; returns the request IDs."""
+    """Request IDs: three of acme's requests within two hours and one of another tenant."""
     tenants, keys, admission = Tenants(clocked), ApiKeys(clocked), Admission(clocked)
     clock.now_us = 500_000 * HOUR_US
     made = []

@@ -88,7 +88,7 @@ def test_a_reading_ends_in_time(database: Database) -> None:
 
 
 def test_a_report_leaves_no_compiled_statement_behind(database: Database) -> None:
-    """Reports rarely share their ranges, so a cached statement would be memory that is never reused."""
+    """Reports rarely share their ranges, so a cached statement would take memory and never be reused."""
     tenant = Tenants(database).create("acme")
     add_end_users(database, tenant.id, NUM_USERS, days=3)
     now_us = database.now_us()

@@ -158,7 +158,7 @@ class OldGateway(threading.Thread):
         self._database.close()
 
     def settles(self, num_more: int) -> None:
-        """Wait until it has settled this many more."""
+        """Wait until the thread has settled this many more requests."""
         wanted, ends_s = self.num_settled + num_more, time.monotonic() + 20
         while self.num_settled < wanted:
             assert self.failure is None, self.failure
@@ -171,7 +171,7 @@ class OldGateway(threading.Thread):
         with self._database.write() as connection:
             connection.exec_driver_sql("SELECT id FROM reservations WHERE id = '' FOR UPDATE")
             connection.exec_driver_sql(event)
-            # Gives the migration time to start in between.
+            # Give the migration time to start here.
             time.sleep(0.002)
             connection.exec_driver_sql(f"INSERT INTO usage_batches (id, at_us) VALUES ({batch_id}, {at_us})")
 

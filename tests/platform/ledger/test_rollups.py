@@ -1,4 +1,4 @@
-"""Rollups plus unfolded batches equal the ledger exactly, whatever is asked, folded, rolled back or killed."""
+"""Rollups plus unfolded batches equal the ledger exactly, whatever is queried, folded, rolled back or killed."""
 
 from __future__ import annotations
 
@@ -195,7 +195,8 @@ def question(ledgers: Ledgers, first_us: int) -> dict[str, Any]:
         start_us = max(start_us, end_us - 6 * DAY_US)
     adapter_ids = choose.choice((None, frozenset(choose.sample(list(ledgers.adapters.values()), choose.randint(1, 2)))))
     if adapter_ids is not None and bucket == "1m":
-        # For single adapters they are not, and reports on all tenants' single requests are limited to a day.
+        # Minutes are not rolled up for single adapters, and reports on all tenants' single requests cover at most a
+        # day.
         start_us = max(start_us, end_us - DAY_US)
     if "end_user" in group_by:
         tenant_id = ledgers.keys[0][0].id
@@ -241,7 +242,7 @@ def test_every_report_is_the_sum_of_the_ledger(
 
 
 def _fold_and_die(ledgers: Ledgers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start a fold that dies after some of its statements; nothing of it may remain."""
+    """Start a fold that dies after some of its statements; none of its changes may remain."""
     left = ledgers.random.randint(0, 7)
     execute = Connection.execute
 
@@ -259,7 +260,7 @@ def _fold_and_die(ledgers: Ledgers, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _check_rollups(database: Database, facts: list[dict[str, Any]]) -> None:
-    """Check that every grain and span length has the same total, no batch waits, and the database's own sums agree."""
+    """Check that all grains and span lengths have the same total, no batch waits, and the database's sums agree."""
     rollups, total = schema.usage_rollups.c, tuple(sum(fact[name] for fact in facts) for name in AMOUNTS)
     sums = select(*(func.sum(rollups[name]) for name in AMOUNTS))
     with database.read() as connection:
@@ -357,7 +358,7 @@ def test_a_cut_range_has_no_gap_and_no_overlap(start: int, length: int, spans_us
     assert (pieces[0][0], pieces[-1][1]) == (start, start + length)
     assert all(one[1] == other[0] for one, other in pairwise(pieces))
     assert all(edge % span_us == 0 for span_us, ranges in parts.spans.items() for part in ranges for edge in part)
-    # Everything that a whole span can answer is answered by one.
+    # Events are read only where no whole span fits.
     assert not any(-(-low // span) * span + span <= high for low, high in parts.events for span in spans_us)
 
 

@@ -57,7 +57,7 @@ async def test_the_body_is_exactly_openais(gateway: Any, tokenizer: Any) -> None
             "prompt_tokens_details": {"cached_tokens": 0},
         },
     }
-    # Without a limit the answer may use the rest of the context.
+    # Without a limit the answer can use the rest of the context.
     assert gateway.engine.adds[0].max_tokens == 256 - num_prompt
 
 

@@ -176,7 +176,7 @@ async def test_bias_and_penalties_reach_the_engine(gateway: Any) -> None:
     sampling, plain, biased = [add.sampling for add in gateway.engine.adds]
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (-2, 0.5)
     assert (sampling.min_p, sampling.repetition_penalty) == (0.25, 1.1)
-    # A bias of zero is no edit.
+    # A bias of zero is dropped because it changes nothing.
     assert sampling.logit_bias == ((5, 1), (9, -100))
     assert (plain.logit_bias, plain.has_penalties, plain.min_p) == ((), False, 0)
     assert len(biased.logit_bias) == 300

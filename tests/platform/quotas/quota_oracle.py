@@ -22,7 +22,7 @@ def cost(prompt: int, cached: int, completion: int) -> int:
 
 @dataclass
 class Policy:
-    """One limit, and whether it was changed, so that more than the limit may be held."""
+    """One limit, and whether it was changed; after a change, more than the limit can be held."""
 
     id: str
     subject: str
@@ -51,8 +51,8 @@ class Bucket:
     def now(self, policy: Policy, now_us: int) -> Bucket:
         full = policy.burst * MINUTE_US
         if self.at_us > now_us + MINUTE_US:
-            # The clock was wrong. Undo the refill for minutes that are still to come; usage of those minutes is
-            # forgiven.
+            # The clock was wrong. Undo the refill for minutes that are still to come, but forgive the tokens used in
+            # those minutes.
             early = policy.limit * (self.at_us - now_us)
             return Bucket(min(full, self.level - min(early, max(0, self.level))), now_us)
         at_us = max(self.at_us, now_us)
@@ -60,12 +60,12 @@ class Bucket:
 
 
 Count = tuple[str, str, tuple[int, ...]]
-"""Policy, subject, and the local date or month; () if the policy has no window."""
+"""Policy, subject, and the local date or month; an empty tuple if the policy has no window."""
 
 
 @dataclass
 class Request:
-    """An admitted request: what it holds of each count, and how it ended."""
+    """An admitted request: the amount that it holds of each count, and how it ended."""
 
     id: str
     tenant: str
@@ -84,7 +84,7 @@ class Request:
 
 
 class QuotaOracle:
-    """Every rule of DESIGN section 7, in its simplest form."""
+    """Every quota rule, in its simplest form."""
 
     def __init__(self, zones: dict[str, str], owners: dict[str, str]) -> None:
         self.zones = {tenant: ZoneInfo(zone) for tenant, zone in zones.items()}
@@ -137,7 +137,8 @@ class QuotaOracle:
     def window(self, policy: Policy, subject: str, now_us: int) -> tuple[int, ...]:
         if not policy.is_budget:
             return ()
-        # Days follow the time zone of the tenant that set the limit; for the platform's limits, each tenant's own.
+        # Days follow the time zone of the tenant that set the limit. For the platform's limits, they follow each
+        # tenant's own time zone.
         zone = self.zones[subject if policy.subject == "platform" else self.owners.get(policy.subject, policy.subject)]
         local = datetime.fromtimestamp(now_us // 1_000_000, UTC).astimezone(zone)
         return (local.year, local.month, local.day) if policy.metric.endswith("_day") else (local.year, local.month)
@@ -153,7 +154,7 @@ class QuotaOracle:
         return self.used(policy, count) + self.reserved(count) + wanted <= policy.limit
 
     def admit(self, request: Request, bound: list[tuple[Policy, Count]], now_us: int) -> set[str]:
-        """Record what an admitted request holds, and return the policies that it exceeds."""
+        """Record the amounts that an admitted request holds and return the policies that it exceeds."""
         beyond = set()
         for policy, count in bound:
             wanted = self.price(policy, request.prompt, request.completion)
@@ -203,7 +204,7 @@ class QuotaOracle:
         was_recovered, before = request.state == "recovered", request.charged
         for policy, count in self.holding(request):
             if policy.metric == "requests_per_minute" and has_run:
-                # It was charged at admission, and nothing is written now.
+                # The request was charged at admission, and nothing is written now.
                 continue
             self.touch(policy, count, now_us)
             if not policy.is_rate:
@@ -259,6 +260,6 @@ class QuotaOracle:
         return Bucket(policy.burst * MINUTE_US, now_us) if known is None else known.now(policy, now_us)
 
     def touch(self, policy: Policy, count: Count, now_us: int) -> None:
-        """Refill a rate's bucket up to now, before it is changed."""
+        """Refill a rate's bucket up to the current time before changing it."""
         if policy.is_rate:
             self.buckets[count] = self.bucket(policy, count, now_us)

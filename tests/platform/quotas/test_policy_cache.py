@@ -1,4 +1,4 @@
-"""Which rules and windows apply to a request: hand-made cases where the property machine shares the code's ideas."""
+"""Which rules and windows apply to a request: hand-written cases where the oracle shares the code's ideas."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_tenants_own_policy_replaces_the_platforms_unless_it_only_watches(mode
 
 
 class SlowDict(dict[str, Any]):
-    """Pauses after its first update."""
+    """A dictionary whose updates pause after writing."""
 
     def __init__(self) -> None:
         self.is_resting, self.may_go_on = threading.Event(), threading.Event()

@@ -52,7 +52,7 @@ from tests.platform.quotas.quota_oracle import (
 )
 
 NUM_STEPS = int(os.environ.get("LORAMUX_QUOTA_STEPS", "1500"))
-"""Steps of the campaign on each database."""
+"""Campaign steps on each database."""
 
 ZONES = ("Europe/Berlin", "America/St_Johns", "Australia/Lord_Howe")
 PRICED_AHEAD_US = 30 * 86_400_000_000
@@ -409,7 +409,7 @@ class QuotaMachine(RuleBasedStateMachine):
         ]
 
     def _no_hard_limit_is_passed(self) -> None:
-        """Only usage older than a hard limit and late settlements may exceed it (DESIGN 7, 6)."""
+        """Only late settlements and usage from before the limit was set may exceed a hard limit."""
         for request in self.oracle.requests.values():
             for policy, count in self.oracle.holding(request):
                 if policy.mode == "hard" and not policy.has_changed and not policy.is_rate:

@@ -1,4 +1,4 @@
-"""A change to something that was changed since it was read is refused, however close together the calls are."""
+"""A change to an object that has changed since it was read is refused, however close together the calls are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loramux.platform.quotas.policies import QuotaPolicies
 NUM_EDITORS = 6
 
 Edit = Callable[[int, Callable[[Any], None]], Any]
-"""Change a thing to one with this number, after passing its present state to the check."""
+"""Change an object to the variant with this number, after passing its current state to the check."""
 
 
 def _tenant(database: Database) -> tuple[Any, Edit]:

@@ -150,7 +150,7 @@ def test_stop_strings_cut_as_in_the_whole_text(parts: list[str], stops: list[str
         read += part
         if finder.is_found:
             break
-    # The first piece that completes a stop string decides; within it, the stop string that begins first.
+    # The first piece that completes a stop string decides; within that piece, the stop string that begins first wins.
     found = [read.find(stop) for stop in stops if stop in read]
     assert finder.is_found == bool(found)
     if found:

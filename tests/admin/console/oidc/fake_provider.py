@@ -1,4 +1,4 @@
-"""An OpenID provider whose answers, true or false, are set by a test."""
+"""An OpenID provider whose answers, true or false, a test can set."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from joserfc.jwk import ECKey, OctKey
 
 @dataclass
 class FakeProvider:
-    """`claims` override those of a valid ID token; `key` and `header` sign it."""
+    """`claims` override a valid ID token's claims; `key` and `header` sign the token."""
 
     url: str = ""
     nonce: str = ""

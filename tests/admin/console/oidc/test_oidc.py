@@ -81,7 +81,7 @@ def console_of(services: AdminServices, settings: OidcSettings, rest: ASGIApp) -
 
 
 async def begin(browser: httpx.AsyncClient, provider: FakeProvider, next_path: str = "") -> dict[str, str]:
-    """Follow the redirect to the provider, and return the query parameters it received."""
+    """Follow the redirect to the provider and return the query parameters that the provider received."""
     response = await browser.get("/console/oidc/login", params={"next": next_path} if next_path else {})
     assert response.status_code == 303, response.text
     asked = {name: values[0] for name, values in parse_qs(urlsplit(response.headers["location"]).query).items()}
@@ -246,7 +246,7 @@ async def test_the_way_back_leads_nowhere_else(browser: httpx.AsyncClient, provi
 
 
 class Hours:
-    """The side's services with a database clock that a test can advance."""
+    """The admin side's services with a database clock that a test can advance."""
 
     def __init__(self, side: AdminSide, monkeypatch: pytest.MonkeyPatch) -> None:
         self.passed_s = 0.0
@@ -464,7 +464,7 @@ async def test_a_real_provider_signs_people_in(
 
 
 async def at_provider(outside: httpx.AsyncClient, location: str, person: str) -> str:
-    """Sign in at the provider with name, password and consent, and return the URL that it redirects to."""
+    """Sign in at the provider with name, password and consent, and return the URL that the provider redirects to."""
     for _ in range(12):
         if location.startswith(CONSOLE_HOST):
             return location

@@ -34,7 +34,7 @@ def shared_database(
 ) -> Iterator[Database]:
     url = f"sqlite:///{tmp_path_factory.mktemp('sessions') / 'loramux.db'}"
     if request.param == "postgres":
-        # The server's default database, which no other test uses.
+        # PostgreSQL's default database, which no other test uses.
         url = request.getfixturevalue("postgres_server")
     made = Database(url, clock=lambda: clock[0] * 1_000_000)
     made.upgrade()
@@ -44,7 +44,7 @@ def shared_database(
 
 @pytest.fixture
 def database(shared_database: Database) -> Database:
-    """The shared database without earlier tests' sessions and failures."""
+    """The shared database, cleared of earlier tests' sessions and failures."""
     with shared_database.write() as connection:
         for table in (schema.console_sessions, schema.login_failures):
             connection.execute(delete(table))

@@ -52,7 +52,7 @@ AUDITED = {
 """The routes that this module calls, and the action that each must log."""
 
 ELSEWHERE = {
-    # These need an engine or an upload; their own tests check the audit lines.
+    # These routes need an engine or an upload; their own tests check the audit records.
     ("POST", f"{_ADAPTER}/versions"): "version.create",
     ("POST", f"{_ADAPTER}/versions/{{number}}/pin"): "version.pin",
     ("POST", f"{_ADAPTER}/versions/{{number}}/unpin"): "version.unpin",
@@ -155,7 +155,7 @@ async def test_each_change_is_written_down_and_no_secret_is(
 
 
 async def _deletes(http: httpx.AsyncClient, call: Any) -> None:
-    """Delete things that nothing depends on."""
+    """Delete objects that nothing depends on."""
     await call("POST", "/admin/v1/tenants", 201, {"slug": "short-lived"})
     empty = await call("POST", "/admin/v1/adapters", 201, {"tenant": "short-lived", "name": "empty"})
     await call("DELETE", _ADAPTER, 204, adapter_id=empty["id"])
@@ -208,7 +208,7 @@ async def test_a_tenant_learns_neither_the_operators_address_nor_its_key(
         ("api_key.create", "platform", False),
         ("tenant.create", "platform", False),
     ]
-    # Filtering by a name does not reveal whether it is the right one either.
+    # Filtering by a name does not reveal whether the name is right either.
     assert await seen(own, actor="operator") == []
     assert await seen(own, actor=platform["id"]) == []
     assert len(await seen(own, actor="platform")) == 3

@@ -41,7 +41,7 @@ class Visit:
         return await self.http.post(url, content=content, **options)
 
     async def upload(self, adapter_id: str | None = None) -> Document:
-        """Declare the valid files, and return the answer."""
+        """Declare the valid files and return the answer."""
         response = await self.declare({"files": self.declared()}, adapter_id)
         assert response.status_code == 201, response.text
         return dict(response.json())
@@ -67,7 +67,7 @@ class Visit:
 class HostileCall:
     """`call` sets up what it needs and returns the response to check.
 
-    `leaves` are the blobs that remain, by the last parts of their keys: valid files that were sent before.
+    `leaves` names the blobs that remain, which are valid files sent earlier, by the last parts of their keys.
     """
 
     name: str
@@ -82,7 +82,7 @@ def _body(name: str, code: str, body: Any, status: int = 400) -> HostileCall:
 
 
 def _member(title: str, code: str, /, at: int = 1, **changes: Any) -> HostileCall:
-    """A declaration in which one field of the configuration (0) or tensors (1) is replaced."""
+    """A declaration in which one field of the configuration file (0) or the tensors file (1) is replaced."""
 
     async def call(visit: Visit) -> httpx.Response:
         files = visit.declared()
@@ -178,7 +178,7 @@ async def _put_to_unknown(visit: Visit) -> httpx.Response:
 
 
 async def _put_to_foreign(visit: Visit) -> httpx.Response:
-    """Send a file to another adapter's upload under one's own adapter."""
+    """Send a file to another tenant's upload through the path of one's own adapter."""
     upload = await visit.upload(visit.foreign_adapter_id)
     return await visit.put({**upload, "adapter_id": visit.adapter_id}, TENSORS_FILE, visit.contents[TENSORS_FILE])
 

@@ -1,4 +1,4 @@
-"""Hostile calls and files through the admin app get exact answers and leave no trace except those named here."""
+"""Hostile calls and files through the admin app get exact answers and leave no traces except those named here."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_a_hostile_call_is_refused(visit: Visit, admin_side: AdminSide, ho
 
 
 async def push(visit: Visit, contents: dict[str, bytes]) -> dict[str, Any]:
-    """Declare and send the files, and wait for the verdict."""
+    """Declare the files, send them, and wait for the verdict."""
     guest = Visit(visit.http, visit.adapter_id, visit.foreign_adapter_id, visit.foreign_key, contents, visit.expire)
     upload = await guest.upload()
     await guest.put_all(upload)

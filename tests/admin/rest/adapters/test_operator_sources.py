@@ -31,7 +31,7 @@ pytestmark = pytest.mark.anyio
 
 
 class DownBlobStore(LocalBlobStore):
-    """A store that is unreachable."""
+    """An unreachable store."""
 
     def head(self, key: str) -> BlobInfo | None:
         raise BlobStoreUnavailable("the bucket operator at 10.0.0.7 cannot be reached")
@@ -177,7 +177,7 @@ async def test_a_source_that_is_taken_again_counts_once_and_only_for_whom_it_is_
     announce, claims = VersionClaims.announce, []
 
     def again(self: VersionClaims, claimed: ClaimedVersion, sizes: Any) -> None:
-        # The state that a server leaves if it dies between the verdict and the blobs.
+        # The state that a server leaves if it dies between storing the verdict and storing the blobs.
         with database.write() as connection:
             connection.execute(update(adapter_versions).values(canonical_bytes=num_bytes))
         announce(self, claimed, sizes)

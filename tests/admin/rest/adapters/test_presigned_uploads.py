@@ -1,4 +1,4 @@
-"""On S3 a client puts its files directly into the bucket: without our credentials, and in parts if they are large."""
+"""On S3 a client puts its files directly into the bucket, without our credentials. Large files are sent in parts."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_what_was_put_is_what_was_declared_or_no_version(
     assert refused.value.code == "upload_incomplete"
     client.put_presigned(ways[FILES[0]], [(directory / FILES[0]).read_bytes()])
     data = (directory / FILES[1]).read_bytes()
-    # This test's store checks no checksums, so wrong bytes of the right length get in.
+    # This test's store does not verify checksums, so wrong bytes of the right length get in.
     client.put_presigned(ways[FILES[1]], [data[:-1] + b"?"])
     version = client.post(versions, {"upload_id": upload["id"]})
     wait_until(lambda: client.get(f"{versions}/{version['number']}")["state"] == "rejected")

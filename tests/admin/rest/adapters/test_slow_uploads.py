@@ -74,14 +74,14 @@ def test_slow_uploads_hold_up_only_each_other(
     monkeypatch.setattr(transfer_slots, "WAIT_S", 5)
     upload_slots = admin_side.services.upload_slots
     with ExitStack() as stack:
-        # More than the 40 threads of anyio's shared pool.
+        # Anyio's shared pool has only 40 threads.
         for _ in range(50):
             stack.enter_context(begin(admin_server.url, file_path))
         wait_until(
             lambda: (upload_slots.num_taken, upload_slots.num_waiting) == (MAX_UPLOADS_EACH, 50 - MAX_UPLOADS_EACH)
         )
         assert client.get("/admin/v1/tenants").status_code == 200
-        # An upload that gets no slot in time is asked to retry, not kept waiting forever.
+        # An upload that gets no slot in time is told to retry and is not kept waiting forever.
         put = client.put(file_path, content=b"x" * SIZE)
         assert (put.status_code, put.json()["error"]["code"]) == (429, "too_many_uploads")
         assert int(put.headers["retry-after"]) > 0

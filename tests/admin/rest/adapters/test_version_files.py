@@ -1,4 +1,4 @@
-"""A version's files and report over REST: only for those who may read them, complete, and one at a time."""
+"""A version's files and report over REST: complete, one at a time, and only for callers that may read them."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ async def test_what_holds_for_a_caller_is_its_own_and_inherited(
     assert day["window_start"] < day["reset_at"] == day["window_end"] <= day["window_start"] + 25 * 3600
     own = {"authorization": f"Bearer {acme.secret}"}
     assert len((await http.get(f"{PATH}/effective", headers=own)).json()["data"]) == 3
-    # Another tenant's quotas look the same as those that do not exist.
+    # Another tenant's quotas look the same as quotas that do not exist.
     for asked in ({"tenant": "globex"}, {"key": acme.other_key_id}):
         assert (await http.get(f"{PATH}/effective", headers=own, params=asked)).status_code == 404
 
