@@ -1,6 +1,6 @@
 """Fixtures shared by all folders' tests: a real database of each kind, and the demo base.
 
-Database fixtures import what they need themselves, because kernels and engine are also tested without those packages.
+Database fixtures import their dependencies themselves, because kernels and engine are also tested without them.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import psycopg
 
 @contextmanager
 def running_server() -> Iterator[str]:
-    """Start a PostgreSQL server that stops at the end of the block and yield its URL."""
+    """Start a PostgreSQL server, yield its URL, and stop the server at the end of the block."""
     # Do not use pytest's own directory, because another run makes it private, and then the server's user cannot read
     # it.
     directory = tempfile.mkdtemp(prefix="loramux-postgres-")

@@ -78,7 +78,7 @@ def open_admin_side(
     database = Database(migrated_sqlite(directory / "loramux.db"))
     registry = AdapterRegistry(database, reserved_names=("the-base",), limits=AdapterLimits())
     blobs = blobs or LocalBlobStore(directory / "blobs")
-    # Normal priority, so that other tests on a busy machine do not starve it.
+    # Validate at normal priority, so that other tests on a busy machine do not starve the validator.
     validator = SubprocessValidator(niceness=0)
     ingest = Ingest(registry, blobs, target, directory / "scratch", validator, sources=sources or AdapterSources())
     worker = IngestWorker(ingest)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from loramux.admin.cli import app
 from tests.admin.admin_side import ADMIN_KEY
 
-# Typer rebuilds the command tree for every call; one is enough for a test run.
+# Typer rebuilds the command tree for every call; one tree is enough for a test run.
 typer.testing._get_command = cache(typer.testing._get_command)
 
 

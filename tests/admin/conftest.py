@@ -31,7 +31,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(autouse=True)
 def log() -> Iterator[list[Any]]:
-    """The services' log entries, kept off standard output because that is the command line's."""
+    """The services' log entries, kept off standard output, which the command line uses."""
     with structlog.testing.capture_logs() as entries:
         yield entries
 

@@ -203,7 +203,7 @@ def _forget(finding: Finding) -> None:
 
 
 def _leave_the_processor_to_others() -> None:
-    """Give this thread and the threads that it starts only idle CPU time, as a real attacker has its own machine."""
+    """Give this thread and the threads it starts only idle CPU time, because a real attacker has its own machine."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 

@@ -59,7 +59,7 @@ def calls(paths: Sequence[str]) -> Felt:
 async def pending_versions(stand: Stand, dice: random.Random, seconds: float) -> Counter[str]:
     """Push many versions, every other one broken, and time a polite push in the middle of them.
 
-    Runs until all are validated.
+    Runs until all versions are validated.
     """
     files = PeftFiles.read(DEMO / "adapters" / "pirate")
     start = dice.randrange(10**6)

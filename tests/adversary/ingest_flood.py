@@ -36,7 +36,7 @@ class PeftFiles:
         return cls(config, tensors)
 
     def valid(self, number: int) -> PeftFiles:
-        """The same adapter with another scale, so that its bytes and digest are different."""
+        """The same adapter with a different scale, so that its bytes and digest are different."""
         document = json.loads(self.config)
         document["lora_alpha"] = float(document["lora_alpha"]) + number / 1000
         return PeftFiles(json.dumps(document).encode(), self.tensors)
@@ -85,7 +85,7 @@ def flood_versions(
         counts[_told(http.post(f"/admin/v1/adapters/{adapter_id}/versions", json=body))] += 1
         return counts
 
-    # One client for all threads: creating one takes tens of milliseconds of CPU time.
+    # Use one client for all threads, because creating a client takes tens of milliseconds of CPU time.
     with _client(admin_url, key) as http, ThreadPoolExecutor(num_threads) as threads:
         return sum(threads.map(push, files), Counts())
 

@@ -141,7 +141,7 @@ class RawCalls:
         if method != "get":
             document = {name: dice.choice(VALUES) for name in dice.sample(FIELDS, 5)}
             if "completions" in path:
-                # No stop strings: an answer that ends at one is billed for fewer tokens than the engine committed.
+                # Send no stop strings; an answer that ends at one is billed for fewer tokens than the engine committed.
                 changed = dice.choice([name for name in FIELDS if name != "stop"])
                 document = {"model": ADAPTER, "prompt": "Hello", "max_tokens": 2, changed: dice.choice(VALUES)}
             body = json.dumps(document).encode()

@@ -34,7 +34,7 @@ class FloodCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The address to attack, and the address to attack from; on loopback, any in 127.0.0.0/8."""
+    """The address to attack, and the address to attack from; on loopback, any address in 127.0.0.0/8."""
 
     host: str
     port: int

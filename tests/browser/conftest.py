@@ -98,7 +98,7 @@ def tab(new_tab: NewTab) -> Tab:
 
 @pytest.fixture
 def adapter_files() -> Callable[[str], list[str]]:
-    """The two files of one of the demo's adapters."""
+    """The two files of a demo adapter."""
 
     def files(name: str) -> list[str]:
         folder: Path = DEMO_FILES / "adapters" / name

@@ -1,7 +1,7 @@
 """Unmodified third-party clients against a running server: `make test-clients`.
 
 Each client's script makes the same requests in the client's own way and prints what it received. The answers are
-compared with each other and with a plain HTTP call, and the final bill with the usage that the clients were told.
+compared with each other and with a plain HTTP call, and the final bill with the usage reported to the clients.
 """
 
 from __future__ import annotations

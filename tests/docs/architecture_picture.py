@@ -13,7 +13,7 @@ import grimp
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = (("admin",), ("platform",), ("engine",), ("adapter_store", "kernels", "migrations"))
-"""Folders from left to right. Each imports only folders to its right or, in the last column, below it."""
+"""Folders from left to right. Each folder imports only folders to its right or, in the last column, below it."""
 
 LETTER, BOX_HEIGHT, ROW, GAP, MARGIN = 7.2, 24, 42, 14, 18
 STYLE = """

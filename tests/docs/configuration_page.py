@@ -50,9 +50,9 @@ MEANINGS = {
     "model": "Directory of the base model, as written by Hugging Face's `save_pretrained`.",
     "served_name": "The base model's name in the API; by default the name of its directory.",
     "host": "Address on which the OpenAI API listens.",
-    "port": "Port of the OpenAI API; 0 selects a free one.",
+    "port": "Port of the OpenAI API; 0 selects a free port.",
     "admin_host": "Address on which the admin API, the console and `/metrics` listen. Keep it off the internet.",
-    "admin_port": "Port of the admin API, the console and `/metrics`; 0 selects a free one.",
+    "admin_port": "Port of the admin API, the console and `/metrics`; 0 selects a free port.",
     "admin_key": "A platform administrator's key of 32 characters or more, never stored. If it is not set, the first "
     "start creates a key and prints it once.",
     "metrics_token": "Bearer token for `/metrics`, 16 characters or more; required behind a proxy, or if the admin "
@@ -74,23 +74,24 @@ MEANINGS = {
     "traces_share": "Share of requests that are traced, from 0 to 1.",
     "traces_of_clients": "Whether to ignore a client's `traceparent`, link to it, or continue it as the parent of the "
     "server's trace.",
-    "dtype": "Dtype of weights and arithmetic; `auto` uses the one in the model's `config.json`.",
+    "dtype": "Dtype of weights and arithmetic; `auto` uses the dtype in the model's `config.json`.",
     "device": "Device of the engine; `auto` uses an NVIDIA GPU of compute capability 8.0 or later if there is one.",
     "blob_url": "Store for adapter files: `file://DIR` or `s3://BUCKET/PREFIX`; by default in the data directory.",
     "adapter_sources": "Buckets from which an operator can register adapters, separated by commas.",
     "presigned_uploads": "Whether clients upload files to the S3 bucket directly.",
     "pool_bytes": "Memory of the pool shared by adapters and KV cache; by default the memory that the model leaves "
     "free on a GPU, or a part of main memory on a CPU.",
-    "max_model_len": "Most tokens of a prompt and its answer together; by default as many as the model and the pool "
-    "allow.",
-    "max_batch_tokens": "Most tokens in one step.",
-    "max_sequences": "Most sequences in one step.",
-    "max_waiting_tokens": "Most prompt tokens that can wait; further requests are refused with 503 `overloaded`.",
+    "max_model_len": "Maximum number of tokens in a prompt and its answer; by default as many as the model and the "
+    "pool allow.",
+    "max_batch_tokens": "Maximum number of tokens in one step.",
+    "max_sequences": "Maximum number of sequences in one step.",
+    "max_waiting_tokens": "Maximum number of waiting prompt tokens; further requests are refused with 503 "
+    "`overloaded`.",
     "max_waiting_s": "Longest time that a request waits for its turn, in seconds.",
-    "max_resident_adapters": "Most adapters in the pool.",
+    "max_resident_adapters": "Maximum number of adapters in the pool.",
     "max_pinned_share": "Largest share of the pool that pinned adapters can take, from 0 to 1.",
     "eviction_policy": "Order in which idle pages are evicted.",
-    "num_threads": "Threads of the engine on a CPU; by default one per core.",
+    "num_threads": "Number of engine threads on a CPU; by default one per core.",
     "disk_tier_bytes": "Largest size of the disk tier.",
     "host_tier_bytes": "Largest amount of main memory for packed adapters.",
     "engine": "Socket of a running server's engine, which the server prints; for `loramux gateway` only.",

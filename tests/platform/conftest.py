@@ -100,6 +100,6 @@ async def gateway_on_each(
 
 @pytest.fixture
 async def gateway_url(gateway: Gateway) -> AsyncIterator[str]:
-    """The URL of the gateway behind a real socket, for tests of early bytes and of clients that disconnect."""
+    """The URL of the gateway behind a real socket, for tests of streaming and of clients that disconnect."""
     async with listening(gateway.app) as url:
         yield url

@@ -1,4 +1,4 @@
-"""A push retries when the server is busy, and reports what happened to the files."""
+"""A push retries when the server is busy and reports what happened to the files."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ async def test_bad_input_is_never_a_failure_of_ours(operator: Browser, path: str
 PLAIN = {"object", "metric", "unit", "mode", "scope", "scopes", "updated_at", "tier", "kind", "next_page", "etag"}
 """Fields that only our own code sets and that pages compare with known values."""
 NAMED = ("aliases", "changes", "modules")
-"""Objects whose keys are chosen by users."""
+"""Objects whose keys users choose."""
 
 
 class HostileRest:
@@ -289,7 +289,7 @@ async def test_nothing_that_a_name_holds_gets_out_of_its_place(
 
 
 async def _voice(operator: Browser, make_adapter: Callable[..., Path]) -> str:
-    """The path of an adapter with a version, usually created by an earlier test of this file."""
+    """The path of an adapter with a version, usually created by an earlier test in this file."""
     listed = r"/console/adapters/(ada_[0-9a-f]{32})"
     if (page := await operator.client.get("/console/adapters?tenant=maker")).status_code == 404:
         await operator.post("/tenants", slug="maker")

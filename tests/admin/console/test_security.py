@@ -169,7 +169,7 @@ async def test_login_leads_on_to_the_page_that_was_wanted(browser: httpx.AsyncCl
 
 async def test_below_a_root_path_every_link_stays_below_it(console_side: AdminSide) -> None:
     async with client_of(create_admin_app(console_side.services, "/ops")) as browser:
-        # Once behind a proxy that strips the prefix, and once behind one that keeps it.
+        # The app works behind a proxy that strips the prefix, and behind one that keeps it.
         assert (await browser.get("/")).headers["location"] == "/ops/console/"
         assert (await browser.get("/ops/console/")).headers["location"] == "/ops/console/login"
         assert (await sign_in(browser, root="/ops")).headers["location"] == "/ops/console/"

@@ -19,7 +19,7 @@ from schemathesis.config import SchemathesisConfig
 from schemathesis.core.parameters import ParameterLocation
 from schemathesis.generation import GenerationMode
 
-# A well-formed call may still ask for something impossible, such as another tenant's name or too long a prompt.
+# A well-formed call can still request something impossible, such as another tenant's name or a long prompt.
 MEANT_OTHERWISE = [*range(200, 300), 400, 401, 403, 404, 409, 412, 413, 422, 429]
 
 Known = Callable[[str], Mapping[str, Any]]
@@ -43,7 +43,7 @@ class Kind:
     """A kind of test data, and its share of all data.
 
     Where the document requires a key, invalid data is mostly an invalid key, which is refused before anything else is
-    checked. So most data is generated from a document without that requirement, and sent with valid keys.
+    checked. So most data is generated from a document without that requirement and sent with valid keys.
     """
 
     mode: GenerationMode
@@ -71,7 +71,7 @@ def call_all(
     is_thorough: bool = True,
     cases: Cases | None = None,
 ) -> Cases:
-    """Call every operation, about `num_calls` times in all, with data that the document allows and forbids.
+    """Call every operation, about `num_calls` times in all, with data that the document allows or forbids.
 
     Each case is sent unchanged, then with `known` names filled in, and then again with another of the `keys`, the first
     of which has the most rights. Unless `is_thorough`, each case is sent in only one of these forms. Raises the checks'
@@ -89,7 +89,7 @@ def call_all(
         for at, path in enumerate(one.path for one in found[True]):
             names = known(path)
             for kind in KINDS:
-                # A short run spends its few cases on calls that get past the key.
+                # A short run spends its few cases on calls that pass authentication.
                 num_cases = max(round(each * kind.share), 0 if kind.is_guarded else 1)
                 operation = found[kind.is_guarded][at]
                 is_possible = kind.is_guarded or kind.mode.is_positive or _can_be_wrong(document, operation)

@@ -19,7 +19,7 @@ ROLES = ("tenant:admin", "tenant:develop", "tenant:read")
 class ApiStock:
     """One tenant with an adapter and everything that belongs to them, and a second tenant that can see none of it.
 
-    The side's worker validates the adapter's version, so the side needs the hostile catalogue's target.
+    The admin side's worker validates the adapter's version, so the side needs the hostile catalogue's target.
     """
 
     def __init__(self, side: AdminSide) -> None:

@@ -1,6 +1,6 @@
 """Random calls from both OpenAPI documents: no 5xx, and no undocumented status, header or body.
 
-LORAMUX_API_CASES sets how many calls `make campaign-api` makes, and LORAMUX_API_SEED which ones.
+LORAMUX_API_CASES sets the number of calls in `make campaign-api`, and LORAMUX_API_SEED selects the calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A key limited to some adapters reads nothing about the others, on any route or page."""
+"""A key limited to some adapters reveals nothing about other adapters, on any route or page."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def calls_of(app: Starlette, prefix: str = "") -> Iterator[Call]:
 
 async def statuses_of(app: ASGIApp, calls: Iterable[Call]) -> dict[Call, httpx.Response]:
     async with client_of(app) as stranger:
-        # An invalid body would be a 400 if it were checked before the caller.
+        # An invalid body would get a 400 if it were checked before the caller.
         return {(method, path): await stranger.request(method, path, content=b"{") for method, path in calls}
 
 

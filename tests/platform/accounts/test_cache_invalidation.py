@@ -1,4 +1,4 @@
-"""A key revoked in one gateway stops working in every other within five seconds, on both databases."""
+"""A key revoked in one gateway stops working in every other gateway within five seconds, on both databases."""
 
 from __future__ import annotations
 

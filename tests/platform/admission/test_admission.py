@@ -535,7 +535,7 @@ def test_a_late_settlement_that_takes_a_limit_beyond_what_it_admits_is_counted(
     late = admission.reserve(make_request(prompt=10, most=60)).request_id
     clock.advance((LEASE_US + 1) / 1_000_000)
     assert admission.recover_expired() == 1
-    # Other requests hold the quota that recovery returned when the true usage arrives.
+    # When the true usage arrives, other requests hold the quota that recovery returned.
     admission.reserve(make_request(prompt=10, most=second))
     assert admission.settle(late, used(10, 50))
     assert noted == [1] * counted

@@ -1,4 +1,4 @@
-"""A supervised engine that runs for the duration of a block, requests to it, and their ends."""
+"""A supervised engine that runs for the duration of a block, requests to it, and how they end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loramux.engine.messages import Add, Finished, SamplingParams, SequenceOutpu
 from loramux.platform.engine_link.local_engine import LocalEngine
 
 PATIENCE_S = 60
-"""Time limit for things that take a moment on an idle machine, in seconds."""
+"""Time limit for operations that take a moment on an idle machine, in seconds."""
 
 
 def add(name: str, *prompt: int, max_tokens: int = 4, **more: Any) -> Add:

@@ -252,7 +252,7 @@ class Clock:
 def test_two_deaths_exclude_a_request_and_ten_quiet_minutes_forgive_it() -> None:
     clock = Clock()
     strikes = CrashStrikes(clock)
-    # Two choices of one request in one death count as one strike.
+    # Two choices of one request in the same death count as one strike.
     strikes.strike([add("a"), add("b")])
     assert not strikes.is_refused(add("c"))
     clock.now_s = 599

@@ -70,14 +70,14 @@ def overrun(postgres: FaultyPostgres) -> Fault:
         first = taken.enter_context(psycopg.connect(postgres.url, autocommit=True))
         num_places = int(first.execute("SHOW max_connections").fetchone()[0])  # type: ignore[index]
         num_taken, ends_s = 1, time.monotonic() + PATIENCE_S
-        # The only proof that the gateway has no connection is to hold them all.
+        # Holding all connections is the only proof that the gateway has none.
         while num_taken < num_places:
             assert time.monotonic() < ends_s, f"strangers have {num_taken} of {num_places} connections"
             try:
                 taken.enter_context(psycopg.connect(postgres.url))
                 num_taken += 1
             except psycopg.OperationalError:
-                # The remaining connections are the gateway's; end them and compete for the free places.
+                # The remaining connections are the gateway's; end them and compete for the free slots.
                 first.execute(
                     "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE application_name = 'gateway'"
                 )

@@ -101,7 +101,7 @@ class Lab:
         return is_full
 
     def check_ledger(self) -> None:
-        """Check that each complete answer is in the ledger once, at its reported usage; refused ones cost nothing."""
+        """Check that each complete answer is in the ledger once, with its reported usage, and refusals cost nothing."""
         gateway = self.gateway
         ran = {event.request_id: event for event in gateway.usage() if event.status == "completed"}
         told = {answer.headers["x-request-id"]: usage_of(answer) for answer in self.answers if is_whole(answer)}

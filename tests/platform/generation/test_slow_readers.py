@@ -60,7 +60,7 @@ async def test_what_a_slow_reader_has_not_taken_joins_and_is_complete_and_in_ord
             pending.put(delta(index, chr(97 + number % 26)))
     pending.put(delta(1, "z", "stop"))
     assert len(pending) == MAX_SEPARATE + 3
-    # A reader that takes a little and pauses again changes nothing.
+    # A client that reads a little and pauses again changes nothing.
     early = [await pending.get() for _ in range(MAX_SEPARATE + 1)]
     pending.put(delta(2, "!", "length"))
     pending.close()

@@ -26,7 +26,7 @@ HOUR_US = 3_600_000_000
 
 @pytest.fixture
 def used(clocked: Database, clock: Any) -> list[str]:
-    """Request IDs: three of acme's requests within two hours and one of another tenant."""
+    """The IDs of three of acme's requests within two hours and of one request of another tenant."""
     tenants, keys, admission = Tenants(clocked), ApiKeys(clocked), Admission(clocked)
     clock.now_us = 500_000 * HOUR_US
     made = []
@@ -127,7 +127,7 @@ def test_only_so_many_of_the_largest_over_the_whole_range(clocked: Database, top
 def test_buckets_are_half_open_hours_cut_to_the_range(clocked: Database, used: list[str]) -> None:
     start = 500_000 * HOUR_US
     rows = Ledger(clocked).report(None, start + 1, start + HOUR_US + 600_000_000, bucket="1h")
-    # Requests finish after 20, 40, 60 and 80 minutes; the third is in the second hour, the fourth outside the range.
+    # Requests finish after 20, 40, 60 and 80 minutes. The third is in the second hour, and the fourth is too late.
     assert [(row.start_us - start, row.end_us - start) for row in rows] == [
         (1, HOUR_US),
         (HOUR_US, HOUR_US + 600_000_000),

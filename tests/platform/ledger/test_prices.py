@@ -189,7 +189,7 @@ def test_a_request_costs_what_held_when_it_was_admitted(
     truth = Settlement(status="completed", prompt_tokens=1000, completion_tokens=10, cached_tokens=400)
     free = reserve()
     first = announce(price_list, 1, completion_nanos=5 * DOLLAR)
-    # Settled before the price takes effect, even though the price list was just read again.
+    # This request is settled before the price takes effect, even though the price list was just read again.
     admission.settle(free, truth)
     clock.now_us = first.effective_us
     early, recovered = reserve(), reserve()

@@ -31,9 +31,9 @@ from tests.platform.ledger.rollup_checks import all_rollups, num_waiting, rebuil
 NUM_SETTLED = 8
 """Settlements per round, each in its own transaction."""
 MAX_FOLDS = 4
-"""Most folds of a process before it is killed."""
+"""Largest number of folds by a process before it is killed."""
 MAX_MORE_S = 0.008
-"""Longest extra life of a process after its last counted fold, in seconds."""
+"""Longest time that a process keeps running after its last counted fold, in seconds."""
 SETTLEMENT = Settlement(status="completed", prompt_tokens=7, completion_tokens=3)
 
 
@@ -139,7 +139,7 @@ INSERT_EVENT = (
 
 
 class OldGateway(threading.Thread):
-    """Settles as gateways of the previous release do, and keeps running during the migration."""
+    """Settles requests as gateways of the previous release do, and keeps running during the migration."""
 
     def __init__(self, url: str, number: int) -> None:
         super().__init__(daemon=True)

@@ -128,7 +128,7 @@ class QuotaOracle:
         for (subject, metric), policy in self.policies.items():
             is_inherited = subject == "platform" and metric not in own
             if subject in (tenant, key, adapter) or is_inherited:
-                # A tenant that calls another's adapter neither sees nor spends the owner's share of the limit.
+                # A tenant that calls another tenant's adapter neither sees nor spends the owner's share of the limit.
                 is_own = subject == tenant or self.owners.get(subject) == tenant
                 counted = subject if is_own else tenant
                 found.append((policy, (policy.id, counted, self.window(policy, counted, now_us))))

@@ -1,6 +1,6 @@
 """A property-based state machine: admission on each database compared with plain dictionaries after every step.
 
-Requests are reserved, extended, checkpointed, settled once and again, recovered and settled late. Limits of every scope
+Requests are reserved, extended, checkpointed, settled twice, recovered and settled late. Limits of every scope
 and mode are set, changed and deleted. Clocks jump both ways over windows of time zones with daylight saving.
 Transactions die at any of their statements, or at the commit.
 """

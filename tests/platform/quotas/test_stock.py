@@ -1,4 +1,4 @@
-"""What a tenant stores is limited as soon as it is declared, and counted once on its way to a version."""
+"""A tenant's files are limited as soon as they are declared, and are counted only once until they become a version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOUR_US = 3_600_000_000
 
 
 class Shelf:
-    """A tenant's two adapters, and what it stores."""
+    """A tenant's two adapters, and the files that the tenant stores."""
 
     def __init__(self, database: Database, tenant: Tenant) -> None:
         limits = AdapterLimits()

@@ -59,7 +59,7 @@ ELSEWHERE = {
     ("POST", "/admin/v1/requests/{request_id}/cancel"): "request.cancel",
 }
 CHANGES_NOTHING = {
-    # Uploads, whose versions are audited when they are created; a cache hint; and a dry run.
+    # Uploads, which are audited when a version is created from them; a cache hint; and a dry run.
     ("POST", f"{_ADAPTER}/uploads"),
     ("DELETE", f"{_ADAPTER}/uploads/{{upload_id}}"),
     ("PUT", f"{_ADAPTER}/uploads/{{upload_id}}/files/{{name}}"),

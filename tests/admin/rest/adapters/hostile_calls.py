@@ -35,7 +35,7 @@ class Visit:
         ]
 
     async def declare(self, body: Any, adapter_id: str | None = None, **options: Any) -> httpx.Response:
-        """Declare an upload; a body of bytes is sent unchanged."""
+        """Declare an upload; a `bytes` body is sent unchanged."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         url = f"/admin/v1/adapters/{adapter_id or self.adapter_id}/uploads"
         return await self.http.post(url, content=content, **options)
@@ -55,7 +55,7 @@ class Visit:
             assert response.status_code == 204, response.text
 
     async def use(self, body: Any, adapter_id: str | None = None) -> httpx.Response:
-        """Create a version; a body of bytes is sent unchanged."""
+        """Create a version; a `bytes` body is sent unchanged."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return await self.http.post(f"/admin/v1/adapters/{adapter_id or self.adapter_id}/versions", content=content)
 

@@ -27,7 +27,7 @@ METRIC = "cold_loads_per_minute"
 
 @asynccontextmanager
 async def tenants_client(side: AdminSide, *scopes: str, tenant: str = "acme") -> AsyncIterator[httpx.AsyncClient]:
-    """A client with a key of the tenant."""
+    """A client with one of the tenant's keys."""
     owner = side.services.tenants.get(tenant) or side.services.tenants.create(tenant)
     secret = side.services.api_keys.create(owner.id, "caller", scopes).secret
     transport = httpx.ASGITransport(create_admin_app(side.services))

@@ -64,7 +64,7 @@ def admin_blobs(bucket: str, request: pytest.FixtureRequest) -> BlobStore:
 
 @pytest.fixture
 def admin_target() -> PackTarget:
-    """A target whose adapters may be larger than one part."""
+    """A target whose adapters can be larger than one part."""
     geometry = PageGeometry(num_layers=1, num_kv_heads=2, head_dim=16, kv_itemsize=4, adapter_itemsize=4)
     return PackTarget(modules=(LinearShape("self_attn.q_proj", SIZE, SIZE),), geometry=geometry, dtype="float32")
 

@@ -144,7 +144,7 @@ def test_an_upload_does_not_outlive_a_forced_stop(
 def test_a_store_that_is_down_is_named_in_the_log_alone(
     client: httpx.Client, file_path: str, admin_side: Any, log: list[Any]
 ) -> None:
-    # A file in place of the store's directory.
+    # Put a file in place of the store's directory.
     admin_side.blobs._root.write_bytes(b"")
     declared = [
         {"name": name, "size": 1, "sha256": "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"}

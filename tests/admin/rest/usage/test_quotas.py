@@ -219,7 +219,7 @@ async def test_a_dry_run_says_which_policy_would_bind_and_changes_nothing(
     assert 0 < int(spent["retry_after"]) <= 31 * 86_400 + 3600
     large = (await http.post(f"{PATH}/check", json={**question, "max_tokens": 100})).json()
     assert (large["status"], large["error"]["code"]) == (400, "request_too_large")
-    # What if the month's limit were lower, in shadow mode, or the key had a limit?
+    # What would happen if the month's limit were lower, or lower in shadow mode, or if the key had a limit?
     for trial, is_admitted in (
         ({"tenant": "acme", "metric": "tokens_per_month", "limit": 199}, False),
         ({"tenant": "acme", "metric": "tokens_per_month", "limit": 199, "mode": "shadow"}, True),
