@@ -1,4 +1,4 @@
-// What the official Node client receives; prints one JSON document. CLIENT_MODULES is its npm directory.
+// Prints what the official Node client receives as one JSON document. CLIENT_MODULES is the client's npm directory.
 const { createRequire } = require("node:module");
 const load = createRequire(process.env.CLIENT_MODULES + "/");
 const OpenAI = load("openai");
@@ -59,7 +59,7 @@ async function limits() {
   return { status: "never limited" };
 }
 
-// A client that disconnects mid-stream: the server has to end the request by itself.
+// If a client disconnects mid-stream, the server has to end the request by itself.
 async function leave() {
   const stream = await client().chat.completions.create({ ...chat, max_tokens: 512, ignore_eos: true, stream: true });
   let count = 0;

@@ -1,5 +1,5 @@
 // A certified OpenID provider (npm oidc-provider) on loopback for tests: node real_provider.js PORT CALLBACK_URL
-// Its development pages accept any password; a name such as person+group gives the person and the group.
+// Its development pages accept any password; a name such as person+group sets the person and the group.
 const { Provider } = require('oidc-provider');
 const [port, callback] = process.argv.slice(2);
 const provider = new Provider(`http://127.0.0.1:${port}`, {
