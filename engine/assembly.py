@@ -58,7 +58,7 @@ from loramux.kernels.tables import PoolViews
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 SPARE_BYTES = 512 << 20
-"""Shared memory beyond the host tier, for loads in flight and fragmentation; committed only when written to."""
+"""Bytes of shared memory beyond the host tier, for loads in flight and fragmentation; committed only when written."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +75,7 @@ class AssembledEngine:
 def open_stager(
     config: EngineConfig, target: PackTarget, accelerator: Accelerator, host: HostTier, wake: Callable[[], None]
 ) -> StagingClient:
-    """Start a staging process for the configured tiers; the host tier lies in memory that both processes share.
+    """Start a staging process for the configured tiers; the host tier is in memory that both processes share.
 
     Raises ConfigNotUsable for tiers that cannot be used.
     """
@@ -131,7 +131,8 @@ def assemble_engine(
     make_executor = partial(_make_executor, config, model, max_model_len, page_tokens, tables, backend)
     backend.accelerator.release_unused()
     if backend.compiles and backend.compile_ahead is not None:
-        # Before the pool is sized: torch caches the memory of a step's activations, which then does not count as free.
+        # Before the pool is sized, so that the memory that torch caches for a step's activations does not count as
+        # free.
         kernels = backend.make_kernels(allocate(target.geometry.total_page_bytes), decoder.shapes)
         compile_programs(make_executor(kernels, decoder.with_few_layers()), config, backend.compile_ahead)
     views = allocate(pool_bytes_of(config.pool_bytes, backend.accelerator.memory()))
@@ -193,8 +194,8 @@ def compile_programs(executor: Executor, config: EngineConfig, compile_ahead: Co
     """Compile the kernels of all shapes in parallel, so that the warm-up only loads them.
 
     `executor` does not launch kernels that need compiling, so their outputs are uninitialised. This is safe because a
-    step of padding uses no output as an index. The executor is useless afterwards: it has recorded its shapes as warm.
-    A failure is only reported on standard error, because the warm-up compiles missing kernels one at a time.
+    padding step uses no output as an index. The executor is useless afterwards, because it has recorded its shapes as
+    warm. A failure is only reported on standard error, because the warm-up compiles missing kernels one at a time.
     """
     if not isinstance(executor, GraphExecutor):
         return

@@ -42,14 +42,14 @@ class SamplingRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
-    """This step runs `num_tokens` tokens of the sequence, starting at position `sequence.num_computed`."""
+    """The `num_tokens` tokens of a sequence that one step runs, starting at position `sequence.num_computed`."""
 
     sequence: Sequence
     num_tokens: int
 
 
 class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
-    """One step on the host. Sequences of one adapter are adjacent, and so are their rows.
+    """The host's description of one step. Sequences of the same adapter are adjacent, and so are their rows.
 
     Sequence `i` has rows `[cu_q[i], cu_q[i + 1])`, at most `max_q` of them, and a context `[0, seq_lens[i])`. The K and
     V of its position `p` are stored in `pages[page_starts[i] + p // page_tokens]`; `kv_slots` int64 `[num_tokens]` is
@@ -134,7 +134,7 @@ NO_ROWS = _no_rows()
 def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
     """Concatenate the rows of the scheduled sequences."""
     sequences = [item.sequence for item in scheduled]
-    # int32 arrays, because numpy copies their buffers but converts a list element by element.
+    # Use int32 arrays, because numpy copies their buffers but converts a list element by element.
     counts = array("i", [item.num_tokens for item in scheduled])
     begins = array("i", [sequence.num_computed for sequence in sequences])
     slots = array("i", [sequence.slot for sequence in sequences])
@@ -162,7 +162,7 @@ def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
     positions, row_slots, row_page_starts = first_positions, np.asarray(slots), page_starts
     max_q = max(counts)
     if max_q > 1:
-        # Skipped when every sequence decodes: each row is then one sequence, and no gather is needed.
+        # Skipped when every sequence decodes, because each row is then one sequence and no gather is needed.
         of_row = np.repeat(np.arange(len(scheduled)), counts)
         positions = np.arange(len(tokens), dtype=np.int32) - (cu_q[:-1] - first_positions)[of_row]
         row_slots, row_page_starts = row_slots[of_row], page_starts[of_row]

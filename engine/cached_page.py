@@ -20,7 +20,7 @@ class PageCache(Protocol):
 
 @dataclass(slots=True, eq=False)
 class CachedPage:
-    """One full page. Its key is a hash over everything that its K and V depend on."""
+    """One full page, whose key is a hash of everything that its K and V depend on."""
 
     cache: PageCache
     key: bytes
@@ -42,7 +42,7 @@ class CachedPage:
 
     @property
     def is_waited_for(self) -> bool:
-        """False: no sequence waits for a cached prefix, because it can be recomputed."""
+        """False: no sequence waits for a cached prefix, because the prefix can be recomputed."""
         return False
 
     def evict(self) -> None:

@@ -1,4 +1,4 @@
-"""Configuration of one engine, parsed once by the command line and passed to the engine process as JSON."""
+"""Configuration of one engine, parsed once from the command line and passed to the engine process as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loramux.engine.tracing.spans import TraceConfig
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
-"""Token rows per step: enough to keep the device busy, few enough that a prompt does not delay decodes for long."""
+"""Token rows per step: enough to keep the device busy, but few enough that a prompt does not delay decodes for long."""
 
 DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
 
@@ -37,7 +37,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: str
     """The disk tier's directory, which engines of the same user on one host can share."""
     program_dir: str | None = None
-    """Directory of compiled GPU programs, unless TRITON_CACHE_DIR is set; None: Triton's default."""
+    """Directory for compiled GPU programs, unless TRITON_CACHE_DIR is set; None: Triton's default."""
     device: str = "cpu"
     dtype: str = "bfloat16"
     pool_bytes: int | None = None
@@ -47,7 +47,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS["cpu"]
     """Limit on the token rows of one step: decode rows come first, then prompt chunks."""
     max_sequences: int = DEFAULT_SEQUENCES["cpu"]
-    """Sequences that can run at the same time; further ones wait."""
+    """Maximum number of sequences that run at the same time; further sequences wait."""
     max_waiting_tokens: int = 1 << 22
     """Limit on the tokens (prompt plus grant) of requests waiting for their first step; beyond it, requests are refused
     as `overloaded`."""
@@ -56,7 +56,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     eviction_policy: Literal["lru", "greedy_dual"] = "lru"
     """Order in which adapters and cached prefixes are evicted: see `eviction.py`."""
     max_resident_adapters: int = 256
-    """Slots of the adapter tables."""
+    """Number of slots in the adapter tables."""
     max_pinned_share: float = 0.5
     """Largest share of the pool's pages, and of the slots, that pinned adapters may take; 0 refuses every pin."""
     disk_tier_bytes: int = 16 << 30
@@ -65,17 +65,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pdl: bool = False
     """Overlap the launches of LoRA kernels (programmatic dependent launch), on GPUs of capability 9.0 or later."""
     num_loaders: int = 4
-    """Adapters that the staging process loads in parallel, each on its own thread."""
+    """Number of adapters that the staging process loads in parallel, each on its own thread."""
     ran_at_death: tuple[str, ...] = ()
     """Ids of the sequences that were running when the previous engine died; reported to gateways."""
     traces: TraceConfig | None = None
-    """Where spans of traced requests go; None: tracing is off and OpenTelemetry is not imported."""
+    """Where to export the spans of traced requests; None: tracing is off and OpenTelemetry is not imported."""
     seed: int = 0
     """Seeds the random streams of requests without a seed of their own."""
 
     def __post_init__(self) -> None:
         if self.max_batch_tokens < self.max_sequences:
-            # Each running sequence needs a row in every step, or the last ones would never make progress.
+            # Each running sequence needs a row in every step, or the last sequences would never make progress.
             raise ConfigNotUsable(
                 f"max_batch_tokens ({self.max_batch_tokens}) is less than max_sequences ({self.max_sequences}): "
                 "some running sequences would never get a row in a step; raise max_batch_tokens or lower max_sequences"
@@ -85,7 +85,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve_device(requested: str) -> str:
-    """Resolve `auto` to `cuda` if this installation can use a GPU of this machine, else to `cpu`.
+    """Resolve `auto` to `cuda` if this installation can use one of this machine's GPUs, else to `cpu`.
 
     Raises DeviceNotUsable when `cuda` was requested and cannot be used.
     """
@@ -100,7 +100,7 @@ def resolve_device(requested: str) -> str:
 
 
 def resolve_dtype(requested: str, model: ModelConfig, device: str) -> str:
-    """Resolve `auto` to the model's dtype; float16 becomes float32 on a CPU, which has no kernels for it."""
+    """Resolve `auto` to the model's dtype; float16 becomes float32 on a CPU, for which there are no float16 kernels."""
     dtype = model.dtype if requested == "auto" else requested
     if dtype == "float16":
         dtype = "float32" if device == "cpu" else "bfloat16"

@@ -52,7 +52,7 @@ class Outbound:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineParts:
-    """The parts of an engine, all on one page pool. `protect` sets how much host memory each share keeps."""
+    """The parts of an engine, which all share one page pool. `protect` sets how much host memory each share keeps."""
 
     pages: PagePool
     adapters: AdapterPool
@@ -66,7 +66,7 @@ class EngineParts:
 class Observers:
     """Receivers of an engine's events.
 
-    `stats` counts steps, and `traces` records the lifecycle of each sequence. `note_running` gets the ids of the
+    `stats` counts steps, and `traces` records the lifecycle of each sequence. `note_running` receives the ids of the
     running sequences before each step, since the step may crash the process.
     """
 
@@ -80,8 +80,8 @@ class Engine:
 
     With `lookahead`, the next step is scheduled and submitted while the device still runs the current one, so that the
     device never waits for the host. Tokens are then committed one `step` later, and a sequence that has just ended
-    wastes a row of the step already submitted. Its pages can be reused immediately: steps run in order, and all other
-    writers of pages wait for the steps submitted before (see `PageCopier`).
+    wastes a row of the step already submitted. The sequence's pages can be reused immediately, because steps run in
+    order and all other writers of pages wait for the steps already submitted (see `PageCopier`).
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would have work to do, now or after a load."""
+        """Whether a step would have work to do, now or once a load finishes."""
         return self._scheduler.has_work or self._in_flight is not None or self._calls.has_work
 
     @property
@@ -129,7 +129,7 @@ class Engine:
     # Add
 
     def add(self, owner: bytes, add: Add) -> None:
-        """Accept a sequence, or immediately refuse one that cannot run."""
+        """Accept a sequence, or refuse it immediately if it cannot run."""
         if self._live.find(owner, add.sequence_id) is not None:
             rejected = Rejected(sequence_id=add.sequence_id, message="a sequence with this id is already running")
             self._post(owner, rejected)
@@ -180,7 +180,7 @@ class Engine:
             self._end(sequence, "abort", num_billed=billed)
 
     def abort_all(self, owner: bytes | None = None) -> None:
-        """End all sequences, or those of one gateway that is gone, and drop that gateway's waiting calls."""
+        """End all sequences, or only those of one lost gateway, whose waiting calls are dropped too."""
         for sequence in self._live:
             if owner is None or sequence.owner == owner:
                 self._end(sequence, "abort")
@@ -224,7 +224,8 @@ class Engine:
 
     def _submit(self, scheduled: list[ScheduledSequence]) -> SubmittedStep:
         if self._note_running is not None:
-            # All running sequences, not only this step's: a fault of an earlier step may surface in this one.
+            # Note all running sequences, not only this step's, because a fault in an earlier step may surface in this
+            # one.
             self._note_running([sequence.sequence_id for sequence in self._scheduler.running])
         result = self._executor.submit(build_batch(scheduled, self._limits.page_tokens))
         self._stats.count_step(scheduled)
@@ -252,7 +253,7 @@ class Engine:
         finished, traces = SequenceState.FINISHED, self._traces
         for sequence, token in zip(step.sampling, step.result.tokens(), strict=True):
             if sequence.state is finished:
-                # It was aborted, or its last token was committed, after this step had been submitted.
+                # The sequence was aborted, or its last token was committed, after this step had been submitted.
                 continue
             token_id = token.token_id
             sequence.commit(token_id)
@@ -293,7 +294,7 @@ class Engine:
     # Emit
 
     def take_outbox(self) -> list[Outbound]:
-        """Return and clear the pending messages; a sequence's tokens come before its Finished."""
+        """Return and clear the pending messages; a sequence's tokens come before its Finished message."""
         outbox, self._outbox = self._outbox, []
         return outbox
 
@@ -335,12 +336,12 @@ class Engine:
         return own if params.ignore_eos else own.union(self._limits.eos_token_ids)
 
     def _refusal(self, add: Add) -> tuple[str, str] | None:
-        """Error code and message if the request cannot run, now or ever; else None."""
+        """Error code and message if the request cannot run; else None."""
         problem = request_problem(add, self._limits, self._scheduler.max_tokens())
         if problem is not None:
             return problem
         if add.digest is not None and self._strikes.is_quarantined(add.digest):
-            return "adapter_quarantined", "the adapter produced values that are not finite too many times"
+            return "adapter_quarantined", "the adapter produced non-finite values too many times"
         if add.digest is not None and self._calls.is_draining(add.digest):
             return "adapter_unavailable", "the adapter is being unloaded"
         return None
@@ -366,7 +367,7 @@ class Engine:
             self._timers.after(sequence, self._limits.max_waiting_s, give_up_waiting)
 
     def _shed(self) -> None:
-        """Refuse sequences until the queue is short enough, from the share with the most waiting tokens per weight."""
+        """Refuse sequences of the shares with the most waiting tokens per weight until the queue is short enough."""
         queue = self._scheduler.queue
         while queue.num_waiting > 1 and queue.num_waiting_tokens > self._limits.max_waiting_tokens:
             sequence = queue.shed_candidate()
@@ -408,7 +409,7 @@ class Engine:
         return self._stats.snapshot(request.call_id, request.with_tiers)
 
     def check_integrity(self) -> None:
-        """Check that without live sequences, each page is free or owned by an adapter or the prefix cache."""
+        """Check that, with no live sequences, each page is free or owned by an adapter or the prefix cache."""
         self._pages.check_integrity()
         if not self._live:
             assert self._pages.num_owned(PageOwner.KV) == len(self._prefixes) == self._prefixes.num_idle

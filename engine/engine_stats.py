@@ -65,7 +65,7 @@ class EngineStats:
             self._num_rows += item.num_tokens
             begin, end = sequence.num_computed, sequence.num_computed + item.num_tokens
             if begin == sequence.num_reached >= sequence.num_prompt:
-                # An answer that continues, the common case.
+                # The common case: the answer continues.
                 continue
             if not sequence.has_run:
                 self._cached_tokens += sequence.num_cached

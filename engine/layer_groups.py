@@ -1,4 +1,4 @@
-"""Which module groups of a layer a step's adapters modify."""
+"""Which module groups a step's adapters modify in a layer."""
 
 from __future__ import annotations
 

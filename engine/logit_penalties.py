@@ -99,7 +99,7 @@ def penalised(
 ) -> torch.Tensor:
     """Apply penalties as defined by vLLM and, except for the repetition penalty, by the OpenAI API.
 
-    With `times` the number of times that a token was generated:
+    If a token has been generated `times` times:
 
         x = logit / repetition if logit > 0 else logit * repetition     (tokens of the prompt or the answer)
         x - frequency * times - presence * (times > 0)

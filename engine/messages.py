@@ -33,7 +33,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit once per occurrence in the answer."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Added to the logits of these tokens before everything else; each token occurs at most once."""
+    """Added to the logits of these tokens before any other change; each token occurs at most once."""
     seed: int | None = None
     num_logprobs: int | None = None
     """None: no log-probabilities; 0: only the chosen token's; n: also those of the n most likely tokens."""
@@ -48,7 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Run one sequence. `max_tokens` is the quota's grant; `digest` names the adapter, None means the base model.
+    """Run one sequence. `max_tokens` is the quota's grant; `digest` names the adapter; None means the base model.
 
     `sequence_id` is unique within one gateway; another gateway may use the same id. Durations must be finite and not
     negative, or the sequence ends with `invalid_request`.
@@ -64,7 +64,7 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     host_floor_bytes: int = 0
     """Bytes of the share's adapters that stay in host memory under pressure from other shares; 0: no guarantee."""
     isolation_key: bytes = b""
-    """Sequences with the same key can share the K and V of equal prefixes; an empty key shares with no other."""
+    """Sequences with the same key can share the K and V of equal prefixes; an empty key means no sharing."""
     priority: int = 0
     """Higher priorities go first, even before fairness between shares."""
     timeout_s: float | None = None
@@ -74,7 +74,7 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pause_s: float = 0.0
     """How long the sequence waits at `max_tokens` for an Extend before it ends with `length`."""
     tokens_at_once: int = 1
-    """Tokens per output, for an answer that nobody reads before it ends. The first token and each token with
+    """Number of tokens per output, for an answer that nobody reads before it ends. The first token and each token with
     log-probabilities are sent immediately; the last tokens are sent before Finished. When an engine dies, up to
     `tokens_at_once - 1` committed tokens have not been sent, and nobody is billed for them."""
 
@@ -110,8 +110,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Unload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Free an adapter's pages and its cached prefixes once no sequence needs it; answered by AdapterState.
 
-    Until the answer, the adapter drains. Earlier sequences continue; with `deadline_s`, those that have not ended by
-    then end with `adapter_unavailable`. New sequences are refused with `adapter_unavailable`, so the pages always
+    Until the answer, the adapter drains. Earlier sequences continue; with `deadline_s`, sequences that have not ended
+    by then end with `adapter_unavailable`. New sequences are refused with `adapter_unavailable`, so the pages always
     become free. After the answer, the next sequence loads the adapter again. An unload ends the adapter's pin, and
     answers waiting loads and pins with `superseded`.
     """
@@ -125,9 +125,9 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Load an adapter and keep it resident until a Pin with `is_pinned = False` or an Unload; answered by AdapterState.
 
     A pin outlives the gateway that requested it. An adapter that is evicted because its values were not finite is
-    loaded and pinned again. If it cannot be loaded again, it loses its pin and disappears from Stats.
-    A pin beyond the allowed share of pages or slots is answered with `pin_limit`, and so is one that would leave too
-    few pages for a request that was already accepted.
+    loaded and pinned again. If it cannot be loaded again, it loses its pin and disappears from Stats. A pin beyond the
+    allowed share of pages or slots is answered with `pin_limit`, and so is a pin that would leave too few pages for a
+    request that was already accepted.
     """
 
     call_id: str
@@ -142,14 +142,14 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StatsRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Ask for Stats; the answer repeats `call_id`. `with_tiers` also asks for the contents of host and disk tier."""
+    """Ask for Stats; the answer repeats `call_id`. `with_tiers` adds the contents of the host and disk tiers."""
 
     call_id: str
     with_tiers: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of one chosen token and of the most likely tokens, best first."""
+    """Log-probabilities of one chosen token and of the most likely tokens, most likely first."""
 
     token_id: int
     logprob: float
@@ -224,10 +224,10 @@ class ResidentAdapter(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     num_pages: int
     num_users: int
-    """Running sequences that use it."""
+    """Number of running sequences that use the adapter."""
     is_pinned: bool = False
     idle_s: float = 0.0
-    """Time since a sequence last used it; 0 while it is in use."""
+    """Time since a sequence last used the adapter; 0 while the adapter is in use."""
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,24 +243,24 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of waiting sequences by what they wait for; each is counted once."""
+    """Numbers of waiting sequences by what they wait for; each sequence is counted once."""
 
     adapter: int = 0
-    """An adapter that is not in the pool yet."""
+    """Sequences waiting for an adapter that is not in the pool yet."""
     pages: int = 0
-    """Pages of the pool: the last step ran out of them."""
+    """Sequences waiting for pages, because the last step found too few in the pool."""
     seat: int = 0
-    """Their turn to run."""
+    """Sequences waiting for their turn to run."""
     grant: int = 0
-    """An Extend that raises their token limit."""
+    """Sequences waiting for an Extend that raises their token limit."""
 
 
 class GraphMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Captured CUDA graphs."""
+    """The captured CUDA graphs and their memory."""
 
     num_graphs: int = 0
     num_bytes: int = 0
-    """Device memory that the captures took: the drop in free memory across each capture, summed."""
+    """Device memory that the captures took: the sum of the drops in free memory across all captures."""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -306,11 +306,11 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Number of adapters that can be resident at the same time."""
     graphs: GraphMemory = GraphMemory()
     tiers: tuple[TierContents, ...] = ()
-    """Filled only for a request `with_tiers`."""
+    """Contents of the tiers; empty unless the request sets `with_tiers`."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first message of an engine to each gateway: it can run sequences up to these limits."""
+    """An engine's first message to each gateway, with the limits on the sequences that it can run."""
 
     max_model_len: int
     num_pages: int
@@ -319,13 +319,13 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     dtype: str
     protocol: int = PROTOCOL
     model_sha256: str = ""
-    """SHA-256 over the files that must be identical on gateway and engine: see `model_files.py`."""
+    """SHA-256 of the files that must be identical for gateway and engine: see `model_files.py`."""
     ran_at_death: tuple[str, ...] = ()
-    """Ids of the sequences, of any gateway, that the previous engine was running when it died."""
+    """Ids of the sequences, from all gateways, that the previous engine was running when it died."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Carries no data; the engine notices that a gateway is gone when sending it fails."""
+    """Carries no data: when sending a Heartbeat fails, the engine notices that the gateway is gone."""
 
 
 ToEngine = Add | Extend | Abort | Load | Unload | Pin | Credit | StatsRequest

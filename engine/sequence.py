@@ -26,10 +26,10 @@ def page_list(pages: list[int] | None = None) -> array[int]:
 class Sequence:
     """A prompt, the tokens generated so far, and the pages that hold their K and V.
 
-    `tokens` are the prompt and the committed tokens. Steps in flight have chosen `num_in_flight` more, and `num_tokens`
-    counts them all. The K and V of positions `[0, num_computed)` are in `pages`, or will be once the steps in flight
-    finish. The step after the one that chose the newest token computes that token's K and V. A preemption resets
-    `num_computed` to 0, and all K and V are computed again.
+    `tokens` are the prompt and the committed tokens. Steps in flight have chosen `num_in_flight` more tokens, and
+    `num_tokens` counts all of them. The K and V of positions `[0, num_computed)` are in `pages`, or will be once the
+    steps in flight finish. The step after the one that chose the newest token computes that token's K and V. A
+    preemption resets `num_computed` to 0, and all K and V are computed again.
     """
 
     add: Add
@@ -44,44 +44,44 @@ class Sequence:
     slot: int = -1
     """The adapter's slot while running, -1 for the base."""
     has_run: bool = False
-    """Whether a step has held it; a sequence that never ran is not billed."""
+    """Whether the sequence has been in a step; a sequence that never ran is not billed."""
     num_computed: int = 0
     pages: array[int] = field(default_factory=page_list)
     num_room: int = 0
     """Capacity of `pages`, in tokens."""
     next_offer: int = 0
-    """Value of `num_computed` at which a page may be full that the prefix cache does not know yet."""
+    """Value of `num_computed` at which the next full page can be added to the prefix cache."""
     tokens: list[int] = field(default_factory=list)
     pending_output: list[int] = field(default_factory=list)
-    """Committed tokens not yet emitted to its gateway: see `Add.tokens_at_once`."""
+    """Committed tokens not yet emitted to the gateway: see `Add.tokens_at_once`."""
     num_in_flight: int = 0
     num_tokens: int = 0
     sample_index: int = -1
-    """Index of this sequence's token among those sampled by the step in flight, while there is one."""
+    """Index of this sequence's token among those sampled by the step in flight; valid while a step is in flight."""
     page_keys: list[bytes] = field(default_factory=list)
-    """Keys of its first full pages, computed when needed and kept after the pages are freed."""
+    """Keys of the sequence's first full pages, computed when needed and kept after the pages are freed."""
     shared_pages: list[CachedPage | None] = field(default_factory=list)
     """Prefix-cache entries of `pages[:len(shared_pages)]`; None where the cache has the same K and V elsewhere."""
     num_cached: int = 0
-    """Prompt tokens found in the prefix cache when the sequence first ran."""
+    """Number of prompt tokens found in the prefix cache when the sequence first ran."""
     num_reached: int = 0
-    """Highest `num_computed` so far; tokens below it that a step holds are recomputed."""
+    """Highest `num_computed` so far; a step that runs tokens before this position recomputes them."""
     num_adapter_pages: int = 0
-    """Pages of its adapter, set when it first runs and kept while the adapter is evicted."""
+    """Number of the adapter's pages, set when the sequence first runs and kept while the adapter is evicted."""
     num_wanted: int = 0
-    """Limit requested before the size of its adapter was known; applied when it first runs."""
+    """Limit requested before the adapter's size was known; applied when the sequence first runs."""
     is_tainted: bool = False
-    """Its K and V may be broken and must not enter the prefix cache."""
+    """Whether the sequence's K and V may be broken; if so, they must not enter the prefix cache."""
     is_paused: bool = False
-    """It has reached its limit and waits for a higher one."""
+    """Whether the sequence has reached its limit and waits for a higher one."""
     row_place: tuple[int, int] = (-1, 0)
-    """Sort key of its rows in a step: slot, then arrival, so that the rows of one adapter are adjacent."""
+    """Sort key of the sequence's rows in a step: slot, then arrival, so that the rows of one adapter are adjacent."""
     logit_penalties: LogitPenalties | None = None
-    """Bias and penalties that its settings request; None for most sequences."""
-    # Stored rather than computed, because each step reads them several times per sequence.
+    """Bias and penalties that the settings request; None for most sequences."""
+    # These values are stored rather than computed, because each step reads them several times per sequence.
     num_prompt: int = field(init=False)
     num_reserved: int = field(init=False)
-    """Its limit in tokens, prompt included; at first from `Add.max_tokens`, raised by `TokenGrants`."""
+    """Limit in tokens, prompt included; initially from `Add.max_tokens`, later raised by `TokenGrants`."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.add.prompt)
@@ -136,5 +136,5 @@ class Sequence:
 
     @property
     def has_reached_limit(self) -> bool:
-        """Whether its last token is in flight or committed, so that no further step can include it."""
+        """Whether the last token is in flight or committed, so that no further step can include the sequence."""
         return self.num_tokens >= self.num_reserved

@@ -34,7 +34,7 @@ class Timers:
         heapq.heappush(self._pending, (self._clock() + seconds, self._num_added, *identity, action))
 
     def fire(self) -> None:
-        """Run all due actions in order of their times."""
+        """Run all due actions, earliest first."""
         while self._pending and self._pending[0][0] <= self._clock():
             _, _, owner, sequence_id, arrival, action = heapq.heappop(self._pending)
             sequence = self._live.find(owner, sequence_id)

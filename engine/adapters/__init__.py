@@ -1,1 +1,1 @@
-"""Resident adapters: loading, pinning, their slots in the tables."""
+"""Resident adapters: loading, pinning and table slots."""

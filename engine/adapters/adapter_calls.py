@@ -1,4 +1,4 @@
-"""Loads, unloads and pins requested by gateways, each kept until it is answered."""
+"""Load, unload and pin calls from gateways, each kept until it is answered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST_CALL_POSITION = AFTER_ALL // 2
 
 @dataclass(frozen=True, slots=True)
 class PinLimits:
-    """Slots and pages that pinned adapters may take."""
+    """Maximum numbers of slots and pages that pinned adapters may take."""
 
     num_adapters: int
     num_pages: int
@@ -26,7 +26,7 @@ class PinLimits:
 
 @dataclass(frozen=True, slots=True)
 class WaitingCall:
-    """A load or pin whose adapter is not resident yet."""
+    """A load or pin call whose adapter is not resident yet."""
 
     owner: bytes
     call: Load | Pin
@@ -34,7 +34,7 @@ class WaitingCall:
 
 @dataclass(frozen=True, slots=True)
 class PendingUnload:
-    """At `due`, on the engine's clock, remaining sequences of the adapter are ended; infinite without a deadline."""
+    """An unload whose adapter's remaining sequences end at `due` on the engine's clock; infinity means no deadline."""
 
     owner: bytes
     unload: Unload
@@ -44,8 +44,9 @@ class PendingUnload:
 class AdapterCalls:
     """Waiting calls and granted pins.
 
-    An adapter with a pending unload drains: its sequences run until they end or until the unload's deadline, new ones
-    are refused, and later loads and pins wait until it is unloaded. Every unload therefore completes eventually.
+    An adapter with a pending unload drains: its sequences run until they end or until the unload's deadline, new
+    sequences are refused, and later loads and pins wait until the adapter is unloaded. Every unload therefore completes
+    eventually.
 
     `post` sends an answer. `leaves_room` tells whether all accepted requests still fit next to the pinned adapters.
     """
@@ -123,7 +124,7 @@ class AdapterCalls:
     # Progress
 
     def overdue(self) -> list[str]:
-        """Adapters with an unload whose deadline has passed."""
+        """Adapters whose unload deadline has passed."""
         if not self._unloads:
             return []
         now = self._clock()
@@ -145,7 +146,7 @@ class AdapterCalls:
         self._adapters.evict_when_idle(digest)
 
     def settle(self, settled: list[AdapterLoad]) -> None:
-        """Answer all calls that can be answered now; `settled` are the adapters that just became resident or failed."""
+        """Answer all calls that can be answered now; `settled` lists adapters that just became resident or failed."""
         for adapter in settled:
             self._settle(adapter)
         for digest in list(self._unloads):
@@ -160,7 +161,7 @@ class AdapterCalls:
         self._waiting = [one for one in self._waiting if not self._is_done(one)]
 
     def _settle(self, adapter: AdapterLoad) -> None:
-        """Answer calls that waited for this adapter; a load succeeds even if the adapter was evicted again."""
+        """Answer calls that waited for this adapter; a load succeeds even if the adapter has been evicted since."""
         if self.is_draining(adapter.digest):
             return
         if adapter.failure is not None and adapter.digest in self._lost_pins:
@@ -179,7 +180,7 @@ class AdapterCalls:
         owner, call = waiting.owner, waiting.call
         if self.is_draining(call.digest):
             return False
-        # Requested again each time: the adapter may have been loaded and evicted since the last call.
+        # Requested again each time, because the adapter may have been loaded and evicted since the last check.
         adapter = self._adapters.prefetch(call.digest)
         is_new = isinstance(call, Pin) and call.digest not in self._pins
         if is_new and sum(self._pins.values()) + adapter.num_pages > self._limits.num_pages:

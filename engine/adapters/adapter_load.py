@@ -18,14 +18,14 @@ class AdapterPhase(Enum):
     REQUESTED = "requested"
     """The stager is loading the adapter into host memory."""
     STAGED = "staged"
-    """It is in host memory and waits for pages and a slot."""
+    """The adapter is in host memory, waiting for pages and a slot."""
     COPYING = "copying"
-    """It is being copied into its pages."""
+    """The adapter is being copied into its pages."""
     RESIDENT = "resident"
 
 
 class LoadOwner(Protocol):
-    """The pool's interface for its loads."""
+    """The pool's interface to its loads."""
 
     def is_waited_for(self, load: AdapterLoad) -> bool: ...
 
@@ -34,7 +34,7 @@ class LoadOwner(Protocol):
 
 @dataclass(slots=True, eq=False)
 class AdapterLoad:
-    """One digest in the pool. It holds a slot and pages from COPYING on, and host memory from STAGED until RESIDENT."""
+    """One adapter in the pool. Holds a slot and pages from COPYING on, and host memory from STAGED until RESIDENT."""
 
     owner: LoadOwner
     digest: str
@@ -44,17 +44,17 @@ class AdapterLoad:
     pages: list[int] = field(default_factory=list)
     num_pages: int = 0
     num_users: int = 0
-    """Running sequences, plus one for a pin; an adapter with users cannot be evicted."""
+    """Number of running sequences, plus one if the adapter is pinned; an adapter with users cannot be evicted."""
     evict_when_idle: bool = False
-    """It is evicted as soon as it has no users."""
+    """Whether the adapter is evicted as soon as it has no users."""
     is_pinned: bool = False
-    """One of its users is a pin."""
+    """Whether one of the adapter's users is a pin."""
     failure: str | None = None
-    """Why it did not become resident; the pool has then forgotten it."""
+    """Why the adapter did not become resident; the pool has then forgotten this load."""
     used_s: float = 0.0
-    """When it became resident, or when a sequence last started or stopped using it."""
+    """When the adapter became resident, or when a sequence last started or stopped using it."""
     started_ns: int = field(default_factory=time.time_ns)
-    """When it was requested, in nanoseconds since 1970."""
+    """When the adapter was requested, in nanoseconds since 1970."""
     stages: list[PassedStage] = field(default_factory=list)
 
     @property
@@ -77,7 +77,7 @@ class AdapterLoad:
         self.owner.forget(self)
 
     def release(self) -> None:
-        """Release its host memory, if it holds any."""
+        """Release the adapter's host memory, if it holds any."""
         staged, self.staged = self.staged, None
         if staged is not None:
             staged.release()

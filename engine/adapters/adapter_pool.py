@@ -26,13 +26,13 @@ class Demand:
     """
 
     queue_positions: dict[str, int] = field(default_factory=dict)
-    """Position of the first sequence that waits for each adapter, in ascending order."""
+    """For each adapter, the position of the first sequence that waits for it, in ascending order."""
     short_position: int = NOT_SHORT
     """Position of the first sequence that is short of pages; later positions get no pages."""
     num_free_sequence_slots: int = AFTER_ALL
-    """Sequences that could start in this step; only their adapters may evict others that sequences wait for."""
+    """Sequences that could start in this step; only their adapters may evict adapters that other sequences wait for."""
     num_growing: int = 0
-    """Pages that running sequences may soon need; adapters loaded ahead of their turn leave these free."""
+    """Pages that running sequences may soon need; adapters loaded ahead of their turn leave these pages free."""
 
 
 class AdapterPool:
@@ -40,7 +40,7 @@ class AdapterPool:
 
     `stager` loads them to host memory, `copier` copies them from there into pages, and `tables` hold their locations.
     Idle adapters stay until their pages or slot are needed, and are evicted in the order of `policy`. The `reclaimer`
-    evicts those that sequences wait for last.
+    evicts adapters with waiting sequences last.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class AdapterPool:
         self._free_slots = list(range(num_slots - 1, -1, -1))
         # Loads that wait for a slot and pages.
         self._staged: list[AdapterLoad] = []
-        # From the last `poll`.
+        # The demand passed to the last `poll`.
         self._demand = Demand()
         self.on_residency = on_residency
         """Called with True when an adapter becomes resident, and with False when it stops being usable."""
@@ -75,7 +75,7 @@ class AdapterPool:
         self.num_evictions = 0
 
     def num_pages_wanted(self, position: int) -> int:
-        """Pages that a sequence at `position` must leave to the first staged adapter."""
+        """Number of pages that a sequence at `position` must leave to the first staged adapter."""
         if not self._staged or self.position_of(self._staged[0]) > position:
             return 0
         return self._staged[0].num_pages
@@ -88,7 +88,7 @@ class AdapterPool:
         return 0.0 if load.num_users > load.is_pinned else self._clock() - load.used_s
 
     def prefetch(self, digest: str) -> AdapterLoad:
-        """Start loading the adapter unless it is resident or being loaded; never waits."""
+        """Start loading the adapter unless it is resident or being loaded; never blocks."""
         load = self._loads.get(digest)
         if load is None:
             load = self._loads[digest] = AdapterLoad(self, digest)
@@ -121,28 +121,29 @@ class AdapterPool:
         return any(load.phase is AdapterPhase.COPYING for load in self._loads.values())
 
     def must_yield_slot(self, load: AdapterLoad, position: int) -> bool:
-        """Whether this adapter, as the one with fewest users, must leave its slot to one wanted before `position`."""
+        """Whether this adapter has the fewest users and must yield its slot to an adapter needed before `position`."""
         if not self._staged or self._free_slots or self.position_of(self._staged[0]) >= position:
             return False
         resident = (one for one in self._loads.values() if one.phase is AdapterPhase.RESIDENT and not one.is_pinned)
         return load is min(resident, key=lambda one: one.num_users, default=None)
 
     def can_spare(self, num_pages: int, position: int) -> bool:
-        """Whether a sequence at `position` can get pages and leave a staged adapter before it enough pages."""
+        """Whether a sequence at `position` can get pages and still leave enough for a staged adapter ahead of it."""
         return self.reclaimer.can_make_room(num_pages + self.num_pages_wanted(position), position)
 
     def num_pages_lost_by_using(self, load: AdapterLoad | None, position: int) -> int:
-        """The adapter's pages that a sequence at `position` could evict, but not once it uses the adapter itself."""
+        """How many evictable pages a sequence at `position` would lose by using the adapter that holds them."""
         if load is None or load.num_users or self.position_of(load) < position:
             return 0
         return load.num_pages
 
     def poll(self, demand: Demand) -> list[AdapterLoad]:
-        """Advance all loads; returns the adapters that became resident or failed.
+        """Advance all loads and return the adapters that became resident or failed.
 
-        Staged adapters get room in order of their queue positions. They never evict an adapter that an earlier sequence
-        waits for, so the first always makes progress. A failed adapter is forgotten, so that the next request tries
-        again. A staged adapter that no sequence near the front of the queue wants is forgotten too.
+        Staged adapters get room in the order of their queue positions. A staged adapter never evicts one that an
+        earlier sequence waits for, so the first in the queue always makes progress. A failed adapter is forgotten, so
+        that the next request tries again. A staged adapter that no sequence near the front of the queue needs is
+        forgotten too.
         """
         self._demand = demand
         settled: list[AdapterLoad] = []
@@ -170,7 +171,7 @@ class AdapterPool:
             load.release()
 
     def unload(self, digest: str) -> bool:
-        """Forget the adapter if it is unused and not being copied; False otherwise."""
+        """Forget the adapter and return True, or return False if it is in use or being copied."""
         load = self._loads.get(digest)
         if load is None:
             return True
@@ -179,7 +180,7 @@ class AdapterPool:
             del self._loads[digest]
             return True
         if load.phase is AdapterPhase.STAGED:
-            # It only holds host memory so far.
+            # The load holds only host memory so far.
             self._staged.remove(load)
             load.release()
             del self._loads[digest]
@@ -214,7 +215,7 @@ class AdapterPool:
         return sum(load.num_pages for load, _ in self._idle_and_wanted(before=position))
 
     def last_after(self, position: int) -> Evictable | None:
-        """The idle adapter whose first waiting sequence is last in the queue, if that is after `position`."""
+        """The idle adapter whose first waiting sequence is last in the queue, if that sequence is after `position`."""
         last = max(self._idle_and_wanted(), key=lambda one: one[1], default=None)
         return last[0] if last is not None and last[1] > position else None
 
@@ -228,7 +229,7 @@ class AdapterPool:
         self.num_evictions += 1
 
     def _take(self, load: AdapterLoad, staged: StagedAdapter) -> str | None:
-        """Keep a staged adapter until there is room for it; returns the reason if there can never be."""
+        """Keep a staged adapter until there is room for it; return the reason if there can never be room."""
         load.staged = staged
         load.num_pages = staged.packed.num_pages
         if self._fits_beside_pins(load):
@@ -270,7 +271,8 @@ class AdapterPool:
         if position > self._demand.short_position:
             return False
         if position >= self._demand.num_free_sequence_slots:
-            # Loaded ahead of its turn: evict no adapter that is waited for, and leave running sequences room to grow.
+            # The adapter is loaded ahead of its turn, so evict none that a sequence waits for, and leave running
+            # sequences room to grow.
             position = AFTER_ALL
             if not self.reclaimer.can_make_room(num_pages + self._demand.num_growing, position):
                 return False
@@ -287,7 +289,7 @@ class AdapterPool:
                 yield load, position
 
     def _rest(self, load: AdapterLoad) -> None:
-        """The adapter has no users: evict it if requested, else make it evictable."""
+        """Evict an adapter without users if that was requested, else make it evictable."""
         load.used_s = self._clock()
         if load.evict_when_idle:
             self.forget(load)
@@ -324,7 +326,7 @@ class AdapterPool:
         self.release(digest)
 
     def num_pages_beside(self, digest: str | None, num_pages: int) -> int:
-        """Pages that a sequence can never get: the `num_pages` of its adapter, and those of pinned adapters."""
+        """Number of pages that a sequence can never get: its adapter's `num_pages` plus those of pinned adapters."""
         load = None if digest is None else self._loads.get(digest)
         if load is not None and load.is_pinned:
             return self.num_pinned_pages

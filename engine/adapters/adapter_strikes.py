@@ -1,11 +1,11 @@
-"""Quarantine of adapters whose values were not finite three times within an hour."""
+"""Quarantine of adapters that produced non-finite values three times within an hour."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 MAX_STRIKES = 3
-"""Steps with non-finite rows after which an adapter is refused."""
+"""Number of steps with non-finite rows after which an adapter is refused."""
 
 MEMORY_S = 3600.0
 """How long a strike counts, in seconds; three strikes in a month do not quarantine an adapter."""
@@ -26,6 +26,6 @@ class AdapterStrikes:
         self._times = {one: times[-MAX_STRIKES:] for one, times in remembered.items() if times}
 
     def is_quarantined(self, digest: str) -> bool:
-        """Whether the adapter is refused; this ends when the oldest of its last MAX_STRIKES strikes expires."""
+        """Whether the adapter is refused, which ends when the oldest of its last MAX_STRIKES strikes expires."""
         now = self._clock()
         return sum(now - time < MEMORY_S for time in self._times.get(digest, ())) >= MAX_STRIKES

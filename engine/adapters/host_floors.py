@@ -1,4 +1,4 @@
-"""Host-memory floors from requests: how much the adapters of a share keep when other shares' adapters need room."""
+"""Host-memory floors set by requests: how much a share's adapters keep when other shares' adapters need room."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 MAX_MEMBERS = 4096
-"""Limit on the adapters of one share that its floor protects: the most recently requested ones."""
+"""Maximum number of adapters that one share's floor protects: the most recently requested."""
 
 Protect = Callable[[str, Collection[str], int], None]
 """Sets a group's adapters and floor in bytes, like `HostTier.protect`; raises ValueError if the floor does not fit."""
@@ -21,9 +21,9 @@ class _Floor:
 
 
 class HostFloors:
-    """Tells the host tier which adapters each share's floor protects: those that its requests name.
+    """Tells the host tier which adapters each share's floor protects: those that the share's requests name.
 
-    A floor that does not fit into the tier next to earlier floors is not honoured until those are lowered.
+    A floor that does not fit into the tier next to earlier floors is not honoured until the earlier floors are lowered.
     """
 
     def __init__(self, protect: Protect) -> None:
@@ -51,7 +51,7 @@ class HostFloors:
         try:
             self._protect(share_key, floor.members, floor_bytes)
         except ValueError:
-            # A floor that was granted before stays in force.
+            # A previously granted floor stays in force.
             floor.is_honoured = False
         else:
             floor.is_honoured = True

@@ -16,25 +16,25 @@ from loramux.engine.device.accelerator import Accelerator, Fence
 from loramux.engine.device.device_faults import reason_of
 
 QUICK_COPY_BYTES = 512 << 10
-"""Bytes that the engine's thread copies itself between two steps if the pool is in host memory. This takes a tenth of a
-millisecond, as long as waking another thread and waiting for the interpreter lock that it takes."""
+"""Maximum bytes that the engine's thread itself copies between two steps if the pool is in host memory. Such a copy
+takes a tenth of a millisecond, as long as waking another thread and waiting until it releases the interpreter lock."""
 
 
 class Copier(Protocol):
-    """Called by the engine's thread only."""
+    """Copies adapters into pages; called only by the engine's thread."""
 
     def copy(self, load: AdapterLoad) -> None:
         """Start copying a staged adapter into its pages, or copy it immediately."""
 
     def poll(self) -> list[tuple[AdapterLoad, str | None]]:
-        """Copies that ended since the last call, each with the reason if it failed."""
+        """Copies that ended since the last call, each with the reason if the copy failed."""
 
     def close(self) -> None:
-        """Wait for the current copy and drop the later ones."""
+        """Wait for the current copy and drop the queued ones."""
 
 
 class PageCopier:
-    """Copies in parallel with steps; each copy starts after the steps submitted before it was requested.
+    """Copies adapters in parallel with steps; a copy starts after the steps submitted before the copy was requested.
 
     `pages` is the pool, one page per row. `wake` is called after each copy, usually from the copying thread, so that an
     idle engine polls.
@@ -47,7 +47,7 @@ class PageCopier:
         self._accelerator = accelerator
         self._wake = wake
         self._figures = figures
-        # A dedicated thread: an adapter being copied holds pages and a slot, and must not wait behind a slow store.
+        # A dedicated thread, because an adapter being copied holds pages and a slot and must not wait for a slow store.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-copier")
         self._copied: queue.SimpleQueue[tuple[AdapterLoad, str | None]] = queue.SimpleQueue()
         self._quick_bytes_left = QUICK_COPY_BYTES

@@ -28,8 +28,8 @@ class SlotTables:
 
     `outer_factors` are the factors that the base applies to the outputs of the outer modules. Kernels read `device`. On
     a GPU, each slot is staged in host memory and copied in step order. A slot's staging memory can be overwritten
-    without waiting for its last copy: between two writes of a slot lies a complete adapter load, which starts after all
-    steps submitted before it.
+    without waiting for its last copy, because two writes to a slot are separated by a complete adapter load, which
+    starts after all steps submitted before it.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SlotTables:
         if accelerator.device.type != "cpu":
             self.device = _on(accelerator.device, self._host)
             self._copied = list(zip(_tensors(self._host), _tensors(self.device), strict=True))
-        # numpy views of the staged tables: writing a few numbers takes a tenth of the time that torch needs.
+        # numpy views of the staged tables, because numpy writes a few numbers ten times as fast as torch.
         self._written = tuple(table.numpy() for table in _tensors(self._host))
         self._max_ranks = np.zeros(num_slots, np.int32)
         self._has_module = np.zeros((num_slots, len(target.modules)), np.bool_)
@@ -89,7 +89,7 @@ class SlotTables:
             table[slot].copy_(staged[slot], non_blocking=True)
 
     def max_rank(self, slots: npt.NDArray[np.int32]) -> int:
-        """Highest rank of the adapters in `slots`, where -1 is the base; 0 without adapters."""
+        """Highest rank of the adapters in `slots`, where -1 is the base; 0 if there are no adapters."""
         used = slots[slots >= 0]
         return int(self._max_ranks[used].max(initial=0))
 

@@ -12,13 +12,13 @@ from loramux.adapter_store.tiers.tier_figures import LoadCounts, TierFigures
 
 
 class Stager(Protocol):
-    """Called only by the engine's thread; never waits. See `StagingClient`."""
+    """Loads adapters into host memory; called only by the engine's thread, and never blocks. See `StagingClient`."""
 
     figures: TierFigures
-    """Figures counted in this process."""
+    """Tier figures counted in this process."""
 
     def request(self, digest: str) -> None:
-        """Start loading an adapter into host memory; `poll` returns the result. One at a time per digest."""
+        """Start loading an adapter into host memory; `poll` returns the result. At most one request per digest."""
 
     def cancel(self, digest: str) -> None:
         """Cancel a request; `poll` does not return its result."""
@@ -27,10 +27,10 @@ class Stager(Protocol):
         """Adapters that were staged or failed since the last call; the caller must release each staged adapter."""
 
     def fileno(self) -> int:
-        """Descriptor that an idle engine polls, calling `attend` when it is readable; -1 if there is none now."""
+        """File descriptor that an idle engine polls, calling `attend` when it is readable; -1 if there is none now."""
 
     def attend(self) -> None:
-        """Receive pending messages and run callbacks of `look`; call it between steps while a look is pending."""
+        """Receive pending messages and run callbacks of `look`; called between steps while a look is pending."""
 
     def look(self, then: Callable[[], None]) -> None:
         """Have `attend` call `then` once `contents` is up to date, or cannot be updated."""
@@ -57,7 +57,7 @@ class MemoryStager:
         self.is_holding = False
         self.num_requests = 0
         self.num_held = 0
-        """Adapters that were staged and not yet released."""
+        """Number of adapters that are staged and not yet released."""
         self._requested: list[str] = []
         self._withheld: list[str] = []
 

@@ -11,17 +11,17 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Free and total bytes of a device; memory used by other programs is not free."""
+    """Free and total memory of a device, in bytes; memory used by other programs does not count as free."""
 
     free: int
     total: int
 
 
 class Fence(Protocol):
-    """A marker after all work submitted before it."""
+    """Marks the end of all work submitted so far."""
 
     def wait(self) -> None:
-        """Block until all of that work is finished."""
+        """Block until all work submitted before the fence is finished."""
         ...
 
 
@@ -32,7 +32,7 @@ class Accelerator(Protocol):
     def device(self) -> torch.device: ...
 
     def memory(self) -> DeviceMemory | None:
-        """The driver's current figures; None if the device has no memory of its own."""
+        """Memory figures from the driver, as of now; None if the device has no memory of its own."""
         ...
 
     def release_unused(self) -> None:
@@ -54,7 +54,7 @@ class Accelerator(Protocol):
     def upload(self, target: torch.Tensor, rows: Sequence[int], source: torch.Tensor, after: Fence) -> None:
         """Copy row `i` of `source`, in host memory, to row `rows[i]` of `target`, after the fence `after`.
 
-        Runs in parallel with steps. When it returns or raises, no copy is still running.
+        The copy runs in parallel with steps. When this method returns or raises, no copy is still running.
         """
         ...
 
@@ -67,9 +67,9 @@ class Accelerator(Protocol):
         ...
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Record the work that `step` submits without running it; the result submits all of it in one call.
+        """Record the work that `step` submits, without running it; calling the result submits all the recorded work.
 
-        Tensors that `step` reads must keep their addresses; those that it allocates live until another capture runs.
+        Tensors that `step` reads must keep their addresses; tensors that it allocates live until another capture runs.
         """
         ...
 
@@ -103,9 +103,9 @@ class HostAccelerator:
 
     def upload(self, target: torch.Tensor, rows: Sequence[int], source: torch.Tensor, after: Fence) -> None:
         after.wait()
-        # Not with torch, which would start OpenMP threads for the copying thread. With more threads than cores, GNU
-        # OpenMP stops the steps' threads from spinning between kernels, and each kernel waits 0.1 ms for them. All rows
-        # in one call, so that this thread takes the interpreter lock from the steps' thread only once.
+        # Copied without torch, which would start OpenMP threads for the copying thread. With more threads than cores,
+        # GNU OpenMP stops the steps' threads from spinning between kernels, and each kernel waits 0.1 ms for them. All
+        # rows are copied in one call, so that this thread takes the interpreter lock from the steps' thread only once.
         if len(rows) != source.shape[0]:
             raise ValueError(f"{source.shape[0]} rows cannot be copied to {len(rows)}")
         target.numpy()[list(rows)] = source.numpy()

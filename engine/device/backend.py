@@ -21,7 +21,7 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 class CompileAhead(Protocol):
-    """`kernels.ahead.compile_ahead`."""
+    """The signature of `kernels.gpu.ahead.compile_ahead`."""
 
     def __call__(self, launch: Callable[[], None], num_processes: int) -> None: ...
 
@@ -33,7 +33,7 @@ class Linear(Protocol):
 
 
 class DenseLinear:
-    """A linear layer multiplied by cuBLAS; weight `[out_features, in_features]`."""
+    """A linear layer computed by cuBLAS; weight `[out_features, in_features]`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight = weight
@@ -44,7 +44,7 @@ class DenseLinear:
 
 
 class SampleTokens(Protocol):
-    """`kernels.sampling.sample_tokens`, compiled or interpreted."""
+    """The signature of `kernels.gpu.sampling.sample_tokens`, compiled or interpreted."""
 
     def __call__(
         self,
@@ -63,11 +63,12 @@ class SampleTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One device's parts. `activation_dtype` None means the dtype of the weights.
+    """The device-specific parts of one engine. `activation_dtype` None means the dtype of the weights.
 
     `set_num_threads` limits the CPU threads of kernels and torch. A device with `sample_tokens` samples tokens itself:
-    its steps are padded, captured as graphs, and submitted before the host knows the previous step's tokens. If it also
-    `compiles`, kernels are compiled for each shape; `compile_ahead` does so in parallel before the first launch.
+    its steps are padded, captured as graphs, and submitted before the host knows the previous step's tokens. If
+    `compiles` is set, its kernels are compiled for each shape; `compile_ahead` does so in parallel before the first
+    launch.
     """
 
     accelerator: Accelerator
@@ -93,7 +94,7 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
 
     `pdl` lets launches of LoRA kernels overlap on GPUs of compute capability 9.0 or later; other GPUs ignore it.
     """
-    # Makes other threads release the interpreter lock sooner to the thread that submits steps.
+    # Makes other threads release the interpreter lock sooner, so that the thread that submits steps gets it.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if device == "cpu":
         # Imported here because a GPU does not need numba.
@@ -116,7 +117,8 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
     from loramux.kernels.gpu.sampling import sample_tokens
 
     def compile_ahead(launch: Callable[[], None], num_processes: int) -> None:
-        # Uses private names of Triton: a version without them raises here, where a failure is harmless.
+        # `ahead` uses private names of Triton. A Triton version without these names raises here, where a failure is
+        # harmless.
         from loramux.kernels.gpu import ahead
 
         ahead.compile_ahead(launch, num_processes)

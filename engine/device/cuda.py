@@ -15,7 +15,7 @@ import torch
 from loramux.engine.device.accelerator import DeviceMemory, Fence
 
 UPLOAD_BYTES = 16 << 20
-"""Adapter bytes queued at a time; this bounds how long the copy of a step's metadata waits behind them."""
+"""Maximum adapter bytes queued at a time; bounds how long the copy of a step's metadata waits in the queue."""
 
 
 class CudaFence:
@@ -82,7 +82,7 @@ class CudaAccelerator:
                         self._await_uploads()
                         num_queued = 0
             finally:
-                # Even after a failure: a late copy must not overwrite the next owner of these pages.
+                # Wait even after a failure, because a late copy must not overwrite data of these pages' next owner.
                 self._await_uploads()
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ class CudaAccelerator:
         return captured(torch.cuda.CUDAGraph(), self._graph_pool, step)
 
     def _await_uploads(self) -> None:
-        # A blocking event lets this thread sleep: spinning would take time from the thread that submits steps.
+        # A blocking event lets this thread sleep; spinning would take CPU time from the thread that submits steps.
         done = torch.cuda.Event(blocking=True)
         done.record(self._uploads)
         done.synchronize()
@@ -103,7 +103,7 @@ class CudaAccelerator:
 
 def captured(graph: torch.cuda.CUDAGraph, pool: Any, step: Callable[[], None]) -> Callable[[], None]:
     """Record `step` in `graph`. Even if `step` raises, the current stream is no longer capturing afterwards."""
-    # Freeing tensors in a garbage collection can query events, which is forbidden during a capture.
+    # Freeing tensors during garbage collection can query events, which is forbidden during a capture.
     is_collecting = gc.isenabled()
     gc.disable()
     try:
@@ -131,6 +131,6 @@ def loaded_runtimes() -> list[ctypes.CDLL]:
 
 
 def clear_last_error(runtimes: Iterable[ctypes.CDLL]) -> None:
-    """Clear an error that was handled, which the runtime would otherwise report again from the next unrelated call."""
+    """Clear a handled error, which the runtime would otherwise report again from the next unrelated call."""
     for runtime in runtimes:
         runtime.cudaGetLastError()

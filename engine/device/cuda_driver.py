@@ -16,7 +16,7 @@ CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
 
 
 def missing_for_cuda() -> str | None:
-    """Why `--device cuda` cannot work and how to fix it, in a sentence; None if it can."""
+    """Why `--device cuda` cannot work and how to fix it, in one sentence; None if it can work."""
     if count_gpus() == 0:
         return "the device 'cuda' needs an NVIDIA GPU and its driver, and none was found: use --device cpu"
     if not torch_has_cuda():
@@ -29,7 +29,7 @@ def missing_for_cuda() -> str | None:
 
 
 def count_gpus() -> int:
-    """Number of GPUs that NVIDIA's driver shows to this process; 0 without a driver."""
+    """Number of GPUs that NVIDIA's driver shows to this process; 0 if there is no driver."""
     driver = _opened_driver()
     count = ctypes.c_int(0)
     if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:

@@ -30,8 +30,8 @@ def device_fault(error: BaseException) -> str | None:
 def reason_of(error: BaseException) -> str:
     """The first line of an error's message, or its type if the message is empty.
 
-    CUDA's following lines are debugging advice. Triton's compile errors have the reason in `error_message`, because
-    their text begins with an excerpt of the kernel's source.
+    The other lines of a CUDA error are debugging advice. For Triton's compile errors, whose text begins with an excerpt
+    of the kernel's source, the reason is taken from `error_message`.
     """
     text = getattr(error, "error_message", None) or str(error)
     line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)

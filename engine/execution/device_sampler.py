@@ -17,18 +17,18 @@ from loramux.engine.logit_penalties import LogitPenalties, kept_finite, penalise
 from loramux.engine.messages import TokenLogprobs
 
 FORBIDDEN = -1e30
-"""Logit of forbidden tokens: softmax gives it no weight, yet it is finite, since a non-finite row ends its sequence."""
+"""Logit of forbidden tokens: low enough for a weight of 0, yet finite, since a non-finite row ends its sequence."""
 
 EDITED_AT_ONCE = 16
-"""Rows with a bias or penalties that are edited together; this bounds the memory of their float32 copies."""
+"""Maximum rows with a bias or penalties that are edited together; bounds the memory for their float32 copies."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DownloadedLogprobs:
     """Requested log-probabilities, being copied to the host.
 
-    `rows` index the step's samples. `chosen` is float32 `[num_rows]`. `values` float32 and `ids` int64
-    `[num_rows, count]` belong to the most likely tokens; each row uses the first of them, as many as its `counts`.
+    `rows` index the step's samples. `chosen` is float32 `[num_rows]`. `values` float32 and `ids` int64 `[num_rows,
+    count]` belong to the most likely tokens, of which row `i` uses the first `counts[i]`.
     """
 
     rows: list[int]

@@ -19,7 +19,7 @@ class StepResult(Protocol):
 
 
 class Executor(Protocol):
-    """Runs batches on a device, in the order of their submission."""
+    """Runs batches on a device, in submission order."""
 
     def submit(self, batch: Batch) -> StepResult:
         """Start a step, which may read tokens that the previous step has not chosen yet."""

@@ -26,7 +26,7 @@ from loramux.kernels.segments import SEGMENT_ROWS, group_rows
 from loramux.kernels.tables import Segments
 
 MAX_GRAPHS = 192
-"""Limit on captured graphs. Decodes of up to 256 sequences, with and without adapters, need 76."""
+"""Maximum number of captured graphs. Decodes of up to 256 sequences, with and without adapters, need 76."""
 
 HEAD_SEGMENTS = (1, 4, 16, 64, 256)
 """Segment counts that the head's kernels are compiled for; padding is costly, as their grids span the vocabulary."""
@@ -36,14 +36,15 @@ class GraphExecutor:
     """Submits steps to an asynchronous device, in order; results are read later.
 
     A step consists of one copy of its metadata, the decoder up to the sample rows, the logits, and sampling. For up to
-    MAX_GRAPH_TOKENS rows, the decoder part is captured the second time a shape occurs: the first run, which is not
-    captured, compiles and loads the kernels that the shape needs. Beyond `max_graphs`, the least recently replayed
+    MAX_GRAPH_TOKENS rows, the decoder part is captured the second time a shape occurs, because the first run, which is
+    not captured, compiles and loads the kernels that the shape needs. Beyond `max_graphs`, the least recently replayed
     graph is dropped. A shape whose capture fails always runs uncaptured. Batches with adapters that modify the
     embedding or the head have separate shapes, so that other batches launch no kernels for them.
 
     So do batches whose adapters modify only some module groups of a layer. Such a shape needs no kernels beyond those
-    of the shape with all groups, and is captured when it first occurs after that shape has run. Once `max_graphs` are
-    kept, it uses the shape with all groups, so that shapes that differ only in groups do not evict each other's graphs.
+    of the shape with all groups, and is captured when it first occurs after that shape has run. Once there are
+    `max_graphs` graphs, the shape with all groups is used instead, so that shapes that differ only in groups do not
+    evict each other's graphs.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class GraphExecutor:
         self._graphs: OrderedDict[StepShape, Callable[[], None]] = OrderedDict()
         self._has_run: set[StepShape] = set()
         self._graph_bytes = 0
-        # Shapes whose capture failed; it is not retried.
+        # Shapes whose capture failed; their capture is not retried.
         self._uncapturable: set[StepShape] = set()
         # Captured steps write the normed sample rows here.
         largest = step_shape(max_sequences, max_sequences, max_q=2, max_rank=0)
@@ -131,7 +132,7 @@ class GraphExecutor:
         return shape if has_room or shape in self._graphs or not shape.is_captured else shape.with_all_groups
 
     def _head(self, layout: StepLayout, outer: OuterSlots) -> HeadAdapters | None:
-        """Inputs of the head's adapters. The logits are not captured, so the grid can depend on the batch."""
+        """Inputs for the head's adapters. The logits are not captured, so the grid can depend on the batch."""
         num_segments = len(group_rows(outer.head, SEGMENT_ROWS)[2])
         return self._head_of(layout, num_segments) if num_segments else None
 
@@ -143,11 +144,11 @@ class GraphExecutor:
         return HeadAdapters(self._kernels, self._tables.device, segments)
 
     def _warm_up_outer(self, shape: StepShape) -> None:
-        """Run the kernels that a shape with outer modules adds to the same shape without them, which has run."""
+        """Run the kernels that outer modules add to a shape; the same shape without outer modules has already run."""
         nobody = OuterSlots(np.zeros(0, np.int32), np.zeros(0, np.int32))
         layout = self._buffer.load(NO_ROWS, shape, nobody)
         self._decoder.embed(layout.inputs, self._kernels, self._tables.device)
-        # Kernels compile separately for fewer rows than segments and for at least as many.
+        # Kernels are compiled separately for batches with fewer rows than segments and for all other batches.
         for num_rows in {1, min(shape.num_sequences, self._max_sequences)}:
             for num_segments in HEAD_SEGMENTS:
                 self._decoder.logits(self._hidden[:num_rows], self._head_of(layout, num_segments))
@@ -186,7 +187,7 @@ class GraphExecutor:
         return replay
 
     def _free_bytes(self) -> int:
-        """Free device memory. A capture takes memory for the graph's nodes and its activations."""
+        """Free device memory in bytes. A capture takes memory for the graph's nodes and activations."""
         memory = self._accelerator.memory()
         return 0 if memory is None else memory.free
 

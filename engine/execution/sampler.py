@@ -14,11 +14,11 @@ from loramux.engine.batch import SamplingRow
 from loramux.engine.messages import SamplingParams, TokenLogprobs
 
 NUM_LIKELIEST = 1024
-"""How many of the most likely tokens top_k, top_p and min_p consider before sorting the whole vocabulary."""
+"""Number of most likely tokens that top_k, top_p and min_p consider before sorting the whole vocabulary."""
 
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e20
-"""Clamping bounds, beyond which float32 arithmetic would over- or underflow. The kernel has the same lower bound."""
+"""Clamping bounds: float32 arithmetic overflows or underflows beyond them. The kernel uses the same lower bound."""
 
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
 _KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
@@ -48,7 +48,7 @@ def sample(logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: 
     """Sample one token per row of `logits`, float32 `[num_rows, vocab_size]`, with the settings in `samples`.
 
     As in vLLM, the bias is applied first, then penalties, temperature, and truncation by top_k, top_p and min_p.
-    Log-probabilities are the model's before all of that, as in the OpenAI API.
+    Log-probabilities are the model's before any of these changes, as in the OpenAI API.
     """
     if not samples:
         return []

@@ -131,7 +131,7 @@ def simulated_adapters(num_pages: Mapping[str, int]) -> dict[str, PackedAdapter]
 class SimulatedPages:
     """Copier and tables of an adapter pool; knows which adapter is in each slot.
 
-    A copy finishes at the next `poll`; one requested while `is_holding` is set finishes after `let_go`.
+    A copy finishes at the next `poll`; a copy requested while `is_holding` is set finishes after `let_go`.
     """
 
     def __init__(self) -> None:

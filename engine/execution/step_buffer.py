@@ -19,7 +19,7 @@ ALIGNMENT = 16
 """Alignment of fields in bytes, as vector loads require."""
 
 NUM_STAGES = 2
-"""Host buffers: one is filled while the other may still be copied."""
+"""Number of host buffers: one is filled while the other may still be in use by a copy."""
 
 _DTYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
 
@@ -185,7 +185,7 @@ def _aligned(offset: int) -> int:
 
 
 def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepShape, outer: OuterSlots | None) -> None:
-    """Write a batch, and after it padding: rows whose K and V are not stored, and sequences without rows."""
+    """Write a batch, followed by padding: rows whose K and V are not stored, and sequences without rows."""
 
     def put(name: str, values: npt.NDArray[np.generic], padding: int = 0) -> None:
         field = staged[name]

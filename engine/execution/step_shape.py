@@ -10,7 +10,7 @@ from loramux.engine.layer_groups import ALL_GROUPS, LayerGroups
 from loramux.kernels.segments import LARGE_SEGMENT_ROWS, SEGMENT_ROWS, max_segments
 
 MAX_GRAPH_TOKENS = 1024
-"""Limit on the rows of a captured step. The kernels of larger steps run longer than the host takes to launch them."""
+"""Maximum rows in a captured step. The kernels of larger steps run longer than the host takes to launch them."""
 
 RANK_BUCKETS = (16, 64, 256)
 
@@ -72,7 +72,7 @@ def step_shape(
 def _mixed_shape(
     num_tokens: int, num_sequences: int, max_rank: int, has_outer: bool = False, groups: LayerGroups = ALL_GROUPS
 ) -> StepShape:
-    """A mixed shape; its segments are large if sequences have enough rows to fill half of one on average."""
+    """A mixed shape; its segments are large if sequences have enough rows to fill half a large segment on average."""
     is_large = num_tokens >= LARGE_SEGMENT_ROWS // 2 * num_sequences
     segment_rows = LARGE_SEGMENT_ROWS if is_large else SEGMENT_ROWS
     return StepShape(num_tokens, num_sequences, False, max_rank, has_outer, groups, segment_rows)

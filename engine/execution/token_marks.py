@@ -1,4 +1,4 @@
-"""Marks of the tokens of each sequence with penalties, kept on the device, where the newest token is known first."""
+"""Token marks for each sequence with penalties, kept on the device, where the newest token is known first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.logit_penalties import LogitPenalties
 
 FIRST_SLOTS = 4
-"""Sequences that the first allocation has room for; the memory doubles as needed."""
+"""Number of sequences that the first allocation has room for; the memory doubles as needed."""
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# Defaults of transformers that depend on the architecture; common defaults are in the code.
+# The defaults of transformers that depend on the architecture; common defaults are in the code.
 _GEMMA_ASSUMED: dict[str, Any] = {
     "head_dim": 256,
     "num_key_value_heads": 4,
@@ -122,7 +122,7 @@ def refuse_field(name: str, value: Any, architecture: str) -> None:
 
 
 def positive(raw: dict[str, Any], name: str) -> int:
-    """The field `name`; raises KeyError if it is missing, ValueError if it is not a positive integer."""
+    """The field `name`; raises KeyError if it is missing, or ValueError if it is not a positive integer."""
     value = raw[name]
     if type(value) is not int or value < 1:
         raise ValueError(f"{name} is {shown(value)}, not a positive integer")
@@ -130,7 +130,7 @@ def positive(raw: dict[str, Any], name: str) -> int:
 
 
 def positive_float(raw: dict[str, Any], name: str) -> float:
-    """The field `name`; raises KeyError if it is missing, ValueError if it is not a positive number."""
+    """The field `name`; raises KeyError if it is missing, or ValueError if it is not a positive number."""
     value = raw[name]
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise ValueError(f"{name} is {shown(value)}, not a positive number")

@@ -1,4 +1,4 @@
-"""The decoder: one transformer for all architectures, on the page pool, with all adapters of a batch in one pass."""
+"""The decoder: one transformer for all architectures, which applies all of a batch's adapters in one pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from loramux.kernels.tables import AdapterTables, AttentionSpec, LoraCall, Modul
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """The weights of one layer; q/k/v are one linear and gate/up are one linear.
+    """The weights of one layer; q/k/v form one linear, and so do gate/up.
 
     An output norm is applied to the output of attention or feed-forward before it is added to the residual. `rotary` is
     the index of the decoder's rotary tables for this layer's q and k.
@@ -43,7 +43,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class LoraGroups:
-    """Groups of modules that share an input, with one shrink and one expand each: a layer's four, and the outer two."""
+    """Groups of modules that share an input, a shrink and an expand: a layer's four groups and the two outer groups."""
 
     qkv: ModuleGroup
     o: ModuleGroup
@@ -76,7 +76,7 @@ class Decoder:
         self._groups = lora_groups(config)
         place = _Placement(weights, dtype, backend, config.norm_offset)
         self._embedding = place.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        # Rounded to the dtype of the weights before multiplying, as in transformers.
+        # The scale is rounded to the dtype of the weights before multiplying, as in transformers.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         ropes = list(dict.fromkeys(config.layer_ropes))
         self._layers = [
@@ -109,7 +109,7 @@ class Decoder:
         return (self._embedding_scale, 1.0)
 
     def with_few_layers(self) -> Decoder:
-        """A copy with one layer of each kind, sharing the weights: it launches all kernels of this decoder faster."""
+        """A copy with one layer of each kind, sharing the weights: running it launches every kernel sooner."""
         few = copy.copy(self)
         few._layers = list({layer.attention: layer for layer in self._layers}.values())
         return few
@@ -131,18 +131,18 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> torch.Tensor:
-        """Run one step; returns the last layer's normed output at the sample rows, `[num_samples, hidden_size]`."""
+        """Run one step and return the last layer's normed output at the sample rows, `[num_samples, hidden_size]`."""
         config, eps = self.config, self.config.rms_norm_eps
         num_tokens = inputs.tokens.shape[0]
         angles = [(cos[inputs.positions], sin[inputs.positions]) for cos, sin in self._rotary]
         gate_and_mul = kernels.gelu_and_mul if config.activation == GELU_TANH else kernels.silu_and_mul
         q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         residual = self.embed(inputs, kernels, tables)
-        # Attention skips padding rows, which belong to no sequence; zeros keep them finite.
+        # Attention skips padding rows, which belong to no sequence; zeros keep the rows' values finite.
         attended = residual.new_zeros(num_tokens, config.num_heads, config.head_dim)
 
         def adapted(flag: LayerGroups, group: ModuleGroup) -> ModuleGroup | None:
-            """The group; None if no adapter of this step modifies it."""
+            """The group, or None if no adapter of this step modifies the group."""
             return group if inputs.segments.num_segments and flag in inputs.groups else None
 
         qkv_group = adapted(LayerGroups.QKV, self._groups.qkv)
@@ -185,7 +185,7 @@ class Decoder:
         return kernels.add_rms_norm(x[rows], residual[rows], self._final_norm, eps)
 
     def new_hidden(self, num_rows: int) -> torch.Tensor:
-        """Memory for `num_rows` rows of the output of `hidden`."""
+        """Memory for `num_rows` rows of the output from `hidden`."""
         return torch.empty(num_rows, self.config.hidden_size, dtype=self._dtype, device=self._embedding.device)
 
     @torch.inference_mode()
@@ -230,7 +230,7 @@ def _group(shapes: tuple[LinearShape, ...], modules: tuple[int, ...]) -> ModuleG
 class _Placement:
     """Moves tensors to the device, linears in the weights' dtype and norms in float32.
 
-    For architectures that store norm weights minus 1, the 1 is added here, so that kernels need not know.
+    For architectures that store norm weights minus 1, the 1 is added here, so that kernels need no special case.
     """
 
     weights: WeightSource

@@ -102,7 +102,8 @@ class ModelConfig:
     def outer_modules(self) -> tuple[LinearShape, ...]:
         """The modules outside the layers that adapters can target, with PEFT's names.
 
-        They are separate even if the base ties their weights: an adapter modifies only the module that it names.
+        The modules are separate even if the base ties their weights, because an adapter modifies only the module that
+        it names.
         """
         return (
             LinearShape("model.embed_tokens", self.vocab_size, self.hidden_size, is_embedding=True),
@@ -115,7 +116,7 @@ class ModelConfig:
         return ((0,), (1,), (2,), (3,)) if self.fused_projections else ((0, 1, 2), (3,), (4, 5), (6,))
 
     def geometry(self, kv_itemsize: int, adapter_itemsize: int) -> PageGeometry:
-        """The pool's page for this decoder."""
+        """The geometry of the pool's pages for this decoder."""
         return PageGeometry(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
@@ -217,7 +218,7 @@ def _parse_activation(raw: dict[str, Any], name: str) -> str:
 
 
 def _parse_windows(raw: dict[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's window, from `layer_types` for Qwen and Gemma; elsewhere it must agree with the other fields."""
+    """Each layer's window. For models other than Qwen and Gemma, `layer_types` must agree with the other fields."""
     is_windowed = raw.get("sliding_window") is not None and architecture != LLAMA
     if architecture in QWEN:
         is_windowed = is_windowed and bool(raw.get("use_sliding_window", False))

@@ -68,7 +68,7 @@ def parse_ropes(
 def _parse_rope(given: dict[str, Any], raw: dict[str, Any], architecture: str, head_dim: int) -> RopeConfig:
     kind = given.get("rope_type") or given.get("type") or "default"
     if architecture == PHI3 and kind in ("su", "yarn"):
-        # Names of longrope in Phi-3's first configurations.
+        # Names for longrope in Phi-3's first configurations.
         kind = "longrope"
     kinds = ("default", "longrope") if architecture == PHI3 else ("default", "linear", "llama3")
     if kind not in kinds:

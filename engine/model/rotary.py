@@ -10,13 +10,13 @@ from loramux.engine.model.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:
-    """Angle per position of each rotated pair of channels, float32 `[rotary_dim / 2]`.
+    """Angle by which each pair of channels rotates per position, float32 `[rotary_dim / 2]`.
 
     `linear` divides every frequency by the factor. `llama3` divides only frequencies with a wavelength beyond the
     original context, with a smooth transition (Llama 3.1's published scaling). `longrope` divides each frequency by its
     own factor (Ding et al., 2024), from one list for contexts up to the original length and another for longer ones.
     `max_len`, the longest context served, selects the list once. A sequence cannot switch lists, because the K of early
-    positions stays in the cache when it grows past the original length.
+    positions stays in the cache when the sequence grows past the original length.
     """
     rotary_dim = int(head_dim * rope.rotary_fraction)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim

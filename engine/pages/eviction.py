@@ -1,4 +1,4 @@
-"""Eviction when pages are needed: one order over adapters and cached prefixes, since both can be restored."""
+"""Eviction when pages are needed: one order for adapters and cached prefixes, since both can be restored."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ AFTER_ALL = 1 << 62
 """Queue position after all waiting sequences."""
 
 MAX_STALE = 1024
-"""Outdated heap entries that are tolerated in addition to one per item."""
+"""Number of outdated heap entries that are tolerated in addition to one per item."""
 
 
 class Evictable(Protocol):
-    """Pages that are currently unused: an idle adapter, or a page of a cached prefix."""
+    """An evictable item whose pages are unused: an idle adapter, or a page of a cached prefix."""
 
     @property
     def key(self) -> Hashable:
-        """Identifies the content; stays the same when it is evicted and restored."""
+        """Identifies the content; stays the same when the content is evicted and restored."""
         ...
 
     @property
@@ -29,17 +29,17 @@ class Evictable(Protocol):
 
     @property
     def has_slot(self) -> bool:
-        """Whether it holds an adapter slot in addition to its pages."""
+        """Whether the item holds an adapter slot in addition to its pages."""
         ...
 
     @property
     def cost(self) -> float:
-        """Cost of restoring it, in a unit common to all items."""
+        """Cost of restoring the item, in a unit common to all items."""
         ...
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a waiting sequence needs it; then only a sequence at an earlier queue position can evict it."""
+        """Whether a waiting sequence needs the item; if so, only a sequence earlier in the queue can evict it."""
         ...
 
     def evict(self) -> None:
@@ -64,7 +64,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def take(self, is_allowed: Callable[[Evictable], bool], slots_only: bool = False) -> Evictable | None:
-        """Remove and return the first allowed item, with `slots_only` the first that has a slot; None without any."""
+        """Remove and return the first allowed item (with a slot if `slots_only`); None if there is none."""
         ...
 
 
@@ -72,7 +72,7 @@ class LeastRecentlyUsed:
     """Evicts the item that has been idle longest."""
 
     def __init__(self) -> None:
-        # In order of addition. Items with a slot are separate, to find a slot without scanning many prefixes.
+        # In insertion order. Items with a slot are kept separately, so that finding a slot needs no scan over prefixes.
         self._items: dict[bool, OrderedDict[Evictable, int]] = {True: OrderedDict(), False: OrderedDict()}
         self._num_added = 0
         self.num_pages = 0
@@ -114,7 +114,7 @@ class GreedyDual:
         self._num_added = 0
         self._memory = memory
         self._uses: OrderedDict[Hashable, int] = OrderedDict()
-        # Items with a slot are separate, to find a slot without scanning many prefixes.
+        # Items with a slot are kept separately, so that finding a slot needs no scan over prefixes.
         self._heaps: dict[bool, list[tuple[float, int, Evictable]]] = {True: [], False: []}
         # The number of each item's current heap entry; entries with other numbers are outdated.
         self._current: dict[bool, dict[Evictable, int]] = {True: {}, False: {}}
@@ -160,7 +160,7 @@ class GreedyDual:
             passed_over.append(entry)
             if is_allowed(entry[2]):
                 found = entry
-        # The found item stays in the heap as well: the other heap's first item may have a lower priority.
+        # The item found stays in its heap too, because the other heap's first item may have a lower priority.
         for entry in passed_over:
             heapq.heappush(heap, entry)
         return found
@@ -182,10 +182,10 @@ class WaitedFor(Protocol):
 
 
 class Reclaimer:
-    """Frees pages by evicting unused items, first those that no sequence waits for, in the policy's order.
+    """Frees pages by evicting unused items: first those that no sequence waits for, in the policy's order.
 
-    An item that a later sequence waits for would soon have to be restored. Such items are evicted last, the latest
-    queue position first.
+    Items that a later sequence waits for would soon have to be restored, so they are evicted last, latest queue
+    position first.
     """
 
     def __init__(self, pages: PagePool, policy: EvictionPolicy, waited_for: WaitedFor | None = None) -> None:
@@ -210,7 +210,7 @@ class Reclaimer:
         return True
 
     def evict_one(self, position: int, slots_only: bool = False) -> bool:
-        """Evict one item for a sequence at queue position `position`; False if there is none that it may evict."""
+        """Evict one item for a sequence at queue position `position`; False if the sequence may evict no item."""
         item = self.policy.take(lambda one: not one.is_waited_for, slots_only)
         if item is None and self._waited_for is not None:
             # Sequences wait only for adapters, so the item has a slot.

@@ -1,4 +1,4 @@
-"""The pages of running sequences: first those from the prefix cache, then their own."""
+"""The pages of running sequences: first shared pages from the prefix cache, then the sequences' own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class KvPages:
         return len(prefix) * self._page_tokens
 
     def num_pages_to_begin(self, prefix: list[CachedPage], num_tokens: int) -> int:
-        """Free or evictable pages needed to start a sequence with a cached prefix and `num_tokens` more."""
+        """Free or evictable pages needed to start a sequence with a cached prefix and `num_tokens` more tokens."""
         num_idle = sum(cached.num_users == 0 for cached in prefix)
         return -(-(self.num_tokens_in(prefix) + num_tokens) // self._page_tokens) - len(prefix) + num_idle
 
@@ -57,7 +57,7 @@ class KvPages:
         return (self._pages.num_pages - num_other_pages) * self._page_tokens
 
     def grow(self, sequence: Sequence, num_tokens: int, position: int = RUNNING) -> bool:
-        """Allocate pages for `num_tokens` more; False if there is no room for a sequence at `position` in the queue."""
+        """Allocate pages for `num_tokens` more tokens; False if a sequence at `position` in the queue gets no room."""
         end = sequence.num_computed + num_tokens
         if end <= sequence.num_room:
             return True
@@ -71,7 +71,8 @@ class KvPages:
     def offer(self, sequence: Sequence) -> None:
         """Add the pages that this sequence has filled since the last call to the prefix cache.
 
-        A page can be offered as soon as the step that fills it is submitted, because its readers run in later steps.
+        A page can be offered as soon as the step that fills it is submitted, because the page's readers run in later
+        steps.
         """
         if sequence.num_computed < sequence.next_offer:
             return
@@ -104,7 +105,7 @@ class KvPages:
                 self._cache.forget(cached)
 
     def _key(self, sequence: Sequence, index: int) -> bytes | None:
-        """Key of the sequence's page `index`, whose tokens must all be known; None without an isolation key."""
+        """Key of the sequence's page `index`, whose tokens must all be known; None if it has no isolation key."""
         keys = sequence.page_keys
         while len(keys) <= index:
             parent = keys[-1] if keys else self._cache.root(sequence.add.isolation_key)

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class PageOwner(IntEnum):
-    """An IntEnum because owners are hashed for every page, and other enum members compute their hash in Python."""
+    """What a page is used for. An IntEnum, because owners are hashed for every page and other enums hash in Python."""
 
     FREE = 0
     KV = 1
@@ -61,7 +61,7 @@ class PagePool:
         self._num_holders[page] += 1
 
     def free(self, pages: Iterable[int]) -> None:
-        """Remove one holder from each page, which must have one."""
+        """Remove one holder from each page; each page must have at least one."""
         for page in pages:
             owner = self._owners[page]
             assert owner is not _FREE, f"page {page} is freed twice"
@@ -72,7 +72,7 @@ class PagePool:
                 self._free.append(page)
 
     def check_integrity(self) -> None:
-        """Check that each page is either free or held, and free only once."""
+        """Check that each page is either free or held, and that no page is listed as free twice."""
         free = list(self._free)
         assert len(free) == len(set(free))
         assert all(self._owners[page] is _FREE for page in free)

@@ -43,7 +43,7 @@ class PrefixCache:
         return hashlib.sha256(_tagged(isolation_key, *self._identity)).digest()
 
     def page_key(self, parent: bytes, digest: str | None, tokens: Tokens[int]) -> bytes:
-        """Key of the page that holds `tokens`, exactly one page of them, after the page `parent`."""
+        """Key of the page after the page `parent` that holds `tokens`, exactly one page's worth."""
         assert len(tokens) == self._page_tokens
         adapter = b"" if digest is None else digest.encode()
         return hashlib.sha256(_tagged(parent, adapter, array("i", tokens).tobytes())).digest()
@@ -52,7 +52,7 @@ class PrefixCache:
         return self._by_key.get(key)
 
     def acquire(self, cached: CachedPage) -> int:
-        """Use a page for one more sequence, which becomes a holder of it."""
+        """Use a page for one more sequence, which becomes one of the page's holders."""
         if cached.num_users == 0:
             self._policy.discard(cached)
         cached.num_users += 1
@@ -60,7 +60,7 @@ class PrefixCache:
         return cached.page
 
     def insert(self, key: bytes, page: int, digest: str | None) -> CachedPage | None:
-        """Cache a page that its sequence has filled; None if another page with the same content is cached."""
+        """Cache a page that its sequence has filled; None if another page with the same content is already cached."""
         if key in self._by_key:
             return None
         cached = self._by_key[key] = CachedPage(self, key, page, digest, num_users=1)
@@ -90,7 +90,7 @@ class PrefixCache:
         self._pages.free([cached.page])
 
     def purge(self, digest: str) -> None:
-        """Forget every page that an adapter computed."""
+        """Forget every page that was computed with an adapter."""
         for cached in list(self._by_digest.get(digest, ())):
             self.forget(cached)
 

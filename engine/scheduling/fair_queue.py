@@ -16,7 +16,7 @@ MAX_ROUNDS = 64
 """Admissions from other shares after which a waiting share goes first, regardless of its counter."""
 
 ROUNDS_PER_SHARE = 4
-"""The same bound per waiting share, for when many shares wait; strict round robin would need 1."""
+"""The same limit per waiting share, which applies when many shares wait; strict round robin would need 1."""
 
 MAX_COST_RATIO = 16
 """How many times longer a share with expensive requests can wait than one with requests of average cost."""
@@ -25,10 +25,10 @@ ROUNDS_BETWEEN_CHECKS = 8
 """Admissions between two checks for shares that have waited too long."""
 
 MAX_PASSED = 256
-"""Limit on the ready sequences, ahead of a cold one in its share, whose prices are added to the cold one's turn."""
+"""Maximum ready sequences ahead of a cold one in its share whose prices are added to the cold sequence's turn."""
 
 MAX_IDLE_SHARES = 65536
-"""Idle shares whose counters are kept."""
+"""Maximum number of idle shares whose counters are kept."""
 
 _turn_of = itemgetter(0)
 
@@ -42,17 +42,18 @@ class FairQueue:
     so that no share saves up credit while idle. Priorities come before counters; within a share, a low priority can
     wait forever.
 
-    A share that has waited too long goes before all shares that have not. Two conditions must hold since its wait
-    began. First, there were K = max(MAX_ROUNDS, ROUNDS_PER_SHARE * number of waiting shares) admissions from other
-    shares. Second, all shares together were charged ROUNDS_PER_SHARE times what a fair order would charge them before
-    the share's next request, at its price, is due. For expensive requests, this can take more than K admissions, but
-    never more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is resident and whose pages are
-    available waits for at most ROUNDS_BETWEEN_CHECKS more admissions, plus one for each share that has waited as long.
+    A share that has waited too long goes before all shares that have not. A share has waited too long if two conditions
+    have been met since its wait began. First, other shares have had K = max(MAX_ROUNDS, ROUNDS_PER_SHARE * number of
+    waiting shares) admissions. Second, all shares together have been charged ROUNDS_PER_SHARE times what a fair order
+    would charge them before the share's next request, at its price, is due. For expensive requests, this can take more
+    than K admissions, but never more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is resident and
+    whose pages are available waits for at most ROUNDS_BETWEEN_CHECKS more admissions, plus one for each share that has
+    waited as long.
     """
 
     def __init__(self) -> None:
         self._active: dict[str, Share] = {}
-        # Longest idle first. Counters of idle shares are kept, or a short idle time would reset them.
+        # Longest idle first. Counters of idle shares are kept, because otherwise a short idle time would reset them.
         self._idle: OrderedDict[str, Share] = OrderedDict()
         self._resident: set[str] = set()
         self._by_digest: defaultdict[str, dict[Sequence, None]] = defaultdict(dict)
@@ -82,7 +83,8 @@ class FairQueue:
         """Enqueue a new or preempted sequence."""
         share = self._activated(sequence)
         if not share.is_waiting and not sequence.has_run:
-            # Even if the share has running sequences: one small endless request must not save up credit for others.
+            # Even if the share has running sequences, because one small endless request must not save up credit for
+            # others.
             least = self._least_waiting.least()
             share.served = max(share.served, 0.0 if least is None else least.served)
         self._count_tokens(share, sequence, 1)
@@ -159,7 +161,7 @@ class FairQueue:
             self._changed[share] = None
 
     def order(self, num_ready: int, num_cold: int, is_exact: bool = True) -> list[Sequence]:
-        """The first `num_ready` ready and `num_cold` cold sequences by turn, as if each were admitted when it comes up.
+        """The first `num_ready` ready and `num_cold` cold sequences by turn, as if each were admitted on its turn.
 
         If more sequences are ready than requested, the order ends with the last ready one returned, because the turns
         behind it are unknown.
@@ -183,8 +185,8 @@ class FairQueue:
         ready = self._order(True, num_ready) if self.num_ready else []
         cold = self._order(False, num_cold) if self.num_cold else []
         if 0 < num_ready < self.num_ready:
-            # A cold sequence behind the last ready one would become ready once its adapter is loaded, but not be in
-            # the order, so the adapter would be evicted before it is used.
+            # A cold sequence behind the last ready one would become ready once its adapter is loaded, but would not be
+            # in the order, so the adapter would be evicted before it is used.
             last = ready[-1][0]
             cold = [item for item in cold if item[0] <= last]
         self._last_asked = num_ready, num_cold
@@ -193,8 +195,11 @@ class FairQueue:
         return self._last_order
 
     def shed_candidate(self) -> Sequence | None:
-        """The sequence to refuse when the queue is full: of the share with the most waiting tokens per weight, the
-        newest of lowest priority that has never run."""
+        """The sequence to refuse when the queue is full; None if every waiting sequence has run before.
+
+        This is the newest sequence of lowest priority in the share with the most waiting tokens per weight; a share
+        whose sequences have all run before is passed over.
+        """
         waiting = [share for share in self._waiting if share.num_waiting_tokens]
         waiting.sort(key=lambda share: share.num_waiting_tokens / share.weight, reverse=True)
         for share in waiting:
@@ -322,7 +327,7 @@ class FairQueue:
         return share
 
     def _count_tokens(self, share: Share, sequence: Sequence, sign: int) -> None:
-        # A preempted sequence was accepted before and only has to be recomputed, so it does not fill up the queue.
+        # A preempted sequence was accepted before and only has to be recomputed, so its tokens do not count as waiting.
         if not sequence.has_run:
             share.num_waiting_tokens += sign * sequence.num_reserved
             self.num_waiting_tokens += sign * sequence.num_reserved
@@ -372,8 +377,9 @@ def _turn(sequence: Sequence, served: float, num_running: int) -> Turn:
 def _turns(share: Share, is_ready: bool, rounds: int) -> Iterator[tuple[Turn, Sequence]]:
     """One share's ready or cold sequences with their turns, as if the sequences before each had been admitted.
 
-    A cold sequence is charged for all sequences before it, a ready one only for ready ones: waiting for an adapter
-    delays no ready sequence. `rounds` is how many admissions the share has waited, if it has waited too long, else 0.
+    A cold sequence is charged for all sequences before it, and a ready one only for the ready ones, so that waiting for
+    an adapter delays no ready sequence. `rounds` is the number of admissions that the share has waited for if it has
+    waited too long, else 0.
     """
     served, num_running, weight = share.served, share.num_running, share.weight
     passed = iter(()) if is_ready else islice(share.ready, MAX_PASSED)

@@ -10,7 +10,7 @@ MAX_BIASED_TOKENS = 300
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
 REPETITION_PENALTIES = (0.01, 100.0)
-"""Wider than any practical use, and narrow enough to keep every logit of a sane model finite."""
+"""Bounds wider than any practical use, yet narrow enough to keep every logit of a sane model finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class EngineLimits:
 
 
 def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tuple[str, str] | None:
-    """Error code and message if a request can never run, else None; the pool holds up to `max_pool_tokens` for it."""
+    """Error code and message if a request can never run, else None; the pool can hold `max_pool_tokens` for it."""
     if not add.prompt or add.max_tokens < 1:
         return "invalid_request", "the prompt and max_tokens must each be at least one token"
     if not all(0 <= token < limits.vocab_size for token in add.prompt):
@@ -51,9 +51,9 @@ def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tup
 
 
 def sampling_problem(params: SamplingParams, vocab_size: int) -> str | None:
-    """Why these settings are invalid for a model of `vocab_size` tokens, starting with the field's name; else None.
+    """Why these settings are invalid for a model with `vocab_size` tokens, starting with the field's name; else None.
 
-    If this returns None, kernels can use every token id in the settings as an index.
+    If the result is None, kernels can use every token id in the settings as an index.
     """
     low, high = REPETITION_PENALTIES
     # Comparisons with NaN are false, so NaN fails every check.

@@ -14,7 +14,7 @@ from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.sequence import Sequence, SequenceState
 
 NEW_SHARE = 4
-"""Of the rows left by decoding, one in this many is withheld from running prompts for sequences that could start."""
+"""Of the rows left by decoding, one in this many is reserved for sequences that could start."""
 
 
 _row_place = attrgetter("sequence.row_place")
@@ -22,9 +22,9 @@ _row_place = attrgetter("sequence.row_place")
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Up to `max_batch_tokens` rows per step, and `max_sequences` running sequences.
+    """At most `max_batch_tokens` rows per step and `max_sequences` running sequences.
 
-    The first `look_ahead` sequences that wait for an adapter have it loaded ahead of their turn.
+    For the first `look_ahead` sequences that wait for an adapter, the adapter is loaded ahead of their turn.
     """
 
     max_batch_tokens: int
@@ -38,8 +38,8 @@ class Scheduler:
     Decode rows come first, then chunks of running prompts, then new sequences by turn. Running prompts leave part of
     the step to new sequences, so that a short prompt does not wait for a long one. A sequence whose adapter is still
     loading is skipped and blocks no other. When a running sequence needs a page and none is left, a sequence is
-    preempted and recomputed later: the one of the lowest priority, then of the share with the highest counter, then the
-    youngest.
+    preempted and recomputed later: the one with the lowest priority, then from the share with the highest counter, then
+    the youngest.
     """
 
     def __init__(self, queue: FairQueue, kv: KvPages, adapters: AdapterPool, limits: SchedulerLimits) -> None:
@@ -49,7 +49,8 @@ class Scheduler:
         self._limits = limits
         self.running: list[Sequence] = []
         self._order: list[Sequence] = []
-        # Shortage of pages in the last step: whether a running sequence found none, else the first not admitted.
+        # Page shortage in the last step: whether a running sequence found no page, else the first sequence not
+        # admitted.
         self._is_short = False
         self._short_of_pages: Sequence | None = None
         # Sequences that, together with their adapter, need more pages than the pool has.
@@ -71,7 +72,7 @@ class Scheduler:
             self._adapters.prefetch(sequence.add.digest)
 
     def order_waiting(self) -> Demand:
-        """Order the waiting sequences for the next `schedule`; returns their demand on the adapter pool."""
+        """Order the waiting sequences for the next `schedule` and return their demand on the adapter pool."""
         num_free_slots = self._num_free_slots()
         # While no sequence can start, the order only decides which adapters are loaded next.
         self._order = self.queue.order(self._limits.max_sequences, self._limits.look_ahead, is_exact=num_free_slots > 0)
@@ -79,7 +80,7 @@ class Scheduler:
         for position, sequence in enumerate(self._order):
             if sequence.add.digest is not None and sequence.add.digest not in queue_positions:
                 queue_positions[sequence.add.digest] = position
-                # Also reloads an adapter that was evicted while the sequence waited.
+                # This also reloads an adapter that was evicted while the sequence waited.
                 self._adapters.prefetch(sequence.add.digest)
         return Demand(queue_positions, self._short_position(), num_free_slots, len(self.running))
 
@@ -108,7 +109,7 @@ class Scheduler:
             if has_room or self._grow(sequence, 1, scheduled):
                 scheduled[sequence] = ScheduledSequence(sequence, 1)
         budget -= len(scheduled)
-        # Rows that running prompts leave to new sequences: a short prompt does not wait for a long one.
+        # Rows that running prompts leave to new sequences, so that a short prompt does not wait for a long one.
         kept = budget // NEW_SHARE if self.queue.num_ready and num_free_slots else 0
         for sequence in prompts:
             num_tokens = min(sequence.num_pending, budget - kept)
@@ -150,7 +151,7 @@ class Scheduler:
             sequence.num_reserved = num_tokens
 
     def finish(self, sequence: Sequence, is_broken: bool = False) -> None:
-        """Remove a waiting or running sequence and free its resources; the K and V of a broken one are not shared."""
+        """Remove a waiting or running sequence and free its resources; a broken sequence's K and V are not shared."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             if is_broken:
@@ -176,12 +177,12 @@ class Scheduler:
                 budget -= extra
 
     def _grow(self, sequence: Sequence, num_tokens: int, scheduled: dict[Sequence, ScheduledSequence]) -> bool:
-        """Find pages for the next `num_tokens`, preempting others; False if it must wait or was itself preempted."""
+        """Find pages for a sequence's next tokens, preempting others; False if it must wait or was itself preempted."""
         if sequence.state is not SequenceState.RUNNING:
             return False
         while not self._kv.grow(sequence, num_tokens):
             if self._adapters.is_copying:
-                # Pages become available once the copy is finished, without recomputing a preempted sequence.
+                # Pages become available once the copy is finished, so no sequence need be preempted and recomputed.
                 self._is_short = True
                 return False
             victim = max(self.running, key=self._expendability)
@@ -205,12 +206,13 @@ class Scheduler:
         return next(positions, NOT_SHORT)
 
     def _admit(self, budget: int, num_free_slots: int, is_midway: bool) -> list[ScheduledSequence]:
-        """Admit waiting sequences; while a prompt is midway, only those whose whole prompt fits into this step."""
+        """Admit waiting sequences; while a prompt is unfinished, only those whose whole prompt fits into this step."""
         admitted: list[ScheduledSequence] = []
         for position, sequence in enumerate(self._order):
             if budget == 0 or num_free_slots == 0:
                 break
-            # Preempted or paused with a step in flight: its tokens are complete only once that step is committed.
+            # The sequence was preempted or paused with a step in flight; its tokens are complete only once that step is
+            # committed.
             if sequence.state is not SequenceState.WAITING or sequence.num_in_flight or sequence.has_reached_limit:
                 continue
             entry = None
@@ -238,7 +240,7 @@ class Scheduler:
     def _begin(
         self, sequence: Sequence, entry: AdapterLoad | None, prefix: list[CachedPage], position: int, budget: int
     ) -> ScheduledSequence | None:
-        """Start a waiting sequence with at most `budget` tokens; without room, return None and change nothing."""
+        """Start a waiting sequence with at most `budget` tokens; return None and change nothing if there is no room."""
         num_pending = sequence.num_tokens - self._kv.num_tokens_in(prefix)
         num_tokens = min(num_pending, budget)
         # A preempted sequence resumes only with room for all its tokens, so that it gets further than before.
@@ -265,7 +267,7 @@ class Scheduler:
         self._kv.offer(sequence)
         self._give_back(sequence)
         sequence.state = SequenceState.WAITING
-        # In this order, or a share without other sequences would be idle in between and lose its place.
+        # Add before leaving, or a share without other sequences would be idle in between and lose its place.
         self.queue.add(sequence)
         self.queue.leave(sequence)
         self.num_preemptions += 1

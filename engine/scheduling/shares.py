@@ -13,7 +13,7 @@ OUTPUT_PRICE = 2.0
 """Prices per token: each new token needs a pass over the weights, which all tokens of a prompt chunk share."""
 
 MAX_STALE = 8
-"""Outdated heap entries that are tolerated in addition to one per share."""
+"""Number of outdated heap entries that are tolerated in addition to one per share."""
 
 Turn = tuple[float, ...]
 """Sort key of waiting sequences; the lowest goes first."""
@@ -21,7 +21,7 @@ Turn = tuple[float, ...]
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """One tenant's position. `served` is its virtual token counter: priced tokens divided by weight."""
+    """One tenant's position in the fair order. `served` is the virtual token counter: priced tokens per weight."""
 
     key: str
     weight: int = 1
@@ -31,7 +31,7 @@ class Share:
     cold: list[Sequence] = field(default_factory=list)
     """Waiting sequences whose adapter is not resident, in the same order."""
     parked: dict[Sequence, None] = field(default_factory=dict)
-    """Sequences that wait for a higher limit and take no turn until they get it."""
+    """Sequences that wait for a higher limit and take no turn until they get one."""
     num_waiting_tokens: int = 0
     num_running: int = 0
     charged: float = 0.0
@@ -39,9 +39,9 @@ class Share:
     num_admissions: int = 0
     """Admissions of sequences that had not run before."""
     waits_since: int = 0
-    """Total admissions of all shares when its wait began: when it was enqueued, or last admitted a sequence."""
+    """Total admissions of all shares when this share's wait began: when it was enqueued or last admitted a sequence."""
     charged_before: float = 0.0
-    """Total charge of all shares when its wait began."""
+    """Total charge of all shares when this share's wait began."""
 
     @property
     def is_waiting(self) -> bool:
@@ -56,7 +56,7 @@ class Share:
 
     @property
     def typical_price(self) -> float:
-        """Estimated priced tokens of the next request: the average so far, and at least its prompt."""
+        """Estimated priced tokens of the next request: the average so far, but at least its prompt."""
         head = min((line[0] for line in (self.ready, self.cold) if line), key=place)
         before = self.charged / self.num_admissions if self.num_admissions else 0.0
         return max(before, INPUT_PRICE * head.num_tokens)

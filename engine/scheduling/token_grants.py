@@ -28,7 +28,7 @@ class TokenGrants:
         self._end = end
 
     def begin(self, sequence: Sequence) -> None:
-        """Called when a sequence first runs and the size of its adapter is known; applies a pending raise."""
+        """Apply a pending raise when a sequence first runs and the size of its adapter is known."""
         entry = None if sequence.add.digest is None else self._adapters.find(sequence.add.digest)
         if entry is not None:
             sequence.num_adapter_pages = entry.num_pages

@@ -1,4 +1,4 @@
-"""The engine's side of one gateway, with credits: a slow gateway costs only the memory of its own tokens."""
+"""The engine's link to one gateway, with credits, so that a slow gateway costs only the memory for its own tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Send = Callable[[FromEngine], None]
 class GatewayLink:
     """Sends at most as many StepOutput messages as the gateway has granted.
 
-    Without credit, new tokens are appended to their sequence's held tokens, and the sequence's end waits behind them.
-    The batch never waits, and nothing is dropped. Held tokens are bounded by the `max_tokens` of this gateway's
-    sequences, and appending takes the same time however many are held.
+    Without credit, new tokens are appended to their sequence's held tokens, and the end of the sequence waits behind
+    these tokens. The batch never waits, and nothing is dropped. Held tokens are bounded by the `max_tokens` of this
+    gateway's sequences, and appending takes the same time however many are held.
     """
 
     def __init__(self, send: Send) -> None:
@@ -63,7 +63,7 @@ class GatewayLink:
 
 
 class HeldTokens:
-    """Tokens of one sequence that wait for credit."""
+    """One sequence's tokens that wait for credit."""
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []

@@ -46,22 +46,22 @@ if TYPE_CHECKING:
     from loramux.engine.tracing.otel_spans import OtelSpanSink
 
 EXIT_REFUSED = 3
-"""Exit status: the engine cannot start; the reason is the last line on standard error."""
+"""Exit status if the engine cannot start; the reason is the last line on standard error."""
 
 EXIT_DEVICE_FAILED = 4
-"""Exit status: the device failed during serving; the reason is the last line on standard error."""
+"""Exit status if the device fails while serving; the reason is the last line on standard error."""
 
 LOADING_POLL_MS = 50
 """Longest wait for an event while adapters load, in milliseconds; the stager usually wakes the loop sooner."""
 
 IDLE_POLL_MS = 250
-"""Longest wait of an idle loop, in milliseconds, so that its supervisor sees that it is alive: see `StepRecord`."""
+"""Longest wait of an idle loop, in milliseconds; keeps `StepRecord` fresh, so that the supervisor sees a live loop."""
 
 HEARTBEAT_S = 1.0
-"""Heartbeat interval in seconds: how soon the engine notices that a gateway is gone, even without output for it."""
+"""Heartbeat interval in seconds: how soon the engine notices that a gateway without pending output is gone."""
 
 END_GRACE_S = 1.0
-"""Time that the loop gets to end once its supervisor is gone; a hanging step must not keep the device."""
+"""Seconds that the loop has to end once the supervisor is gone; a hanging step must not keep the device."""
 
 
 class EngineServer:
@@ -108,7 +108,7 @@ class EngineServer:
                     link.post(outbound.message)
 
     def _beat(self) -> None:
-        """Detect lost gateways that are sent no output, because their sequences wait or they gave no credit."""
+        """Detect lost gateways that receive no output because their sequences wait or they have granted no credit."""
         now_s = time.monotonic()
         if now_s >= self._next_heartbeat_s:
             self._next_heartbeat_s = now_s + HEARTBEAT_S
@@ -142,7 +142,7 @@ class EngineServer:
             self._dispatch(owner, message)
 
     def _follow_stager(self) -> None:
-        """Poll the stager's descriptor, which changes when its process is replaced."""
+        """Poll the stager's file descriptor, which changes when the staging process is replaced."""
         descriptor = self._stager.fileno()
         if descriptor != self._stager_fd:
             if self._stager_fd >= 0:
@@ -154,7 +154,7 @@ class EngineServer:
     def _dispatch(self, owner: bytes, message: ToEngine) -> None:
         self._link(owner)
         if owner not in self._links:
-            # The gateway has gone since it sent the message, so nobody would receive the answer.
+            # The gateway disconnected after sending the message, so nobody would receive the answer.
             return
         match message:
             case Add():
@@ -204,8 +204,8 @@ def main() -> None:
     """Assemble the engine and serve it.
 
     Exits with EXIT_REFUSED if the configuration or the device is unusable, and with EXIT_DEVICE_FAILED if the device
-    fails later, each with a one-sentence message. Running sequences end with the process; supervisor and gateways
-    notice its end.
+    fails later, each with a one-sentence message. Running sequences end with the process; the supervisor and the
+    gateways notice that it has ended.
     """
     # Ctrl-C reaches the whole terminal group; the supervisor decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -261,7 +261,7 @@ def _follow_supervisor(ended: threading.Event, closed: threading.Event, wake: Ca
 def _end_for_device(error: Exception, what: str, code: int) -> None:
     """Exit with a one-sentence message if the device caused the error, else return.
 
-    Nothing is torn down: calls to a broken device may hang, and their output would follow the message.
+    Nothing is torn down, because calls to a broken device may hang, and their output would follow the message.
     """
     fault = device_fault(error)
     if fault is not None:

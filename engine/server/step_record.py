@@ -17,7 +17,7 @@ ID_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class LoopProgress:
-    """Iterations and steps of the loop. Even when idle, it iterates a few times a second unless a step blocks it."""
+    """Iterations and steps of the loop. Even an idle loop iterates a few times a second unless a step blocks it."""
 
     num_passes: int
     num_steps: int
@@ -26,8 +26,8 @@ class LoopProgress:
 class StepRecord:
     """Written only by the engine's loop, a few bytes per iteration; read by the supervisor at any time.
 
-    It is shared memory rather than a message because a step can hang or crash the process before it sends anything. A
-    record written before the step survives.
+    The record is in shared memory rather than in a message, because a step can hang or crash the process before
+    anything is sent. A record written before the step survives.
     """
 
     def __init__(self, fd: int) -> None:
@@ -44,7 +44,7 @@ class StepRecord:
         return fd
 
     def note_pass(self, ran: bool) -> None:
-        """Count one iteration of the loop; `ran` says whether it ran a step."""
+        """Count one iteration of the loop; `ran` says whether the iteration ran a step."""
         self._num_passes += 1
         self._num_steps += ran
         _COUNTERS.pack_into(self._memory, 0, self._num_passes, self._num_steps)
@@ -58,7 +58,8 @@ class StepRecord:
         capacity = len(self._memory) - _IDS
         if len(data) > capacity:
             data = data[: data.rfind(b"\n", 0, capacity + 1)]
-        # The length last: a process that dies between these lines leaves no ids rather than wrong ones.
+        # The length is written last, so that a process that dies between these lines leaves no ids rather than wrong
+        # ones.
         _LENGTH.pack_into(self._memory, _COUNTERS.size, 0)
         self._memory[_IDS : _IDS + len(data)] = data
         _LENGTH.pack_into(self._memory, _COUNTERS.size, len(data))

@@ -1,4 +1,5 @@
-"""Exports spans to OpenTelemetry. No other module below the gateway imports it, and this one only if tracing is on."""
+"""Exports spans to OpenTelemetry. No other engine module imports OpenTelemetry, and this module is imported only if
+tracing is on."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from loramux.engine.errors import ConfigNotUsable
 from loramux.engine.tracing.spans import SpanRecord, TraceConfig
 
 MAX_WAITING = 4096
-"""Limit on spans waiting for export; further spans are dropped."""
+"""Maximum number of spans waiting for export; further spans are dropped."""
 
 EXPORT_INTERVAL_MS = 500.0
 
 
 class FileSpanExporter(SpanExporter):
-    """Appends each span as a line of JSON; several processes can share the file."""
+    """Appends each span to a file as a line of JSON; several processes can share the file."""
 
     def __init__(self, path: Path) -> None:
         # Spans reveal who requests what, so only the owner may read the file.
@@ -44,7 +45,7 @@ class FileSpanExporter(SpanExporter):
 
 
 def open_provider(config: TraceConfig, service: str, sampler: Sampler | None = None) -> TracerProvider:
-    """Open a tracer provider that exports spans as configured; raises ConfigNotUsable."""
+    """Open a tracer provider that exports spans as configured; raises ConfigNotUsable if that is impossible."""
     resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
     provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
     processor = BatchSpanProcessor(_open_exporter(config), MAX_WAITING, EXPORT_INTERVAL_MS)
@@ -53,7 +54,7 @@ def open_provider(config: TraceConfig, service: str, sampler: Sampler | None = N
 
 
 def flush(provider: TracerProvider, timeout_s: float) -> None:
-    """Export all waiting spans, for at most `timeout_s`."""
+    """Export all waiting spans, taking at most `timeout_s`."""
     # The SDK's own timeout does not stop an exporter that hangs.
     flushing = threading.Thread(target=provider.force_flush, name="span-flush", daemon=True)
     flushing.start()

@@ -33,24 +33,24 @@ class SequenceTraces:
         self._lives: dict[Sequence, _Life] = {}
 
     def added(self, sequence: Sequence) -> None:
-        """Must be called before any work for the sequence starts."""
+        """Record a sequence's arrival; must be called before any work for the sequence starts."""
         if sequence.add.traceparent is not None:
             self._lives[sequence] = _Life(self._clock_ns())
 
     def began(self, sequence: Sequence) -> None:
-        """The first step with this sequence was submitted."""
+        """Record that the first step with this sequence was submitted."""
         life = self._lives.get(sequence)
         if life is not None:
             life.began_ns = self._clock_ns()
 
     def committed(self, sequence: Sequence) -> None:
-        """One more token of the sequence was committed."""
+        """Record that one more token of the sequence was committed."""
         life = self._lives.get(sequence)
         if life is not None and life.first_token_ns is None:
             life.first_token_ns = self._clock_ns()
 
     def loaded(self, load: AdapterLoad, waiting: Iterable[Sequence]) -> None:
-        """An adapter became resident or failed to load; `waiting` are the sequences that need it."""
+        """Record that an adapter became resident or failed to load; `waiting` are the sequences that need it."""
         now_ns = self._clock_ns()
         for sequence in waiting:
             life = self._lives.get(sequence)

@@ -24,7 +24,7 @@ class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanRecord:
-    """A finished part of a request. Times are nanoseconds since 1970."""
+    """A finished part of a request. Times are in nanoseconds since 1970."""
 
     name: str
     scope: Scope
