@@ -105,7 +105,7 @@ class KvPages:
                 self._cache.forget(cached)
 
     def _key(self, sequence: Sequence, index: int) -> bytes | None:
-        """Key of the sequence's page `index`, whose tokens must all be known; None if it has no isolation key."""
+        """Key of the sequence's page `index`, whose tokens must all be known; None if there is no isolation key."""
         keys = sequence.page_keys
         while len(keys) <= index:
             parent = keys[-1] if keys else self._cache.root(sequence.add.isolation_key)

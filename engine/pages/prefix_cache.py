@@ -43,7 +43,7 @@ class PrefixCache:
         return hashlib.sha256(_tagged(isolation_key, *self._identity)).digest()
 
     def page_key(self, parent: bytes, digest: str | None, tokens: Tokens[int]) -> bytes:
-        """Key of the page after the page `parent` that holds `tokens`, exactly one page's worth."""
+        """Key of a page that follows the page `parent` and holds `tokens`, exactly one page's worth."""
         assert len(tokens) == self._page_tokens
         adapter = b"" if digest is None else digest.encode()
         return hashlib.sha256(_tagged(parent, adapter, array("i", tokens).tobytes())).digest()
@@ -90,7 +90,7 @@ class PrefixCache:
         self._pages.free([cached.page])
 
     def purge(self, digest: str) -> None:
-        """Forget every page that was computed with an adapter."""
+        """Forget every page that was computed with the adapter."""
         for cached in list(self._by_digest.get(digest, ())):
             self.forget(cached)
 

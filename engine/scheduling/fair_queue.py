@@ -42,13 +42,13 @@ class FairQueue:
     so that no share saves up credit while idle. Priorities come before counters; within a share, a low priority can
     wait forever.
 
-    A share that has waited too long goes before all shares that have not. A share has waited too long if two conditions
-    have been met since its wait began. First, other shares have had K = max(MAX_ROUNDS, ROUNDS_PER_SHARE * number of
-    waiting shares) admissions. Second, all shares together have been charged ROUNDS_PER_SHARE times what a fair order
-    would charge them before the share's next request, at its price, is due. For expensive requests, this can take more
-    than K admissions, but never more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is resident and
-    whose pages are available waits for at most ROUNDS_BETWEEN_CHECKS more admissions, plus one for each share that has
-    waited as long.
+    A share that has waited too long goes before all shares that have not. A wait is too long once two conditions have
+    been met since it began. First, other shares have had K = max(MAX_ROUNDS, ROUNDS_PER_SHARE * number of waiting
+    shares) admissions. Second, all shares together have been charged ROUNDS_PER_SHARE times what a fair order would
+    charge them before the share's next request, at its price, is due. For expensive requests, this can take more than K
+    admissions, but never more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is resident and whose
+    pages are available waits for at most ROUNDS_BETWEEN_CHECKS more admissions, plus one for each share that has waited
+    as long.
     """
 
     def __init__(self) -> None:
@@ -83,8 +83,8 @@ class FairQueue:
         """Enqueue a new or preempted sequence."""
         share = self._activated(sequence)
         if not share.is_waiting and not sequence.has_run:
-            # Even if the share has running sequences, because one small endless request must not save up credit for
-            # others.
+            # Raise the counter even if the share has running sequences, because one small endless request must not save
+            # up credit for others.
             least = self._least_waiting.least()
             share.served = max(share.served, 0.0 if least is None else least.served)
         self._count_tokens(share, sequence, 1)
