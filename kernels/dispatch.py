@@ -14,7 +14,7 @@ from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, Modu
 class LoraKernels(Protocol):
     """The LoRA kernels of one device; `reference.lora.ReferenceLora` specifies every method.
 
-    Activations `[T, ...]` are float32 on a CPU and of the compute dtype on a GPU. Their last axis is contiguous, and
+    Activations `[T, ...]` are float32 on a CPU and have the compute dtype on a GPU. Their last axis is contiguous, and
     their rows may be views into wider rows. On a GPU, no method waits for the device or reads a tensor on the host, so
     a captured graph can be replayed after the tensors of its batch, segments and tables are overwritten in place.
     """

@@ -96,8 +96,8 @@ def _largest_power_of_two_dividing(number: int) -> int:
 def row_layout(row_len: int, page_elements: int) -> RowLayout:
     """Lay out rows of `row_len` elements in pages of `page_elements`.
 
-    The chunk is the largest power of two, at most 1024, that divides both. If that is below 128, rows are first padded
-    to a multiple of `min(128, largest power of two dividing page_elements)`.
+    The chunk is the largest power of two, at most 1024, that divides both. If that power is below 128, rows are first
+    padded to a multiple of `min(128, largest power of two dividing page_elements)`.
     """
     page_power = _largest_power_of_two_dividing(page_elements)
     chunk = min(MAX_CHUNK, page_power, _largest_power_of_two_dividing(row_len))
@@ -213,7 +213,10 @@ def _lay_out(
     page_elements: int,
     offsets: npt.NDArray[np.int32],
 ) -> int:
-    """Lay out modules of `ranks` `[num_modules]` from `begin`, fill `offsets` `[num_modules, 2]`; return the end."""
+    """Lay out modules from element `begin` on, and return the end.
+
+    Reads `ranks` `[num_modules]` and fills `offsets` `[num_modules, 2]`.
+    """
     cursor = begin
     for m, module in enumerate(modules):
         rank = int(ranks[m])

@@ -17,7 +17,7 @@ LARGE_SEGMENT_ROWS = 64
 
 
 def max_segments(num_tokens: int, num_sequences: int, segment_rows: int = SEGMENT_ROWS) -> int:
-    """The maximum number of segments in a batch, of `segment_rows` rows at most: the grid of a captured graph.
+    """The maximum number of segments of up to `segment_rows` rows in a batch: the grid size of a captured graph.
 
     A batch has at most as many adapters as sequences. Each adapter leaves at most one segment that is not full, and no
     segment is empty.

@@ -1,4 +1,4 @@
-"""The tables and metadata that kernels read; allocated once, filled between steps."""
+"""The tables and metadata that kernels read; allocated once and filled between steps."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Segments:
     `rows` int32 `[num_lora_rows]` are token rows, `starts` int32 `[num_segments + 1]` are indices into `rows`, and
     `slots` int32 `[num_segments]` are adapter slots. Segment `i` is `rows[starts[i]:starts[i + 1]]` and uses adapter
     slot `slots[i]`. No listed adapter has a rank above `max_rank`, so planes need not be wider. `max_rows` bounds the
-    rows of a segment; a GPU chooses its tile size by it.
+    rows of a segment and determines the tile size on a GPU.
 
     A captured graph has a fixed number of segments: on a GPU, slot -1 marks a padding segment.
     """

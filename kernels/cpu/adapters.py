@@ -13,28 +13,29 @@ from loramux.kernels.cpu.low_rank import low_rank
 from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, PoolViews, Segments
 
 SEGMENT_ROWS = 64
-"""Maximum rows per segment: their activations stay in the L2 cache while multiplied by an adapter's weights."""
+"""Maximum rows per segment: their activations stay in the L2 cache for the products with an adapter's weights."""
 
 NOWHERE = (0, 0)
 """Address and row stride passed for rows that no kernel accesses."""
 
 MAX_VIEWS = 64
-"""Maximum number of cached plane shapes: a step's shapes recur in each layer, and mostly in the next step."""
+"""Maximum number of cached plane shapes: a step's shapes recur in each layer and usually in the next step."""
 
 
 class CpuLora:
     """Shrink, gather and expand over one page pool in host memory.
 
-    Values derived from tables and segments are cached as long as the same objects are passed, which is for all layers
-    of a step. Arrays share memory with the tensors, so tables may be rewritten between steps. Which groups the
-    segments' adapters change is cached per `Segments` object. Segments are new objects each step, and are not padded.
+    Values derived from tables and segments are cached as long as the same objects are passed, which covers all layers
+    of a step. Arrays share memory with the tensors, so tables may be rewritten between steps. The set of groups that
+    the segments' adapters change is cached per `Segments` object. Segments are new objects in each step and are not
+    padded.
     """
 
     segment_rows = SEGMENT_ROWS
 
     def __init__(self, pool: PoolViews) -> None:
         if pool.adapter.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"the pool holds {pool.adapter.dtype}; the CPU's kernels take float32 and bfloat16")
+            raise ValueError(f"the pool holds {pool.adapter.dtype}; the CPU kernels support float32 and bfloat16")
         self._geometry = pool.geometry
         self._adapter = array(pool.adapter, pool.adapter.dtype)  # [P, L, E]
         self._plans: dict[ModuleGroup, npt.NDArray[np.int64]] = {}

@@ -11,7 +11,7 @@ import torch
 def array(tensor: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any]:
     """The memory of a tensor as a numpy array, with bfloat16 as uint16 bits.
 
-    Any other dtype or layout would recompile a kernel in the middle of a step.
+    Any other dtype or layout would cause a kernel to be recompiled in the middle of a step.
     """
     assert tensor.dtype is dtype, f"expected {dtype}, got {tensor.dtype}"
     assert tensor.is_contiguous()

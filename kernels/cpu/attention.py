@@ -33,13 +33,13 @@ from loramux.kernels.cpu.vectors import (
 )
 
 TILE_ROWS = 16
-"""Maximum rows per tile, query rows times heads in a group, unless the group alone has more."""
+"""Maximum rows per tile (query rows times heads in a group), unless a group has more heads than this."""
 
 LINE = 32
 """Elements from one prefetch to the next: a cache line of bfloat16."""
 
 SERIAL_WORK = 200_000
-"""Multiplications below which waking the other threads costs more than it saves."""
+"""Number of multiplications below which waking the other threads costs more than it saves."""
 
 
 @exact

@@ -38,10 +38,10 @@ not all map to one cache set."""
 MANY_ROWS = 64
 
 SERIAL_WORK = 500_000
-"""Multiplications below which waking the other threads costs more than it saves."""
+"""Number of multiplications below which waking the other threads costs more than it saves."""
 
 SERIAL_ROUNDING = 100_000
-"""Elements to round below which waking the other threads costs more than it saves."""
+"""Number of elements to round below which waking the other threads costs more than it saves."""
 
 _ROW_LINES = 2 * BLOCK_INPUTS // 64
 """Cache lines per row in a block; 12 rows have no more lines than the block has pairs of inputs."""
@@ -216,7 +216,7 @@ def _multiply_panel(
         first = (panel * num_pairs + k) * 2 * OUTPUTS
         half = size * OUTPUTS
         for block in range(num_blocks):
-            # Blocks of nearly equal size: a small block would read each weight for few rows.
+            # Blocks of nearly equal size: a small block would read each weight for only a few rows.
             begin, end = num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks
             # The first two blocks of rows each prefetch half of the next part of the weight.
             ahead = first + (2 + block) * half if block < 2 else first
@@ -244,8 +244,8 @@ def multiply_pair_panels(
     """`y[t] = bfloat16(x[t]) @ weightᵀ + bias`; `x`, `rounded`, `bias` and `y` are addresses.
 
     `x` and `y` have float32 rows, `x_stride` and `y_stride` elements apart; rows of `y`, like `bias`, cover
-    `num_panels` whole panels. `rounded` is scratch for as many rows of whole pairs, `rounded_stride` bfloat16 elements
-    apart.
+    `num_panels` whole panels. `rounded` is scratch for the same number of rows, padded to whole pairs and
+    `rounded_stride` bfloat16 elements apart.
     """
     num_pairs = (in_features + 1) // 2
     rounded_step, y_step = 2 * rounded_stride, 4 * y_stride

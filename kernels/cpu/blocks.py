@@ -4,10 +4,10 @@ The sums of a block stay in registers throughout the loop, so each weight is loa
 block (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008). The order of each sum is the
 same for any number of rows, so a row's result is bitwise independent of its neighbours.
 
-Memory is prefetched explicitly: weights one block or two steps ahead where few rows share them, K and V one page ahead,
-and adapters across rank, module and adapter boundaries. On two cores of a shared machine, this made decode with 600
-tokens of context 1.9 times as fast. Adapters are still read more slowly than weights, since an adapter's part of a page
-in one layer is a short run: 32 KiB with 8 KV heads of dimension 64. On two cores with AMX, which read memory
+Memory is prefetched explicitly: weights one block or two steps ahead where only a few rows share them, K and V one page
+ahead, and adapters across rank, module and adapter boundaries. On two cores of a shared machine, this made decode with
+600 tokens of context 1.9 times as fast. Adapters are still read more slowly than weights, since an adapter's part of a
+page in one layer is a short run: 32 KiB with 8 KV heads of dimension 64. On two cores with AMX, which read memory
 sequentially at 32 GB/s, such runs were read at 12 GB/s, or at 23 GB/s with prefetching.
 
 Rows are float32, passed as a tuple of addresses or as the first address and a step. Weights are a flat array of float32
@@ -129,7 +129,7 @@ def _panel_adder(width: int) -> Any:
     ) -> None:
         num_blocks = (num_rows + MAX_ROWS - 1) // MAX_ROWS
         for block in range(num_blocks):
-            # Blocks of nearly equal size: a small block would load each weight for few rows.
+            # Blocks of nearly equal size: a small block would load each weight for only a few rows.
             begin, end = num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks
             add_block(end - begin, x + begin * x_step, x_step, weights, first, step, size, y + begin * y_step, y_step)
 

@@ -25,9 +25,10 @@ FOLDER = Path(__file__).parent
 
 
 def cache_directory() -> Path:
-    """Where compiled code is cached; the name hashes all kernel sources, since numba checks only a kernel's own file.
+    """Where compiled code is cached; the name includes a hash of all kernel sources.
 
-    A kernel is therefore recompiled when a helper in another file changes.
+    A kernel is therefore recompiled when a helper in another file changes: numba itself checks only a kernel's own
+    file.
     """
     hashed = hashlib.sha256()
     for path in sorted([*FOLDER.glob("*.py"), FOLDER.parent / "layout.py"]):
@@ -39,7 +40,7 @@ _config: Any = numba.config
 
 
 def cpu_features() -> frozenset[str]:
-    """The CPU features that numba compiles for, by LLVM's names: this CPU's, or those in `NUMBA_CPU_FEATURES`."""
+    """LLVM's names for the CPU features that numba compiles for: this CPU's, or those in `NUMBA_CPU_FEATURES`."""
     said = _config.CPU_FEATURES
     features = codegen.get_host_cpu_features() if said is None else said
     return frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
@@ -49,7 +50,7 @@ def cpu_features() -> frozenset[str]:
 _config.CACHE_DIR = _config.CACHE_DIR or str(cache_directory())
 
 _FLAGS = {"contract", "reassoc", "nsz", "arcp"}
-"""Sums may be reordered, but NaN and infinity keep their meaning: a non-finite row is detected by its logits."""
+"""Sums may be reordered, but NaN and infinity keep their meaning, so that logits reveal a non-finite row."""
 
 helper: Any = numba.njit(fastmath=_FLAGS, error_model="numpy")
 """Decorates a function that kernels call."""

@@ -37,8 +37,8 @@ def _expand_row(
 ) -> None:  # fmt: skip
     """Add the contributions of `num_ranks` ranks to `length` columns of one row; `length` is a multiple of 16.
 
-    `sums` is scratch for them, which lets each rank's row be read sequentially. Sums are taken in the same order as in
-    `add_ranks`. `ahead` holds the places of the ranks that come next.
+    `sums` is scratch for the contributions, which lets each rank's row be read sequentially. Sums are taken in the same
+    order as in `add_ranks`. `ahead` holds the places of the ranks that come next.
     """
     for e in range(length):
         sums[e] = np.float32(0)
@@ -150,7 +150,7 @@ def expand_share(
     """Run the tasks that begin in `[low, high)` of `expand_work`; other arguments are those of `low_rank.low_rank`."""
     flat_pool = pool.reshape(-1)
     sums = np.empty(MAX_CHUNK, np.float32)
-    # A visit runs once the next one is known, so that it can prefetch the next one's data.
+    # A visit runs once the next one is known, so that it can prefetch the next visit's data.
     places, following = np.empty(RANK_BLOCK, np.int64), np.empty(RANK_BLOCK, np.int64)
     zero: Any = np.int64(0)
     visit, is_known = _ExpandVisit(zero, zero, zero, zero, np.float32(0), zero), False

@@ -14,7 +14,7 @@ from loramux.kernels.cpu.compiled import helper, kernel
 from loramux.kernels.cpu.vectors import exponential, floats_at
 
 SERIAL_WORK = 30_000
-"""Elements below which waking the other threads costs more than it saves."""
+"""Number of elements below which waking the other threads costs more than it saves."""
 
 
 @helper

@@ -16,10 +16,10 @@ from loramux.kernels.cpu.compiled import helper, kernel
 from loramux.kernels.cpu.vectors import floats_at, narrow
 
 PAGE_TOKENS = 16
-"""Tokens in a page: the scores of one head over one page fill sixteen lanes."""
+"""Number of tokens in a page: the scores of one head over one page fill sixteen lanes."""
 
 SERIAL_WORK = 200_000
-"""Elements copied below which waking the other threads costs more than it saves."""
+"""Number of elements to copy below which waking the other threads costs more than it saves."""
 
 
 @helper

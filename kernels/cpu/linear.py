@@ -28,7 +28,7 @@ BLOCK_INPUTS = 256
 """Inputs in a block of a panel, which stays in the L1 cache while all rows are multiplied by it: 8 KiB of bfloat16."""
 
 SERIAL_WORK = 200_000
-"""Multiplications below which waking the other threads costs more than it saves."""
+"""Number of multiplications below which waking the other threads costs more than it saves."""
 
 ROWS_HINT = 16
 """Number of rows that oneDNN chooses its layout for: a full decode batch, the most frequent step."""

@@ -1,7 +1,7 @@
 """LoRA on the CPU in one call: shrink, expand, or both.
 
-Python and waking the threads cost some 20 µs per call, as much as reading half a megabyte. Decode therefore adds LoRA
-to a linear in one call, and in one parallel region if each thread can take whole segments.
+The Python code and waking the threads cost some 20 µs per call, as much as reading half a megabyte. Decode therefore
+adds LoRA to a linear in one call, and in one parallel region if each thread can take whole segments.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from loramux.kernels.cpu.expand import expand_share, expand_work
 from loramux.kernels.cpu.shrink import shrink_share, shrink_work
 
 SERIAL_WORK = 400_000
-"""Multiplications below which waking the other threads costs more than it saves."""
+"""Number of multiplications below which waking the other threads costs more than it saves."""
 
 MAX_EXCESS = 1 / 32
-"""Largest excess of a thread over its share, as a fraction; above it, a barrier between shrink and expand is faster."""
+"""Largest fraction by which a thread may exceed its share; above it, a barrier between shrink and expand is faster."""
 
 
 @helper
@@ -68,7 +68,7 @@ def _run_segments(
     y_stride: int, pool: Any, layer: int, plan: Any, page_table: Any, off: Any, rank: Any, scale: Any, rows: Any,
     starts: Any, slots: Any,
 ) -> None:  # fmt: skip
-    """Do all work of segments `[first, last)`."""
+    """Do all work for segments `[first, last)`."""
     own_starts, own_slots = starts[first : last + 1], slots[first:last]
     if shrinks:
         shrink_share(
@@ -109,10 +109,10 @@ def low_rank(
 ) -> None:
     """`planes[t, i, :rank] = x[t] @ A[slot, module i]ᵀ`, then `y[t, columns of i] += scale * planes[t, i, :rank] @ Bᵀ`.
 
-    The first is computed only if `shrinks`, the second only if `expands`; see `ReferenceKernels`. The work is divided
-    into `num_threads` shares. `x`, `planes` and `y` are float32, passed by address and strides in elements. `pool` is
-    `[P, L, E]`, float32 or bfloat16 bits as uint16. `plan` comes from `group_plan`. Tables and segments have the dtypes
-    given in `tables.py`.
+    The first part is computed only if `shrinks`, and the second only if `expands`; see `ReferenceKernels`. The work is
+    divided into `num_threads` shares. `x`, `planes` and `y` are float32, passed by address and strides in elements.
+    `pool` is `[P, L, E]`, float32 or bfloat16 bits as uint16. `plan` comes from `group_plan`. Tables and segments have
+    the dtypes given in `tables.py`.
     """
     work = _segment_work(shrinks, expands, plan, layer, rank, starts, slots)
     firsts = _whole_segments(work, num_threads)

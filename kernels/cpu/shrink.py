@@ -34,8 +34,8 @@ class _ShrinkVisit(NamedTuple):
 def _places_and_length(pool: Any, layer: int, pages: Any, e: int, step: int, count: int) -> Any:
     """Pool indices at which `count` rows of the stream in `pages` continue, and how many elements each run may have.
 
-    The first row continues at element `e`, and the rows are `step` elements apart. `count` is RANKS or 1; for 1, its
-    index is returned RANKS times.
+    The first row continues at element `e`, and the rows are `step` elements apart. `count` is RANKS or 1; if it is 1,
+    the only index is returned RANKS times.
     """
     page_elements = np.int64(pool.shape[2])
     length: Any = min(MAX_RUN, page_elements - e % page_elements)
@@ -141,7 +141,7 @@ def shrink_share(
 ) -> None:
     """Run the tasks that begin in `[low, high)` of `shrink_work`; other arguments are those of `low_rank.low_rank`."""
     flat_pool = pool.reshape(-1)
-    # A visit runs once the next one is known, so that it can prefetch the next one's data.
+    # A visit runs once the next one is known, so that it can prefetch the next visit's data.
     zero: Any = np.int64(0)
     visit, at, is_known = _ShrinkVisit(zero, zero, zero, zero, zero, False), (zero, zero, zero, zero), False
     cursor = 0

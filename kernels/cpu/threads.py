@@ -20,7 +20,7 @@ import torch
 _config: Any = numba.config
 
 # torch is imported before numba starts its threads, so the OpenMP layer finds torch's libgomp already loaded and both
-# share one pool. The other layers would create a second pool, whose idle threads compete with the first.
+# share one pool. Other threading layers would create a second pool, whose idle threads compete with the first.
 _config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
 

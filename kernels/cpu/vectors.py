@@ -74,9 +74,9 @@ def emit_load(builder: Any, pointer: Any, dtype: Any, count: int = LANES) -> Any
 
 
 def emit_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Lanewise `a * b + c`, in one instruction if the CPU has it.
+    """Lanewise `a * b + c`, in one instruction if the CPU has one.
 
-    It sets its own flags, so numba adds none and a chain of these keeps its order in every function.
+    The code sets its own flags, so numba adds none, and a chain of these operations keeps its order in every function.
     """
     return builder.fadd(builder.fmul(a, b, flags=_CONTRACT), c, flags=_CONTRACT)
 

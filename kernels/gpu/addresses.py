@@ -36,7 +36,7 @@ def chunk_addresses(
 ) -> tl.tensor:
     """Addresses in the pool of one adapter's stream elements `e`; `pages` is the adapter's row of the page table.
 
-    `e` fits in 32 bits, as the offsets do; indices into the pool may not.
+    `e` fits in 32 bits, as the offsets do; indices into the pool may not fit.
     """
     page = tl.load(pages + e // E, mask=is_read, other=0).to(tl.int64)
     # Chunks are at least 16 elements and aligned to their length, so that 16 bytes can be read at a time.
@@ -44,14 +44,14 @@ def chunk_addresses(
 
 
 IS_COMPILED = isinstance(pick, triton.JITFunction)
-"""False in Triton's interpreter (TRITON_INTERPRET), which multiplies bfloat16 as if its bits were integers."""
+"""False in Triton's interpreter (TRITON_INTERPRET), which multiplies bfloat16 values as if their bits were integers."""
 
 
 def check_geometry(geometry: PageGeometry, group: ModuleGroup, dtype: torch.dtype) -> None:
     """Reject unsupported geometry when a model is loaded, rather than at a launch.
 
-    Raises ValueError for an adapter dtype other than bfloat16, float16 and float32, and for pages so small that a
-    chunk is shorter than 16 elements.
+    Raises ValueError for an adapter dtype other than bfloat16, float16 or float32, or for pages so small that a chunk
+    is shorter than 16 elements.
     """
     if dtype not in POOL_DTYPES:
         raise ValueError(f"adapters are {dtype}; the GPU kernels support bfloat16, float16 and float32")

@@ -90,7 +90,7 @@ def _tuples(value: Any) -> Any:
 
 @contextmanager
 def recorded_programs() -> Iterator[list[str]]:
-    """Collect, one per line, the programs that launches need and this process has not loaded; do not launch them."""
+    """Collect, one per line, the unloaded programs that launches need, instead of launching them."""
     lines: dict[str, None] = {}
 
     def record(**said: Any) -> bool:
@@ -132,7 +132,7 @@ def compile_ahead(launch: Callable[[], None], num_processes: int, command: Seque
 
 
 def compile_in_processes(lines: Sequence[str], num_processes: int, command: Sequence[str] = COMMAND) -> list[str]:
-    """Divide programs among `num_processes` processes and wait for all; return one line per failed process."""
+    """Divide programs among `num_processes` processes and wait for all of them; return one line per failed process."""
 
     def run(share: Sequence[str]) -> str | None:
         try:

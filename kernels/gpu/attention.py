@@ -132,7 +132,7 @@ def attention_plan(
     is_exact = itemsize == 4
     tile_n = min(64, max(16, (8192 if is_exact else 16384) // (block_d * itemsize)))
 
-    # At least four splits even for large batches: one long context must not hold up the step for all others.
+    # At least four splits even for large batches, because one long context must not delay the step for all others.
     short_programs = max(1, num_sequences) * spec.num_kv_heads
     short = Tiling(
         min_rows=1,
@@ -148,7 +148,7 @@ def attention_plan(
 
     block_m = 32 if is_exact else 64 if block_d > 128 or num_tokens * group_size <= 512 else 128
     block_m = max(block_m, triton.next_power_of_2(group_size))
-    # A few rows after a long prefix, among many decodes, must not hold up the step either.
+    # A few rows after a long prefix, among many decodes, must not delay the step either.
     fewest_splits = 4 if num_tokens <= SMALL_STEP else 1
     long_programs = max(1, num_tokens * group_size // block_m) * spec.num_kv_heads
     long = Tiling(
@@ -316,7 +316,7 @@ def _walk(
         k = tl.load(element, mask=is_loaded, other=0.0).to(DOT_TYPE)  # [TILE_N, BLOCK_D]
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
         if SOFT_CAP > 0:
-            # tanh from the exponential of a negative number, which cannot overflow.
+            # Compute tanh from the exponential of a negative number, which cannot overflow.
             decay = tl.exp2(tl.abs(scores) * (-2 * 1.4426950408889634))
             bent = (1 - decay) / (1 + decay) * SOFT_CAP
             scores = tl.where(scores < 0, -bent, bent)

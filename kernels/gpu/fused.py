@@ -13,7 +13,7 @@ import triton.language as tl
 LOG2_E = 1.4426950408889634
 
 _PROGRAM_ELEMENTS = 1024
-"""Elements per program, up to which short rows share one."""
+"""Maximum number of elements per program if short rows share one."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:

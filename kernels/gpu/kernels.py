@@ -26,7 +26,7 @@ def check_shapes(
     attention: Iterable[AttentionSpec],
     outer_groups: Iterable[ModuleGroup] = (),
 ) -> None:
-    """Raise ValueError, naming the limit, for unsupported dtypes and shapes, so that no launch has to."""
+    """Raise ValueError, naming the limit, for unsupported dtypes or shapes, so that no launch has to check them."""
     if pool.kv.dtype not in KV_DTYPES:
         raise ValueError(f"K and V are {pool.kv.dtype}; the GPU kernels support bfloat16, float16 and float32")
     for group in groups:
@@ -76,7 +76,7 @@ class GpuKernels(GpuLora):
     A launch depends only on the shapes of its arguments, `Segments.max_rank` and `AttentionBatch.max_q`, so a captured
     graph stays valid when the contents of its tensors change. Scratch comes from torch's allocator, which makes no
     driver calls after the first steps and gives each graph its own memory. `num_processors` is the number of
-    multiprocessors that launches are planned for; by default, that of the pool's GPU.
+    multiprocessors that launches are planned for; by default, the number on the pool's GPU.
     """
 
     def __init__(self, pool: PoolViews, *, pdl: bool = False, num_processors: int | None = None) -> None:

@@ -23,7 +23,7 @@ def supports_pdl(device: torch.device) -> bool:
 
 
 def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:
-    """Whether to compile a separate path for single-row segments: there can be a segment per row, as in decode.
+    """Whether to compile a separate path for single-row segments: true if each row can be a segment, as in decode.
 
     This affects only speed; either kind of launch supports segments of any length.
     """
@@ -38,6 +38,6 @@ def tile_rows(segments: Segments) -> int:
 def power_of_two_within(number: int) -> int:
     """The largest power of two up to `number`, which is at least 1.
 
-    Compile-time parameters are rounded down with this, so that batches of many sizes share few programs.
+    Compile-time parameters are rounded down with this function, so that batches of many sizes share few programs.
     """
     return 1 << (number.bit_length() - 1)

@@ -28,7 +28,7 @@ MAX_CANDIDATES = 8192
 
 _INF_BITS = tl.constexpr(0x7F800000)
 _NO_KEY = tl.constexpr(0x7FFFFFFF)
-"""The key of an entry that is not a token, above the key of every distance."""
+"""The key of an entry that is not a token; larger than the key of every distance."""
 
 _LEAST_TEMPERATURE = tl.constexpr(1e-30)
 _NUM_HALVINGS = tl.constexpr(16)
@@ -118,7 +118,7 @@ def group_maxima(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """The largest logit of each group, or infinity if any in it is not finite; grid `(S, groups / GROUPS)`."""
+    """The largest logit of each group, or infinity if the group has a non-finite logit; grid `(S, groups / GROUPS)`."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

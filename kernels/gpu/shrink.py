@@ -15,25 +15,25 @@ from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import LoraCall, ModuleGroup, PoolViews
 
 MAX_SPLITS = 16
-"""Maximum planes: more would cost expand more than they save shrink."""
+"""Maximum number of planes: more planes would cost expand more than they save shrink."""
 
 MAX_LARGE_SPLITS = 2
-"""Maximum planes if segments are large: expand rereads the planes of all its rows for each block of columns."""
+"""Maximum planes if segments are large, because expand rereads all its rows' planes for each block of columns."""
 
 ROW_COLUMNS = 256
 """Columns of A that a program with one row multiplies at a time."""
 
 ROW_CHUNKS = 4
-"""Maximum number of such blocks per program, if splits allow: their loads are unrolled and all in flight together."""
+"""Maximum blocks of ROW_COLUMNS per program, if splits allow: their loads are unrolled and in flight together."""
 
 TILE_COLUMNS = 128
 """Columns of A that a program with more rows multiplies at a time; half as many if its tiles are large."""
 
 STAGES = 5
-"""Depth of that loop's pipeline; one stage loads the page table entry from which the next computes its address."""
+"""Pipeline depth of the tile loop; one stage loads the page table entry from which the next computes an address."""
 
 LARGE_STAGES = 4
-"""Depth of that pipeline if tiles are large, so that several programs fit in a multiprocessor's shared memory."""
+"""Pipeline depth if tiles are large, so that several programs fit in a multiprocessor's shared memory."""
 
 
 @triton.jit
@@ -280,7 +280,7 @@ def _dot_dtype(x: torch.dtype, weights: torch.dtype) -> tl.dtype:
 def num_splits(group: ModuleGroup, page_elements: int, num_tokens: int, num_segments: int) -> int:
     """Number of planes for a batch: enough to fill the GPU, but at most one per column block and 16 in all.
 
-    It depends only on shapes, so a captured graph keeps its planes. `page_elements` is `E`. The maximum is 2
+    The number depends only on shapes, so a captured graph keeps its planes. `page_elements` is `E`. The maximum is 2
     instead of 16 if segments are large. An embedding needs one plane: its shrink is `lora_gather`, which sums nothing.
     """
     if group.is_embedding:

@@ -21,7 +21,7 @@ def kept_weights(
     distance = rows.amax(1, keepdim=True) - rows
     weights = torch.exp(-distance.double() / temperature.double()[:, None])
     ordered, order = distance.sort(dim=1, stable=True)
-    # How many tokens are strictly nearer to the largest: the index of the first equal distance.
+    # Number of tokens strictly nearer to the largest logit: the index of the first equal distance.
     num_nearer = torch.searchsorted(ordered, ordered)
     running = weights.gather(1, order).cumsum(1)
     mass_nearer = torch.where(num_nearer > 0, running.gather(1, (num_nearer - 1).clamp(min=0)), 0.0)
