@@ -113,8 +113,8 @@ def assemble_engine(
     """Load the model and allocate the pool; raises EngineError with a message that says how to fix the problem.
 
     `wake` is called from other threads when an idle engine has something to do. The engine belongs to the calling
-    thread. It passes the ids of the running sequences to `note_running` before each step, and spans of traced sequences
-    to `spans`. Tests and benchmarks can supply their own stager, weights and device.
+    thread. The engine passes the ids of the running sequences to `note_running` before each step, and spans of traced
+    sequences to `spans`. Tests and benchmarks can supply their own stager, weights and device.
     """
     backend = backend or open_backend(config.device, config.pdl)
     backend.set_num_threads(config.num_threads)

@@ -52,7 +52,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     """The host's description of one step. Sequences of the same adapter are adjacent, and so are their rows.
 
     Sequence `i` has rows `[cu_q[i], cu_q[i + 1])`, at most `max_q` of them, and a context `[0, seq_lens[i])`. The K and
-    V of its position `p` are stored in `pages[page_starts[i] + p // page_tokens]`; `kv_slots` int64 `[num_tokens]` is
+    V of position `p` are stored in `pages[page_starts[i] + p // page_tokens]`; `kv_slots` int64 `[num_tokens]` is
     `page * page_tokens + p % page_tokens` of each row. All other arrays are int32.
 
     `tokens` `[num_tokens]`: a negative entry `-1 - k` stands for the `k`-th token chosen by the previous step, which

@@ -48,7 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Run one sequence. `max_tokens` is the quota's grant; `digest` names the adapter; None means the base model.
+    """Run one sequence. `max_tokens` is the quota's grant, and `digest` names the adapter (None: the base model).
 
     `sequence_id` is unique within one gateway; another gateway may use the same id. Durations must be finite and not
     negative, or the sequence ends with `invalid_request`.

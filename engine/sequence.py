@@ -61,7 +61,7 @@ class Sequence:
     page_keys: list[bytes] = field(default_factory=list)
     """Keys of the sequence's first full pages, computed when needed and kept after the pages are freed."""
     shared_pages: list[CachedPage | None] = field(default_factory=list)
-    """Prefix-cache entries of `pages[:len(shared_pages)]`; None where the cache has the same K and V elsewhere."""
+    """Prefix-cache entries of `pages[:len(shared_pages)]`; None where another cached page has the same content."""
     num_cached: int = 0
     """Number of prompt tokens found in the prefix cache when the sequence first ran."""
     num_reached: int = 0

@@ -38,9 +38,9 @@ class Demand:
 class AdapterPool:
     """Adapters by digest; each has a slot and pages while resident.
 
-    `stager` loads them to host memory, `copier` copies them from there into pages, and `tables` hold their locations.
-    Idle adapters stay until their pages or slot are needed, and are evicted in the order of `policy`. The `reclaimer`
-    evicts adapters with waiting sequences last.
+    `stager` loads adapters into host memory, `copier` copies them from there into pages, and `tables` hold their
+    locations. Idle adapters stay until their pages or slot are needed, and are evicted in the order of `policy`. The
+    `reclaimer` evicts adapters with waiting sequences last.
     """
 
     def __init__(

@@ -26,10 +26,10 @@ class TableWriter(Protocol):
 class SlotTables:
     """Tables for `num_slots` adapters, each wide enough for the highest rank on every module.
 
-    `outer_factors` are the factors that the base applies to the outputs of the outer modules. Kernels read `device`. On
-    a GPU, each slot is staged in host memory and copied in step order. A slot's staging memory can be overwritten
-    without waiting for its last copy, because two writes to a slot are separated by a complete adapter load, which
-    starts after all steps submitted before it.
+    `outer_factors` are the factors that the base applies to the outputs of the outer modules. Kernels read the tables
+    in `device`. On a GPU, each slot is staged in host memory and copied in step order. A slot's staging memory can be
+    overwritten without waiting for its last copy, because two writes to a slot are separated by a complete adapter
+    load, which starts after all steps submitted before it.
     """
 
     def __init__(

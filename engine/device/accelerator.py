@@ -59,7 +59,7 @@ class Accelerator(Protocol):
         ...
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Start a copy to host memory, which is complete once a later fence has passed."""
+        """Start a copy to host memory; the copy is complete once a later fence has passed."""
         ...
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:

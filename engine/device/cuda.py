@@ -30,7 +30,7 @@ class CudaFence:
 
 
 class CudaAccelerator:
-    """Must be created on the thread that submits steps: its stream becomes that thread's current stream."""
+    """Must be created on the thread that submits steps, because its stream becomes that thread's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -102,7 +102,7 @@ class CudaAccelerator:
 
 
 def captured(graph: torch.cuda.CUDAGraph, pool: Any, step: Callable[[], None]) -> Callable[[], None]:
-    """Record `step` in `graph`. Even if `step` raises, the current stream is no longer capturing afterwards."""
+    """Record `step` in `graph`. Afterwards, the current stream is no longer capturing, even if `step` raises."""
     # Freeing tensors during garbage collection can query events, which is forbidden during a capture.
     is_collecting = gc.isenabled()
     gc.disable()

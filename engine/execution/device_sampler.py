@@ -27,8 +27,8 @@ EDITED_AT_ONCE = 16
 class DownloadedLogprobs:
     """Requested log-probabilities, being copied to the host.
 
-    `rows` index the step's samples. `chosen` is float32 `[num_rows]`. `values` float32 and `ids` int64 `[num_rows,
-    count]` belong to the most likely tokens, of which row `i` uses the first `counts[i]`.
+    `rows` index the step's samples. `chosen` is float32 `[num_rows]`. `values` float32 and `ids` int64
+    `[num_rows, count]` belong to the most likely tokens; row `i` uses only the first `counts[i]`.
     """
 
     rows: list[int]

@@ -39,12 +39,12 @@ class GraphExecutor:
     MAX_GRAPH_TOKENS rows, the decoder part is captured the second time a shape occurs, because the first run, which is
     not captured, compiles and loads the kernels that the shape needs. Beyond `max_graphs`, the least recently replayed
     graph is dropped. A shape whose capture fails always runs uncaptured. Batches with adapters that modify the
-    embedding or the head have separate shapes, so that other batches launch no kernels for them.
+    embedding or the head have separate shapes, so that other batches do not launch the extra kernels.
 
-    So do batches whose adapters modify only some module groups of a layer. Such a shape needs no kernels beyond those
-    of the shape with all groups, and is captured when it first occurs after that shape has run. Once there are
-    `max_graphs` graphs, the shape with all groups is used instead, so that shapes that differ only in groups do not
-    evict each other's graphs.
+    Batches whose adapters modify only some module groups of a layer also have separate shapes. Such a shape needs no
+    kernels beyond those of the shape with all groups, and is captured when it first occurs after that shape has run.
+    Once there are `max_graphs` graphs, the shape with all groups is used instead, so that shapes that differ only in
+    groups do not evict each other's graphs.
     """
 
     def __init__(
@@ -84,11 +84,10 @@ class GraphExecutor:
         return GraphMemory(num_graphs=self.num_graphs, num_bytes=self._graph_bytes)
 
     def warm_up(self, shapes: Iterable[StepShape], captures: bool = True) -> None:
-        """Run each shape with only padding, so that no request waits for kernels to be compiled or loaded, and the
-        memory of the largest shape is allocated now.
+        """Run each shape with only padding, so that no request waits for kernels to be compiled or loaded.
 
-        With `captures`, decodes without outer modules are captured now; other steps of up to MAX_GRAPH_TOKENS rows are
-        captured when they first occur.
+        This also allocates the memory for the largest shape. With `captures`, decodes without outer modules are
+        captured now; other steps of up to MAX_GRAPH_TOKENS rows are captured when they first occur.
         """
         for shape in shapes:
             layout = self._buffer.load(NO_ROWS, shape)

@@ -24,7 +24,7 @@ class KvPages:
         self._page_tokens = page_tokens
 
     def find_prefix(self, sequence: Sequence) -> list[CachedPage]:
-        """The longest cached prefix that leaves at least one token to compute. Changes nothing."""
+        """The longest cached prefix that leaves at least one token to compute. Changes no state."""
         found: list[CachedPage] = []
         for index in range((len(sequence.tokens) - 1) // self._page_tokens):
             key = self._key(sequence, index)
@@ -89,7 +89,7 @@ class KvPages:
         sequence.next_offer = (len(sequence.shared_pages) + 1) * self._page_tokens
 
     def detach(self, sequence: Sequence) -> None:
-        """Free all pages; cached ones stay for other sequences, and the end of the prefix is evicted first."""
+        """Free all pages; cached pages stay for other sequences, and the end of the prefix is evicted first."""
         for cached in reversed(sequence.shared_pages):
             if cached is not None:
                 self._cache.release(cached)

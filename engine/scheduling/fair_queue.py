@@ -166,8 +166,8 @@ class FairQueue:
         If more sequences are ready than requested, the order ends with the last ready one returned, because the turns
         behind it are unknown.
 
-        Takes logarithmic time in the number of shares per returned sequence and per changed share, and almost none if
-        nothing changed. Unless `is_exact`, a share whose counter rose does not count as changed.
+        Takes logarithmic time in the number of shares per returned sequence and per changed share, and almost no time
+        if nothing changed. Unless `is_exact`, a share whose counter rose does not count as changed.
         """
         self._look_for_late()
         is_same = self._last_asked == (num_ready, num_cold) and not self._changed

@@ -24,7 +24,7 @@ class SequenceTraces:
     """Records spans as the engine's loop reports events; sequences without a `traceparent` are skipped.
 
     A sequence has the consecutive spans `engine.queue`, `engine.prefill` and `engine.decode`. If its adapter was not in
-    the pool, a span `engine.load_adapter` runs in parallel with the first.
+    the pool, a span `engine.load_adapter` runs in parallel with the first span.
     """
 
     def __init__(self, sink: SpanSink, clock_ns: Callable[[], int] = time.time_ns) -> None:

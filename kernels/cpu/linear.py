@@ -38,8 +38,8 @@ class PackedLinear:
     """`y = x @ weightᵀ + bias` for float32 `x` `[T, in_features]`; rows of `x` and `y` are contiguous, at any stride.
 
     One copy of the weight `[out_features, in_features]` is kept, laid out for this CPU. If the weight is bfloat16 and
-    the CPU multiplies bfloat16, `x` is rounded to it. A row's result is bitwise independent of the other rows, except
-    with oneDNN, which does not guarantee this.
+    the CPU multiplies bfloat16, `x` is rounded to bfloat16. A row's result is bitwise independent of the other rows,
+    except with oneDNN, which does not guarantee this.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:

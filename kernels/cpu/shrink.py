@@ -17,7 +17,7 @@ MAX_RUN = 2048
 
 
 class _ShrinkVisit(NamedTuple):
-    """A run of one rank, or of RANKS, read once for all rows of a segment.
+    """A run of one rank, or of RANKS ranks, read once for all rows of a segment.
 
     All fields are int64 except the flag `is_first`; `x` and `planes` are addresses.
     """

@@ -25,9 +25,9 @@ def rotate_and_store(
     - `q` `[T, num_heads, head_dim]` is changed in place. `k` and `v` `[T, num_kv_heads, head_dim]` are only read. All
       are float32, float16 or bfloat16, and rows may be views into wider rows. Arithmetic is float32.
     - `cos` and `sin` float32 `[T, n]`, contiguous, `2 * n <= head_dim`.
-    - The rotated k is rounded to its own dtype. Then k and v are rounded to the pool's (to nearest, ties to even) and
-      stored as `[num_kv_heads, page_tokens, head_dim]` in their page, K in the first half of its elements and V in the
-      second, as `attention.py` reads them.
+    - The rotated k is rounded to its own dtype. Then k and v are rounded to the pool's dtype (to nearest, ties to even)
+      and stored as `[num_kv_heads, page_tokens, head_dim]` in their page, K in the first half of its elements and V in
+      the second, as `attention.py` reads them.
     - A negative slot marks a padding row, which is neither rotated nor stored.
     """
     geometry = pool.geometry

@@ -24,7 +24,7 @@ BLOCK = 4096
 """Logits of a row that the second launch reads at a time."""
 
 MAX_CANDIDATES = 8192
-"""Maximum tokens searched for a threshold in registers; passes over the row first narrow the search to these."""
+"""Maximum tokens searched for a threshold in registers; passes over the row first narrow the search to this many."""
 
 _INF_BITS = tl.constexpr(0x7F800000)
 _NO_KEY = tl.constexpr(0x7FFFFFFF)
@@ -288,7 +288,7 @@ def find_threshold(
     """The smallest key that covers `top_k` tokens or the share `top_p` of all weights.
 
     Three steps narrow the half-open range `(low, high]` that holds the answer: bounds from the group maxima, passes
-    over the row that halve the range until it holds few tokens, and a search among those.
+    over the row that halve the range until it holds few tokens, and a search among those tokens.
     """
     low, count_low, mass_low = tl.full((), -1, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float32)
     # 2^-151 is 0 in float32, so it does not matter whether tokens beyond this bound are kept.
@@ -313,7 +313,7 @@ def find_threshold(
         num_passes = 0
         while (count_high - count_low > CANDIDATES) & (low + 1 < high):
             middle = low + (high - low) // 2
-            # The midpoint of the bits is a number near 0, where there are few distances: first halve the distance.
+            # The midpoint of the bits is a number near 0, where only a few distances lie, so halve the distance first.
             if num_passes < _NUM_HALVINGS:
                 middle = tl.maximum(middle, high - _EXPONENT_STEP)
             num_within, mass_within = tally(logits_ptr, largest, sharpness, middle, V, BLOCK)

@@ -37,6 +37,6 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`gelu(gate) * up` `[T, n]` from float32 `gate_up` `[T, 2 * n]`, which holds gate, then up; tanh form."""
+    """`gelu(gate) * up` `[T, n]`, gelu in its tanh form; float32 `gate_up` `[T, 2 * n]` holds gate, then up."""
     gate, up = gate_up.chunk(2, -1)
     return functional.gelu(gate, approximate="tanh") * up
