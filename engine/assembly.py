@@ -1,4 +1,4 @@
-"""Builds an engine from its configuration: weights, pool, tables, tiers."""
+"""Builds an engine from its configuration: weights, pool, tables and tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine loop: add, schedule, submit, commit, emit. Synchronous; slow work runs elsewhere."""
+"""The engine loop: add, schedule, submit, commit, emit. The loop is synchronous; slow work runs elsewhere."""
 
 from __future__ import annotations
 

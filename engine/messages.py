@@ -1,4 +1,4 @@
-"""Messages between a gateway and an engine, one record each.
+"""Messages between a gateway and an engine, with one record type for each.
 
 The gateway sends Add. The engine answers with StepOutput messages, which hold the new token ids of all the gateway's
 sequences, and finally with Finished. The engine knows digests, never tenants.
@@ -27,7 +27,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float = 0.0
     """Drops tokens whose probability is below this fraction of the most likely token's; 0 drops none."""
     repetition_penalty: float = 1.0
-    """Divides the positive and multiplies the negative logits of tokens in the prompt or the answer; 1 is neutral."""
+    """Divides positive logits and multiplies negative logits of tokens in the prompt or the answer; 1 is neutral."""
     presence_penalty: float = 0.0
     """Subtracted once from the logits of tokens that occur in the answer."""
     frequency_penalty: float = 0.0
@@ -98,9 +98,9 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Make an adapter resident; answered by AdapterState once it is resident or has failed.
+    """Make an adapter resident; answered by AdapterState once the adapter is resident or has failed to load.
 
-    While an Unload of the adapter is pending, the load waits for it and starts afterwards.
+    While an Unload of the adapter is pending, the load waits and starts after the Unload.
     """
 
     call_id: str
@@ -178,9 +178,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `reason` is `stop` (end of sequence or stop id), `length`, `abort` or `error`; with `error`, `code` is one of
     `adapter_unavailable`, `adapter_quarantined`, `deadline_exceeded`, `invalid_request`, `prompt_too_long`,
-    `request_too_large`, `not_finite`, `engine_unavailable`, `overloaded`.
-    `completion_tokens` counts committed tokens, including the end-of-sequence token; `prompt_tokens` is 0 if the
-    sequence was never part of a step.
+    `request_too_large`, `not_finite`, `engine_unavailable` or `overloaded`. `completion_tokens` counts committed
+    tokens, including the end-of-sequence token; `prompt_tokens` is 0 if the sequence was never part of a step.
     """
 
     sequence_id: str
@@ -277,7 +276,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_prefix_pages: int
     """KV pages in the prefix cache, in use or idle."""
     prompt_tokens: int
-    """Prompt tokens computed, each counted once."""
+    """Number of prompt tokens computed, each counted once."""
     completion_tokens: int
     cached_tokens: int
     """Prompt tokens that were found in the prefix cache."""

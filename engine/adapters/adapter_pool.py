@@ -1,4 +1,4 @@
-"""The resident adapters: loading them, holding those in use, and making room for new ones."""
+"""The resident adapters: loading adapters, holding those in use, and making room for new ones."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ class AdapterPool:
         self._rest(load)
 
     def _place(self) -> None:
-        """Give room to staged adapters in queue order; the first that does not fit blocks the rest.
+        """Give room to staged adapters in queue order; the first adapter that does not fit blocks the rest.
 
         An adapter that no sequence near the front waits for is not placed, because it would be evicted before use.
         """

@@ -58,4 +58,4 @@ class HostFloors:
 
 
 def no_floors(_group: str, _digests: Collection[str], _floor_bytes: int) -> None:
-    """A `Protect` for a store without a host tier."""
+    """A `Protect` that does nothing, for a store without a host tier."""

@@ -54,7 +54,7 @@ class PageCopier:
 
     def copy(self, load: AdapterLoad) -> None:
         assert load.staged is not None
-        # Steps submitted so far may still read these pages for their former owners.
+        # Steps submitted so far may still read these pages for the pages' former owners.
         after = self._accelerator.fence()
         payload = torch.from_numpy(load.staged.packed.payload)
         if self._accelerator.device.type == "cpu" and payload.nbytes <= self._quick_bytes_left:

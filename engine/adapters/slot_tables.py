@@ -68,7 +68,7 @@ class SlotTables:
         self._has_outer = np.zeros((num_slots, len(target.outer_modules)), np.bool_)
 
     def write(self, slot: int, pages: list[int], packed: PackedAdapter) -> None:
-        """Describe the adapter stored in `pages`."""
+        """Write the table entries for the adapter stored in `pages`."""
         layout = packed.layout
         page_table, off, rank, scale, outer_off, outer_rank, outer_scale = self._written
         page_table[slot, : len(pages)] = pages

@@ -1,4 +1,4 @@
-"""The interface that loads adapters into host memory, and an in-memory implementation."""
+"""The interface for loading adapters into host memory, and an in-memory implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's interface to a device, apart from kernels: memory, the order of copies and steps, graphs."""
+"""The engine's interface to a device, apart from kernels: memory, graphs, and the order of copies and steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Accelerator(Protocol):
         ...
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Pin existing host memory, uint8 `[num_bytes]`, that lives as long as this process."""
+        """Pin existing host memory, uint8 `[num_bytes]`, which must live as long as this process."""
         ...
 
     def fence(self) -> Fence:

@@ -38,7 +38,7 @@ def count_gpus() -> int:
 
 
 def capability_of_first_gpu() -> tuple[int, int] | None:
-    """Major and minor compute capability of the GPU that an engine uses; None if the driver does not report it."""
+    """Major and minor compute capability of the GPU that an engine would use; None if the driver does not report it."""
     driver = _opened_driver()
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     if driver is None or driver.cuDeviceGet(ctypes.byref(device), 0) != 0:

@@ -1,1 +1,1 @@
-"""Running a step: executors, step buffers, sampling."""
+"""Running a step: executors, step buffers and sampling."""

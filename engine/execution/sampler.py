@@ -194,7 +194,7 @@ def philox(counters: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> np
 
 
 def uniforms(seeds: Iterable[int], counters: Iterable[int]) -> npt.NDArray[np.float32]:
-    """Random numbers in [0, 1), one for each pair of stream seed and counter, with the 24 bits that a float32 holds.
+    """Random numbers in [0, 1), one for each pair of stream seed and counter, with a float32's 24 bits.
 
     A number depends only on its seed, below 2**64, and its counter; other sequences in the batch and preemptions do not
     change it.

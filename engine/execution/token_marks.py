@@ -43,7 +43,7 @@ class DeviceTokenMarks:
         return len(self._held)
 
     def hold(self, samples: Sequence[SamplingRow], vocab_size: int) -> None:
-        """Build missing marks of the step's sequences, and drop those of all others."""
+        """Build missing marks for the step's sequences, and drop the marks of all other sequences."""
         wanted = {
             one.logit_penalties: one.num_chosen
             for one in samples

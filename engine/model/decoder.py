@@ -192,7 +192,7 @@ class Decoder:
     def logits(self, hidden: torch.Tensor, adapters: HeadAdapters | None = None) -> torch.Tensor:
         """Logits of rows of `hidden`, `[num_rows, vocab_size]`, in the dtype of the activations.
 
-        `adapters` None means that no row's adapter modifies the head.
+        If `adapters` is None, no row's adapter modifies the head.
         """
         logits = self._head(hidden)
         if adapters is not None and adapters.segments.num_segments:

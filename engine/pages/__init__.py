@@ -1,1 +1,1 @@
-"""The page pool: page ownership, eviction, the prefix cache."""
+"""The page pool: page ownership, eviction and the prefix cache."""

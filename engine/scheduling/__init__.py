@@ -1,1 +1,1 @@
-"""Which sequences run in the next step: fairness, grants, limits."""
+"""Which sequences run in the next step: fairness, grants and limits."""

@@ -98,7 +98,7 @@ class FairQueue:
         self._rest(self._take(sequence))
 
     def set_limit(self, sequence: Sequence, num_tokens: int) -> None:
-        """Change the token limit of a waiting sequence; it keeps its place."""
+        """Change the token limit of a waiting sequence, which keeps its place in the queue."""
         share = self._active[sequence.add.share_key]
         self._discard(share, sequence)
         self._count_tokens(share, sequence, -1)
@@ -214,7 +214,7 @@ class FairQueue:
 
     def _order(self, is_ready: bool, count: int) -> list[tuple[Turn, Sequence]]:
         """The first `count` ready or cold sequences, with their turns."""
-        # Turns end with the arrival number, which is unique, so the tuple elements after them are never compared.
+        # Turns end with the arrival number, which is unique, so later tuple elements are never compared.
         heads: list[tuple[Turn, Sequence, Iterator[tuple[Turn, Sequence]]]] = []
         for share in self._late:
             if share.line(is_ready):
@@ -255,7 +255,7 @@ class FairQueue:
         for share in self._waiting:
             rounds = self._num_admissions - share.waits_since
             if rounds < bound:
-                # All shares behind it have waited less.
+                # All later shares have waited less.
                 break
             fair_wait = share.typical_price * self._waiting_weight / share.weight
             if rounds >= MAX_COST_RATIO * bound or self._charged - share.charged_before >= ROUNDS_PER_SHARE * fair_wait:

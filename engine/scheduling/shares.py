@@ -27,7 +27,7 @@ class Share:
     weight: int = 1
     served: float = 0.0
     ready: list[Sequence] = field(default_factory=list)
-    """Waiting sequences whose adapter is resident, by priority, then arrival."""
+    """Waiting sequences whose adapter is resident, ordered by priority, then arrival."""
     cold: list[Sequence] = field(default_factory=list)
     """Waiting sequences whose adapter is not resident, in the same order."""
     parked: dict[Sequence, None] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Share:
     num_waiting_tokens: int = 0
     num_running: int = 0
     charged: float = 0.0
-    """Total priced tokens, not divided by weight."""
+    """Sum of all priced tokens, not divided by weight."""
     num_admissions: int = 0
     """Admissions of sequences that had not run before."""
     waits_since: int = 0

@@ -1,4 +1,4 @@
-"""Token limits of sequences: raising them, and pausing a sequence that has reached its limit."""
+"""Raising the token limits of sequences, and pausing a sequence that has reached its limit."""
 
 from __future__ import annotations
 

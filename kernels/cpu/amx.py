@@ -44,7 +44,7 @@ CHUNK_ROW_STEPS = 1 << 14
 """Rows times steps in a chunk of the inputs, which stays in the L2 cache while all panels use it: 1 MiB."""
 
 STEPS_AHEAD = 2
-"""How many steps ahead weights are prefetched if each is read only once."""
+"""How many steps ahead weights are prefetched if each weight is read only once."""
 
 TILE_PERMISSION = (158, 0x1023, 18)
 """The system call `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)` of x86-64 (Linux,

@@ -175,7 +175,7 @@ def add_ranks(
 ) -> Any:
     """`y[r][o] += factor * sum over k of x[r][k] * weights[places[k] + o]`, for 16 outputs `o` from `offset`.
 
-    `size` >= 1 is the number of `k`. `x` and `y` are tuples of addresses, `places` is an array of int64.
+    `size` >= 1 is the number of `k`. `x` and `y` are tuples of addresses, and `places` is an array of int64.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -144,7 +144,7 @@ def compile_in_processes(lines: Sequence[str], num_processes: int, command: Sequ
         last = done.stderr.strip().rpartition("\n")[2]
         return f"exit code {done.returncode}: {last}" if done.returncode else None
 
-    # Programs of one kernel take about equally long and are recorded together, so deal them out in turn.
+    # Programs of one kernel take about equally long to compile and are recorded together, so deal them out in turn.
     shares = [lines[first::num_processes] for first in range(num_processes)]
     with ThreadPoolExecutor(num_processes) as waiting:
         return [failure for failure in waiting.map(run, shares) if failure is not None]

@@ -90,8 +90,8 @@ class Tiling:
 class AttentionPlan:
     """Everything about the launches that a captured graph freezes; a function of shapes only.
 
-    `short` handles sequences with few query rows (decode, verify), `long` all others (prefill). A launch that is None
-    is skipped: no batch that uses the plan may have a sequence that needs it.
+    `short` handles sequences with only a few query rows (decode, verify), and `long` handles all others (prefill). A
+    launch that is None is skipped: no batch that uses the plan may have a sequence that needs it.
     """
 
     short: Tiling | None
@@ -368,10 +368,11 @@ def _attend(
     IS_SPLIT: tl.constexpr,
     DOT_TYPE: tl.constexpr,
 ) -> None:
-    """One tile of query rows of one KV head against one split of the keys; grid `(tiles, num_kv_heads, splits)`.
+    """Process one tile of one KV head's query rows against one split of the keys.
 
-    Writes `out` or, when split, `partial[line, head, split]`: `HEAD_DIM` values of the split's attention, then the
-    base-2 logarithm of its sum of exponentials. A line is a token or, if each sequence has one tile, a row of a tile.
+    The grid is `(tiles, num_kv_heads, splits)`. Writes `out` or, when split, `partial[line, head, split]`: `HEAD_DIM`
+    values of the split's attention, then the base-2 logarithm of its sum of exponentials. A line is a token or, if each
+    sequence has one tile, a row of a tile.
     """
     kv_head, split, num_splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     sequence, row, num_queries, first_position = _tile_of(

@@ -86,7 +86,7 @@ def expand_row(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """One row: products in registers, one reduction at the end, no tensor cores."""
+    """Expand one row: products stay in registers, with one reduction at the end and no tensor cores."""
     split = tl.arange(0, SPLITS)
     products = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     r = 0
@@ -131,7 +131,7 @@ def expand_tiles(
     HALVES_V: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ) -> None:
-    """ROWS rows at a time on tensor cores."""
+    """Expand ROWS rows at a time on tensor cores."""
     while first < end:
         listed = first + tl.arange(0, ROWS)
         is_row = listed < end

@@ -83,7 +83,7 @@ def _norm(
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ) -> None:
-    """`ROWS` rows per program; row `r` of `x` starts at `r // inner * outer_stride + r % inner * inner_stride`."""
+    """Norm `ROWS` rows; row `r` of `x` starts at `r // inner * outer_stride + r % inner * inner_stride`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     is_stored = (row < num_rows)[:, None] & (column < SIZE)
@@ -133,7 +133,7 @@ def _gate(
     IS_GELU: tl.constexpr,
     LOG2_E: tl.constexpr,
 ) -> None:
-    """`BLOCK` columns of one row; grid `(T, blocks)`.
+    """Compute `BLOCK` columns of one row; grid `(T, blocks)`.
 
     Both gates are `gate * sigmoid(z) * up`, since `(1 + tanh(y)) / 2 = sigmoid(2 * y)`.
     """

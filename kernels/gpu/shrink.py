@@ -82,7 +82,7 @@ def shrink_row(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """One row: products in registers, one reduction at the end, no tensor cores."""
+    """Shrink one row: products stay in registers, with one reduction at the end and no tensor cores."""
     column = tl.arange(0, BLOCK_K)
     r = first_rank
     while r < rank:
@@ -124,7 +124,7 @@ def shrink_tiles(
     STAGES: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ) -> None:
-    """ROWS rows at a time on tensor cores."""
+    """Shrink ROWS rows at a time on tensor cores."""
     column = tl.arange(0, BLOCK_K)
     while first < end:
         listed = first + tl.arange(0, ROWS)
