@@ -43,7 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     pool_bytes: int | None = None
     """None: 1 GiB on a CPU, or most of the memory that the model leaves free on a GPU."""
     max_model_len: int | None = None
-    """None: the model's own limit."""
+    """None means the model's own limit."""
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS["cpu"]
     """Limit on the token rows of one step: decode rows come first, then prompt chunks."""
     max_sequences: int = DEFAULT_SEQUENCES["cpu"]

@@ -13,7 +13,7 @@ class LiveSequences:
 
     def __init__(self) -> None:
         self._by_key: dict[tuple[bytes, str], Sequence] = {}
-        # Dictionaries rather than sets: the order in which sequences are ended must not depend on addresses.
+        # Dictionaries rather than sets, because the order in which sequences end must not depend on addresses.
         self._by_digest: defaultdict[str, dict[Sequence, None]] = defaultdict(dict)
 
     def __len__(self) -> int:

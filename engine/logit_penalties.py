@@ -65,7 +65,7 @@ class LogitPenalties:
         return self._marks
 
     def note(self, token_id: int, num_chosen: int) -> None:
-        """Mark the token that the host chose after the first `num_chosen`; it need not be committed yet."""
+        """Mark the token that the host chose after the first `num_chosen`; the token need not be committed yet."""
         if self.has_penalties and self._num_marked == num_chosen:
             self._note(token_id)
 
@@ -115,5 +115,5 @@ def penalised(
 
 
 def kept_finite(changed: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Clamp `changed` to finite values, but keep logits that the model made non-finite, so that they are detected."""
+    """Clamp `changed` to finite values, but keep the model's non-finite logits, so that such rows are detected."""
     return torch.where(torch.isfinite(logits), changed.clamp(-LARGEST, LARGEST), logits)

@@ -23,7 +23,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 considers every token."""
+    """0 means that every token is considered."""
     min_p: float = 0.0
     """Drops tokens whose probability is below this fraction of the most likely token's; 0 drops none."""
     repetition_penalty: float = 1.0
@@ -293,7 +293,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_step_sequences: int = 0
     """Sum over all steps of the number of sequences in the step."""
     num_prefix_evictions: int = 0
-    """Idle prefix-cache pages that were evicted."""
+    """Number of idle prefix-cache pages that were evicted."""
     step_times: StepTimes = StepTimes()
     waiting: Waiting = Waiting()
     loading: LoadCounts = LoadCounts()

@@ -76,7 +76,7 @@ class PageGeometry:
 
     @property
     def flat(self) -> PageGeometry:
-        """The same page viewed as one layer, for the outer modules' stream."""
+        """This page viewed as one layer, for the outer modules' stream."""
         return replace(self, num_layers=1, num_kv_heads=self.num_layers * self.num_kv_heads)
 
 

@@ -25,7 +25,7 @@ class PoolViews:
 
     @property
     def flat(self) -> PoolViews:
-        """The same pages viewed as one layer each, `[P, 1, L * E]`, for the outer modules' stream."""
+        """The pool's pages viewed as one layer each, `[P, 1, L * E]`, for the outer modules' stream."""
         raw, kv, adapter = (view.view(view.shape[0], 1, -1) for view in (self.raw, self.kv, self.adapter))
         return PoolViews(raw=raw, kv=kv, adapter=adapter, geometry=self.geometry.flat)
 

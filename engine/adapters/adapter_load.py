@@ -50,7 +50,7 @@ class AdapterLoad:
     is_pinned: bool = False
     """Whether one of the adapter's users is a pin."""
     failure: str | None = None
-    """Why the adapter did not become resident; the pool has then forgotten this load."""
+    """Why the adapter did not become resident, in which case the pool has forgotten this load."""
     used_s: float = 0.0
     """When the adapter became resident, or when a sequence last started or stopped using it."""
     started_ns: int = field(default_factory=time.time_ns)

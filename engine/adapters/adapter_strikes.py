@@ -26,6 +26,6 @@ class AdapterStrikes:
         self._times = {one: times[-MAX_STRIKES:] for one, times in remembered.items() if times}
 
     def is_quarantined(self, digest: str) -> bool:
-        """Whether the adapter is refused, as long as the oldest of its last MAX_STRIKES strikes has not expired."""
+        """Whether the adapter is refused: true until the oldest of its last MAX_STRIKES strikes expires."""
         now = self._clock()
         return sum(now - time < MEMORY_S for time in self._times.get(digest, ())) >= MAX_STRIKES

@@ -1,4 +1,4 @@
-"""The interface that runs the engine's batches."""
+"""The interface for running the engine's batches."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ class Scheduler:
         return -sequence.add.priority, self.queue.served(sequence), sequence.arrival
 
     def _num_free_slots(self) -> int:
-        # A paused sequence takes part in no step; if all slots are taken when it resumes, it waits for one.
+        # A paused sequence takes part in no step; if all slots are taken when it resumes, it waits for a free slot.
         return self._limits.max_sequences - sum([one.num_tokens < one.num_reserved for one in self.running])
 
     def _short_position(self) -> int:

@@ -37,7 +37,7 @@ class Share:
     charged: float = 0.0
     """Sum of all priced tokens, not divided by weight."""
     num_admissions: int = 0
-    """Admissions of sequences that had not run before."""
+    """Number of admissions of sequences that had not run before."""
     waits_since: int = 0
     """Total admissions of all shares when this share's wait began: when it was enqueued or last admitted a sequence."""
     charged_before: float = 0.0

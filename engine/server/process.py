@@ -1,7 +1,7 @@
 """The engine's own process: `python -m loramux.engine.server.process SOCKET RECORD`.
 
-It reads its configuration as JSON from standard input. RECORD is the file descriptor of shared memory through which
-the supervisor follows the loop's progress.
+The process reads its configuration as JSON from standard input. RECORD is the file descriptor of shared memory through
+which the supervisor follows the loop's progress.
 
 The loop receives messages from gateways, runs one step, and sends the output; it blocks only when there is nothing to
 do. The process ends when standard input closes, so that it never outlives the supervisor that holds the other end.

@@ -24,7 +24,7 @@ MAX_EXCESS = 1 / 32
 
 @helper
 def _segment_work(shrinks: bool, expands: bool, plan: Any, layer: int, rank: Any, starts: Any, slots: Any) -> Any:
-    """The total multiplications of all segments before each one, int64 `[num_segments + 1]`."""
+    """The total number of multiplications in all segments before each segment, int64 `[num_segments + 1]`."""
     work = np.zeros(slots.shape[0] + 1, np.int64)
     for s in range(slots.shape[0]):
         own_starts, own_slots = starts[s : s + 2], slots[s : s + 1]

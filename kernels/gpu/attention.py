@@ -265,7 +265,7 @@ def _tile_of(
 def _keys_of(
     position: tl.tensor, num_queries: tl.tensor, num_splits: tl.tensor, TILE_N: tl.constexpr, WINDOW: tl.constexpr
 ) -> Any:
-    """The key tiles `[first, last)` that some query row sees, and how many of them each split takes."""
+    """The key tiles `[first, last)` that some query row sees, and how many of these tiles each split takes."""
     first = 0
     if WINDOW:
         first = tl.maximum(position - WINDOW + 1, 0) // TILE_N

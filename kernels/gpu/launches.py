@@ -31,7 +31,7 @@ def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:
 
 
 def tile_rows(segments: Segments) -> int:
-    """Rows per tile, for which A and B are read once."""
+    """Rows per tile; A and B are read once for each tile."""
     return LARGE_SEGMENT_ROWS if segments.max_rows >= LARGE_SEGMENT_ROWS else TILE_ROWS
 
 

@@ -378,7 +378,7 @@ def read_weights(
 def first_past(weights: tl.tensor, running: tl.tensor, target: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
     """The first index with a positive weight whose running sum exceeds `target`.
 
-    If rounding leaves every sum short of `target`, the last index with a positive weight.
+    If rounding leaves every sum short of `target`, this is the last index with a positive weight.
     """
     index = tl.arange(0, SIZE)
     first = tl.min(tl.where((running > target) & (weights > 0), index, SIZE), 0)
