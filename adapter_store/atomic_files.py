@@ -13,8 +13,8 @@ from pathlib import Path
 class AtomicFiles:
     """Hands out paths `DIRECTORY/unfinished/RUN-FILE`; each run locks `DIRECTORY/runs/RUN` for as long as it lives.
 
-    The lock tells files of a dead run from files that a live run is still writing. Call the constructor and `sweep`
-    while holding the directory's lock, so that a run that is just starting is not taken for a dead one.
+    The lock distinguishes a dead run's files from files that a live run is still writing. Call the constructor and
+    `sweep` while holding the directory's lock, so that a run that is just starting is not mistaken for a dead one.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -29,7 +29,7 @@ class AtomicFiles:
         weakref.finalize(self, _end_run, lock, descriptor)
 
     def new_file(self) -> Path:
-        """A path for a new unfinished file, on the same file system as its final place."""
+        """A path for a new unfinished file, on the same file system as its final path."""
         return self._directory / f"{self._run}-{uuid.uuid4().hex}"
 
     def sweep(self) -> None:

@@ -27,7 +27,7 @@ class Cancellation:
             listener()
 
     def when_cancelled(self, listener: Callable[[], None]) -> None:
-        """Call `listener` once, immediately if already cancelled; it must be quick and not raise."""
+        """Call `listener` once, immediately if already cancelled; `listener` must be quick and must not raise."""
         with self._lock:
             if not self._is_cancelled:
                 self._listeners.append(listener)

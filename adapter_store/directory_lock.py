@@ -20,7 +20,7 @@ class DirectoryBusy(OSError):
 
 
 class DirectoryLock:
-    """A `flock` between processes on a file that also stores the number of the directory's last change.
+    """A lock between processes: a `flock` on a file that also stores the number of the directory's last change.
 
     The kernel releases the lock of a process that dies. A process that read the directory at change `n` need not read
     it again while the number is still `n`. The directory must be on a file system with working locks, such as a local
@@ -49,7 +49,7 @@ class DirectoryLock:
         return int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
 
     def note_change(self) -> int:
-        """Record a change before making it: if this process dies midway, others read the directory again."""
+        """Record a change before making it: if this process dies midway, other processes read the directory again."""
         number = (self.num_changes + 1) % (1 << 64)
         os.pwrite(self._descriptor, number.to_bytes(8, "little"), 0)
         return number

@@ -9,7 +9,7 @@ _MAX_PARAM_LEN = 200
 
 
 def printable(text: str, max_len: int) -> str:
-    """Text from a tenant made safe to display: shortened, with `?` for invisible and bidirectional characters."""
+    """A tenant's text, made safe to display: shortened, with `?` for invisible and bidirectional characters."""
     shown = text if len(text) <= max_len else text[: max_len - 3] + "..."
     return "".join(character if character.isprintable() else "?" for character in shown)
 
@@ -19,7 +19,7 @@ class StoreError(Exception):
 
 
 class Refused(StoreError):
-    """A client's input is refused, with a stable code, a sentence, and the field or tensor at fault."""
+    """A client's input was refused. Holds a stable code, a message, and the field or tensor at fault."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class Refused(StoreError):
 class AdapterRejected(Refused):
     """An adapter's files failed validation. `report` lists the checks made up to the failure.
 
-    The codes, by what is at fault:
+    The codes, grouped by what is at fault:
 
     - the tensors file: `not_a_file`, `truncated_file`, `pickle_not_allowed`, `archive_not_allowed`, `not_safetensors`,
       `header_too_large`, `invalid_header`, `duplicate_key`, `invalid_offsets`, `unsupported_dtype`, `tensor_not_2d`;
@@ -54,11 +54,11 @@ class AdapterRejected(Refused):
 
 
 class UploadRefused(Refused):
-    """An upload's declaration or bytes are wrong, or the upload came too late."""
+    """An upload's declaration, bytes or source are not acceptable, or the upload is expired or already used."""
 
 
 class LimitReached(StoreError):
-    """A tenant is at a cap on uploads or pending versions; `code` names the cap. A later try may succeed."""
+    """A tenant has reached a cap on uploads or pending versions; `code` names the cap. A retry may succeed."""
 
     def __init__(self, code: str, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -127,11 +127,11 @@ class UploadNotFound(StoreError):
 
 
 class ClaimLost(StoreError):
-    """Another server holds the version now, or its verdict has been recorded."""
+    """Another server has claimed the version, or the version's verdict has been recorded."""
 
 
 class SourceUnavailable(StoreError):
-    """The operator's bucket that holds a version's files cannot be read now; a later try may succeed."""
+    """The operator's bucket that contains a version's files cannot be read at the moment; a retry may succeed."""
 
 
 class OriginalNotKept(StoreError):
@@ -139,15 +139,15 @@ class OriginalNotKept(StoreError):
 
 
 class FileNotFound(StoreError):
-    """A version has no file of that name."""
+    """The version has no file of that name."""
 
 
 class AdapterUnavailable(StoreError):
-    """The adapter's bytes are unavailable now; a later try may succeed."""
+    """The adapter's bytes are unavailable at the moment; a retry may succeed."""
 
 
 class LoadCancelled(AdapterUnavailable):
-    """The adapter is no longer wanted."""
+    """The load was cancelled because the adapter is no longer needed."""
 
 
 class AdapterCorrupt(StoreError):
@@ -163,7 +163,7 @@ class BlobTooLarge(StoreError):
 
 
 class PartsMissing(StoreError):
-    """The uploaded parts of a blob do not have the declared size."""
+    """The uploaded parts of a blob do not add up to the declared size."""
 
 
 class BlobStoreUnavailable(StoreError):
@@ -180,7 +180,8 @@ class BlobStoreUnavailable(StoreError):
 class BlobDamaged(AdapterCorrupt, BlobStoreUnavailable):
     """Every read of the blob returned bytes that do not match its stored checksum.
 
-    It has both base classes: a caller that can rebuild the file does so, and any other caller retries later.
+    The error has two base classes, so that a caller that can rebuild the file does so and any other caller retries
+    later.
     """
 
 

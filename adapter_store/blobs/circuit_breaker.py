@@ -13,8 +13,8 @@ BreakerState = Literal["closed", "open", "half_open"]
 class CircuitBreaker:
     """Closed while calls succeed; opens after `max_failures` failures in a row, so that calls fail immediately.
 
-    After `first_open_s` it is half-open and lets one caller try. A success closes it; a failure opens it for twice as
-    long as before, up to `max_open_s`. Thread-safe.
+    After `first_open_s` the breaker is half-open and lets one caller try. A success closes it; a failure opens it for
+    twice as long as before, up to `max_open_s`. Thread-safe.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class CircuitBreaker:
             return "half_open" if self._has_trial or self._clock() >= self._next_trial else "open"
 
     def enter(self) -> float | None:
-        """None if the caller may proceed, after which it must report the outcome; else the seconds to wait."""
+        """None if the caller may proceed and must then report the outcome; otherwise the seconds to wait."""
         with self._lock:
             if self._open_s == 0:
                 return None
             now = self._clock()
             if now < self._next_trial:
                 return self._next_trial - now
-            # A trial that never reports must not block every caller: after the same interval another may try.
+            # A trial that never reports must not block every caller: after the same interval, another caller may try.
             self._has_trial = True
             self._next_trial = now + self._open_s
             return None

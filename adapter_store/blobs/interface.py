@@ -29,7 +29,7 @@ class BlobInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresignedPut:
-    """A signed request with which anyone can put one blob, once. It must be sent with exactly these headers."""
+    """A signed request with which anyone can put one blob, once. It must be sent with exactly these `headers`."""
 
     url: str
     method: str
@@ -51,14 +51,14 @@ class PresignedParts:
 class BlobStore(ABC):
     """Immutable blobs by key. Safe to use from several threads.
 
-    A key is parts of letters, digits, `.`, `_` and `-`, joined by `/`; any other key is a ValueError. A blob exists
-    whole or not at all, and is durable once `put` returns. Every method raises BlobStoreUnavailable while the store
-    cannot be reached.
+    A key consists of parts of letters, digits, `.`, `_` and `-`, joined by `/`; any other key raises ValueError. A blob
+    exists whole or not at all, and is durable once `put` returns. Every method raises BlobStoreUnavailable while the
+    store cannot be reached.
     """
 
     @property
     def breaker_state(self) -> BreakerState:
-        """State of the store's circuit breaker; a store without one is always closed."""
+        """State of the store's circuit breaker; always `closed` if the store has none."""
         return "closed"
 
     @abstractmethod
@@ -67,17 +67,17 @@ class BlobStore(ABC):
 
     @abstractmethod
     def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
-        """Store a file or bytes; False if the key is taken, in which case the existing blob is unchanged.
+        """Store a file or bytes; returns False and keeps the existing blob if the key is taken.
 
-        After BlobStoreUnavailable the blob may or may not exist. `deadline_s` is as for `get`.
+        After BlobStoreUnavailable the blob may or may not exist. `deadline_s` works as in `get`.
         """
 
     @abstractmethod
     def get(self, key: str, destination: Path, max_bytes: int | None = None, deadline_s: float | None = None) -> None:
-        """Write a blob to a file; after any error the file may hold part of it.
+        """Write a blob to a file; after any error the file may contain part of the blob.
 
-        Raises BlobNotFound, or BlobTooLarge before it writes more than `max_bytes`. A store reached over a network ends
-        the call within `deadline_s`, which by default grows with the blob's size.
+        Raises BlobNotFound, or BlobTooLarge before it writes more than `max_bytes`. A networked store ends the call
+        within `deadline_s`, which by default grows with the blob's size.
         """
 
     @abstractmethod
@@ -101,29 +101,33 @@ class BlobStore(ABC):
 
     @abstractmethod
     def remove_unfinished(self) -> None:
-        """Remove what crashed puts left behind, without disturbing puts in progress."""
+        """Remove the leftovers of crashed puts, without disturbing puts in progress."""
 
     def presign_put(self, key: str, size: int, sha256: str, expires_s: int) -> PresignedPut | None:
-        """A request, valid for `expires_s`, with which a client puts a blob directly; None if it must use the server.
+        """A request, valid for `expires_s`, with which a client can put a blob directly.
 
-        The request is bound to the size, to the key being free and, if the store supports that, to the SHA-256
-        (hexadecimal). Code that relies on the bytes must check them. Also None for blobs that need `presign_parts`.
+        None if the client must use the server, or if the blob needs `presign_parts`. The store accepts only `size`
+        bytes, only while the key is free and, if it supports checksums, only bytes with this SHA-256 (hexadecimal).
+        Code that relies on the bytes must check them anyway.
         """
         return None
 
     def presign_parts(self, key: str, size: int, expires_s: int) -> PresignedParts | None:
-        """Requests that put a large blob in parts; None for a small blob or if clients must use the server."""
+        """Requests with which a client can put a large blob in parts.
+
+        None if the blob is small or the client must use the server.
+        """
         return None
 
     def complete_parts(self, key: str, upload_id: str, size: int) -> bool:
-        """Assemble a blob from its uploaded parts; False if the key is taken, in which case the blob is unchanged.
+        """Assemble a blob from its uploaded parts; returns False and keeps the existing blob if the key is taken.
 
-        Raises PartsMissing unless the parts total `size` bytes, and BlobNotFound if there is no such upload.
+        Raises PartsMissing unless the parts total `size` bytes, or BlobNotFound if there is no such upload.
         """
         raise BlobNotFound("no such upload")
 
     def abort_parts(self, key: str, upload_id: str) -> None:  # noqa: B027 (nothing to do without parts)
-        """Drop an upload and its parts; no error if it does not exist."""
+        """Drop an upload and its parts; no error if there is no such upload."""
 
 
 def check_key(key: str) -> str:
@@ -151,4 +155,4 @@ def upload_key(upload_id: str, name: str) -> str:
 
 
 UPLOADS = "uploads/"
-"""The key prefix of uploaded files that are not part of a version yet."""
+"""Key prefix for uploaded files that are not part of a version yet."""

@@ -1,4 +1,4 @@
-"""Blobs as files below a directory."""
+"""Blobs as files under a directory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _CRASHED_AFTER_S = 86_400
 
 
 class LocalBlobStore(BlobStore):
-    """Writes to an unfinished file, flushes it and hard-links it into place: blobs appear whole and are never replaced.
+    """Writes and flushes each blob in an unfinished file, then hard-links the file into place.
 
-    The directory must be on a file system with hard links.
+    Blobs therefore appear whole and are never replaced. The directory must be on a file system with hard links.
     """
 
     def __init__(self, root: Path) -> None:
@@ -83,7 +83,7 @@ class LocalBlobStore(BlobStore):
             for parent in place.parents:
                 if parent == self._root:
                     break
-                # Stop at the first directory that still holds blobs.
+                # Stop at the first directory that still contains blobs.
                 try:
                     parent.rmdir()
                 except OSError:
@@ -154,7 +154,7 @@ class LocalBlobStore(BlobStore):
         raise AssertionError("unreachable")
 
     def _flush_directories(self, place: Path) -> None:
-        """Make a blob's name durable: its directories may be new too, or another process may not have flushed them."""
+        """Make a blob's name durable, along with directories that are new or that another process has not flushed."""
         for parent in place.parents:
             _flush_directory(parent)
             if parent == self._root:

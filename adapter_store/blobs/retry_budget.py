@@ -30,7 +30,7 @@ class RetryBudget:
         self._refilled_at = clock()
 
     def take_retry(self) -> bool:
-        """Whether another retry is allowed; takes it from the budget."""
+        """Whether another retry is allowed; if so, takes it from the budget."""
         with self._lock:
             now = self._clock()
             self._add((now - self._refilled_at) * self._refill_per_s)

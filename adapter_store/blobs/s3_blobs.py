@@ -37,15 +37,15 @@ _SHA256 = re.compile(r"[A-Za-z0-9+/]{43}=")
 
 
 class S3BlobStore(BlobStore):
-    """Keys below `prefix` of a bucket. boto3 finds credentials, region and endpoint in its usual places.
+    """Blobs under `prefix` in a bucket. boto3 finds the credentials, region and endpoint in its usual places.
 
-    The store must honour `If-None-Match: *` on PUT. What it may lack, and what happens then:
+    The store must honour `If-None-Match: *` on PUT. It may lack these features, with these consequences:
 
     - the same header when a multipart upload is completed: see S3Writer;
     - `Content-MD5` on PUT: damage on the way to the store is found only by the next read;
     - metadata, which holds each blob's SHA-256: a read compares the ETag if it is an MD5, else only the size;
     - `x-amz-checksum-sha256` on presigned PUTs: ingestion hashes the bytes anyway;
-    - `If-Match` on ranges: the parts' ETags are compared instead.
+    - `If-Match` on range requests: the parts' ETags are compared instead.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class S3BlobStore(BlobStore):
         yield from sorted(self._calls.send("list blobs", list_all, deadline))
 
     def remove_unfinished(self) -> None:
-        """Abort multipart uploads, presigned ones included, and delete probe blobs that are at least a day old."""
+        """Abort multipart uploads, including presigned ones, and delete probe blobs if they are at least a day old."""
         oldest_s = self._now_s() - _CRASHED_AFTER_S
         calls = self._calls
 

@@ -1,4 +1,4 @@
-"""One call to S3: deadline, attempts, retry budget, circuit breaker, and the meaning of its errors."""
+"""Calls to S3, with a deadline, retries, a retry budget, a circuit breaker, and translated errors."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class RangeRefused(Exception):
 class AttemptFailed(Exception):
     """One attempt failed.
 
-    `is_outage` if the failure counts against the store as a whole, `can_retry` if another attempt may succeed,
-    `is_damage` if the received bytes are not the blob's.
+    `is_outage` is set if the failure counts against the store as a whole, `can_retry` if another attempt may succeed,
+    and `is_damage` if the received bytes are not the blob's.
     """
 
     def __init__(self, reason: str, *, can_retry: bool = True, is_outage: bool = True, is_damage: bool = False) -> None:
@@ -75,7 +75,8 @@ class S3Calls:
     def run(self, what: str, attempt: Callable[[], T], deadline: Deadline | None = None) -> T:
         """Make attempts until one succeeds. An attempt sends requests with `ask` and may raise AttemptFailed itself.
 
-        Raises BlobNotFound, PreconditionFailed, RangeRefused, BlobStoreUnavailable, and any other error of `attempt`.
+        Raises BlobNotFound, PreconditionFailed, RangeRefused, BlobStoreUnavailable, or any other error that `attempt`
+        raises.
         """
         deadline = deadline or Deadline(self.limits.call_s)
         for number in range(self.limits.max_attempts):
@@ -103,7 +104,7 @@ class S3Calls:
         raise AssertionError("unreachable")
 
     def send(self, what: str, request: Callable[[], T], deadline: Deadline | None = None) -> T:
-        """`run` with an attempt of a single request."""
+        """Make attempts, each a single request, until one succeeds; see `run`."""
         return self.run(what, lambda: self.ask(request), deadline)
 
     def ask(self, request: Callable[[], T]) -> T:
@@ -117,12 +118,13 @@ class S3Calls:
         except NoCredentialsError as error:
             raise AttemptFailed("no credentials found", can_retry=False, is_outage=False) from error
         except Exception as error:
-            # Not only BotoCoreError: a damaged response can make boto3's parsers raise anything.
+            # Catch more than BotoCoreError: a damaged response can make boto3's parsers raise any exception.
             raise AttemptFailed(f"connection failed ({type(error).__name__})") from error
 
     def pause_or_give_up(self, what: str, number: int, failure: AttemptFailed, deadline: Deadline) -> None:
-        """Pause before the attempt after number `number`, or raise BlobDamaged or BlobStoreUnavailable."""
-        # Random up to a bound that doubles with each attempt, so that callers do not retry in lockstep.
+        """Pause after failed attempt `number`, or raise BlobDamaged or BlobStoreUnavailable if no retry is left."""
+        # Pause for a random time up to a bound that doubles with each attempt, so that callers do not retry in
+        # lockstep.
         pause_s = self._chance() * min(self.limits.max_pause_s, self.limits.first_pause_s * 2**number)
         may_retry = failure.can_retry and number < self.limits.max_attempts - 1 and pause_s < deadline.remaining_s
         if may_retry and self._budget.take_retry():
@@ -155,6 +157,6 @@ def _meaning(error: ClientError) -> Exception:
         return AttemptFailed(code, is_outage=False)
     if status in (408, 429) or (status >= 500 and status != 501):
         return AttemptFailed(code)
-    # Expired credentials, a missing permission, an unsupported method: a retry does not help.
+    # Expired credentials, a missing permission or an unsupported method: a retry would not help.
     hint = "; check the credentials and their permissions" if status in (401, 403) else ""
     return AttemptFailed(f"{code}{hint}", can_retry=False, is_outage=False)

@@ -3,15 +3,15 @@
 boto3's timeouts apply to single socket operations. A server that sends a byte every four seconds never trips them, so
 each attempt also has a timer that shuts its connections down.
 
-botocore has no public access to its connections: its events expose the request before it is sent and the response after
-its headers are read. `connect` therefore uses two private names, and no other code does:
+botocore offers no public access to its connections: its events expose only the request before it is sent and the
+response after its headers are read. `connect` therefore uses two private names, which no other code uses:
 
 - `BaseClient._endpoint`, which leads from a client to its HTTP session;
 - `URLLib3Session._pool_classes_by_scheme`, from which the session creates its connections, including proxied ones.
 
 `test_s3_connections.py` fails if botocore changes either name or its meaning.
 
-obstore 0.12.1 cannot replace boto3: it cannot list or abort multipart uploads, nor complete one with `If-None-Match`
+obstore 0.12.1 cannot replace boto3: it cannot list or abort multipart uploads, or complete one with `If-None-Match`
 (https://github.com/apache/arrow-rs-object-store/issues/289), so a conditional put holds the whole blob in memory. Its
 signed URLs do not cover length, checksum or part number, and it sends no `Content-MD5`.
 """
@@ -44,19 +44,19 @@ _MAX_CONNECTIONS = 64
 
 
 def connect(limits: S3Limits) -> S3Client:
-    """A client configured by boto3's usual sources of credentials, region and endpoint; sends nothing yet."""
+    """Create a client with the credentials, region and endpoint from boto3's usual sources; sends nothing yet."""
     has_endpoint = any(os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
     client = boto3.client(
         "s3",
         config=Config(
             connect_timeout=limits.connect_s,
             read_timeout=limits.read_s,
-            # We do the retries: they share one budget and one breaker, which boto3 does not know.
+            # boto3 does not retry: S3Calls does, with one budget and one breaker for all calls.
             retries={"mode": "standard", "total_max_attempts": 1},
             max_pool_connections=_MAX_CONNECTIONS,
             signature_version="s3v4",
-            # Stores other than Amazon's seldom have a host name per bucket, and few support its newer checksums:
-            # Ceph 16 ignores any x-amz-checksum-*, others refuse the trailers that carry them.
+            # Stores other than Amazon S3 rarely have a host name per bucket, and few support its newer checksums: Ceph
+            # 16 ignores every x-amz-checksum-* header, and others refuse the trailers that carry the checksums.
             s3={"addressing_style": "path" if has_endpoint else "auto"},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
@@ -110,13 +110,14 @@ class AttemptTimer:
 
 
 _current_timer: ContextVar[AttemptTimer | None] = ContextVar("_current_timer", default=None)
-"""The timer of this thread's current attempt, since boto3 passes nothing through to its connections."""
+"""The timer of this thread's current attempt, kept here because boto3 passes nothing through to its connections."""
 
 
 def _shut_down(connection: Any) -> None:
     sock = connection.sock
     if sock is not None:
-        # Not closed: another thread is reading from it. SSLSocket's own shutdown would make it read plaintext.
+        # Do not close the socket: another thread is reading from it. SSLSocket.shutdown would make that thread read
+        # plaintext.
         with suppress(OSError):
             socket.socket.shutdown(sock, socket.SHUT_RDWR)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MIN_PART_BYTES = 5 << 20
-"""Smallest part that S3 accepts, in bytes, except for the last one."""
+"""Smallest part that S3 accepts other than as the last one, in bytes."""
 MAX_PARTS = 10_000
 MAX_SINGLE_PUT_BYTES = 5 << 30
 MAX_BLOB_BYTES = 5 << 40
@@ -15,10 +15,10 @@ MAX_BLOB_BYTES = 5 << 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Limits:
-    """Seconds, bytes and counts; the defaults suit a store in the same region.
+    """Limits in seconds, bytes and counts; the defaults suit a store in the same region.
 
-    A call without a body has `call_s` in total, including retries and pauses. A call with a body has `body_s` plus the
-    time that the body takes at `min_bytes_per_s`. Files larger than `part_bytes` are transferred in parts,
+    A call without a body may take `call_s` in total, including retries and pauses. A call with a body may take `body_s`
+    plus the time that the body takes at `min_bytes_per_s`. Files larger than `part_bytes` are transferred in parts,
     `num_parallel` at a time.
     """
 

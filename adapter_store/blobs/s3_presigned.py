@@ -15,7 +15,7 @@ from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable, Par
 
 _WHAT = "prepare a multipart upload"
 _MAX_EXPIRES_S = 7 * 86_400
-"""Longest lifetime of a signature that stores accept, in seconds."""
+"""Longest signature lifetime that stores accept, in seconds."""
 
 
 class S3Presigner:
@@ -54,12 +54,12 @@ class S3Presigner:
         return PresignedParts(upload_id=upload_id, part_bytes=part_bytes, parts=tuple(parts))
 
     def complete(self, key: str, upload_id: str, size: int, is_conditional: bool) -> bool:
-        """Raises PartsMissing or BlobNotFound."""
+        """Assemble the uploaded parts; False if the key is taken. Raises PartsMissing or BlobNotFound."""
         calls = self._calls
         if self._size(key) is not None:
             self.abort(key, upload_id)
             return False
-        # Ask the store which parts arrived, never the client.
+        # Ask the store, never the client, which parts arrived.
         found = calls.send(_WHAT, lambda: self._list(key, upload_id))
         if sum(part["Size"] for part in found) != size:
             raise PartsMissing("the uploaded parts do not add up to the declared size")
@@ -82,7 +82,8 @@ class S3Presigner:
             self.abort(key, upload_id)
             return False
         except BlobNotFound:
-            # An attempt whose response was lost may have succeeded: then the upload is gone and the blob exists.
+            # An attempt whose response was lost may have succeeded. In that case the upload is gone and the blob
+            # exists.
             if num_attempts == 1 or self._size(key) != size:
                 raise
         return True

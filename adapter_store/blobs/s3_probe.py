@@ -1,4 +1,4 @@
-"""Checks at startup whether a bucket has the guarantees that blobs rely on."""
+"""Checks at startup whether a bucket provides the guarantees that blobs rely on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable
 PROBES = "probes/"
 """Key prefix of the probe's one-byte blobs, which it deletes when it ends."""
 
-_REMEDY = "use a store with conditional writes (Amazon S3, Ceph 16 or MinIO of 2024, or later), or a file:// blob URL"
+_REMEDY = "use a store with conditional writes (Amazon S3, Ceph 16+, MinIO 2024+), or a file:// blob URL"
 
 
 class S3Probe:
-    """Runs its checks below `prefix` of the bucket."""
+    """Runs its checks under `prefix` in the bucket."""
 
     def __init__(self, calls: S3Calls, prefix: str) -> None:
         self._calls = calls
@@ -30,7 +30,7 @@ class S3Probe:
             raise BlobStoreUnavailable(f"the bucket {calls.bucket} does not exist") from error
         key = self._new_key()
         try:
-            # A refusal is also possible: the first attempt may have succeeded although its response was lost.
+            # A refusal is not an error here: a first attempt whose response was lost may have succeeded.
             with suppress(PreconditionFailed):
                 self._put(key)
             calls.send("read back a blob", lambda: calls.client.head_object(Bucket=calls.bucket, Key=key))
@@ -38,7 +38,7 @@ class S3Probe:
         except PreconditionFailed:
             return
         except BlobNotFound as error:
-            raise BlobStoreUnavailable(f"the bucket {calls.bucket} loses blobs put there; {_REMEDY}") from error
+            raise BlobStoreUnavailable(f"the bucket {calls.bucket} loses the blobs it accepts; {_REMEDY}") from error
         finally:
             self._delete(key)
         raise BlobStoreUnavailable(
@@ -99,7 +99,7 @@ class S3Probe:
         return f"{self._prefix}{PROBES}{uuid.uuid4().hex}"
 
     def _put(self, key: str) -> None:
-        """Raises PreconditionFailed if the key is taken."""
+        """Put a one-byte blob; raises PreconditionFailed if the key is taken."""
         calls = self._calls
 
         def attempt() -> None:
@@ -116,7 +116,7 @@ class S3Probe:
         calls.run("write a blob", attempt)
 
     def _delete(self, key: str) -> None:
-        # `remove_unfinished` deletes what is left here.
+        # `remove_unfinished` deletes the blob if this fails.
         with suppress(BlobStoreUnavailable):
             self._calls.send(
                 "delete a blob", lambda: self._calls.client.delete_object(Bucket=self._calls.bucket, Key=key)

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import GetObjectOutputTypeDef
 
 SHA256_METADATA = "loramux-sha256"
-"""Metadata key under which our own writes store a blob's SHA-256. Every store returns such metadata, whereas ETags are
-MD5s only of unencrypted single-part objects, and few stores support the protocol's own checksums."""
+"""Metadata key under which our own writes store a blob's SHA-256.
+
+Every store returns such metadata, whereas only unencrypted single-part objects have MD5s as ETags, and few stores
+support the protocol's own checksums.
+"""
 
 _CHUNK_BYTES = 1 << 20
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
@@ -44,7 +47,7 @@ class Sink(Protocol):
 
 
 class FileSink:
-    """A file, created or truncated; use it in a `with` block."""
+    """A sink that creates or truncates a file; use it in a `with` block."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w+b")
@@ -60,7 +63,7 @@ class FileSink:
     def resize(self, num_bytes: int) -> None:
         os.ftruncate(self._file.fileno(), num_bytes)
         if num_bytes > 0:
-            # Find a full disk before fetching the bytes. Some file systems do not support this.
+            # Detect a full disk before fetching the bytes. Some file systems do not support the call.
             with suppress(NotImplementedError):
                 os.posix_fallocate(self._file.fileno(), 0, num_bytes)
 
@@ -79,7 +82,7 @@ class FileSink:
 
 
 class MemorySink:
-    """A buffer in memory."""
+    """A sink that collects the bytes in memory."""
 
     def __init__(self) -> None:
         self.buffer = bytearray()
@@ -98,7 +101,7 @@ class MemorySink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """A blob's properties from the first response, and the number of leading bytes that came with it."""
+    """A blob's properties from the first response, and the number of leading bytes received with it."""
 
     size: int
     etag: str
@@ -114,7 +117,7 @@ class S3Reader:
         self._limits = calls.limits
 
     def read(self, key: str, sink: Sink, max_bytes: int | None = None, deadline_s: float | None = None) -> None:
-        """Raises BlobNotFound, BlobTooLarge, BlobDamaged or BlobStoreUnavailable."""
+        """Copy a blob into `sink`; raises BlobNotFound, BlobTooLarge, BlobDamaged or BlobStoreUnavailable."""
         deadline = Deadline(self._limits.body_s if deadline_s is None else deadline_s)
         may_demand = True
         for number in range(self._limits.max_attempts):
@@ -124,8 +127,8 @@ class S3Reader:
             try:
                 self._read_rest(key, sink, found, deadline, may_demand)
             except PreconditionFailed:
-                # The object was replaced, or the store rejects our form of If-Match. From now on only compare the ETags
-                # that come with the parts.
+                # The object was replaced, or the store rejects our form of If-Match. From now on, compare only the
+                # ETags that come with the parts.
                 may_demand = False
                 failure = AttemptFailed("the blob was replaced during the read", is_outage=False)
             else:
@@ -151,7 +154,7 @@ class S3Reader:
             return self._calls.run(_WHAT, lambda: attempt({}), deadline)
 
     def _sizes(self, answer: GetObjectOutputTypeDef) -> tuple[int, int]:
-        """Size of the blob, and length of this response, which starts at the first byte."""
+        """The blob's size, and the length of this response, which starts at the first byte."""
         length = answer.get("ContentLength", -1)
         if answer["ResponseMetadata"].get("HTTPStatusCode") != 206:
             size, wanted = length, length
@@ -187,7 +190,7 @@ class S3Reader:
     def _part_attempt(self, key: str, sink: Sink, found: _Found, start: int, may_demand: bool) -> Callable[[], None]:
         length = min(self._limits.part_bytes, found.size - start)
         wanted = f"bytes {start}-{start + length - 1}/{found.size}"
-        # Without quotes: some stores remove them before they compare, others do not.
+        # Strip the ETag's quotes: some stores strip them before comparing, others do not.
         demand: Any = {"IfMatch": found.etag.strip('"')} if found.etag and may_demand else {}
 
         def attempt() -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import CompletedPartTypeDef
 
 PUT_METADATA = "loramux-put"
-"""Metadata key of a random ID per put, which identifies our own blob when the response was lost."""
+"""Metadata key for a random ID per put, which identifies our own blob if the response is lost."""
 
 _CHUNK_BYTES = 1 << 20
 _WHAT = "write a blob"
@@ -48,7 +48,8 @@ class S3Writer:
     """Puts blobs with `If-None-Match: *`, so that an existing blob is never replaced.
 
     `completes_conditionally` says whether the store honours that header for multipart uploads too. If not, files of up
-    to 5 GiB are sent in one request, and a larger one is completed if its key is free once all parts have arrived.
+    to 5 GiB are sent in one request, and the upload of a larger file is completed if its key is free once all parts
+    have arrived.
     """
 
     def __init__(self, calls: S3Calls, completes_conditionally: Callable[[], bool]) -> None:
@@ -57,7 +58,7 @@ class S3Writer:
         self._completes_conditionally = completes_conditionally
 
     def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
-        """Raises BlobStoreUnavailable, after which the blob may or may not exist."""
+        """Store a blob; False if the key is taken. After BlobStoreUnavailable, the blob may or may not exist."""
         put = _describe(key, source)
         deadline = Deadline(self._limits.body_deadline_s(put.size) if deadline_s is None else deadline_s)
         try:
@@ -69,7 +70,7 @@ class S3Writer:
         except (BlobNotFound, PreconditionFailed) as error:
             # The blob was deleted or its upload was aborted in between.
             raise BlobStoreUnavailable(
-                f"cannot {_WHAT} in the bucket {self._calls.bucket}: it was removed meanwhile"
+                f"cannot {_WHAT} in the bucket {self._calls.bucket}: it was removed in the meantime"
             ) from error
 
     def _put_whole(self, put: _Put, deadline: Deadline) -> bool:
@@ -121,7 +122,7 @@ class S3Writer:
         return is_ours
 
     def _upload_parts(self, put: _Put, upload_id: str, deadline: Deadline) -> list[CompletedPartTypeDef]:
-        # Larger parts if the file would otherwise need more than S3 allows.
+        # Use larger parts if the file would otherwise need more of them than S3 allows.
         part_bytes = max(self._limits.part_bytes, -(-put.size // MAX_PARTS))
 
         def upload(number: int) -> CompletedPartTypeDef:
@@ -197,7 +198,7 @@ class S3Writer:
             return None
 
     def _abort(self, key: str, upload_id: str) -> None:
-        # `remove_unfinished` aborts what is left after a day.
+        # If this fails, `remove_unfinished` aborts the upload after a day.
         with suppress(BlobStoreUnavailable, BlobNotFound):
             self._calls.send(
                 "abort an upload",

@@ -1,8 +1,8 @@
-"""The canonical file of an adapter, whose SHA-256 is the adapter's identity.
+"""An adapter's canonical file, whose SHA-256 is the adapter's identity.
 
 It is a safetensors file with the tensors sorted by name, in their original dtype and without gaps. Its metadata has one
 key, `config`: JSON with sorted keys that gives each module's scale, with alpha, rsLoRA and patterns already applied.
-Equal adapters give equal bytes, regardless of the order and names of the tensors in the uploaded files.
+Equal adapters yield equal bytes, regardless of the order and names of the tensors in the uploaded files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def write_canonical(
 ) -> str:
     """Write the canonical file of a validated upload and return its digest in hexadecimal.
 
-    `names` maps each canonical tensor name to the upload's own name; without it, the names are the same.
+    `names` maps each canonical tensor name to the upload's own name; None means that the names are the same.
     """
     config = json.dumps({"peft_type": "LORA", "scales": dict(scales)}, sort_keys=True, separators=(",", ":"))
     with TensorFile(tensors) as file, destination.open("wb") as out:
@@ -60,7 +60,7 @@ def digest_of(source: Path | bytes) -> str:
 
 
 class CanonicalAdapter(TensorFile):
-    """An open canonical file. Raises AdapterCorrupt if it is malformed, since we wrote it ourselves."""
+    """An open canonical file. Raises AdapterCorrupt if the file is malformed, since we wrote it ourselves."""
 
     def __init__(self, source: Path | bytes) -> None:
         try:

@@ -1,7 +1,7 @@
-"""Verifies payloads in memory: with SHA-256 at the first read, then with a checksum as fast as memory.
+"""Verifies payloads in memory: with SHA-256 at the first read, then with a checksum that is as fast as memory.
 
-SHA-256 is slower than reading. So the first read of a file by a process verifies its SHA-256 and also notes its lane
-sums. Later reads only compare lane sums, as long as the file states the same SHA-256.
+SHA-256 is slower than reading. So when a process first reads a file, it verifies the SHA-256 and also records the lane
+sums. Later reads compare only the lane sums, as long as the file states the same SHA-256.
 """
 
 from __future__ import annotations
@@ -15,26 +15,29 @@ import numpy as np
 import numpy.typing as npt
 
 CHUNK_BYTES = 1 << 20
-"""Bytes checked in one go: small enough that they are still in the processor's cache after the read."""
+"""Bytes checked at a time, few enough to still be in the processor's cache after the read."""
 
 NUM_LANES = 509
-"""Prime, so that no disk block or memory page is a whole number of rows, and a moved block changes the sums."""
+"""Number of lanes; prime, so that a disk block or memory page is never a whole number of rows.
+
+A moved block therefore changes the sums.
+"""
 
 
 class LaneSums:
     """A checksum: for each chunk, `NUM_LANES` sums of 64-bit words modulo 2**64, word `i` in lane `i % NUM_LANES`.
 
-    It always detects a change of one word, or of several words in different lanes. It misses moved or lost blocks with
+    It always detects a change to one word, or to several words in different lanes. It misses moved or lost blocks with
     a probability of about 2**-64. It detects accidents, not attackers: an attacker who can write the file could also
     write a consistent one.
     """
 
     def __init__(self) -> None:
-        # Hashed together at the end: each hash call releases the GIL and must wait to get it back.
+        # Hash all sums together at the end: each hash call releases the GIL and must wait to get it back.
         self._parts: list[bytes] = []
 
     def update(self, chunk: npt.NDArray[np.uint8]) -> None:
-        """Add the next chunk, uint8 `[num_bytes]`; all chunks but the last have `CHUNK_BYTES` bytes."""
+        """Add the next chunk, uint8 `[num_bytes]`; every chunk but the last has `CHUNK_BYTES` bytes."""
         num_rows = chunk.nbytes // (8 * NUM_LANES)
         end = num_rows * 8 * NUM_LANES
         sums = np.add.reduce(chunk[:end].view("<u8").reshape(num_rows, NUM_LANES), axis=0, dtype=np.uint64)
@@ -57,7 +60,7 @@ class PayloadCheck:
     """Checks a payload chunk by chunk while reading it."""
 
     proof: Proof | None = None
-    """Result of an earlier check of this payload, replaced by this check's own; None makes it verify the SHA-256."""
+    """Result of an earlier check of this payload, which this check replaces; None means that SHA-256 is verified."""
     read_s: float = 0.0
     verify_s: float = 0.0
 

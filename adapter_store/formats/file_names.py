@@ -5,4 +5,4 @@ from __future__ import annotations
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 UPLOAD_FILES = (CONFIG_FILE, TENSORS_FILE)
-"""The files of an upload; it has exactly these two."""
+"""The names of an upload's two files."""

@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 STORAGE: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
-"""The numpy dtype that holds each safetensors dtype that adapters may use."""
+"""The numpy dtype in which values of each allowed safetensors dtype are stored."""
 
 _BLOCK_ELEMENTS = 1 << 20
 
 
 def to_float32(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
-    """Convert values stored as `STORAGE` says to float32, exactly. May return `values` itself."""
+    """Convert values stored in `STORAGE[dtype]` to float32, exactly. May return `values` itself."""
     if dtype == "BF16":
         bits = values.astype(np.uint32)
         bits <<= np.uint32(16)
@@ -27,7 +27,7 @@ def to_bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = np.empty(bits.shape, np.uint16)
     into, source = rounded.reshape(-1), bits.reshape(-1)
-    # In blocks, to avoid several copies of a head of hundreds of megabytes.
+    # Work in blocks, to avoid several copies of a head, which can take hundreds of megabytes.
     for begin in range(0, source.size, _BLOCK_ELEMENTS):
         block = source[begin : begin + _BLOCK_ELEMENTS]
         rounding = np.uint32(0x7FFF) + ((block >> 16) & 1)

@@ -1,4 +1,4 @@
-"""What adapters are validated against and packed for: the base model's linears, the page size and the pool's dtype."""
+"""The target of validation and packing: the base model's linears, the page size and the pool's dtype."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ _MAX_HEADER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PackTarget:
-    """One engine's layout. `modules` have the names that PEFT gives them below a layer; `dtype` is float32 or bfloat16.
+    """One engine's layout.
 
-    `outer_modules` are the modules outside the layers, by full name. If `tp_size` GPUs share each linear, `modules`
-    still describe the whole model, but `geometry` describes rank `tp_rank`'s own pages, with its share of the K and V
-    heads, and each adapter is packed for that rank only.
+    `modules` have the names that PEFT gives them within a layer; `dtype` is float32 or bfloat16. `outer_modules` are
+    the modules outside the layers, by full name. If `tp_size` GPUs share each linear, `modules` still describe the
+    whole model, but `geometry` describes rank `tp_rank`'s own pages, with its share of the K and V heads, and each
+    adapter is packed for that rank only.
     """
 
     modules: tuple[LinearShape, ...]
@@ -68,7 +69,7 @@ class PackTarget:
 
     @property
     def max_pages(self) -> int:
-        """Pages of an adapter with every module at the highest rank."""
+        """Number of pages of an adapter with every module at the highest rank."""
         ranks = np.full((self.geometry.num_layers, len(self.modules)), MAX_RANK, np.int32)
         return self.layout(ranks, np.full(len(self.outer_modules), MAX_RANK, np.int32)).num_pages
 
@@ -78,9 +79,9 @@ class PackTarget:
         return self.max_pages * self.geometry.total_page_bytes
 
     def layout(self, ranks: npt.NDArray[np.int32], outer_ranks: npt.NDArray[np.int32] | None = None) -> AdapterLayout:
-        """The layout of an adapter with `ranks` int32 `[num_layers, num_modules]`.
+        """The layout of an adapter with these `ranks`, int32 `[num_layers, num_modules]`.
 
-        `outer_ranks` is int32 `[num_outer_modules]`; None means rank 0 for all.
+        `outer_ranks` is int32 `[num_outer_modules]`; None means rank 0 for all outer modules.
         """
         if outer_ranks is None:
             outer_ranks = np.zeros(len(self.outer_modules), np.int32)
@@ -89,13 +90,13 @@ class PackTarget:
         return _layout(self, ranks.astype(np.int32).tobytes(), outer_ranks.astype(np.int32).tobytes())
 
     def shard(self, module: LinearShape) -> Shard:
-        """Our part of a module, or all of it unless several GPUs share the model."""
+        """This rank's part of a module; the whole module unless several GPUs share the model."""
         head_dim = self.geometry.head_dim
         kv_features = self.geometry.num_kv_heads * head_dim * self.tp_size
         return shard_of(module, head_dim, kv_features, self.tp_size, self.tp_rank)
 
     def num_pages(self, ranks: npt.NDArray[np.int32], outer_ranks: npt.NDArray[np.int32] | None = None) -> int:
-        """Pages of an adapter with these ranks; see `layout`."""
+        """Number of pages of an adapter with these ranks; see `layout`."""
         return self.layout(ranks, outer_ranks).num_pages
 
     def document(self) -> dict[str, Any]:
@@ -124,7 +125,7 @@ class PackTarget:
 
 @lru_cache(maxsize=256)
 def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes) -> AdapterLayout:
-    """Cached: computing a layout takes longer than checking a small adapter's bytes, and most adapters share a few."""
+    """Cached: computing a layout takes longer than checking a small adapter, and most adapters share a few layouts."""
     modules, outer_modules = (
         tuple(target.shard(module).shape(module) for module in group)
         for group in (target.modules, target.outer_modules)

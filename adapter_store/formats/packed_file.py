@@ -118,8 +118,8 @@ def read_open_packed(
 ) -> PackedAdapter:
     """Read a packed adapter from an open file.
 
-    The payload is read in order, directly into its final memory, and goes through `check` on the way. Payload bytes
-    that were read along with the header are not used.
+    The payload is read in order, directly into its final memory, and `check` verifies it on the way. Payload bytes that
+    were read along with the header are not used.
     """
     header, payload_begin = _read_header(descriptor)
     try:
@@ -130,7 +130,7 @@ def read_open_packed(
         raise AdapterCorrupt(f"the packed file holds adapter {header.digest[:12]} for {header.pack_key}")
     shape = (header.num_pages, found.geometry.num_layers, found.geometry.page_bytes)
     num_bytes = shape[0] * shape[1] * shape[2]
-    # Compared first, so that a damaged header does not determine how much we allocate.
+    # Compare the sizes first, so that a damaged header does not determine how much we allocate.
     num_stored = status.st_size - payload_begin
     if layout.num_pages != header.num_pages or num_stored != num_bytes:
         raise AdapterCorrupt(f"the packed file has {num_stored} bytes of pages, expected {num_bytes}")
@@ -158,7 +158,7 @@ def read_open_packed(
 def _laid_out(target: bytes, ranks: bytes, outer_ranks: bytes) -> tuple[PackTarget, AdapterLayout]:
     """The target and layout that a header's JSON describes. Cached, since most adapters share a few costly layouts.
 
-    Raises KeyError, TypeError or ValueError if they are invalid.
+    Raises KeyError, TypeError or ValueError if either is invalid.
     """
     found = PackTarget.from_document(json.loads(target))
     return found, found.layout(*(np.array(json.loads(table), np.int32) for table in (ranks, outer_ranks)))
@@ -185,7 +185,7 @@ def _read_header(descriptor: int) -> tuple[_Header, int]:
 
 
 def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -> dict[str, int]:
-    """CRC-32 of each module's elements, by module name, without absent modules."""
+    """CRC-32 of each module's elements, by module name; absent modules are left out."""
     pages = payload.view(target.storage_dtype)
     checksums: dict[str, int] = {}
     for layer, members in groupby(module_places(target), lambda place: place.layer):

@@ -43,7 +43,7 @@ class SafetensorsHeader:
 
 
 def header_length(start: bytes, file_size: int, max_header_bytes: int = MAX_HEADER_BYTES) -> int:
-    """The header's length, from the first bytes of a file (at least nine, if it has that many)."""
+    """The header's length, from the first bytes of a file (at least nine, if the file has that many)."""
     if file_size <= LENGTH_BYTES:
         raise AdapterRejected("truncated_file", f"a file of {file_size} bytes holds no tensors", TENSORS_FILE)
     # The first eight bytes are a length, so a valid file can look like a pickle; the ninth byte decides.

@@ -1,4 +1,4 @@
-"""Which part of each module's weights a GPU holds under tensor parallelism. Engines use one GPU so far."""
+"""Which part of each module's weights a GPU holds under tensor parallelism. So far, each engine uses one GPU."""
 
 from __future__ import annotations
 

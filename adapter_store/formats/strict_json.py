@@ -1,4 +1,4 @@
-"""A strict JSON parser: no duplicate keys, no NaN, no numbers beyond a double, no unpaired surrogates.
+"""A strict JSON parser: no duplicate keys, no NaN, no numbers beyond a double's range, no unpaired surrogates.
 
 Error messages never repeat any of the text.
 """
@@ -57,7 +57,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_characters(text: bytes, document: Any) -> None:
-    """Raise InvalidJson for a unpaired surrogate: JSON can spell it, but the string cannot be encoded as UTF-8."""
+    """Raise InvalidJson for an unpaired surrogate, which JSON can spell but UTF-8 cannot encode."""
     if b"\\ud" not in text.lower():
         return
     try:
@@ -80,5 +80,5 @@ def _finite(text: str) -> float:
 def _integer(text: str) -> int | float:
     if len(text) > _MAX_DIGITS:
         raise InvalidJson("a number is too large")
-    # Like other readers, such as the safetensors library, which have no integer minus zero.
+    # Integers have no minus zero: return a float, as other readers such as the safetensors library do.
     return -0.0 if text == "-0" else int(text)

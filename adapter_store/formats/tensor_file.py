@@ -1,4 +1,4 @@
-"""Reads a safetensors file one matrix at a time, so memory is bounded by the largest matrix."""
+"""Reads a safetensors file one matrix at a time, so memory use is bounded by the largest matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The SQL of versions in validation: one server at a time claims a version and records its verdict."""
+"""SQL for versions in validation: one server at a time claims a version and records its verdict."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Verdict:
 class VersionClaims:
     """One server's claims. Each transition is one transaction, and only the holder of the claim makes it.
 
-    pending -> validating (claimed) -> ready or rejected. Any server may claim a version that was given back or whose
-    claim has expired. `accept` records the digest while still `validating`, before any blob is stored, so that no blob
-    is ever without a row.
+    pending -> validating (claimed) -> ready or rejected. Any server can claim a version that was given back or whose
+    claim has expired. `accept` records the digest while the version is still `validating`, before any blob is stored,
+    so that no blob is ever without a row.
     """
 
     def __init__(self, database: Database, lease_s: float = LEASE_S, limits: StockLimits | None = None) -> None:
@@ -67,10 +67,10 @@ class VersionClaims:
         self._lease_us = round(lease_s * 1_000_000)
         self.lease_s = lease_s
         self.server_id = new_id("srv")
-        """Unique to this process: after a restart, its earlier claims belong to another server."""
+        """Unique to this process: after a restart, earlier claims belong to another server."""
 
     def claim_version(self, version_id: str) -> ClaimedVersion | None:
-        """Claim a version; None if it is decided, postponed, or claimed by another server."""
+        """Claim a version; None if the version is decided, postponed, or claimed by another server."""
         columns = adapter_versions.c
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
@@ -101,9 +101,10 @@ class VersionClaims:
             self._change(connection, version_id, {"state": "pending", "claimed_by": None, "claim_expires_us": due_us})
 
     def announce(self, claimed: ClaimedVersion, num_bytes: Mapping[str, int]) -> None:
-        """Record the sizes of files in an operator's bucket before copying them; they count against the quota at once.
+        """Record the sizes of files in an operator's bucket before copying them.
 
-        Raises ClaimLost, or AdapterRejected if they exceed the tenant's quota.
+        The sizes count against the quota immediately. Raises ClaimLost, or AdapterRejected if they exceed the tenant's
+        quota.
         """
         adapter_id = claimed.version.adapter_id
         change = update(uploads).where(uploads.c.id == claimed.upload.id)
@@ -188,7 +189,7 @@ class VersionClaims:
 class ClaimRenewal:
     """Renews a claim three times per lease, on a thread that lives as long as the `with` block.
 
-    If the claim is lost anyway, its next transition raises ClaimLost.
+    If the claim is lost anyway, the version's next transition raises ClaimLost.
     """
 
     def __init__(self, claims: VersionClaims, version_id: str) -> None:

@@ -57,21 +57,24 @@ class ExportedFile:
 
 @dataclass(frozen=True, slots=True)
 class VersionExport:
-    """Rebuilds uploaded files. The canonical file is copied to `scratch_dir` and unlinked: a crash leaves nothing."""
+    """Rebuilds uploaded files.
+
+    The canonical file is copied to `scratch_dir` and unlinked, so a crash leaves no file behind.
+    """
 
     database: Database
     blobs: BlobStore
     scratch_dir: Path
 
     def files(self, version: AdapterVersion) -> tuple[UploadFile, ...]:
-        """The files of a version as declared; empty until a source has been read."""
+        """A version's declared files; empty until a server has read them from the version's source."""
         return UploadRows(self.database).upload_of_version(version.id).files
 
     def open(self, version: AdapterVersion, name: str) -> ExportedFile:
         """Open one file of a version.
 
         Raises FileNotFound, VersionNotReady unless the version is ready or archived, OriginalNotKept if an earlier
-        loramux created the version, and AdapterCorrupt if the stored bytes do not match the upload.
+        loramux created the version, or AdapterCorrupt if the stored bytes do not match the upload.
         """
         declared = next((file for file in self.files(version) if file.name == name), None)
         if declared is None:
@@ -103,5 +106,5 @@ class VersionExport:
         except BlobNotFound:
             raise AdapterCorrupt("the canonical file is missing") from None
         finally:
-            # Unlinked, the file is gone as soon as its reader closes it.
+            # An unlinked file is gone as soon as its reader closes it.
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The steps of ingestion between which a process may die."""
+"""The steps of ingestion between which a process can die."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from enum import StrEnum
 class Failpoint(StrEnum):
     """Steps that have just been completed, in the order of an upload's life.
 
-    After a crash at any of them, `recover`, `process` and `remove_abandoned` of this or another server complete the
-    upload or clean it up. The tests kill a process at each one.
+    After a crash at any step, this or another server completes the upload or cleans it up, in `recover`, `process` or
+    `remove_abandoned`. The tests kill a process at each step.
     """
 
     UPLOAD_DECLARED = "upload declared"
@@ -19,18 +19,18 @@ class Failpoint(StrEnum):
     VERSION_ADDED = "version added"
     CLAIMED = "claimed"
     SOURCE_RECORDED = "source recorded"
-    """Only for files that the server takes from an operator's bucket."""
+    """Reached only if the server takes the files from an operator's bucket."""
     FILES_FETCHED = "files fetched"
     VALIDATED = "validated"
     ACCEPTED = "accepted"
-    """From here on the row has its digest; no permanent blob is stored before this."""
+    """From this step on, the row has its digest; no permanent blob is stored earlier."""
     CONFIG_KEPT = "configuration kept"
     HEADER_KEPT = "header kept"
     CANONICAL_STORED = "canonical file stored"
     PACKED_STORED = "packed file stored"
     PUBLISHED = "published"
     REJECTED = "rejected"
-    """Replaces the steps between FILES_FETCHED and PUBLISHED."""
+    """Reached instead of the steps between FILES_FETCHED and PUBLISHED."""
     FIRST_FILE_DELETED = "first uploaded file deleted"
     FILES_DELETED = "uploaded files deleted"
 

@@ -39,12 +39,12 @@ class Ingest:
     """Turns uploads into versions. Blocking: call it from threads.
 
     `scratch_dir` belongs to this process alone; `recover` empties it. A crash at any of the points in `failpoints.py`
-    leaves either nothing, or a row that some server completes or removes once its claim has expired. Acknowledged
+    leaves either nothing, or a row that some server completes or removes once the row's claim has expired. Acknowledged
     versions survive.
 
     Any number of servers may share a database and a blob store, each with its own scratch directory. With `sources`, an
     operator can create versions from a bucket. `is_presigning` lets clients put their files into the blob store
-    directly, if it supports that.
+    directly, if the store supports that.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Ingest:
         self._is_presigning = is_presigning
         self._at_failpoint = at_failpoint
         self.has_pending = threading.Event()
-        """Set whenever a version may wait for `process`; IngestWorker waits on it."""
+        """Set whenever a version may need `process`; IngestWorker waits for this event."""
 
     def create_upload(self, adapter_id: str, files: Sequence[UploadFile]) -> Upload:
         """Declare the two files of a version, which count against the quota from now on.
@@ -107,9 +107,9 @@ class Ingest:
         return upload
 
     def presign(self, upload: Upload) -> Mapping[str, PresignedPut | PresignedParts]:
-        """Signed requests with which the client puts files into the blob store directly; other files go to the server.
+        """Signed requests with which the client can put files into the blob store; other files go to the server.
 
-        An upload whose requests cannot be signed is deleted, since its client never learns its name.
+        An upload whose requests cannot be signed is deleted, since the client never learns its identifier.
         """
         if not self._is_presigning:
             return {}
@@ -142,7 +142,7 @@ class Ingest:
             self._blobs.delete(key)
 
     def put_file(self, upload_id: str, name: str, chunks: Iterable[bytes], num_bytes: int | None = None) -> None:
-        """Receive one file; the bytes must match the declaration, and may be sent again.
+        """Receive one file; the bytes must match the declaration. A client may send a file again.
 
         `num_bytes`, if known in advance, is checked before anything is read. Raises UploadNotFound or UploadRefused.
         """
@@ -170,7 +170,7 @@ class Ingest:
             raise
 
     def create_version(self, adapter_id: str, upload_id: str) -> AdapterVersion:
-        """Create a version from an upload; `process` does the slow work. Identical bytes give the existing version.
+        """Create a version from an upload; `process` does the slow work. Identical bytes yield the existing version.
 
         Raises AdapterNotFound, UploadNotFound, UploadRefused or LimitReached.
         """
@@ -206,13 +206,14 @@ class Ingest:
         return self._processor.process(version_id)
 
     def next_waiting(self, but: Collection[str] = ()) -> str | None:
-        """The version to `process` next, other than those in `but`, or None. Tenants take turns."""
+        """The version to `process` next, excluding those in `but`; None if there is none. Tenants take turns."""
         return self._turns.next(but)
 
     def recover(self) -> None:
-        """Clean up after an earlier run; call it before anything else.
+        """Clean up after an earlier run; call this method before any other.
 
-        Versions that it was validating are taken up again, by this server or another, once its claims have expired.
+        Versions that the earlier run was validating are resumed, by this server or another, once their claims have
+        expired.
         """
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
         self.remove_abandoned()
@@ -240,7 +241,8 @@ class Ingest:
         key = upload_key(upload_id, file.name)
         if self._blobs.put(key, scratch):
             return
-        # A repeated upload, or the client put a different blob there itself, which must not pass for these bytes.
+        # Either the file was uploaded before, or the client itself put a different blob there, which must not pass for
+        # these bytes.
         there = scratch.with_suffix(".there")
         try:
             self._blobs.get(key, there, file.size)

@@ -6,13 +6,13 @@ from loramux.adapter_store.blobs.interface import UPLOADS, BlobStore
 from loramux.adapter_store.ingest.upload_rows import UploadRows
 
 FORGET_AFTER_US = 7 * 86_400 * 1_000_000
-"""How long a late client is told that its upload has expired rather than that it does not exist, in microseconds."""
+"""How long an expired upload is reported as expired rather than missing, in microseconds."""
 
 
 class Janitor:
-    """Any number of servers may clean up at any time; files that an upload or a version needs are kept.
+    """Any number of servers can clean up at any time; files that an upload or a version needs are kept.
 
-    Only files below `uploads/` can become orphans. Permanent blobs belong to accepted versions, which are eventually
+    Only files under `uploads/` can become orphans. Permanent blobs belong to accepted versions, which are eventually
     published.
     """
 
@@ -21,13 +21,13 @@ class Janitor:
         self._blobs = blobs
 
     def clear_up(self) -> None:
-        """Delete the files of expired uploads and decided versions, and what unfinished puts left behind.
+        """Delete the files of expired uploads and decided versions, and the leftovers of crashed puts.
 
-        A file that is put while this runs, or after its upload has expired, is found by the next run.
+        The next run finds files that are put during this run, or after their upload has expired.
         """
         self._blobs.remove_unfinished()
         keys = list(self._blobs.list_keys(UPLOADS))
-        # Queried after the listing: an upload that is not in use by now will never be again.
+        # Query after the listing: an upload that is not in use by now will never be in use again.
         in_use = self._upload_rows.uploads_in_use({_upload_id(key) for key in keys})
         for key in keys:
             if _upload_id(key) not in in_use:

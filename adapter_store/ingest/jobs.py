@@ -27,7 +27,7 @@ UNFINISHED: tuple[JobState, ...] = ("queued", "running")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestJob:
-    """The processing of one version, from upload to service. `server_id` is the process that works on it."""
+    """The processing of one version, from upload to service. `server_id` is the server that is working on it."""
 
     id: str
     state: JobState
@@ -42,7 +42,7 @@ class IngestJob:
     error: Mapping[str, Any] | None
     created_us: int
     finished_us: int | None
-    """When it succeeded; not recorded for a failed job."""
+    """Time at which the job succeeded; not recorded for a failed job."""
 
 
 class IngestJobs:
@@ -60,11 +60,14 @@ class IngestJobs:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[IngestJob]:
-        """One tenant's jobs in these states, or every tenant's; newest first. With `only`, only of these adapters."""
+        """One tenant's jobs in these states, or every tenant's; newest first.
+
+        `only` limits the list to these adapters.
+        """
         columns = adapter_versions.c
         wanted = {name for state in states for name in _VERSION_STATES[state]}
         if "ready" in wanted:
-            # Nearly all versions are ready, so let the ordering narrow the search instead of the state.
+            # Nearly all versions are ready, so let the sort order rather than the state narrow the search.
             query = _select().where(columns.state.not_in(sorted(_JOB_STATES.keys() - wanted)))
         else:
             query = _select().where(columns.state.in_(sorted(wanted)))

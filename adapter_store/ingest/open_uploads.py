@@ -1,4 +1,4 @@
-"""A tenant's open uploads, which count from their declaration until they are used, cancelled or expired."""
+"""A tenant's open uploads. An upload is open from its declaration until it is used, cancelled or expired."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OpenUploads:
     num_uploads: int
     num_bytes: int
     first_expires_us: int | None
-    """When the first of them expires; None if there are none."""
+    """Time at which the first open upload expires; None if there are none."""
 
 
 def open_uploads_of(connection: Connection, tenant_id: str, now_us: int) -> OpenUploads:

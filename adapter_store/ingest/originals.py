@@ -1,8 +1,8 @@
-"""The parts of uploaded files that the canonical file lacks, kept so that both can be rebuilt byte for byte.
+"""The parts of uploaded files that the canonical file lacks, kept so that both files can be rebuilt byte for byte.
 
-Kept for each version: the configuration as uploaded, and one blob with the header of the uploaded safetensors file
-(which states its own length) followed by JSON, `{"ranges": [[begin, end], ...]}`. These half-open byte ranges of the
-canonical file, in this order, make up the data that followed the header.
+The kept parts of each version are the configuration as uploaded, and one blob with the header of the uploaded
+safetensors file (which states its own length) followed by JSON, `{"ranges": [[begin, end], ...]}`. These half-open byte
+ranges of the canonical file, in this order, make up the data that followed the header.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ _URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_][A-Za-z0-
 
 
 class AdapterSources:
-    """The `s3://BUCKET/PREFIX` locations, and everything below them, from which adapters may be taken; none by default.
+    """The `s3://BUCKET/PREFIX` locations under which adapters may be taken; none by default.
 
-    `open_store` opens the store of a URL; tests replace it.
+    `open_store` opens the store for a URL; tests replace it.
     """
 
     def __init__(self, allowed: Collection[str] = (), open_store: Callable[[str], BlobStore] = open_blob_store) -> None:
@@ -34,7 +34,7 @@ class AdapterSources:
         self._open_store = open_store
 
     def check(self, url: str) -> str:
-        """The URL without trailing slashes; raises UploadRefused unless it is allowed."""
+        """The URL without trailing slashes; raises UploadRefused unless the source is allowed."""
         if len(url) > MAX_URL_LENGTH or not is_source_url(url):
             raise UploadRefused("invalid_source", "a source must have the form s3://BUCKET/PREFIX", "source")
         if not f"{url.rstrip('/')}/".startswith(self._allowed or ("\0",)):
@@ -42,7 +42,7 @@ class AdapterSources:
         return url.rstrip("/")
 
     def size(self, url: str, name: str, max_bytes: int) -> int:
-        """Size of a source's file in bytes, without copying it; raises the same errors as `fetch_file`."""
+        """Size in bytes of one of a source's files, which is not copied; raises the same errors as `fetch_file`."""
         with _told(name, max_bytes):
             found = self._open_store(self.check(url)).head(name)
             if found is None:
@@ -53,13 +53,13 @@ class AdapterSources:
     def fetch_file(self, url: str, name: str, destination: Path, max_bytes: int) -> None:
         """Copy one file of a source; raises AdapterRejected, or SourceUnavailable if a later attempt may succeed."""
         with _told(name, max_bytes):
-            # Checked again, since the allowed sources may have changed since the version was created.
+            # Check again: the allowed sources may have changed since the version was created.
             self._open_store(self.check(url)).get(name, destination, max_bytes)
 
 
 @contextmanager
 def _told(name: str, max_bytes: int) -> Iterator[None]:
-    """Translate errors of a source's file into the version's errors."""
+    """Translate errors from reading a source into the version's errors."""
     try:
         yield
     except BlobNotFound:

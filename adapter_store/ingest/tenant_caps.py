@@ -16,17 +16,20 @@ MAX_OPEN_UPLOADS = 64
 MAX_OPEN_LARGEST = 16
 """Most bytes declared by a tenant's open uploads, in multiples of the largest adapter that the base allows."""
 MAX_PENDING_VERSIONS = 64
-"""Most versions per tenant that wait for validation or are being validated."""
+"""Most versions per tenant that are waiting for validation or being validated."""
 
 UPLOAD_RETRY_S = 60.0
-"""Longest retry delay for a tenant with too many open uploads, in seconds: one may be used or cancelled sooner."""
+"""Longest retry delay for a tenant with too many open uploads, in seconds.
+
+An upload may be used or cancelled long before it expires, so the delay does not last until then.
+"""
 VERSION_RETRY_S = 2.0
 """Retry delay for a tenant with too many pending versions, in seconds; a validation takes about one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantCaps:
-    """The caps. The caller must hold the lock on the tenant's row, so that concurrent additions take turns."""
+    """Checks the caps. The caller must hold the lock on the tenant's row, so that concurrent additions take turns."""
 
     max_open_bytes: int
     max_open_uploads: int = MAX_OPEN_UPLOADS

@@ -23,10 +23,11 @@ class _Candidate:
 
 
 class IngestTurns:
-    """One server's order: next is the tenant with a waiting version that has the fewest validations in progress.
+    """One server's order: among tenants with waiting versions, the one with the fewest validations in progress is next.
 
     Ties go to the tenant that this server served longest ago or never, then to the one that has waited longest. A
-    version thus waits for one validation in progress and for one version of each other tenant, however many they have.
+    version thus waits for one validation in progress and for one version of each other tenant, however many versions
+    those tenants have.
     """
 
     def __init__(self, database: Database) -> None:
@@ -36,7 +37,10 @@ class IngestTurns:
         self._num_turns = 0
 
     def next(self, but: Collection[str] = ()) -> str | None:
-        """The version to process next, other than those in `but`, or None. Counts as the tenant's turn."""
+        """The version to process next, excluding those in `but`; None if there is none.
+
+        The call counts as the tenant's turn.
+        """
         candidates = self._candidates(but)
         never = 0
         self._last_turns = {one.tenant_id: self._last_turns.get(one.tenant_id, never) for one in candidates}
@@ -53,7 +57,7 @@ class IngestTurns:
         with self._database.read() as connection:
             now_us = self._database.now_us(connection)
             oldest = func.min(case((is_free(now_us) & columns.id.not_in(sorted(but)), columns.id)))
-            # A postponed version is unclaimed, but not free until its time comes.
+            # A postponed version is unclaimed, but cannot be claimed until its retry is due.
             is_claimed = columns.claimed_by.is_not(None) & not_(is_free(now_us))
             query = (
                 select(oldest, adapters.c.tenant_id, func.count(case((is_claimed, 1))))

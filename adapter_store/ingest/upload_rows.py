@@ -1,4 +1,4 @@
-"""The SQL of uploads, and of versions before a server claims them."""
+"""SQL for uploads, and for versions before a server claims them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class AddedVersion:
 
 
 class UploadRows:
-    """Each change of an upload's state is one transaction here, and so is the creation of a version."""
+    """Changes the state of uploads and creates versions. Each change is one transaction."""
 
     def __init__(self, database: Database, limits: StockLimits | None = None, caps: TenantCaps | None = None) -> None:
         self._database = database
@@ -51,7 +51,10 @@ class UploadRows:
         self._caps = caps
 
     def open_upload(self, adapter_id: str, files: Sequence[UploadFile], lifetime_us: int) -> Upload:
-        """Raises AdapterNotFound, LimitReached, or the error of `limits` if these bytes exceed the tenant's quota."""
+        """Open an upload.
+
+        Raises AdapterNotFound, LimitReached, or `limits.refusal` if its bytes exceed the tenant's quota.
+        """
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
             tenant_id = _lock_owner(connection, adapter_id)
@@ -63,7 +66,7 @@ class UploadRows:
             return self._insert_upload(connection, adapter_id, files, "open", None, lifetime_us)
 
     def cancel_upload(self, adapter_id: str, upload_id: str) -> Upload:
-        """Delete an upload that no version uses; returns it as it was.
+        """Delete an upload that no version uses, and return it.
 
         Raises AdapterNotFound, UploadNotFound, or UploadRefused if a version uses it.
         """
@@ -99,7 +102,7 @@ class UploadRows:
         return upload_of(row) if row else None
 
     def require_open(self, upload_id: str) -> Upload:
-        """Raises UploadNotFound, or UploadRefused if the upload is used or expired."""
+        """Return an open upload; raises UploadNotFound, or UploadRefused if the upload is used or expired."""
         upload = self.get_upload(upload_id)
         if upload is None:
             raise UploadNotFound("there is no such upload")
@@ -107,16 +110,16 @@ class UploadRows:
         return upload
 
     def check_open(self, upload: Upload) -> None:
-        """Raises UploadRefused if the upload is used or expired."""
+        """Raise UploadRefused if the upload is used or expired."""
         _check_open(upload, self._database.now_us())
 
     def add_version(self, adapter_id: str, upload_id: str) -> AddedVersion:
         """Create a new pending version from an upload.
 
-        If the upload is already used, or another version that was not rejected has identical files, that version is
-        returned in whatever state it is: a version that was taken out of service does not come back under a new number.
-        The upload's bytes were admitted when it was opened. Raises AdapterNotFound, UploadNotFound, UploadRefused for
-        an expired upload, or LimitReached.
+        If the upload is already used, or a version that was not rejected has identical files, that version is returned,
+        whatever its state: a version that was taken out of service does not come back under a new number. The upload's
+        bytes were checked against the quota when the upload was opened. Raises AdapterNotFound, UploadNotFound,
+        UploadRefused for an expired upload, or LimitReached.
         """
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
@@ -156,7 +159,7 @@ class UploadRows:
             return _insert_version(connection, upload, upload.created_us).version
 
     def get_version(self, version_id: str) -> AdapterVersion:
-        """Raises VersionNotFound."""
+        """Return a version; raises VersionNotFound."""
         row = None
         if is_identifier(version_id):
             with self._database.read() as connection:
@@ -193,7 +196,7 @@ class UploadRows:
             connection.execute(delete(uploads).where(uploads.c.state == "open", uploads.c.expires_us < expired_us))
 
     def _in_use(self, upload_ids: Sequence[str]) -> set[str]:
-        # One statement, so that no upload can become used between two.
+        # Use one statement: between two statements, an upload could become used.
         unfinished = select(adapter_versions.c.upload_id).where(adapter_versions.c.state.in_(UNFINISHED))
         with self._database.read() as connection:
             is_open = (uploads.c.state == "open") & (uploads.c.expires_us > self._database.now_us(connection))
@@ -228,14 +231,14 @@ class UploadRows:
 def is_free(now_us: int) -> ColumnElement[bool]:
     """Whether a version is unclaimed and not postponed.
 
-    A claim that ends more than two leases from now was made before the clock went back, and is void.
+    A claim that ends more than two leases from now was made before the clock was set back, and is void.
     """
     expires_us = adapter_versions.c.claim_expires_us
     return or_(expires_us.is_(None), not_(expires_us.between(now_us + 1, now_us + 2 * LEASE_US)))
 
 
 def files_sha256(files: Collection[UploadFile]) -> str | None:
-    """Identifies identical uploads: SHA-256 of their files' checksums; None until those are known."""
+    """SHA-256 of an upload's file checksums, equal for identical uploads; None until the checksums are known."""
     checksums = {file.name: file.sha256 for file in files}
     if not checksums:
         return None
@@ -245,7 +248,7 @@ def files_sha256(files: Collection[UploadFile]) -> str | None:
 def identical_version(
     connection: Connection, adapter_id: str, sha256: str, but: str = ""
 ) -> Row[*tuple[Any, ...]] | None:
-    """The first version of an adapter with the same bytes that was not rejected, other than `but`."""
+    """An adapter's first version, other than `but`, that has the same bytes and was not rejected."""
     columns = adapter_versions.c
     query = select(columns.id, columns.number, columns.upload_id).where(
         columns.adapter_id == adapter_id,
@@ -253,7 +256,7 @@ def identical_version(
         columns.state != "rejected",
         columns.id != but,
     )
-    # Sorted here: to find the lowest number, SQLite would scan all of the adapter's versions in that order.
+    # Sort here: to find the lowest number, SQLite would scan all of the adapter's versions in that order.
     return min(connection.execute(query), key=lambda row: row.number, default=None)
 
 
@@ -270,7 +273,7 @@ def _lock_owner(connection: Connection, adapter_id: str) -> str:
 
 
 def _own_upload(connection: Connection, adapter_id: str, upload_id: str) -> Upload:
-    """Raises UploadNotFound."""
+    """Return one of the adapter's uploads; raises UploadNotFound."""
     row = None
     if is_identifier(upload_id):
         row = connection.execute(select(uploads).where(uploads.c.id == upload_id)).first()

@@ -36,10 +36,10 @@ _log = structlog.get_logger(__name__)
 
 
 class VersionProcessor:
-    """Claims a version, validates it, stores its blobs and publishes it, or rejects it.
+    """Claims a version and validates it, then stores its blobs and publishes it, or rejects it.
 
-    `scratch_dir` belongs to this process alone. Its copies of the uploaded blobs are what is hashed, validated and
-    published, even if the blobs change in the meantime.
+    `scratch_dir` belongs to this process alone. The processor hashes, validates and publishes its own copies of the
+    uploaded blobs, so later changes to the blobs have no effect.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class VersionProcessor:
         self._at_failpoint = at_failpoint
 
     def process(self, version_id: str) -> AdapterVersion:
-        """Take a version to its verdict; returns it unchanged if it has one or another server has claimed it.
+        """Take a version to its verdict; returns it unchanged if it has a verdict or another server has claimed it.
 
         Raises StoreError if a store or the validation process fails; the version is then retried later.
         """
@@ -160,11 +160,14 @@ class VersionProcessor:
         self._at_failpoint(Failpoint.SOURCE_RECORDED)
 
     def _put(self, version: AdapterVersion, job: ValidationJob, accepted: Accepted, kept: KeptHeader) -> None:
-        """Store the canonical file last but one: once it exists, everything that cannot be rebuilt is stored."""
+        """Store an accepted version's blobs.
+
+        Once the canonical file exists, every blob that cannot be rebuilt is stored.
+        """
         # A server whose claim has expired stops here.
         self._claims.renew(version.id)
         if version.digest is not None:
-            # An earlier attempt came this far, and its source may have held other files then.
+            # An earlier attempt got this far, and the source may have contained different files then.
             self._delete_originals(version.id)
         self._blobs.put(config_key(version.id), job.config)
         self._at_failpoint(Failpoint.CONFIG_KEPT)
@@ -183,7 +186,7 @@ class VersionProcessor:
         self._at_failpoint(Failpoint.REJECTED)
 
     def _is_stored(self, version: AdapterVersion) -> bool:
-        """Whether all blobs of an accepted version exist; its uploaded files are then not needed again."""
+        """Whether all blobs of an accepted version exist, so that its uploaded files are no longer needed."""
         if version.digest is None:
             return False
         keys = (config_key(version.id), header_key(version.id), canonical_key(version.digest))
@@ -194,7 +197,7 @@ class VersionProcessor:
             self._blobs.delete(key)
 
     def _postpone(self, claimed: ClaimedVersion) -> None:
-        """Retry a version with an unreadable source later, until its upload expires."""
+        """Have a version with an unreadable source retried later, or reject it once its upload has expired."""
         version_id = claimed.version.id
         if self._database.now_us() < claimed.upload.expires_us:
             self._give_back(version_id, SOURCE_RETRY_S)
@@ -208,7 +211,8 @@ class VersionProcessor:
         try:
             self._claims.give_back(version_id, delay_s)
         except Exception as error:
-            # The database is down, or another server has the claim: once it expires, any server may take it.
+            # The database is down, or another server has the claim. Once the claim expires, any server can take it
+            # over.
             _log.warning("claim_left", version_id=version_id, error=str(error))
 
     def _delete_files(self, upload_id: str) -> None:

@@ -11,7 +11,7 @@ from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.registry.records import UNFINISHED
 
 MAX_IN_A_ROW = 100
-"""Versions that are processed before the thread checks for abandoned uploads again."""
+"""Most versions that are processed before the thread checks for abandoned uploads again."""
 
 _log = structlog.get_logger(__name__)
 
@@ -19,8 +19,8 @@ _log = structlog.get_logger(__name__)
 class IngestWorker:
     """Processes pending versions as they arrive, and regularly removes abandoned uploads.
 
-    Every `poll_s` it looks for versions that other gateways created or a dead one left, and retries versions that a
-    failing store or database had held up.
+    Every `poll_s` it looks for versions that other gateways created or a dead gateway left behind, and retries versions
+    that a failing store or database had held up.
     """
 
     def __init__(self, ingest: Ingest, poll_s: float = 5.0, clear_up_s: float = 300.0) -> None:

@@ -1,1 +1,1 @@
-"""The SQL of adapters and versions, and the resolution of model names."""
+"""SQL for adapters and versions, and the resolution of model names."""

@@ -45,7 +45,7 @@ class AdapterAliases:
         self._database = database
 
     def of(self, adapter_ids: Sequence[str]) -> dict[str, dict[str, Alias]]:
-        """The aliases of each adapter, by name."""
+        """Each adapter's aliases by name."""
         found: dict[str, dict[str, Alias]] = {adapter_id: {} for adapter_id in adapter_ids}
         with self._database.read() as connection:
             for adapter_id, alias in _read(connection, [name for name in adapter_ids if is_identifier(name)]):
@@ -53,7 +53,7 @@ class AdapterAliases:
         return found
 
     def get(self, adapter_id: str, name: str) -> Alias:
-        """Raises AliasNotFound."""
+        """Return an alias; raises AliasNotFound."""
         with self._database.read() as connection:
             return _require(connection, adapter_id, name)
 
@@ -67,8 +67,8 @@ class AdapterAliases:
     ) -> Alias:
         """Point an alias at ready versions, with `weights` by version number; requests are distributed by weight.
 
-        Raises InvalidName, InvalidAlias, AdapterNotFound, VersionNotFound, VersionNotReady, and AliasChanged if the
-        alias is no longer at `expected_revision` (0: it must not exist yet).
+        Raises InvalidName, InvalidAlias, AdapterNotFound, VersionNotFound, VersionNotReady, or AliasChanged if the
+        alias is no longer at `expected_revision` (0 means that it must not exist yet).
         """
         check_slug(name, "name")
         if not 0 < len(weights) <= MAX_TARGETS:
@@ -90,10 +90,10 @@ class AdapterAliases:
         revision: int | None = None,
         expected_revision: int | None = None,
     ) -> Alias:
-        """Restore an alias to what it named at `revision`, by default the one before the current one.
+        """Restore the targets that an alias had at `revision`, by default the revision before the current one.
 
-        The rollback is itself a revision, so the next one undoes it. Raises AdapterNotFound, AliasNotFound,
-        NothingToRollBack, VersionNotReady if one of those versions can no longer be served, and AliasChanged if the
+        The rollback is itself a revision, so another rollback undoes it. Raises AdapterNotFound, AliasNotFound,
+        NothingToRollBack, VersionNotReady if one of those versions can no longer be served, or AliasChanged if the
         alias is no longer at `expected_revision`.
         """
         with self._database.write() as connection:
@@ -119,10 +119,10 @@ class AdapterAliases:
         return targets
 
     def remove(self, adapter_id: str, name: str, expected_revision: int | None = None) -> None:
-        """Delete an alias and its history, except for the last revision: a new alias of that name continues from it.
+        """Delete an alias and its history, except for the last revision, from which a new alias of that name continues.
 
-        Raises AdapterNotFound, AliasNotFound, InvalidAlias for the default, and AliasChanged if the alias is no longer
-        at `expected_revision`.
+        Raises AdapterNotFound, AliasNotFound, InvalidAlias for the default alias, or AliasChanged if the alias is no
+        longer at `expected_revision`.
         """
         if name == DEFAULT_ALIAS:
             raise InvalidAlias("default_alias", "the default alias can be moved, not removed", "name")
@@ -164,7 +164,8 @@ def change_alias(
 ) -> Alias:
     """Create or move an alias and add its history row; the caller must hold the lock on the adapter's row."""
     present = _revision(connection, adapter_id, name)
-    # Continue after a deleted alias of this name, so that a client that saw it cannot change this one by mistake.
+    # Continue a deleted alias's revision numbers, so that a client that saw the old alias cannot change the new one by
+    # mistake.
     revision = (present or _last_revision(connection, adapter_id, name)) + 1
     before = next((alias for _, alias in _read(connection, [adapter_id], name)), None)
     key = {"adapter_id": adapter_id, "name": name}
@@ -200,7 +201,7 @@ def change_alias(
 
 
 def _shown(alias: Alias | None) -> dict[str, object]:
-    """An alias for the audit log: the weights by version number."""
+    """An alias as shown in the audit log: its revision, and its weights by version number."""
     if alias is None:
         return {}
     return {"revision": alias.revision, "targets": {str(target.number): target.weight for target in alias.targets}}
@@ -257,7 +258,7 @@ def _revision(connection: Connection, adapter_id: str, name: str) -> int:
 
 
 def _last_revision(connection: Connection, adapter_id: str, name: str) -> int:
-    """The last revision of an alias that exists or was deleted; 0 if there was none."""
+    """The last revision of an existing or deleted alias; 0 if there was none."""
     table = adapter_alias_history.c
     query = select(func.max(table.revision)).where(table.adapter_id == adapter_id, table.name == name)
     return connection.execute(query).scalar() or 0
@@ -279,7 +280,7 @@ def _ready_target(connection: Connection, adapter_id: str, number: int, weight: 
     if version is None:
         raise VersionNotFound(f"the adapter has no version {number}")
     if version.state != "ready":
-        raise VersionNotReady(f"version {number} is {version.state}, only a ready version can be served")
+        raise VersionNotReady(f"version {number} is {version.state}: only a ready version can be served")
     return AliasTarget(version.id, number, weight)
 
 

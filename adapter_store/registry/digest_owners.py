@@ -1,4 +1,4 @@
-"""Maps digests, which are all that the engine knows, to the adapter versions that have them."""
+"""Maps digests, by which the engine identifies adapters, to adapter versions."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class DigestOwner:
 def owners_of(
     database: Database, digests: Sequence[str], tenant_id: str | None, only: Collection[str] | None = None
 ) -> Mapping[str, Sequence[DigestOwner]]:
-    """The versions with each digest, oldest first; with `tenant_id`, only that tenant's. Blocking.
+    """The versions with each digest, oldest first. Blocking.
 
-    With `only`, only versions of these adapters.
+    `tenant_id` limits the result to that tenant's versions, `only` to versions of these adapters.
     """
     columns = adapter_versions.c
     query = (

@@ -1,4 +1,4 @@
-"""Versions pinned in the page pool, stored so that the pins survive the engine."""
+"""Versions pinned in the page pool, stored so that the pins survive engine restarts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AdapterPins:
     def set_pinned(self, adapter_id: str, number: int, is_pinned: bool) -> AdapterVersion:
         """Pin or unpin a version.
 
-        Raises AdapterNotFound and VersionNotFound; VersionNotReady for pinning a version that is not ready.
+        Raises AdapterNotFound, VersionNotFound, or VersionNotReady if a version to pin is not ready.
         """
         columns = adapter_versions.c
         with self._database.write() as connection:

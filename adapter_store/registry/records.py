@@ -27,15 +27,15 @@ class Adapter:
     name: str
     created_us: int
     disabled_us: int | None
-    """Time since which it answers no requests; None while enabled."""
+    """Time at which the adapter was disabled; None while it is enabled."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterVersion:
-    """One immutable set of weights, or the record of why it was refused.
+    """One immutable set of weights, or the record of why they were refused.
 
     `digest`, `max_rank`, `num_pages` and `canonical_bytes` are set once validation has passed, `ready_us` once the
-    version is ready. `report` holds what validation found; for a rejected version it has `{"error": {"code",
+    version is ready. `report` holds the findings of validation; for a rejected version, it includes `{"error": {"code",
     "message", "param"}}`.
     """
 
@@ -51,7 +51,7 @@ class AdapterVersion:
     created_us: int
     ready_us: int | None
     pinned_us: int | None
-    """Time since which it is pinned in the page pool; None if it is not."""
+    """Time at which the version was pinned in the page pool; None if it is not pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class AliasChange:
-    """The targets that an alias had from one revision on, and the key (or "system") that set them."""
+    """An alias's targets as of one revision, and the key (or "system") that set them."""
 
     id: str
     name: str
@@ -109,9 +109,10 @@ class UploadFile:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Files that are to become a version; open until used or expired.
+    """Files for a future version; open until they are used or expire.
 
-    An upload with a `source_url` is used from the start, and has no `files` until a server has read them from there.
+    An upload with a `source_url` counts as used from the start, and has no `files` until a server has read them from
+    that source.
     """
 
     id: str

@@ -32,7 +32,7 @@ MAX_VERSION = 2**31 - 1
 
 
 class StockLimits(Protocol):
-    """Decides whether a tenant may store more, in the transaction that adds it."""
+    """Decides whether a tenant may store more adapters or bytes, in the transaction that adds them."""
 
     @property
     def refusal(self) -> type[Exception]:
@@ -56,7 +56,7 @@ class AdapterRegistry:
         self._reserved_names = frozenset(reserved_names)
 
     def create_adapter(self, tenant_id: str, name: str) -> Adapter:
-        """Raises InvalidName, TenantNotFound or AdapterExists."""
+        """Create an adapter; raises InvalidName, TenantNotFound or AdapterExists."""
         check_slug(name, "name")
         if name in self._reserved_names:
             raise InvalidName("reserved_name", f"{name!r} is the name of the base model", "name")
@@ -87,7 +87,7 @@ class AdapterRegistry:
         return _adapter(row) if row else None
 
     def delete_adapter(self, adapter_id: str) -> None:
-        """Delete an adapter that has no versions or uploads; raises AdapterNotFound, or AdapterInUse if it has any."""
+        """Delete an adapter; raises AdapterNotFound, or AdapterInUse if the adapter has versions or uploads."""
         with self.database.write() as connection:
             lock_adapter(connection, adapter_id)
             version = select(adapter_versions.c.id).where(adapter_versions.c.adapter_id == adapter_id).limit(1)
@@ -118,7 +118,7 @@ class AdapterRegistry:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[Adapter]:
-        """One tenant's adapters, or every tenant's; newest first. With `only`, only adapters with these identifiers."""
+        """One tenant's adapters, or every tenant's; newest first. `only` limits the list to these identifiers."""
         query = _select_adapters()
         if tenant_id is not None:
             query = query.where(adapters.c.tenant_id == tenant_id)
@@ -157,11 +157,12 @@ class AdapterRegistry:
         caller_id: str | None = None,
         sticky: str = "",
     ) -> AdapterRef | None:
-        """Resolve a name to a ready version: by number, by digest prefix, by alias, else by the default alias.
+        """Resolve a name to a ready version: by number, digest prefix or alias, otherwise by the default alias.
 
         A digest prefix has 12 to 64 hexadecimal digits; one that matches two different digests resolves to nothing. If
-        an alias names several versions, equal `sticky` strings get the same one while the weights stay, and a version
-        whose weight grows keeps the strings it had. With `caller_id`, only adapters that it owns or was granted.
+        an alias names several versions, equal `sticky` strings get the same version while the weights are unchanged,
+        and a version whose weight grows keeps its strings. With `caller_id`, the name can only resolve to an adapter
+        that this tenant owns or was granted.
         """
         if not SLUG.fullmatch(tenant_slug) or not SLUG.fullmatch(adapter_name):
             return None
@@ -228,11 +229,11 @@ def lock_adapter(connection: Connection, adapter_id: str) -> None:
 
 
 def lock_tenant(connection: Connection, tenant_id: str) -> None:
-    """Lock a tenant's row until the transaction ends, so that checks and additions of its uploads take turns.
+    """Lock a tenant's row until the transaction ends, so that its uploads are checked and added one at a time.
 
-    Lock an adapter's row before its tenant's.
+    To lock an adapter's row too, lock it before the tenant's.
     """
-    # FOR NO KEY UPDATE does not block rows that only reference the tenant, so its requests continue.
+    # FOR NO KEY UPDATE does not block rows that only reference the tenant, so the tenant's requests continue.
     query = select(tenants.c.id).where(tenants.c.id == tenant_id).with_for_update(key_share=True)
     connection.execute(query).scalar_one()
 

@@ -13,7 +13,7 @@ from loramux.adapter_store.registry.records import AdapterRef
 from loramux.migrations.schema import adapter_alias_targets, adapter_grants, adapter_versions, adapters, tenants
 
 Suffix = Literal["alias", "number", "digest"]
-"""What follows an adapter's name."""
+"""What follows the adapter's name in a model name."""
 
 
 @functools.cache
@@ -33,14 +33,14 @@ def versions_named(suffix: Suffix, has_caller: bool) -> Select[*tuple[Any, ...]]
     query = query.add_columns(literal(1))
     if suffix == "number":
         return query.where(adapter_versions.c.number == bindparam("wanted"))
-    # A range instead of LIKE, for which PostgreSQL uses an index only under the C collation.
+    # Use a range: for LIKE, PostgreSQL uses an index only under the C collation.
     digest = adapter_versions.c.digest
     return query.where(digest >= bindparam("wanted"), digest < bindparam("end"))
 
 
 @functools.cache
 def default_models() -> Select[*tuple[Any, ...]]:
-    """Select the versions behind the bare names that `caller_id` may use, own adapters first, ascending by weight.
+    """Select the versions behind the bare names that `caller_id` may use, its own adapters first, by ascending weight.
 
     `wanted` is the alias that a bare name resolves to.
     """
@@ -52,7 +52,7 @@ def default_models() -> Select[*tuple[Any, ...]]:
 def draw(targets: Sequence[tuple[AdapterRef, int]], sticky: str) -> AdapterRef:
     """Choose one of the targets in proportion to their weights, by a hash of `sticky` alone.
 
-    The newest version has the end of the hash range, so a new version whose share grows takes over callers but gives
+    The newest version gets the end of the hash range, so a new version whose share grows takes over callers but gives
     none back.
     """
     ordered = sorted(targets, key=lambda target: target[0].version)

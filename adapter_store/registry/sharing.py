@@ -16,7 +16,10 @@ from loramux.migrations.schema import adapter_grants, tenants
 
 
 class AdapterGrants:
-    """Grants to other tenants, which call an adapter by its full name and pay for it. Only its owner may change it."""
+    """Grants to other tenants, which call the adapter by its full name and pay for their calls.
+
+    Only the owner can change the adapter.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -30,7 +33,7 @@ class AdapterGrants:
             return [Grant(*row) for row in rows]
 
     def add(self, adapter: Adapter, tenant_id: str) -> Grant:
-        """Let a tenant call an adapter; repeating it changes nothing. Raises InvalidGrant, TenantNotFound."""
+        """Let a tenant call an adapter; a repeated grant changes nothing. Raises InvalidGrant or TenantNotFound."""
         if tenant_id == adapter.tenant_id:
             raise InvalidGrant("own_adapter", "the adapter already belongs to this tenant", "tenant")
         if not is_identifier(tenant_id):
@@ -57,7 +60,7 @@ class AdapterGrants:
         """Revoke a grant for future requests; raises GrantNotFound.
 
         `tenant` is an identifier or a slug. If there is no grant, the same statement runs whether or not the tenant
-        exists, so that an owner cannot tell from the time it takes.
+        exists, so that its duration does not reveal to an owner which tenants exist.
         """
         refusal = GrantNotFound("the tenant was not granted the adapter")
         if not SLUG.fullmatch(tenant):

@@ -17,7 +17,7 @@ _ACTIONS = {"archived": "version.archive", "quarantined": "version.quarantine", 
 
 
 class VersionStates:
-    """An archived version answers no request until it is restored; restoring a quarantined one takes an operator.
+    """An archived version answers no request until it is restored; only an operator can restore a quarantined version.
 
     Disabling an adapter takes all its versions out of service without changing their states. Nothing is deleted.
     """
@@ -27,21 +27,21 @@ class VersionStates:
         self._registry = registry
 
     def archive(self, adapter_id: str, number: int) -> AdapterVersion:
-        """Take a ready version out of service; raises VersionInUse if an alias names it.
+        """Take a ready version out of service; raises VersionInUse if an alias names the version.
 
         Also raises AdapterNotFound, VersionNotFound or VersionNotReady.
         """
         return self._change(adapter_id, number, ("ready", "archived"), "archived", may_be_named=False)
 
     def quarantine(self, adapter_id: str, number: int) -> AdapterVersion:
-        """Take a version out of service immediately, even if aliases name it; these then serve their other versions.
+        """Take a version out of service immediately, even if aliases name it.
 
-        Raises AdapterNotFound, VersionNotFound or VersionNotReady.
+        Those aliases then serve their other versions. Raises AdapterNotFound, VersionNotFound or VersionNotReady.
         """
         return self._change(adapter_id, number, ("ready", "archived", "quarantined"), "quarantined", may_be_named=True)
 
     def restore(self, adapter_id: str, number: int, from_states: Collection[VersionState]) -> AdapterVersion:
-        """Put a version back into service; raises VersionNotReady if it is in none of `from_states`."""
+        """Put a version back into service; raises VersionNotReady if its state is not in `from_states`."""
         return self._change(adapter_id, number, (*from_states, "ready"), "ready", may_be_named=True)
 
     def set_disabled(self, adapter_id: str, is_disabled: bool) -> Adapter:
@@ -64,7 +64,7 @@ class VersionStates:
         return adapter
 
     def unserved_digests(self, adapter_id: str, number: int | None = None) -> list[str]:
-        """Digests of a version, or of all the adapter's versions, that no ready version of any enabled adapter has."""
+        """Digests of one or all of an adapter's versions that no ready version of an enabled adapter shares."""
         own, other = adapter_versions.c, adapter_versions.alias()
         is_served = (
             exists()

@@ -32,7 +32,7 @@ class _Known:
 
 
 class HeldFile:
-    """An open file of the tier that no engine evicts until it is closed; use it in a `with` block."""
+    """An open file of the tier that no engine evicts until the file is closed; use it in a `with` block."""
 
     def __init__(self, tier: DiskTier, descriptor: int, status: os.stat_result) -> None:
         self._tier = tier
@@ -50,17 +50,17 @@ class HeldFile:
 
 
 class DiskTier:
-    """Files `DIRECTORY/PACK_KEY/DIGEST.packed`, written by any engine of one host and user. Thread-safe.
+    """Files `DIRECTORY/PACK_KEY/DIGEST.packed`, written by any of a user's engines on one host. Thread-safe.
 
-    Files survive restarts; files with other pack keys count and are evicted like any other. An engine that adds a file
-    keeps the whole directory within its own `max_bytes`, so configure all engines alike. Unfinished files and the few
-    in `set_aside` come on top.
+    Files survive restarts; files with other pack keys count toward the bound and are evicted like any others. An engine
+    that adds a file keeps the whole directory within its own `max_bytes`, so configure all engines alike. Unfinished
+    files and the few in `set_aside` do not count toward the bound.
 
-    A reader holds a shared `flock` on its file and an eviction needs the exclusive one, so neither waits for the other.
+    A reader holds a shared `flock` on its file and an eviction needs an exclusive one, so neither waits for the other.
     Changes also need the directory's lock; reads do not. A process that does not release that lock delays each addition
     by up to 5 s. The order of use is kept in the files' access times, which only this class sets, so it survives
-    restarts. Locks end with their process. Unfinished files of a dead process are removed at the next start, or by an
-    engine that adds a file once a minute has passed since its last sweep.
+    restarts. A process's locks end with the process. Unfinished files of a dead process are removed at the next start,
+    or by an engine that adds a file once a minute has passed since its last sweep.
     """
 
     def __init__(self, directory: Path, max_bytes: int, pack_key: str) -> None:
@@ -74,11 +74,12 @@ class DiskTier:
             path.mkdir(parents=True, exist_ok=True)
         self.used_bytes = 0
         self.num_evictions = 0
-        # Least recently used first. Other engines' additions and uses are learned when a file is added or evicted.
+        # Least recently used first. This engine learns of other engines' additions and uses when it adds or evicts a
+        # file.
         self._files: OrderedDict[Path, _Known] = OrderedDict()
         self._lock = threading.Lock()
         self._changes = DirectoryLock(directory / "lock")
-        # None: the directory's contents are unknown.
+        # None means that the directory's contents are unknown.
         self._last_change: int | None = None
         with self._changing():
             self._atomic_files = AtomicFiles(directory)
@@ -86,7 +87,7 @@ class DiskTier:
             self._evict(self._max_bytes)
 
     def hold(self, digest: str) -> HeldFile | None:
-        """Open an adapter's file and keep it from eviction until it is closed; None if there is no such file."""
+        """Open an adapter's file and keep it from eviction until closed; None if there is no such file."""
         path = self._path(digest)
         opened = _open_shared(path)
         now_ns = time.time_ns()
@@ -113,7 +114,10 @@ class DiskTier:
         return self._atomic_files.new_file()
 
     def add(self, digest: str, file: Path) -> None:
-        """Move a finished file into the tier; it is dropped if evicting every unread file does not make room."""
+        """Move a finished file into the tier.
+
+        The file is dropped if evicting every file that is not being read does not make room.
+        """
         status = file.stat()
         if status.st_size > self._max_bytes:
             file.unlink()
@@ -147,7 +151,7 @@ class DiskTier:
                     return
                 self._put_aside(path)
             except FileNotFoundError:
-                # Another engine has set it aside or evicted it.
+                # Another engine has set the file aside or evicted it.
                 pass
             with self._lock:
                 known = self._files.pop(path, None)
@@ -159,14 +163,14 @@ class DiskTier:
             self._put_aside(file)
 
     def trim(self) -> None:
-        """Evict files that exceed the bound because they were being read before."""
+        """Evict files beyond the bound that could not be evicted earlier because they were being read."""
         if self.used_bytes > self._max_bytes:
-            # If another engine holds the lock, it trims for us, or a later call does.
+            # If another engine holds the lock, that engine or a later call trims for us.
             with suppress(DirectoryBusy), self._changing():
                 self._evict(self._max_bytes)
 
     def contents(self) -> TierContents:
-        """The files known here, without those that other engines added since this one last made a change."""
+        """The files that this engine knows of, excluding files that others added since its last change."""
         now_ns = time.time_ns()
         with self._lock:
             own = ((path, known) for path, known in reversed(self._files.items()) if path.parent == self._own)
@@ -218,7 +222,7 @@ class DiskTier:
             self.used_bytes = sum(known.size for known in self._files.values())
 
     def _evict(self, num_bytes: int) -> None:
-        """Remove files until they take at most `num_bytes`, or until all that are left are being read."""
+        """Remove files until they take at most `num_bytes`, or until all remaining files are being read."""
         for minds_others in (True, False):
             with self._lock:
                 files = list(self._files.items())
@@ -237,7 +241,7 @@ class DiskTier:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 used_ns = os.fstat(descriptor).st_atime_ns
                 if minds_others and used_ns > known.used_ns:
-                    # Another engine has used it since.
+                    # Another engine has used the file since.
                     known.used_ns = used_ns
                     with self._lock:
                         self._files.move_to_end(path)
@@ -248,7 +252,7 @@ class DiskTier:
                 if self._files.pop(path, None) is not None:
                     self.used_bytes -= known.size
         except BlockingIOError:
-            # It is being read.
+            # The file is being read.
             return
         finally:
             if descriptor is not None:
@@ -264,7 +268,7 @@ class DiskTier:
 
 
 def _open_shared(path: Path) -> tuple[int, os.stat_result] | None:
-    """Open a file under a shared lock; None if it is gone or is just being removed."""
+    """Open a file under a shared lock; None if the file is gone or being removed."""
     try:
         # Reading must not change the access time, which records the order of use.
         descriptor = os.open(path, os.O_RDONLY | _KEEPS_ACCESS_TIME)

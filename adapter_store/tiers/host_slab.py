@@ -25,7 +25,7 @@ def shared_memory(num_bytes: int) -> int:
 
 
 def mapped(descriptor: int) -> npt.NDArray[np.uint8]:
-    """Map all of a shared memory, uint8 `[num_bytes]`; every process that maps it sees the others' writes."""
+    """Map all of the shared memory, uint8 `[num_bytes]`; every process that maps it sees the others' writes."""
     return np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
 
 
@@ -72,7 +72,7 @@ class HostSlab:
         return np.empty(num_bytes, np.uint8) if begin is None else self._piece(begin, num_bytes)
 
     def occupy(self, begin: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Take the piece at `begin`, which an earlier slab of the same memory had allocated."""
+        """Take the piece at `begin`, which an earlier slab in the same memory allocated."""
         end = begin + _rounded(num_bytes)
         with self._lock:
             self._take_up()
@@ -118,7 +118,7 @@ class HostSlab:
 
 
 class EngineMemory:
-    """Memory that an engine shares with its staging processes, and the pieces of it in use.
+    """Memory that an engine shares with its staging processes, and the pieces in use.
 
     A piece lives as long as any view of it, even after the process that filled it has died.
     """
@@ -128,7 +128,7 @@ class EngineMemory:
         weakref.finalize(self, os.close, self.descriptor)
         self.array = mapped(self.descriptor)
         self._pieces: dict[int, int] = {}
-        # Appended to by whichever thread drops the last view of a piece.
+        # The thread that drops the last view of a piece appends the piece's offset.
         self._unused: deque[int] = deque()
 
     @property
@@ -146,7 +146,7 @@ class EngineMemory:
         return piece_of(self.array, begin, num_bytes, partial(self._unused.append, begin))
 
     def take_unused(self) -> list[int]:
-        """Offsets of the pieces that have gone out of use since the last call."""
+        """Offsets of the pieces that have become unused since the last call."""
         begins = []
         while self._unused:
             begin = self._unused.popleft()

@@ -1,4 +1,4 @@
-"""The engine's side of staging: takes adapters from host memory, or has the staging process load them into it."""
+"""The engine's side of staging: takes adapters from host memory, or has the staging process load them there."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts, PassedStage, TierFigures, added, of_the_past
 
 MAX_ASKED = 32
-"""Most requests in flight to the staging process: each may have a descriptor on its way back."""
+"""Most requests in flight to the staging process: each may have a descriptor in transit."""
 
 MAX_TRIES = 2
-"""Staging processes that may die while loading one adapter before it fails."""
+"""Number of staging processes that may die while loading an adapter before the load fails."""
 
 RESTART_S = 1.0
 """Shortest time between two starts of the staging process, in seconds."""
@@ -74,12 +74,12 @@ class StagingClient:
     """Takes adapters from host memory if they are there, and otherwise has the staging process load them.
 
     A process that dies or hangs is replaced. Its unanswered requests are repeated once, and adapters that it had staged
-    stay as they are. `memory` holds the adapters, except those that do not fit into it.
+    stay valid. `memory` holds the adapters, except those that do not fit into it.
 
     Belongs to one thread and never blocks. It uses no thread of its own: another thread in this process would take the
-    GIL after each of its system calls, an S3 client for milliseconds at a time, and a step that waits for the GIL loses
-    a tenth of a millisecond until it is woken. `wake` is called if `poll` has a result that does not make `fileno`
-    readable. Raises StagingRefused if no process can be started.
+    GIL after each of its system calls (an S3 client for milliseconds at a time), and an engine step that waits for the
+    GIL loses a tenth of a millisecond until it is woken. `wake` is called if `poll` has a result that does not make
+    `fileno` readable. Raises StagingRefused if no process can be started.
     """
 
     def __init__(
@@ -107,19 +107,19 @@ class StagingClient:
         self._wake = wake
         self._clock = clock
         self.figures = TierFigures(held=host.held)
-        """Counts of this process; `counts` adds those of the staging processes."""
+        """Counts of this process; `counts` adds the staging processes' counts."""
         self._numbers = itertools.count()
-        # All pending requests; the ones not yet sent to the process; the finished ones.
+        # All pending requests, those not yet sent to the process, and the results of finished ones.
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[str] = deque()
         self._results: dict[str, StagedAdapter | NotStaged] = {}
-        # Requests that this process has not answered, by number, including cancelled ones.
+        # Requests that the current process has not answered, by number, including cancelled ones.
         self._asked: dict[int, str] = {}
-        # For each adapter being loaded, host memory reserves as much as the last one took.
+        # For each adapter being loaded, host memory reserves the size of the last loaded adapter.
         self._last_bytes = 0
         self._looks: deque[Callable[[], None]] = deque()
         self._answered_looks: list[Callable[[], None]] = []
-        # Counts of former processes, and of this one, which are decoded only when needed.
+        # Counts of former processes, and of the current one, which are decoded only when needed.
         self._past_counts = TierFigures().snapshot()
         self._process_counts: msgspec.Raw | None = None
         self._disk: TierContents | None = None
@@ -183,7 +183,7 @@ class StagingClient:
         self._reserve()
 
     def poll(self) -> list[StagedAdapter | NotStaged]:
-        """Results since the last call; call it repeatedly while requests are pending."""
+        """Results since the last call; poll repeatedly while requests are pending."""
         has_unsent = self._link is not None and self._link.has_unsent
         if self._asked or self._looks or self._memory.has_unused or has_unsent or self._waiting:
             self._receive()
@@ -197,7 +197,7 @@ class StagingClient:
         return -1 if self._link is None else self._link.fileno()
 
     def attend(self) -> None:
-        """Receive what has arrived, and make the callbacks that `look` has registered."""
+        """Receive the messages that have arrived, and make the callbacks that `look` has registered."""
         self._receive()
         answered, self._answered_looks = self._answered_looks, []
         for then in answered:
@@ -245,7 +245,7 @@ class StagingClient:
     def _ask(self) -> None:
         if not self._waiting:
             return
-        # Released first, so that the memory can be reused for these requests.
+        # Release unused memory first, so that these requests can reuse it.
         self._release_unused()
         link = self._link
         if link is None:
@@ -317,7 +317,7 @@ class StagingClient:
                 pass
 
     def _answered(self, message: Staged | Failed) -> _Request | None:
-        """The request that a message answers, or None if it was cancelled."""
+        """The request that a message answers, or None if the request was cancelled."""
         self._process_counts = message.counts
         request = self._requests.get(self._asked.pop(message.number, ""))
         if request is None or request.number != message.number:
@@ -353,7 +353,7 @@ class StagingClient:
         self._results[request.digest] = NotStaged(request.digest, message, request.stages)
 
     def _reserve(self) -> None:
-        """Reserve room for pending adapters. Their sizes are unknown, so each counts as much as the last one."""
+        """Reserve room for pending adapters, each counted at the last adapter's size, since its own is unknown."""
         self._host.reserve(self._last_bytes * min(len(self._requests), self._config.num_threads))
 
     def _lose(self, link: StagingLink) -> None:
@@ -384,9 +384,9 @@ class StagingClient:
 
 
 def _content(descriptors: list[int]) -> npt.NDArray[np.uint8] | None:
-    """A copy of the memory that came with a packet; None if it came without, or the memory cannot be mapped.
+    """A copy of the memory that came with a packet; None if there is none or it cannot be mapped.
 
-    A mapping would keep its descriptor open, and a process has few of them.
+    A mapping would keep its descriptor open, and a process can have only a limited number of descriptors.
     """
     try:
         return mapped(descriptors[0]).copy() if descriptors else None

@@ -24,16 +24,16 @@ from loramux.adapter_store.tiers.staging_messages import (
 )
 
 END_GRACE_S = 1.0
-"""Seconds that a process has to exit after its engine has closed the connection."""
+"""Longest time for a process to exit after its engine has closed the connection, in seconds."""
 
 OPEN_S = 30.0
-"""Seconds that a process has to open its tiers."""
+"""Longest time for a process to open its tiers, in seconds."""
 
 PING_S = 2.0
 """Seconds of silence after which a process that owes an answer is pinged."""
 
 SILENCE_S = 10.0
-"""Seconds that a pinged process has to answer before it is killed as stopped or hanging."""
+"""Longest time for a pinged process to answer before it is killed as stopped or hanging, in seconds."""
 
 COMMAND = (sys.executable, "-m", "loramux.adapter_store.tiers.staging_process")
 
@@ -41,7 +41,7 @@ COMMAND = (sys.executable, "-m", "loramux.adapter_store.tiers.staging_process")
 class StagingLink:
     """Starts a process that shares the memory behind `memory_fd`. Only `wait` and `close` block.
 
-    Raises OSError if it cannot be started.
+    Raises OSError if the process cannot be started.
     """
 
     def __init__(self, memory_fd: int, clock: Callable[[], float]) -> None:
@@ -61,14 +61,14 @@ class StagingLink:
         self._unsent: deque[bytes] = deque()
         self._clock = clock
         self._heard_s = clock()
-        # When the next message is due; the first must say that the tiers are open.
+        # Deadline for the next message; the first message must say that the tiers are open.
         self._due_s = self._heard_s + OPEN_S
         self.is_lost = False
-        """Whether `packets` has reached the end of the stream, since the process is dead or dying."""
+        """Whether `packets` has reached the end of the stream, which means that the process is dead or dying."""
 
     @property
     def has_unsent(self) -> bool:
-        """Whether packets wait for room in the socket; `flush` tries again."""
+        """Whether packets are waiting for room in the socket; `flush` tries to send them."""
         return bool(self._unsent)
 
     def fileno(self) -> int:
@@ -92,14 +92,15 @@ class StagingLink:
             self._unsent.popleft()
 
     def packets(self) -> Iterator[tuple[FromStaging, list[int]]]:
-        """The packets that have arrived, with their descriptors, which the receiver must close."""
+        """The packets that have arrived, with their descriptors, which the caller must close."""
         while not self.is_lost:
             try:
                 packet, descriptors, _, _ = socket.recv_fds(self._end, MAX_PACKET_BYTES, 1)
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                # Reported once if it died with packets of ours unread; its last packets follow.
+                # The socket reports this once if the process died without reading all our packets; its last packets
+                # follow.
                 continue
             if packet:
                 self._heard_s, self._due_s = self._clock(), math.inf
@@ -131,13 +132,13 @@ class StagingLink:
         """End the process."""
         self._end.close()
         try:
-            # It exits on its own once it notices that the socket is closed.
+            # The process exits on its own once it notices that the socket is closed.
             self.process.wait(END_GRACE_S)
         except subprocess.TimeoutExpired:
             self.end()
 
 
 def _environment() -> dict[str, str]:
-    """Our environment, with blob store credentials and the same code, but without the allocator tuning for steps."""
+    """Our environment with its blob store credentials and module path, but without the engine's allocator tuning."""
     kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -15,7 +15,7 @@ MAX_MESSAGE_CHARS = 2000
 """Longest failure message, in characters."""
 
 MAX_PIECES = 1000
-"""Most pieces that one packet names."""
+"""Most pieces in one packet."""
 
 
 class StagingConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ class Stage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """The adapter is no longer wanted; the request is still answered."""
+    """Cancel a request, which is still answered."""
 
     number: int
 
@@ -62,7 +62,7 @@ class Look(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Answered by Pong immediately, even during fetches."""
+    """Ask for a Pong, which is sent immediately, even during fetches."""
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
@@ -80,8 +80,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 class Staged(msgspec.Struct, frozen=True, tag=True):
     """The adapter's pages are in the shared memory from `begin` on, and stay until they are released.
 
-    If they did not fit, `begin` is None and the packet carries the descriptor of separate memory that holds only them.
-    Tables are as in `PackedAdapter`: int32 ranks and float32 scales.
+    If they did not fit, `begin` is None and the packet carries the descriptor of separate memory that holds only these
+    pages. Tables are as in `PackedAdapter`: int32 ranks and float32 scales.
     """
 
     number: int
@@ -105,7 +105,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Looked(msgspec.Struct, frozen=True, tag=True):
-    """Carries the descriptor of memory with the encoded TierContents, which are too long for a packet.
+    """The packet carries the descriptor of memory with the encoded TierContents, which are too long for a packet.
 
     Without a descriptor, the contents are unavailable.
     """

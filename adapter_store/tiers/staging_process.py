@@ -1,8 +1,8 @@
 """The staging process of one engine: `python -m loramux.adapter_store.tiers.staging_process SOCKET MEMORY`.
 
 It loads packed adapters from the local disk or the blob store into memory shared with the engine, and verifies them
-there. In its own process, this work, S3 clients above all, never takes the GIL from the thread that runs the engine's
-steps. Both arguments are file descriptors. The process exits when the engine closes its end of the socket.
+there. In a process of its own, this work (S3 clients above all) never takes the GIL from the thread that runs the
+engine's steps. Both arguments are file descriptors. The process exits when the engine closes its end of the socket.
 """
 
 from __future__ import annotations
@@ -54,17 +54,20 @@ from loramux.adapter_store.tiers.tier_figures import PassedStage
 
 
 class StagingServer:
-    """Serves one engine. It holds each piece of shared memory that it hands out until the engine releases it."""
+    """Serves one engine.
+
+    Each piece of shared memory that is handed out stays allocated until the engine releases it.
+    """
 
     def __init__(self, end: socket.socket, source: PackedSource, slab: HostSlab, num_threads: int) -> None:
         self._end = end
         self._source = source
         self._slab = slab
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="staging")
-        # Separate, so that `Look` does not wait for the blob store.
+        # A separate pool, so that `Look` does not wait for the blob store.
         self._looking = ThreadPoolExecutor(1, thread_name_prefix="looking")
         self._sending = threading.Lock()
-        # By offset; an earlier process may have handed them out.
+        # Pieces by offset; an earlier process may have handed them out.
         self._given_out: dict[int, npt.NDArray[np.uint8]] = {}
         self._under_way: dict[int, Cancellation] = {}
 
@@ -107,7 +110,7 @@ class StagingServer:
                 self._counts(),
             )
             payload = packed.payload
-            # The engine may release it immediately, so nothing here may still refer to it.
+            # The engine may release the piece immediately, so nothing here may still refer to it.
             del packed
             if staged.begin is None:
                 with _memory_of(payload.reshape(-1)) as descriptor:
@@ -147,7 +150,7 @@ class StagingServer:
 
 @contextmanager
 def _memory_of(content: npt.NDArray[np.uint8]) -> Iterator[int]:
-    """The descriptor of new memory with this content; its receiver keeps the memory alive."""
+    """A descriptor of new memory with this content; the receiver's copy of the descriptor keeps the memory alive."""
     descriptor = shared_memory(content.size)
     try:
         mapped(descriptor)[:] = content
@@ -157,7 +160,7 @@ def _memory_of(content: npt.NDArray[np.uint8]) -> Iterator[int]:
 
 
 def main() -> None:
-    # Ctrl-C reaches the whole terminal group; the engine decides when we end.
+    # Ctrl-C reaches every process of the terminal. Ignore it: the engine decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end = socket.socket(fileno=int(sys.argv[1]))
     code = 0

@@ -20,7 +20,7 @@ class KeptAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierContents:
-    """How full a tier is, and its adapters, most recently used first; beyond MAX_LISTED they are only counted."""
+    """How full a tier is, and its adapters, most recently used first; at most MAX_LISTED are listed."""
 
     tier: str
     used_bytes: int

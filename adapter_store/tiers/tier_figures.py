@@ -1,4 +1,4 @@
-"""Where adapters were found and how long loading them took: counted by tier and stage, never by adapter."""
+"""Where adapters were found and how long loading them took, counted by tier and stage, never by adapter."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ STAGES: tuple[tuple[Tier, Stage], ...] = (
     ("blobs", "pack"),
     ("pool", "copy"),
 )
-"""All stages that are counted, so that the number of series is fixed.
+"""All counted stages; listing them keeps the number of metric series fixed.
 
-A lookup on disk includes locking the file. A fetch downloads a packed or canonical file. Verification counts for the
+A lookup on disk includes locking the file. A fetch downloads a packed or canonical file. Verification counts toward the
 tier that the file came from. `pack` lays out a canonical file and writes the packed one. `copy` goes from host memory
 to pages, and includes waiting for earlier steps."""
 
@@ -81,7 +81,7 @@ class LoadCounts:
     num_set_aside: int = 0
     """Files set aside because their bytes were wrong."""
     breaker: BreakerState = "closed"
-    """State of the blob store's circuit breaker: in use (`closed`), failing (`open`) or tried again (`half_open`)."""
+    """State of the blob store's circuit breaker: in use (`closed`), failing (`open`) or being tested (`half_open`)."""
 
 
 def added(first: LoadCounts, second: LoadCounts) -> LoadCounts:
@@ -132,7 +132,7 @@ _NOTHING = Held(0, 0)
 
 @dataclass(slots=True)
 class TimedStage:
-    """A stage in progress; code that learns the number of bytes later sets it here."""
+    """A stage in progress; code that learns the number of bytes only later sets it here."""
 
     num_bytes: int
 
@@ -143,7 +143,10 @@ def closed() -> BreakerState:
 
 
 class TierFigures:
-    """One process's counts. `held` returns its bounded tiers' fill, `breaker` its blob store's state. Thread-safe."""
+    """One process's counts.
+
+    `held` returns its bounded tiers' bytes and evictions, `breaker` its blob store's breaker state. Thread-safe.
+    """
 
     def __init__(
         self, held: Callable[[], Mapping[Tier, Held]] = dict, breaker: Callable[[], BreakerState] = closed
@@ -182,7 +185,7 @@ class TierFigures:
 
     @contextmanager
     def noting(self, stages: list[PassedStage] | None) -> Iterator[None]:
-        """Append each stage that the calling thread counts inside the block to `stages`, the stages of one load."""
+        """Inside the block, append each stage that the calling thread counts to `stages`, the stages of one load."""
         before = self.noted
         self._thread.noted = stages
         try:

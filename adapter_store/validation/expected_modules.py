@@ -56,7 +56,8 @@ def _check_names(config: PeftConfig, keys: Sequence[str]) -> None:
     for param, name in named:
         if any(_names_module(name, key) for key in keys):
             continue
-        # A base with fused q, k and v has no q_proj: the modules it does have show which base was meant.
+        # A base with fused q, k and v, for example, has no q_proj. List the modules that the base has, so that a tenant
+        # recognises the wrong base.
         present = ", ".join(dict.fromkeys(key.rsplit(".", 1)[-1] for key in keys))
         raise AdapterRejected(
             "unknown_module", f"the base has no module of this name; adapters may change its {present}", param
@@ -67,7 +68,7 @@ def _is_targeted(config: PeftConfig, place: ModulePlace) -> bool:
     if any(_names_module(name, place.key) for name in config.exclude_modules):
         return False
     if config.target_modules is None:
-        # All linear layers means those inside the layers: PEFT leaves out the head, and an embedding is not linear.
+        # "All linear" means the linears inside the layers: PEFT leaves out the head, and an embedding is not linear.
         if place.layer is None:
             return False
     elif place.key in config.target_modules:

@@ -1,4 +1,4 @@
-"""A process that imports everything once and forks for each request, so that a fork starts in milliseconds.
+"""A process that imports everything once and forks for each request, so that a fork is ready in milliseconds.
 
 Forks share no request data: the process itself reads only a request's time limit and niceness.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 IDLE_S = 60.0
-"""Seconds without requests after which the process exits; the next request starts another one."""
+"""Seconds without requests after which the process exits; the next request starts a new process."""
 MAX_OUTPUT_BYTES = 4 << 20
 """Most bytes of a fork's output that are read."""
 _START_S = 60.0
@@ -42,7 +42,7 @@ class Ended:
     """How a fork ended, and its output."""
 
     returncode: int
-    """As in `subprocess`: negative for a signal."""
+    """Return code as in `subprocess`: negative if a signal ended the fork."""
     took_too_long: bool
     stdout: bytes
     stderr: bytes
@@ -58,13 +58,13 @@ class _Running:
 
 
 class ForkServer:
-    """Starts `command`, which must call `fork_for_each_request`, when a request needs it."""
+    """Starts `command`, which must call `fork_for_each_request`, when a request needs the process."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], niceness: int = 0) -> None:
         self._niceness = niceness
         self._command = command
         self._environment = dict(environment)
-        # One request at a time.
+        # Held by one request at a time.
         self._turn = threading.Lock()
         # Guards the fields that `close` changes while another thread waits for a reply.
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class ForkServer:
             reply = self._ask(files, wall_s) or self._ask(files, wall_s)
             if not reply:
                 raise ForkServerFailed("it accepts no requests")
-            # Files, not pipes: the fork's own limit bounds their size, and only the beginning is read here.
+            # Use files, not pipes: the fork's own limits bound their size, and only the beginning is read here.
             output, errors = (os.pread(file.fileno(), MAX_OUTPUT_BYTES, 0) for file in (stdout, stderr))
             returncode, took_too_long = _REPLY.unpack(reply)
             return Ended(returncode, took_too_long, output, errors)
@@ -179,9 +179,9 @@ def last_line(said: bytes) -> str:
 def fork_for_each_request() -> None:
     """Return in a fork for each request of a ForkServer, whose socket is standard input.
 
-    The fork leads its own session and has the request as its standard input. Its process group is killed when it
-    exceeds its time limit or the ForkServer goes away. The process itself exits with the ForkServer, or after IDLE_S
-    without a request.
+    The fork leads its own session and has the request as its standard input. Its process group is killed when the fork
+    exceeds its time limit or the ForkServer closes the socket. The process itself exits with the ForkServer, or after
+    IDLE_S without a request.
     """
     link = socket.socket(fileno=os.dup(0))
     woken, waker = os.pipe()
@@ -220,7 +220,7 @@ def _lower_priority(niceness: int) -> None:
     # Best effort: continue if the machine refuses it.
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, niceness)
-        # Linux may share the processor among sessions, and this process has its own: see sched(7).
+        # Linux may divide the processor among sessions, and this process has a session of its own: see sched(7).
         Path("/proc/self/autogroup").write_text(str(niceness))
 
 
@@ -231,7 +231,7 @@ def _wait_for(pid: int, link: socket.socket, woken: int, wall_s: float) -> bytes
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return _REPLY.pack(os.waitstatus_to_exitcode(status), False)
-        # The ForkServer sends nothing before it has its reply: if the link is readable, it was closed.
+        # The ForkServer sends nothing before it has its reply, so a readable link has been closed.
         ready, _, _ = select.select([link.fileno(), woken], [], [], max(0.0, deadline_s - time.monotonic()))
         if woken in ready:
             os.read(woken, 4096)

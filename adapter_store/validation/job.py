@@ -16,13 +16,13 @@ MIN_TIME_S = 10.0
 BYTES_PER_S = 20 << 20
 """Bytes read and written per second of time limit, beyond the first `MIN_TIME_S * BYTES_PER_S`.
 
-A free core does more than six times that: the largest adapter of a base like Llama-3.1-8B, with head and embedding,
-rank 256 in float32 (2,818 MiB), was validated in 30 s of its 211 s for a bfloat16 pool on an AMD EPYC, and used 1,759
-of its 3,331 MiB of address space."""
+A free core processes more than six times as many bytes: the largest adapter for a base like Llama-3.1-8B, with head and
+embedding, rank 256 in float32 (2,818 MiB), was validated in 30 s of its 211 s for a bfloat16 pool on an AMD EPYC, and
+used 1,759 of its 3,331 MiB of address space."""
 
 
 WALL_PER_TIME = 10.0
-"""Longest wall-clock duration of a validation, in multiples of its CPU time, since it yields to other processes."""
+"""Longest wall-clock time of a validation, in multiples of its CPU time limit, since it yields to other processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ValidationJob:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """An upload that passed; its canonical and packed files have been written."""
+    """An upload that passed validation; its canonical and packed files have been written."""
 
     digest: str
     max_rank: int
@@ -62,11 +62,11 @@ class Limits:
     def for_upload(cls, target: PackTarget, tensors_bytes: int) -> Limits:
         """Enough memory for the largest valid adapter of the target's base, and time for `tensors_bytes` of tensors.
 
-        Memory holds either the pages or part of the file, so the larger of the two bounds it. Time grows with the
-        upload's own size, so that a small file gets only the minimum of 10 s.
+        Memory holds either the pages or part of the file, so the larger of the two determines the limit. Time grows
+        with the upload's own size, so that a small file gets only the minimum of 10 s.
         """
         largest = max(target.max_payload_bytes, target.max_tensors_bytes)
-        # A file with one layer becomes pages with all layers, each as long as the longest.
+        # A file with one layer becomes pages with all layers, each as long as the longest layer.
         pages_bytes = min(target.max_payload_bytes, 2 * target.geometry.num_layers * tensors_bytes)
         time_s = max(MIN_TIME_S, (tensors_bytes + pages_bytes) / BYTES_PER_S)
         return cls(_OWN_MEMORY_BYTES + largest, _OWN_FILE_BYTES + largest, time_s)

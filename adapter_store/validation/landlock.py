@@ -23,7 +23,7 @@ _BOTH_SCOPES = 0b11
 
 
 def restrict_files(libc: ctypes.CDLL, readable: Iterable[Path], writable: Iterable[Path]) -> bool:
-    """From now on, allow reading only below `readable` and `writable`, and writing and creating only below `writable`.
+    """From now on, allow reading only under `readable` and `writable`, and writing and creating only under `writable`.
 
     If the kernel supports it, also refuse TCP, abstract sockets and signals to other processes. Returns False, with
     nothing restricted, if the kernel has no Landlock. Needs no_new_privs.

@@ -13,7 +13,7 @@ from loramux.kernels.layout import MAX_RANK
 MAX_CONFIG_BYTES = 1 << 20
 MAX_ALPHA = 65536.0
 MAX_NAMES = 4096
-"""Most names in one list or pattern: more than any base has modules, yet quick to compare with all of them."""
+"""Most names in one list or pattern: more than any base has modules, yet few enough to compare quickly with all."""
 
 _MAX_RECORDED_LEN = 500
 ALL_LINEAR = "all-linear"
@@ -31,7 +31,7 @@ _UNDERSTOOD = frozenset(
     }
 )
 
-# Facts about training or for readers: no value of these types changes what the adapter computes.
+# Facts about training and facts for readers: no value of these types changes what the adapter computes.
 _RECORDED = ("base_model_name_or_path", "revision", "peft_version", "task_type")
 _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_RECORDED, (str,)),
@@ -39,7 +39,7 @@ _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
     "lora_dropout": (int, float),
     "megatron_core": (str,),
     "qalora_group_size": (int,),
-    # From PEFT before 0.3: whether weights were merged during evaluation.
+    # Written by PEFT before 0.3: whether weights were merged during evaluation.
     "merge_weights": (bool,),
 }
 
@@ -78,9 +78,10 @@ _OFF: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """The fields of a LoRA configuration that affect the result. Patterns are `(module name, value)` in file order.
+    """The fields of a LoRA configuration that affect the result.
 
-    `target_modules` is None for all linear layers; `layers` is None for every layer.
+    Patterns are `(module name, value)` pairs in file order. `target_modules` is None for all linear layers; `layers` is
+    None for every layer.
     """
 
     rank: int

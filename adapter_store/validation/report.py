@@ -12,7 +12,7 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.validation.weight_checks import Effect
 
 CHECKS = ("configuration", "container", "modules", "names", "shapes", "weights", "effect", "packing")
-"""All checks, in order; validation ends at the first that fails."""
+"""All checks, in order; validation ends at the first check that fails."""
 
 _MAX_LISTED = 20
 
@@ -50,7 +50,7 @@ class CheckList:
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """Something that is served but may not be intended; `params` holds the first modules concerned."""
+    """A finding that may be unintended but does not prevent serving; `params` holds the first affected modules."""
 
     code: str
     message: str
@@ -100,7 +100,7 @@ class Report:
 
 
 def without_effect(effects: Sequence[Effect]) -> list[Warn]:
-    """A warning if some modules do nothing, as is the case while their B is untrained."""
+    """A warning if some modules have no effect, as is the case while their B is untrained."""
     idle = [effect.module.key for effect in effects if effect.largest == 0.0]
     if not idle:
         return []

@@ -1,4 +1,4 @@
-"""Irrevocably denies this process what validation does not need: the network, other files, other processes."""
+"""Irrevocably denies this process what validation does not need: the network, other files and other processes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from loramux.adapter_store.validation.seccomp import refuse_calls
 
 NETWORK, FILES, CALLS, PRIVILEGES = "network namespace", "landlock", "seccomp", "no_new_privs"
 MEASURES = (PRIVILEGES, NETWORK, FILES, CALLS)
-"""The measures of `confine`, by name. NETWORK or CALLS alone keeps the process off the network."""
+"""Names of the measures that `confine` takes. NETWORK or CALLS alone is enough to deny the network."""
 ESSENTIAL = (PRIVILEGES, FILES, CALLS)
-"""Without any one of these, the process can reach files, other processes or the network; with all, NETWORK is moot."""
+"""Measures that are all needed to deny files, other processes and the network; together, they make NETWORK moot."""
 
 _NEW_NETWORK, _NEW_USER = 0x40000000, 0x10000000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
@@ -28,7 +28,7 @@ _MAX_OPEN_FILES = 32
 
 
 def limit_resources(memory_bytes: int, file_bytes: int, cpu_s: int) -> None:
-    """Limit address space, size of each written file and CPU time; no core files, few descriptors."""
+    """Limit the address space, the size of each written file, CPU time and descriptors, and disable core files."""
     for kind, value in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, file_bytes),
@@ -40,7 +40,7 @@ def limit_resources(memory_bytes: int, file_bytes: int, cpu_s: int) -> None:
 
 
 def confine(writable: Iterable[Path]) -> list[str]:
-    """Deny the network, other processes, privileges, and all files but those in `writable` and, read-only, Python's.
+    """Deny the network, other processes, privileges, and all files except those in `writable` and, read-only, Python's.
 
     The process is also killed when the thread that started it dies. Returns the names of the measures that this machine
     lacks, since kernels and containers differ in what they allow.
@@ -63,16 +63,16 @@ def confine(writable: Iterable[Path]) -> list[str]:
 
 
 def _drop_capabilities(libc: ctypes.CDLL) -> None:
-    """Drop all capabilities: a root server, or a new user namespace, would leave this process some."""
+    """Drop all capabilities: a server run by root, or a new user namespace, would leave some to this process."""
     libc.capset(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24))
 
 
 def _code_directories() -> list[Path]:
-    """The directories from which Python imports late; real paths, since Landlock does not follow links elsewhere."""
+    """Real paths of the directories from which Python imports late, since Landlock does not follow links elsewhere."""
     places = [sys.prefix, sys.base_prefix, *(path for path in sys.path if path)]
     return [Path(os.path.realpath(place)) for place in dict.fromkeys(places) if os.path.isdir(place)]
 
 
 if __name__ == "__main__":
-    # Confinement is irrevocable, so a separate process finds out what the machine lacks.
+    # Confinement is irrevocable, so a separate process finds out which measures the machine lacks.
     json.dump(confine(()), sys.stdout)

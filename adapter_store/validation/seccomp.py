@@ -1,8 +1,8 @@
 """A system call filter with which a process irrevocably gives up the calls it does not need.
 
 The filter is a classic BPF program over `struct seccomp_data {int nr; u32 arch; ...}`: see seccomp(2). It lists the
-refused calls, since the calls of Python, numpy and the C library differ from version to version. A refused call fails
-with EPERM.
+refused calls, since the calls that Python, numpy and the C library make differ from version to version. A refused call
+fails with EPERM.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "symlinkat": (266, 36),
     "mknod": (133, None),
     "mknodat": (259, 33),
-    # Landlock covers it only from its version 3 on. An open file can still be truncated.
+    # Landlock covers truncation only from its version 3 on. An open file can still be truncated.
     "truncate": (76, 45),
     # Memory that does not count toward the address space limit.
     "memfd_create": (319, 279),

@@ -9,7 +9,7 @@ A current name is `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weigh
 - contain the adapter's name, as in `lora_A.default.weight`, because the state was saved without PEFT.
 
 Each such name identifies its module. But two kinds of names in one file might belong to different adapters, so all
-names of a file must be of one kind. With current names, equal weights have one digest.
+names of a file must be of one kind. After translation to current names, equal weights have one digest.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ _NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Spelling:
-    """How the names of a file differ from current ones: wrapper around everything, PEFT's prefix, depth of the base
-    below it, adapter name."""
+    """How a file's names differ from current ones: in a wrapper, PEFT's prefix, the base's depth or an adapter name."""
 
     is_parallel: bool
     has_prefix: bool

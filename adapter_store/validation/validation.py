@@ -79,7 +79,10 @@ def _num_pages(expected: Sequence[ExpectedModule], target: PackTarget) -> int:
 
 
 def _check_names(entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule], target: PackTarget) -> None:
-    """`entries` are keyed by current names; an error names a tensor as the file does."""
+    """Check that `entries`, keyed by current names, are the expected tensors.
+
+    An error names a tensor as the file does.
+    """
     wanted = {name for module in expected for name in (module.a_name, module.b_name)}
     missing, unexpected = wanted - entries.keys(), entries.keys() - wanted
     if not missing and not unexpected:
@@ -94,7 +97,7 @@ def _check_names(entries: Mapping[str, TensorEntry], expected: Sequence[Expected
         )
     base_weights = [name for name in unexpected if _is_base_weight(name, target)]
     if base_weights:
-        # Training may have changed them, which cannot be checked here.
+        # Training may have changed these weights, which cannot be checked here.
         raise AdapterRejected(
             "unexpected_tensor",
             "the file contains weights of the base itself, which an adapter must not include: "

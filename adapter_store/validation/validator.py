@@ -1,4 +1,4 @@
-"""Runs each validation in its own process, with limits on time and memory and none of our environment."""
+"""Runs each validation in its own process, with limits on time and memory and without our environment variables."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = ["Accepted", "Limits", "SubprocessValidator", "ValidationFailed", "Val
 _VERDICT_SIGNALS = frozenset(
     {signal.SIGKILL, signal.SIGXCPU, signal.SIGXFSZ, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGSYS}
 )
-"""Signals that end a process at its limits, when it lacks memory or when it crashes; a retry would end the same way."""
+"""Signals that end a process that exceeds its limits, runs out of memory or crashes; a retry would end the same way."""
 
 _WORKER = (sys.executable, "-P", "-m", "loramux.adapter_store.validation.worker")
 _PROBE = (sys.executable, "-P", "-m", "loramux.adapter_store.validation.sandbox")
 _PROBE_TIMEOUT_S = 30.0
 
 NICENESS = 10
-"""Niceness of a validation, which leaves it about a tenth of a core that the engine and the gateway also want."""
+"""Niceness of a validation; on a core that the engine or the gateway also uses, it gets about a tenth of the time."""
 
 _log = structlog.get_logger(__name__)
 
@@ -47,7 +47,7 @@ class _Rejected(msgspec.Struct, frozen=True):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """The process's answer: one of two verdicts, its resource usage, and the sandbox measures the machine lacks."""
+    """The process's answer: one of two verdicts, its resource usage, and the sandbox measures that are missing."""
 
     missing: list[str]
     usage: dict[str, int]
@@ -56,7 +56,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class ValidationFailed(StoreError):
-    """Validation could not run at all; says nothing about the adapter."""
+    """Validation could not run, which says nothing about the adapter."""
 
 
 class Validator(Protocol):
@@ -68,10 +68,10 @@ class Validator(Protocol):
 class SubprocessValidator:
     """Validates in `python -m loramux.adapter_store.validation.worker`, which limits and confines itself.
 
-    Its CPU time limit is 10 s, or what `Limits.for_upload` derives from a large upload's size. Its wall-clock limit is
-    ten times that, since it yields to everything else on the machine. `timeout_s` (wall-clock) and `memory_bytes`
-    replace the derived limits, `command` replaces the process, and `niceness` is its niceness. If the machine lacks one
-    of the `required` sandbox measures, the process reads nothing and exits.
+    Its CPU time limit is 10 s, or more for a large upload: see `Limits.for_upload`. Its wall-clock limit is ten times
+    that, since it yields to everything else on the machine. `timeout_s` (wall-clock) and `memory_bytes` replace the
+    derived limits, `command` replaces the process's command, and `niceness` is its niceness. If the machine lacks one
+    of the `required` sandbox measures, the process exits without reading anything.
 
     An adapter whose process exceeds a limit is rejected for good (`validation_killed`, `validation_timeout`). A full
     disk or a stopping server says nothing about the adapter, which is then retried.
@@ -185,7 +185,7 @@ def _check_end(ended: Ended) -> None:
 
 
 def worker_environment() -> dict[str, str]:
-    """Only what Python needs: no credentials, and one thread, since each thread reserves address space."""
+    """The environment that Python needs: no credentials, and one thread, since each thread reserves address space."""
     roots = [str(Path(place).parent.absolute()) for place in loramux.__path__]
     return {
         "PATH": os.environ.get("PATH", os.defpath),

@@ -53,7 +53,8 @@ def answer_to(job: ValidationJob, target: PackTarget) -> dict[str, Any]:
         return _rejected(_beyond_limits())
     except OSError as error:
         # The limits on file size and memory fit the largest valid adapter, so exceeding one is this adapter's fault and
-        # would happen again. A full disk says nothing about the adapter: give no answer, and it is retried.
+        # would happen again. A full disk says nothing about the adapter: give no answer, so that the adapter is
+        # retried.
         if error.errno in (errno.EFBIG, errno.ENOMEM):
             return _rejected(_beyond_limits())
         raise
@@ -80,7 +81,7 @@ def main() -> int:
 
 
 def _own_status() -> AbstractContextManager[TextIO | None]:
-    """The kernel's status of this process, opened while that is still allowed; None if there is none."""
+    """The kernel's status of this process, opened while that is still allowed; None if the system has no such file."""
     try:
         return open("/proc/self/status")
     except OSError:
