@@ -34,7 +34,7 @@ class Actor:
 
 
 _SYSTEM = Actor()
-# A context variable, since every service would otherwise have to pass it on, and one that forgot would hide the actor.
+# A context variable: otherwise every service would have to pass the actor on, and a service that forgot would hide it.
 _acting: ContextVar[Actor] = ContextVar("acting", default=_SYSTEM)
 
 

@@ -103,7 +103,7 @@ class BulkStatement:
         return cls(name, record, keys, many, single)
 
     def compiled(self, dialect: Dialect) -> tuple[str, tuple[str, ...]]:
-        """The statement's text for the driver, and for SQLite the order of its columns."""
+        """The statement's text for the driver, and, for SQLite, the order of its parameters by column name."""
         is_postgresql = dialect.name == POSTGRESQL
         found = self._compiled.get(is_postgresql)
         if found is None:
@@ -126,7 +126,7 @@ Write: TypeAlias = tuple[BulkStatement, Sequence[msgspec.Struct]]
 
 
 def write_together(connection: Connection, writes: Sequence[Write], is_last: bool = False) -> None:
-    """Run statements in this order; on PostgreSQL in a single round trip.
+    """Run statements in this order, on PostgreSQL in a single round trip.
 
     On PostgreSQL, `is_last` also commits a transaction of `write_in_pipelines` in the same round trip.
     """

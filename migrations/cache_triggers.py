@@ -1,4 +1,4 @@
-"""Triggers that count changes of rows that gateways cache, whether made by a server or by hand in SQL."""
+"""Triggers that count changes to rows that gateways cache, whether made by a server or by hand in SQL."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sqlalchemy import Connection, inspect
 
 CACHED_TABLES = ("api_keys", "tenants", "quota_policies")
 CHANNEL = "loramux_caches"
-"""PostgreSQL channel that is notified when such a change has committed."""
+"""PostgreSQL channel that is notified when a change to a cached row has committed."""
 
 # The trigger is deferred to the commit, so the counter's row is the last one a transaction locks: transactions that
 # change keys and policies in different orders cannot deadlock on it.

@@ -28,13 +28,13 @@ from loramux.migrations import schema
 from loramux.migrations.pipeline import TAKES_NO_WRITES, write_in_pipelines
 
 Clock = Callable[[], int]
-"""Microseconds since 1970."""
+"""Returns the time in microseconds since 1970."""
 
 LONGEST_READ_S = 20.0
 """Longest time, in seconds, that a read whose cost depends on a caller's filters may take."""
 
 SQLITE_WAIT_S = 10.0
-"""Longest wait of a writer for another one, in seconds."""
+"""Longest time that a writer waits for another writer, in seconds."""
 
 POOL_WAIT_S = 5.0
 """Longest wait for a connection when all are in use, in seconds."""
@@ -50,10 +50,10 @@ _PATIENCE = {
 """Our defaults for libpq's parameters, which the URL can override."""
 
 UNASKED_S = 1.0
-"""Seconds since its last use within which a connection is reused without a ping."""
+"""Longest time for which a connection can be idle and still be reused without a ping, in seconds."""
 
 UPGRADE_ATTEMPTS = 5
-"""Attempts at an upgrade that PostgreSQL aborts because of a deadlock."""
+"""Most attempts at an upgrade if PostgreSQL keeps aborting it because of a deadlock."""
 
 _DEADLOCK = "40P01"
 """PostgreSQL's code for a deadlock."""
@@ -62,7 +62,7 @@ _CANCELLED = "57014"
 """PostgreSQL's code for a cancelled statement."""
 
 _STEPS_UNASKED = 1_000_000
-"""Virtual machine steps of SQLite between checks of the clock: tens of milliseconds."""
+"""SQLite virtual machine steps between checks of the clock; these steps take tens of milliseconds."""
 
 _WAL_ATTEMPTS, _WAL_PAUSE_S = 100, 0.05
 _SAMPLED_ROWS = 1000
@@ -100,7 +100,7 @@ class Database:
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
         self._clock = clock
-        # Reentrant: SQLite itself rejects a nested writer.
+        # Reentrant, so that a nested writer reaches SQLite, which rejects it.
         self._writing = threading.RLock()
         try:
             self._url = _parse_url(url)
@@ -143,7 +143,7 @@ class Database:
 
     @contextmanager
     def write_in_pipelines(self) -> Iterator[Connection]:
-        """The same on PostgreSQL, for callers that use `pipeline`."""
+        """A PostgreSQL transaction that may write, for callers that use `pipeline`."""
         with write_in_pipelines(self._engine) as connection:
             yield connection
 
@@ -162,7 +162,7 @@ class Database:
     ) -> Sequence[Row[*tuple[Any, ...]]]:
         """The rows of one read-only statement.
 
-        On PostgreSQL it runs without a transaction, which saves two round trips.
+        On PostgreSQL the statement runs without a transaction, which saves two round trips.
         """
         if self.is_sqlite:
             with self.read() as connection:
@@ -203,8 +203,8 @@ class Database:
     def upgrade(self, revision: str = "head") -> None:
         """Upgrade the schema to the newest version, or to `revision`; does nothing if it is current.
 
-        The upgrade is one transaction. If it deadlocks with gateways that are still running, it is rolled back, they
-        continue, and it is retried.
+        The upgrade is one transaction. If the upgrade deadlocks with gateways that are still running, it is rolled back
+        and retried, and the gateways continue.
         """
         with _as_database_error(self._url):
             for _ in range(UPGRADE_ATTEMPTS - 1):
@@ -218,7 +218,7 @@ class Database:
             command.upgrade(self._alembic_config(), revision)
 
     def refresh_statistics(self) -> None:
-        """Have SQLite sample its indexes for the query planner; PostgreSQL does so itself. Takes milliseconds.
+        """Have SQLite sample its indexes for the query planner; PostgreSQL does so on its own. Takes milliseconds.
 
         Without statistics, a report on one tenant reads every tenant's rows. https://sqlite.org/lang_analyze.html
         """
@@ -302,7 +302,7 @@ def _create_engine(url: URL) -> Engine:
 
 @contextmanager
 def _bounded(connection: Connection, within_s: float) -> Iterator[None]:
-    """Cancel what takes too long: each statement on PostgreSQL, all of them together on SQLite."""
+    """Cancel reads that take too long: each statement on PostgreSQL, all statements together on SQLite."""
     is_sqlite = connection.dialect.name == "sqlite"
     driver: Any = connection.connection.driver_connection
     if is_sqlite:
@@ -341,7 +341,7 @@ def _ping_the_rested(engine: Engine) -> None:
 def _leave_what_takes_no_writes(context: ExceptionContext) -> OperationalError | None:
     """Disconnect from a server that became a standby, or was made read-only because its disk is full.
 
-    The driver calls that an internal error, after which connections to a standby would otherwise stay open for good.
+    The driver reports an internal error, after which connections to a standby would otherwise stay open for good.
     """
     cause = context.original_exception
     if getattr(cause, "sqlstate", None) != TAKES_NO_WRITES:

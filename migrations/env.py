@@ -10,15 +10,16 @@ from loramux.migrations.cache_triggers import install_cache_triggers, remove_cac
 from loramux.migrations.schema import metadata
 
 _FIRST_LOCKED = ("reservations", "usage_events")
-"""The tables that a settlement locks first, in its order.
+"""The tables that a settlement locks first, in the settlement's order.
 
 A reservation locks `reservations` last, and may already hold rows that an upgrade locks later: always counters, and
-policies and tenants that have just changed. One of the two is then aborted and retried: see `Database.upgrade`.
+policies and tenants that have just changed. Either the reservation or the upgrade is then aborted and retried: see
+`Database.upgrade`.
 """
 
 
 def _wait_for_settlements(connection: Connection) -> None:
-    """Let settlements in progress finish and new ones wait before locking a table that they would wait for.
+    """Let settlements in progress finish and make new ones wait before the upgrade locks other tables that they need.
 
     Otherwise an upgrade would meet one deadlock after another while gateways are still running.
     """

@@ -20,7 +20,7 @@ _TURN_S = 0.25
 class CacheListener:
     """Listens on its own connection. Blocking: use it from one thread, which `stopped` ends.
 
-    Raises SQLAlchemyError, or the driver's own errors, if the database is in trouble; then open another.
+    Raises SQLAlchemyError, or the driver's own errors, if the database is in trouble; then open another listener.
     """
 
     def __init__(self, database: Database, stopped: threading.Event) -> None:
@@ -48,13 +48,13 @@ class CacheListener:
             return connection.execute(_EPOCH).scalar_one_or_none() or 0
 
     def wait(self, timeout_s: float) -> None:
-        """Return after a change, after `timeout_s`, or when the thread is to stop."""
+        """Return after a change, after `timeout_s`, or when the thread must stop."""
         if self._connection is None:
             self._stopped.wait(timeout_s)
             return
         driver: Any = self._connection.connection.dbapi_connection
         deadline = time.monotonic() + timeout_s
         while not self._stopped.is_set() and (left_s := deadline - time.monotonic()) > 0:
-            # In short intervals, so that shutdown does not have to wait.
+            # Wait in short intervals, so that shutdown is not delayed.
             if list(driver.notifies(timeout=min(left_s, _TURN_S), stop_after=1)):
                 return

@@ -1,7 +1,8 @@
 """SQL for sums by model over hours, and over 2, 4, 8 and 16 days instead of weeks: step 0012, after `roll_up_ledger`.
 
-A monthly report by model sums ten thousand rows per span. A month is about five spans of doubled days, but nine of
-weeks and days. The hours at its ends used to come from the finest grain, which has three times as many series.
+A monthly report by model sums ten thousand rows per span. A month takes about five spans of doubled days, but nine of
+weeks and days. The hours at the ends of a month used to come from the finest grain, which has three times as many
+series.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _hours() -> str:
         " FROM usage_rollups r JOIN models ON models.part_id = r.series_id"
         f" WHERE r.grain = {_FINEST} AND r.span_us = {_HOUR_US}"
         " GROUP BY r.start_us, r.tenant_id, models.model_id"
-        # PostgreSQL then stores them contiguously: a report reads hundreds of pages, not tens of thousands.
+        # PostgreSQL then stores the rows contiguously: a report reads hundreds of pages, not tens of thousands.
         " ORDER BY r.start_us, r.tenant_id, models.model_id"
     )
 

@@ -26,7 +26,7 @@ def keyset_rows(
     after: str | None,
     before: str | None,
 ) -> tuple[list[Row[*tuple[Any, ...]]], bool]:
-    """Run `query` for one page, newest first by `id_column`, and return whether there is more.
+    """Run `query` for one page, newest first by `id_column`, and return whether there are more rows.
 
     `after` continues after that identifier, toward older rows. `before` alone goes the other way: it gives the `limit`
     rows just newer than that identifier, still newest first. With both, the page starts after `after` and ends before
@@ -44,7 +44,7 @@ def keyset_rows(
         query = query.where(id_column > before)
     is_backward = before is not None and after is None
     order = id_column.asc() if is_backward else id_column.desc()
-    # One row beyond the page tells whether there is more.
+    # One row beyond the page shows whether there are more.
     rows = list(connection.execute(query.order_by(order).limit(limit + 1)))
     has_more = len(rows) > limit
     rows = rows[:limit]

@@ -43,7 +43,7 @@ tenants = Table(
     Column("weight", Integer, nullable=False),
     # IANA name of the timezone in which the tenant's days and months begin.
     Column("timezone", String(64), nullable=False, server_default="UTC"),
-    # Bytes of its adapters that stay in host memory when other tenants' adapters are loaded.
+    # Bytes of the tenant's adapters that stay in host memory when other tenants' adapters are loaded.
     Column("host_floor_bytes", BigInteger, nullable=False, server_default="0"),
     # Roots the tenant's prefix-cache namespace, so that two tenants can never share KV.
     Column("isolation_secret", LargeBinary(32), nullable=False),
@@ -66,7 +66,7 @@ api_keys = Table(
     Column("created_us", BigInteger, nullable=False),
     Column("expires_us", BigInteger, nullable=True),
     Column("revoked_us", BigInteger, nullable=True),
-    # The secret before the last rotation, until when it remains valid, and when the rotation was.
+    # The secret before the last rotation, the time until which it remains valid, and the time of the rotation.
     Column("previous_sha256", LargeBinary(32), nullable=True),
     Column("previous_until_us", BigInteger, nullable=True),
     Column("rotated_us", BigInteger, nullable=True),
@@ -101,19 +101,19 @@ adapter_versions = Table(
     Column("upload_id", ID, nullable=False),
     # SHA-256 over the checksums of the uploaded files: identical bytes are one version.
     Column("files_sha256", String(64), nullable=True),
-    # The server that is validating it, and when its claim expires.
+    # The server that is validating the version, and the time when that server's claim expires.
     Column("claimed_by", ID, nullable=True),
     Column("claim_expires_us", BigInteger, nullable=True),
     # What validation found: properties, checks and warnings, or the error with its code and parameter.
     Column("report", JSON, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("ready_us", BigInteger, nullable=True),
-    # When an operator pinned it in the page pool.
+    # When an operator pinned the version in the page pool.
     Column("pinned_us", BigInteger, nullable=True),
     UniqueConstraint("adapter_id", "number"),
     Index("ix_adapter_versions_digest", "digest"),
     Index("ix_adapter_versions_adapter_id_id", "adapter_id", "id"),
-    # Only the few pinned versions.
+    # Covers only the few pinned versions.
     Index(
         "ix_adapter_versions_pinned",
         "pinned_us",
@@ -121,7 +121,8 @@ adapter_versions = Table(
         sqlite_where=text("pinned_us IS NOT NULL"),
     ),
     Index("ix_adapter_versions_adapter_id_files", "adapter_id", "files_sha256"),
-    # Only the few unfinished versions: an index over all would mislead PostgreSQL while it has no statistics.
+    # Covers only the few unfinished versions: an index on all versions would mislead PostgreSQL while it has no
+    # statistics.
     Index("ix_adapter_versions_state_id", "state", "id", postgresql_where=text("state IN ('pending', 'validating')")),
     CheckConstraint("state IN ('pending', 'validating', 'ready', 'rejected', 'quarantined', 'archived')", name="state"),
 )
@@ -142,7 +143,7 @@ adapter_alias_targets = Table(
     Column("adapter_id", ID, primary_key=True),
     Column("name", NAME, primary_key=True),
     Column("version_id", ID, ForeignKey("adapter_versions.id"), primary_key=True),
-    # Its share of the requests, out of the sum of the alias's weights.
+    # The version's share of the requests, out of the sum of the alias's weights.
     Column("weight", Integer, nullable=False),
     ForeignKeyConstraint(["adapter_id", "name"], ["adapter_aliases.adapter_id", "adapter_aliases.name"]),
     Index("ix_adapter_alias_targets_version_id", "version_id"),
@@ -197,9 +198,9 @@ quota_policies = Table(
     metadata,
     Column("id", ID, primary_key=True),
     Column("scope", String(16), nullable=False),
-    # Who is limited: a tenant, key or adapter; or "platform" for every tenant without its own policy.
+    # The limited tenant, key or adapter; or "platform" for every tenant without its own policy.
     Column("subject_id", ID, nullable=False),
-    # The subject's tenant, in whose timezone budgets roll over; NULL for the platform's.
+    # The subject's tenant, in whose timezone budgets roll over; NULL for platform policies.
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=True),
     Column("metric", String(40), nullable=False),
     Column("mode", String(8), nullable=False),
@@ -223,7 +224,7 @@ quota_counters = Table(
     Column("subject_id", ID, primary_key=True),
     # When a budget's day or month begins; 0 for buckets and concurrency, which have no window.
     Column("window_start_us", BigInteger, primary_key=True),
-    # Buckets: the fill, in units of 1/60,000,000 so that refills are exact. Can fall below zero at settlement.
+    # Buckets: the level, in units of 1/60,000,000 so that refills are exact. Can fall below zero at settlement.
     Column("level", BigInteger, nullable=False),
     Column("reserved", BigInteger, nullable=False),
     # Budgets: the usage of settled requests in this window.
@@ -244,7 +245,7 @@ reservations = Table(
     Column("adapter_version_id", ID, nullable=True),
     Column("model", String(200), nullable=False),
     Column("endpoint", String(40), nullable=False),
-    # See usage_events for these two.
+    # For `base` and `end_user`, see usage_events.
     Column("base", String(200), nullable=False, server_default=""),
     Column("end_user", String(128), nullable=True),
     Column("state", String(16), nullable=False),
@@ -255,10 +256,10 @@ reservations = Table(
     Column("checkpoint_tokens", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("lease_expires_us", BigInteger, nullable=False),
-    # When its cancellation was requested; the gateway reads this with each checkpoint.
+    # When the request's cancellation was requested; the gateway reads this with each checkpoint.
     Column("cancel_requested_us", BigInteger, nullable=True),
     Index("ix_reservations_state_lease", "state", "lease_expires_us"),
-    # `settled` is left behind by servers from before step 0013, and has no meaning any more.
+    # `settled` was written by servers from before step 0013 and no longer has a meaning.
     CheckConstraint("state IN ('open', 'settled', 'recovered')", name="state"),
 )
 
@@ -281,11 +282,11 @@ usage_events = Table(
     Column("started_us", BigInteger, nullable=False),
     Column("finished_us", BigInteger, nullable=False),
     Column("first_token_us", BigInteger, nullable=True),
-    # The served base that it ran on; "" in rows older than the column.
+    # The served base that the request ran on; "" in rows older than the column.
     Column("base", String(200), nullable=False, server_default=""),
-    # The end user that the client named in `user`; a long or unprintable one as its SHA-256.
+    # The end user that the client named in `user`; a long or unprintable name is stored as its SHA-256.
     Column("end_user", String(128), nullable=True),
-    # At the price in force on admission, rounded up once to a whole nano; 0 without a price.
+    # The cost at the price in force on admission, rounded up once to a whole nano; 0 without a price.
     Column("cost_nanos", BigInteger, nullable=False, server_default="0"),
     Column("price_id", ID, nullable=True),
     # The transaction that wrote the event, while it waits in usage_batches to be added to the rollups.
@@ -300,7 +301,7 @@ usage_adjustments = Table(
     "usage_adjustments",
     metadata,
     Column("id", ID, primary_key=True),
-    # At most one correction per request: its gateway seemed dead, so it was recovered, and then settled after all.
+    # At most one correction per request: it was recovered because its gateway seemed dead, and then settled after all.
     Column("request_id", ID, ForeignKey("usage_events.request_id"), nullable=False, unique=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
     # Added to the event's tokens; negative if the request used fewer.
@@ -317,9 +318,9 @@ usage_adjustments = Table(
 usage_batches = Table(
     "usage_batches",
     metadata,
-    # Random: one row for each transaction that wrote events or adjustments, until the rollups include them.
+    # A random number. Each transaction that wrote events or adjustments has one row until the rollups include them.
     Column("id", BigInteger, primary_key=True, autoincrement=False),
-    # `finished_us` and `created_us` of all its events and adjustments.
+    # `finished_us` of all the transaction's events, and `created_us` of all its adjustments.
     Column("at_us", BigInteger, nullable=False),
 )
 
@@ -350,12 +351,12 @@ usage_series = Table(
 usage_rollups = Table(
     "usage_rollups",
     metadata,
-    # Which columns of a series it keeps; each grain sums the same requests: see platform/ledger/grains.py.
+    # Determines which columns of a series are kept; each grain sums the same requests: see platform/ledger/grains.py.
     Column("grain", SmallInteger, primary_key=True),
     # Length of the span, from a minute to sixteen days, aligned to 1970.
     Column("span_us", BigInteger, primary_key=True),
     Column("start_us", BigInteger, primary_key=True),
-    # Copied from the series, so that one tenant's rows are found without it.
+    # Copied from the series, so that one tenant's rows are found without a join.
     Column("tenant_id", ID, primary_key=True),
     Column("series_id", BigInteger, ForeignKey("usage_series.id"), primary_key=True),
     Column("requests", BigInteger, nullable=False),
@@ -371,7 +372,8 @@ prices = Table(
     "prices",
     metadata,
     Column("id", ID, primary_key=True),
-    # The tenant it applies to; NULL: the list price for every tenant without its own.
+    # The tenant to which the price applies; NULL for the list price, which applies to every tenant without its own
+    # price.
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=True),
     # `all`, `base`, `adapters`, or one adapter's identifier.
     Column("scope", ID, nullable=False),
@@ -450,7 +452,7 @@ login_failures = Table(
     metadata,
     # An address, or for IPv6 a network.
     Column("origin", String(64), primary_key=True),
-    # When all its failures are forgiven; each failure postpones this.
+    # When all the origin's failures are forgiven; each failure postpones this time.
     Column("forgiven_us", BigInteger, nullable=False),
     Index("ix_login_failures_forgiven", "forgiven_us"),
 )

@@ -11,7 +11,7 @@ from sqlalchemy.sql.functions import GenericFunction
 
 
 class unlikely(GenericFunction[Any]):  # noqa: N801 - it reads as a function of SQL
-    """The condition itself, whose index SQLite then prefers. https://sqlite.org/lang_corefunc.html#likelihood"""
+    """A condition, marked so that SQLite prefers its index. https://sqlite.org/lang_corefunc.html#likelihood"""
 
     # Untyped: SQLAlchemy would compare a boolean with 1, which prevents the use of an index.
     inherit_cache = True

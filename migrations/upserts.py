@@ -7,7 +7,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 
 def upsert(connection: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
-    """An insert that has `on_conflict_do_update` and `excluded`."""
+    """An insert statement with `on_conflict_do_update` and `excluded`."""
     if connection.dialect.name == "postgresql":
         return postgresql.insert(table)
     return sqlite.insert(table)

@@ -24,7 +24,7 @@ def upgrade() -> None:
         batch.add_column(sa.Column("source_url", sa.String(length=1200), nullable=True))
         batch.create_index("ix_uploads_state_expires", ["state", "expires_us"], unique=False)
     aliases = _aliases()
-    # SQLite changes a check by recreating the table, to which nothing may refer in the meantime.
+    # SQLite can change a check only by recreating the table, to which nothing may refer in the meantime.
     op.drop_table("adapter_aliases")
     with op.batch_alter_table("adapter_versions") as batch:
         batch.add_column(sa.Column("files_sha256", sa.String(length=64), nullable=True))
@@ -111,7 +111,7 @@ def _create_tables() -> None:
 
 
 def _insert_aliases(aliases: list[sa.Row[tuple[str, str, str, int, int]]]) -> None:
-    """Insert each existing alias, which names one version, and begin its history with it."""
+    """Insert each existing alias, which names one version, and begin the alias's history with that version."""
     made = sa.MetaData()
     bind = op.get_bind()
     parents = sa.Table("adapter_aliases", made, autoload_with=bind)
@@ -135,7 +135,7 @@ def _insert_aliases(aliases: list[sa.Row[tuple[str, str, str, int, int]]]) -> No
 
 
 def _fill_files_sha256() -> None:
-    """Identifies identical uploads: SHA-256 of their two files' checksums, the configuration's first."""
+    """Set the SHA-256 of each upload's two file checksums, the configuration's first, to detect identical uploads."""
     made = sa.MetaData()
     bind = op.get_bind()
     versions = sa.Table("adapter_versions", made, autoload_with=bind)

@@ -15,7 +15,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Compute them from the existing sums: a few minutes for ten million requests."""
+    """Compute the new sums from the existing ones, which takes a few minutes for ten million requests."""
     _run(sum_up_models())
 
 
@@ -26,7 +26,7 @@ def downgrade() -> None:
 
 def _run(statements: Iterable[str]) -> None:
     if op.get_bind().dialect.name == "postgresql":
-        # Folding waits for this; a server that was not stopped would go on without these sums.
+        # Rollup folding waits for this lock; a server that was not stopped would continue without the new sums.
         op.execute("LOCK TABLE usage_rollups IN SHARE ROW EXCLUSIVE MODE")
     for statement in statements:
         op.execute(statement)

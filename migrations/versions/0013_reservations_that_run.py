@@ -1,4 +1,4 @@
-"""Keep reservations only of running or correctable requests; settled requests are in the ledger alone."""
+"""Keep reservations only for running or correctable requests; settled requests are in the ledger alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Copy the few rows to keep and empty the table, which is fast however many were settled."""
+    """Copy out the few rows to keep, then empty the table. This is fast however many reservations were settled."""
     op.execute("CREATE TABLE kept_reservations AS SELECT * FROM reservations WHERE state <> 'settled'")
     # SQLite's DELETE without a condition is as fast as TRUNCATE.
     op.execute("TRUNCATE reservations" if op.get_bind().dialect.name == "postgresql" else "DELETE FROM reservations")
@@ -20,4 +20,4 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Nothing to do: an older server leaves its own settled rows, and merely finds fewer from other servers."""
+    """Nothing to do: an older server keeps its own settled rows, and merely finds fewer from other servers."""
