@@ -1,4 +1,4 @@
-"""Errors of adapters, their uploads and their bytes."""
+"""Errors about adapters, their uploads and their bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def printable(text: str, max_len: int) -> str:
 
 
 class StoreError(Exception):
-    """Base of every error of the adapter store."""
+    """Base class of the adapter store's errors."""
 
 
 class Refused(StoreError):

@@ -53,7 +53,7 @@ UNASKED_S = 1.0
 """Longest time for which a connection can be idle and still be reused without a ping, in seconds."""
 
 UPGRADE_ATTEMPTS = 5
-"""Most attempts at an upgrade if PostgreSQL keeps aborting it because of a deadlock."""
+"""Maximum number of attempts at an upgrade that PostgreSQL aborts because of deadlocks."""
 
 _DEADLOCK = "40P01"
 """PostgreSQL's code for a deadlock."""
@@ -194,7 +194,7 @@ class Database:
 
     @cached_property
     def moment_text(self) -> str:
-        """The statement of `moment` for PostgreSQL's driver; `moment_of` reads its row."""
+        """The statement behind `moment`, for PostgreSQL's driver; `moment_of` reads its row."""
         return str(_MOMENT.compile(dialect=self._engine.dialect, compile_kwargs={"literal_binds": True}))
 
     def moment_of(self, row: Sequence[Any]) -> Moment:

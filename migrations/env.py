@@ -35,8 +35,8 @@ def run() -> None:
     engine: Engine = context.config.attributes["engine"]
     with engine.begin() as connection:
         if engine.dialect.name == "postgresql":
-            # Of two servers that start together, only one may migrate: the second waits, then finds nothing to do.
-            # SQLite needs no lock: its transaction begins with the write lock.
+            # If two servers start together, only one may migrate: the second waits, then finds nothing to do. SQLite
+            # needs no lock: its transaction begins with the write lock.
             connection.exec_driver_sql("SELECT pg_advisory_xact_lock(5512041)")
             _wait_for_settlements(connection)
         context.configure(

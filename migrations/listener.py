@@ -18,7 +18,7 @@ _TURN_S = 0.25
 
 
 class CacheListener:
-    """Listens on its own connection. Blocking: use it from one thread, which `stopped` ends.
+    """Listens on its own connection. Blocking: use it from one thread, which `stopped` tells to end.
 
     Raises SQLAlchemyError, or the driver's own errors, if the database is in trouble; then open another listener.
     """

@@ -1,8 +1,8 @@
-"""SQL for sums by model over hours, and over 2, 4, 8 and 16 days instead of weeks: step 0012, after `roll_up_ledger`.
+"""SQL for sums by model over hours, and over 2, 4, 8 and 16 days instead of weeks.
 
-A monthly report by model sums ten thousand rows per span. A month takes about five spans of doubled days, but nine of
-weeks and days. The hours at the ends of a month used to come from the finest grain, which has three times as many
-series.
+Step 0012 runs this SQL after `roll_up_ledger`. A monthly report by model sums ten thousand rows per span. A month takes
+about five spans of doubled days, but nine spans of weeks and days. The hours at the ends of a month used to come from
+the finest grain, which has three times as many series.
 """
 
 from __future__ import annotations

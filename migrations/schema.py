@@ -293,7 +293,7 @@ usage_events = Table(
     Column("batch_id", BigInteger, nullable=False, server_default="0"),
     Index("ix_usage_events_tenant_finished", "tenant_id", "finished_us"),
     Index("ix_usage_events_finished", "finished_us"),
-    # Finds a page of a tenant's list without reading its other requests.
+    # Finds a page of a tenant's requests without reading the tenant's other requests.
     Index("ix_usage_events_tenant_request", "tenant_id", "request_id"),
 )
 
@@ -304,7 +304,7 @@ usage_adjustments = Table(
     # At most one correction per request: it was recovered because its gateway seemed dead, and then settled after all.
     Column("request_id", ID, ForeignKey("usage_events.request_id"), nullable=False, unique=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
-    # Added to the event's tokens; negative if the request used fewer.
+    # Added to the event's tokens; negative if the request used fewer tokens.
     Column("prompt_tokens", BigInteger, nullable=False),
     Column("cached_tokens", BigInteger, nullable=False),
     Column("completion_tokens", BigInteger, nullable=False),
@@ -353,7 +353,7 @@ usage_rollups = Table(
     metadata,
     # Determines which columns of a series are kept; each grain sums the same requests: see platform/ledger/grains.py.
     Column("grain", SmallInteger, primary_key=True),
-    # Length of the span, from a minute to sixteen days, aligned to 1970.
+    # Length of the span, from a minute to sixteen days; spans are aligned to 1970.
     Column("span_us", BigInteger, primary_key=True),
     Column("start_us", BigInteger, primary_key=True),
     # Copied from the series, so that one tenant's rows are found without a join.
@@ -377,13 +377,13 @@ prices = Table(
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=True),
     # `all`, `base`, `adapters`, or one adapter's identifier.
     Column("scope", ID, nullable=False),
-    # ISO 4217; the same in the whole database, so that amounts can be added up.
+    # ISO 4217 code; the same in the whole database, so that amounts can be added up.
     Column("currency", String(3), nullable=False),
     # Billionths of the currency per million tokens. Cached tokens are part of the prompt and never cost more.
     Column("prompt_nanos", BigInteger, nullable=False),
     Column("cached_nanos", BigInteger, nullable=False),
     Column("completion_nanos", BigInteger, nullable=False),
-    # In force from here until the next price of the same tenant and scope.
+    # In force from here until the next price for the same tenant and scope.
     Column("effective_us", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Index("ix_prices_tenant_id_id", "tenant_id", "id"),
@@ -403,9 +403,9 @@ audit_log = Table(
     # The call's address and identifier; NULL if there was no call.
     Column("address", String(64), nullable=True),
     Column("request_id", ID, nullable=True),
-    # Such as `alias.set`.
+    # The kind of change, such as `alias.set`.
     Column("action", String(40), nullable=False),
-    # Owner of the changed object; NULL for the platform's. No foreign key: the log outlives its subjects.
+    # Owner of the changed object; NULL for the platform's objects. No foreign key: the log outlives its subjects.
     Column("tenant_id", ID, nullable=True),
     Column("target", String(200), nullable=False),
     # {field: [before, after]} for each changed field; never a secret.
@@ -437,7 +437,7 @@ console_sessions = Table(
     metadata,
     # SHA-256 of the session's cookie, which is not stored.
     Column("id_sha256", LargeBinary(32), primary_key=True),
-    # Who signed in: a key, the operator, or a user of the single sign-on.
+    # Who signed in: a key, the operator, or a single sign-on user.
     Column("key_id", String(64), nullable=False),
     # The session's content, encrypted with a key derived from the cookie: useless without the browser.
     Column("sealed", LargeBinary, nullable=False),

@@ -11,10 +11,11 @@ BreakerState = Literal["closed", "open", "half_open"]
 
 
 class CircuitBreaker:
-    """Closed while calls succeed; opens after `max_failures` failures in a row, so that calls fail immediately.
+    """A breaker that is closed while calls succeed.
 
-    After `first_open_s` the breaker is half-open and lets one caller try. A success closes it; a failure opens it for
-    twice as long as before, up to `max_open_s`. Thread-safe.
+    After `max_failures` failures in a row it opens, so that calls fail immediately. After `first_open_s` the breaker is
+    half-open and lets one caller try. A success closes it; a failure opens it for twice as long as before, up to
+    `max_open_s`. Thread-safe.
     """
 
     def __init__(

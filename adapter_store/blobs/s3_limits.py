@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MIN_PART_BYTES = 5 << 20
-"""Smallest part that S3 accepts other than as the last one, in bytes."""
+"""Smallest part size that S3 accepts, in bytes; only the last part can be smaller."""
 MAX_PARTS = 10_000
 MAX_SINGLE_PUT_BYTES = 5 << 30
 MAX_BLOB_BYTES = 5 << 40

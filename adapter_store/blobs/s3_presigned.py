@@ -119,7 +119,7 @@ class S3Presigner:
                 ExpiresIn=min(expires_s, _MAX_EXPIRES_S),
             )
         except BotoCoreError as error:
-            # There are no credentials, or temporary ones cannot be refreshed now.
+            # There are no credentials, or temporary credentials cannot be refreshed now.
             raise BlobStoreUnavailable(
                 f"cannot sign a request for the bucket {self._calls.bucket} ({type(error).__name__})"
             ) from error

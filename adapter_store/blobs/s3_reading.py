@@ -1,4 +1,4 @@
-"""Reads a blob from S3, a large one in parallel parts, and verifies its checksum."""
+"""Reads a blob from S3, in parallel parts if it is large, and verifies its checksum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes a blob to S3 if its key is free: in one request, or in parallel parts."""
+"""Writes a blob to S3 if its key is free, in one request or in parallel parts."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _EXPORTABLE = ("ready", "archived")
 
 
 class ExportedFile:
-    """One uploaded file, rebuilt and verified against its declaration. Close it to free its disk space."""
+    """One uploaded file, rebuilt and verified against its declaration. Close the file to free its disk space."""
 
     def __init__(self, declared: UploadFile, config: bytes, header: KeptHeader | None, canonical: BinaryIO | None):
         self.declared = declared

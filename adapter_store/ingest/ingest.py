@@ -262,7 +262,7 @@ class Ingest:
                 continue
             found = self._upload_rows.get_upload(upload.id)
             if found is not None and found.state == "used":
-                # Another call was faster, and its version may already have been decided.
+                # Another call was faster, and the version that it created may already have been decided.
                 return
             if size is None:
                 raise UploadRefused("upload_incomplete", f"{file.name} has not been uploaded yet", "upload_id")

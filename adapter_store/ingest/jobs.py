@@ -46,7 +46,7 @@ class IngestJob:
 
 
 class IngestJobs:
-    """Each version is one job, whose identifier is the version's with another prefix. Blocking; reads only."""
+    """Lists versions as jobs; a job's identifier is its version's with another prefix. Blocking and read-only."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

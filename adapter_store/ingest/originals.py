@@ -42,7 +42,7 @@ class KeptHeader:
     def of(cls, tensors: Path, canonical: Path) -> KeptHeader:
         """Find each uploaded tensor in the canonical file by its bytes, since its name there may differ.
 
-        Raises AdapterCorrupt if one is missing.
+        Raises AdapterCorrupt if a tensor is missing.
         """
         with TensorFile(tensors) as uploaded, CanonicalAdapter(canonical) as kept:
             places: dict[bytes, tuple[int, int]] = {}

@@ -12,11 +12,11 @@ from loramux.adapter_store.registry.records import UNFINISHED
 from loramux.migrations.schema import adapter_versions, adapters, uploads
 
 MAX_OPEN_UPLOADS = 64
-"""Most open uploads per tenant."""
+"""Maximum number of open uploads per tenant."""
 MAX_OPEN_LARGEST = 16
-"""Most bytes declared by a tenant's open uploads, in multiples of the largest adapter that the base allows."""
+"""Limit on the bytes declared by a tenant's open uploads, in multiples of the base's largest possible adapter."""
 MAX_PENDING_VERSIONS = 64
-"""Most versions per tenant that are waiting for validation or being validated."""
+"""Maximum number of versions per tenant that are waiting for validation or being validated."""
 
 UPLOAD_RETRY_S = 60.0
 """Longest retry delay for a tenant with too many open uploads, in seconds.
@@ -24,7 +24,7 @@ UPLOAD_RETRY_S = 60.0
 An upload may be used or cancelled long before it expires, so the delay does not last until then.
 """
 VERSION_RETRY_S = 2.0
-"""Retry delay for a tenant with too many pending versions, in seconds; a validation takes about one."""
+"""Retry delay for a tenant with too many pending versions, in seconds; a validation takes about one second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from loramux.migrations.schema import adapter_versions, uploads
 LEASE_US = 30_000_000
 """Microseconds after which a claim that was not renewed is void, since its server has died or hangs."""
 _MAX_NAMES = 500
-"""Most identifiers in one query."""
+"""Maximum number of identifiers in one query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class UploadRows:
             return self._insert_upload(connection, adapter_id, files, "open", None, lifetime_us)
 
     def cancel_upload(self, adapter_id: str, upload_id: str) -> Upload:
-        """Delete an upload that no version uses, and return it.
+        """Delete an upload and return it.
 
         Raises AdapterNotFound, UploadNotFound, or UploadRefused if a version uses it.
         """

@@ -91,7 +91,7 @@ class VersionProcessor:
         version_id = claimed.version.id
         scratch = self._scratch_dir / version_id
         try:
-            # A server may have died after it had stored everything.
+            # A server may have died after storing everything.
             if not self._is_stored(claimed.version):
                 shutil.rmtree(scratch, ignore_errors=True)
                 scratch.mkdir(parents=True)

@@ -11,7 +11,7 @@ from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.registry.records import UNFINISHED
 
 MAX_IN_A_ROW = 100
-"""Most versions that are processed before the thread checks for abandoned uploads again."""
+"""Maximum number of versions to process before the thread checks for abandoned uploads again."""
 
 _log = structlog.get_logger(__name__)
 

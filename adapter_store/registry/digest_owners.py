@@ -15,7 +15,7 @@ from loramux.migrations.schema import adapter_versions, adapters, tenants
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DigestOwner:
-    """One version with the digest."""
+    """A version that has the digest."""
 
     tenant_id: str
     tenant_slug: str

@@ -39,7 +39,7 @@ class StockLimits(Protocol):
         """The error that `admit` raises."""
 
     def admit(self, connection: Connection, tenant_id: str, metric: str, amount: int, now_us: int) -> None:
-        """Raise if `amount` more `adapters` or `adapter_bytes` exceed the limit."""
+        """Raise if `amount` more `adapters` or `adapter_bytes` would exceed the limit."""
 
 
 class AdapterRegistry:
@@ -159,10 +159,10 @@ class AdapterRegistry:
     ) -> AdapterRef | None:
         """Resolve a name to a ready version: by number, digest prefix or alias, otherwise by the default alias.
 
-        A digest prefix has 12 to 64 hexadecimal digits; one that matches two different digests resolves to nothing. If
-        an alias names several versions, equal `sticky` strings get the same version while the weights are unchanged,
-        and a version whose weight grows keeps its strings. With `caller_id`, the name can only resolve to an adapter
-        that this tenant owns or was granted.
+        A digest prefix has 12 to 64 hexadecimal digits; a prefix that matches two different digests resolves to
+        nothing. If an alias names several versions, equal `sticky` strings get the same version while the weights are
+        unchanged, and a version whose weight grows keeps its strings. With `caller_id`, the name can only resolve to an
+        adapter that this tenant owns or was granted.
         """
         if not SLUG.fullmatch(tenant_slug) or not SLUG.fullmatch(adapter_name):
             return None

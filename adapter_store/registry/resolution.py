@@ -13,7 +13,7 @@ from loramux.adapter_store.registry.records import AdapterRef
 from loramux.migrations.schema import adapter_alias_targets, adapter_grants, adapter_versions, adapters, tenants
 
 Suffix = Literal["alias", "number", "digest"]
-"""What follows the adapter's name in a model name."""
+"""The kind of suffix after the adapter's name in a model name."""
 
 
 @functools.cache

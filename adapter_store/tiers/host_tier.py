@@ -32,7 +32,7 @@ class _Group:
 
 
 class HostTier:
-    """Belongs to one thread. Leased adapters stay even if that exceeds the bound.
+    """Must be used from one thread only. Leased adapters stay even if that exceeds the bound.
 
     The bound takes precedence over the floors: an unleased adapter that a floor protects is evicted only when nothing
     else is left.

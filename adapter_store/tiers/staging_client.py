@@ -45,7 +45,7 @@ from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts, PassedStage, TierFigures, added, of_the_past
 
 MAX_ASKED = 32
-"""Most requests in flight to the staging process: each may have a descriptor in transit."""
+"""Maximum number of requests in flight to the staging process: each may have a descriptor in transit."""
 
 MAX_TRIES = 2
 """Number of staging processes that may die while loading an adapter before the load fails."""
@@ -76,10 +76,10 @@ class StagingClient:
     A process that dies or hangs is replaced. Its unanswered requests are repeated once, and adapters that it had staged
     stay valid. `memory` holds the adapters, except those that do not fit into it.
 
-    Belongs to one thread and never blocks. It uses no thread of its own: another thread in this process would take the
-    GIL after each of its system calls (an S3 client for milliseconds at a time), and an engine step that waits for the
-    GIL loses a tenth of a millisecond until it is woken. `wake` is called if `poll` has a result that does not make
-    `fileno` readable. Raises StagingRefused if no process can be started.
+    Must be used from one thread only, and never blocks. It uses no thread of its own: another thread in this process
+    would take the GIL after each of its system calls (an S3 client for milliseconds at a time), and an engine step that
+    waits for the GIL loses a tenth of a millisecond until it is woken. `wake` is called if `poll` has a result that
+    does not make `fileno` readable. Raises StagingRefused if no process can be started.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ MAX_MESSAGE_CHARS = 2000
 """Longest failure message, in characters."""
 
 MAX_PIECES = 1000
-"""Most pieces in one packet."""
+"""Maximum number of pieces in one packet."""
 
 
 class StagingConfig(msgspec.Struct, frozen=True, kw_only=True):

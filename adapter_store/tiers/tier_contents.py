@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_LISTED = 2000
-"""Most adapters listed per tier, most recently used first."""
+"""Maximum number of adapters listed per tier, most recently used first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

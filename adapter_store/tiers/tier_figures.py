@@ -185,7 +185,7 @@ class TierFigures:
 
     @contextmanager
     def noting(self, stages: list[PassedStage] | None) -> Iterator[None]:
-        """Inside the block, append each stage that the calling thread counts to `stages`, the stages of one load."""
+        """Collect the stages that the calling thread counts inside the block in `stages`, the stages of one load."""
         before = self.noted
         self._thread.noted = stages
         try:

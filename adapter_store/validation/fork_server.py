@@ -24,7 +24,7 @@ from typing import IO
 IDLE_S = 60.0
 """Seconds without requests after which the process exits; the next request starts a new process."""
 MAX_OUTPUT_BYTES = 4 << 20
-"""Most bytes of a fork's output that are read."""
+"""Maximum number of bytes that are read of a fork's output."""
 _START_S = 60.0
 _END_S = 10.0
 _REQUEST = struct.Struct("!di")
@@ -187,7 +187,7 @@ def fork_for_each_request() -> None:
     woken, waker = os.pipe()
     for end in (woken, waker):
         os.set_blocking(end, False)
-    # Wakes up the waits below.
+    # SIGCHLD wakes up the waits below.
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     while select.select([link], [], [], IDLE_S)[0]:

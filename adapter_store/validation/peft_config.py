@@ -13,7 +13,7 @@ from loramux.kernels.layout import MAX_RANK
 MAX_CONFIG_BYTES = 1 << 20
 MAX_ALPHA = 65536.0
 MAX_NAMES = 4096
-"""Most names in one list or pattern: more than any base has modules, yet few enough to compare quickly with all."""
+"""Limit on names in one list or pattern: more than any base has modules, yet few enough to compare quickly with all."""
 
 _MAX_RECORDED_LEN = 500
 ALL_LINEAR = "all-linear"
@@ -31,7 +31,7 @@ _UNDERSTOOD = frozenset(
     }
 )
 
-# Facts about training and facts for readers: no value of these types changes what the adapter computes.
+# Information about training or for readers: no value of these types changes what the adapter computes.
 _RECORDED = ("base_model_name_or_path", "revision", "peft_version", "task_type")
 _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_RECORDED, (str,)),

@@ -19,7 +19,7 @@ NETWORK, FILES, CALLS, PRIVILEGES = "network namespace", "landlock", "seccomp", 
 MEASURES = (PRIVILEGES, NETWORK, FILES, CALLS)
 """Names of the measures that `confine` takes. NETWORK or CALLS alone is enough to deny the network."""
 ESSENTIAL = (PRIVILEGES, FILES, CALLS)
-"""Measures that are all needed to deny files, other processes and the network; together, they make NETWORK moot."""
+"""Measures that are all needed to deny files, other processes and the network; with all of them, NETWORK is moot."""
 
 _NEW_NETWORK, _NEW_USER = 0x40000000, 0x10000000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
@@ -50,7 +50,7 @@ def confine(writable: Iterable[Path]) -> list[str]:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    # An ordinary user can only unshare the network together with a new user namespace.
+    # An ordinary user can unshare the network only together with a new user namespace.
     has_network = libc.unshare(_NEW_NETWORK) != 0 and libc.unshare(_NEW_USER | _NEW_NETWORK) != 0
     taken = {
         NETWORK: not has_network,

@@ -12,7 +12,7 @@ import errno
 import platform
 import struct
 
-# System call numbers on x86-64 and 64-bit ARM; None if that architecture lacks the call.
+# System call numbers on x86-64 and 64-bit ARM; None if the architecture lacks the call.
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
     # The network and other processes' sockets.
     "socket": (41, 198),

@@ -40,7 +40,7 @@ _NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Spelling:
-    """How a file's names differ from current ones: in a wrapper, PEFT's prefix, the base's depth or an adapter name."""
+    """How a file spells its tensor names: the wrapper, PEFT's prefix, the depth of the base, and the adapter name."""
 
     is_parallel: bool
     has_prefix: bool

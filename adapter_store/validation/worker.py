@@ -91,7 +91,7 @@ def _own_status() -> AbstractContextManager[TextIO | None]:
 def _usage(status: TextIO | None) -> dict[str, int]:
     """CPU time, and peak memory and address space.
 
-    The memory does not come from getrusage(2), whose peak includes that of the parent process.
+    The memory does not come from getrusage(2), whose peak includes the parent process's memory.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
     usage = {"cpu_ms": round((used.ru_utime + used.ru_stime) * 1000)}

@@ -1,4 +1,4 @@
-"""Add rollup grains by tenant, key, model and end user, next to the finest one."""
+"""Add rollup grains by tenant, key, model and end user, in addition to the finest grain."""
 
 from __future__ import annotations
 

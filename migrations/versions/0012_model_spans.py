@@ -20,7 +20,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Restore the weeks."""
+    """Restore the weekly sums."""
     _run(back_to_weeks())
 
 

@@ -20,4 +20,4 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Nothing to do: an older server keeps its own settled rows, and merely finds fewer from other servers."""
+    """Nothing to do: an older server keeps its own settled rows, and merely finds fewer rows from other servers."""
