@@ -1,6 +1,6 @@
 """SQL that rebuilds all rollups from the ledger, as step 0011 does.
 
-Nothing else may write in the meantime, which that step ensures. These statements are released and stay unchanged: a
+Nothing else may write in the meantime, which step 0011 ensures. These statements are released and stay unchanged: a
 later step that needs other sums adds its own, as `model_spans.py` does.
 """
 

@@ -23,7 +23,7 @@ class Run(Protocol):
 
 @contextmanager
 def write_in_pipelines(engine: Engine) -> Iterator[Connection]:
-    """A transaction that begins with its first `pipeline` and may commit with its last.
+    """A transaction that begins with its first `pipeline` call and may commit with its last.
 
     Otherwise it commits on exit, and rolls back on an exception. Reads before the first round trip happen outside the
     transaction.
@@ -45,7 +45,7 @@ def write_in_pipelines(engine: Engine) -> Iterator[Connection]:
 def pipeline(connection: Connection, is_last: bool = False) -> Iterator[Run]:
     """Run statements with one wait for all of them; after a failure, no later one runs. PostgreSQL only.
 
-    `is_last` commits after them. Raises SQLAlchemy's errors.
+    With `is_last`, also commits the transaction. Raises SQLAlchemy's errors.
     """
     driver = _driver(connection)
     with _as_sqlalchemy(connection), driver.pipeline():

@@ -61,7 +61,7 @@ api_keys = Table(
     Column("secret_sha256", LargeBinary(32), nullable=False),
     Column("name", String(200), nullable=False),
     Column("scopes", JSON, nullable=False),
-    # Identifiers of the adapters that the key may name; NULL: all that its tenant may call.
+    # Identifiers of the adapters that the key may name; NULL for all adapters that its tenant may call.
     Column("adapter_ids", JSON(none_as_null=True), nullable=True),
     Column("created_us", BigInteger, nullable=False),
     Column("expires_us", BigInteger, nullable=True),
@@ -104,7 +104,7 @@ adapter_versions = Table(
     # The server that is validating the version, and the time when that server's claim expires.
     Column("claimed_by", ID, nullable=True),
     Column("claim_expires_us", BigInteger, nullable=True),
-    # What validation found: properties, checks and warnings, or the error with its code and parameter.
+    # The findings of validation: properties, checks and warnings, or the error with its code and parameter.
     Column("report", JSON, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("ready_us", BigInteger, nullable=True),
@@ -132,7 +132,7 @@ adapter_aliases = Table(
     metadata,
     Column("adapter_id", ID, ForeignKey("adapters.id"), primary_key=True),
     Column("name", NAME, primary_key=True),
-    # Counts the alias's changes; the history has a row for each.
+    # Counts the alias's changes; the history has a row for each change.
     Column("revision", Integer, nullable=False),
     Column("updated_us", BigInteger, nullable=False),
 )
@@ -185,7 +185,7 @@ uploads = Table(
     # [{"name", "size", "sha256"}], as the client declared them.
     Column("files", JSON, nullable=False),
     Column("state", String(16), nullable=False),
-    # A bucket from which a server fetches the files, instead of a client's upload.
+    # The bucket from which a server fetches the files if no client uploads them.
     Column("source_url", String(1200), nullable=True),
     Column("created_us", BigInteger, nullable=False),
     Column("expires_us", BigInteger, nullable=False),
@@ -301,7 +301,8 @@ usage_adjustments = Table(
     "usage_adjustments",
     metadata,
     Column("id", ID, primary_key=True),
-    # At most one correction per request: it was recovered because its gateway seemed dead, and then settled after all.
+    # At most one correction per request: the request was recovered because its gateway seemed dead, and then settled
+    # after all.
     Column("request_id", ID, ForeignKey("usage_events.request_id"), nullable=False, unique=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
     # Added to the event's tokens; negative if the request used fewer tokens.
@@ -450,7 +451,7 @@ console_sessions = Table(
 login_failures = Table(
     "login_failures",
     metadata,
-    # An address, or for IPv6 a network.
+    # An IPv4 address or an IPv6 network.
     Column("origin", String(64), primary_key=True),
     # When all the origin's failures are forgiven; each failure postpones this time.
     Column("forgiven_us", BigInteger, nullable=False),

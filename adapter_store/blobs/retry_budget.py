@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 
 class RetryBudget:
-    """A token bucket of retries shared by all callers: a retry takes one token, a success returns a tenth of one.
+    """A token bucket of retries that all callers share.
 
-    In the long run retries add at most a tenth to the traffic, after an initial burst of up to `capacity`.
-    `refill_per_s` keeps the bucket of a rarely used store from staying empty. Thread-safe.
+    A retry takes one token, and a success returns a tenth of a token. In the long run retries add at most a tenth to
+    the traffic, after an initial burst of up to `capacity`. `refill_per_s` keeps the bucket of a rarely used store from
+    staying empty. Thread-safe.
     """
 
     def __init__(

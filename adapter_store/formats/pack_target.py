@@ -125,7 +125,10 @@ class PackTarget:
 
 @lru_cache(maxsize=256)
 def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes) -> AdapterLayout:
-    """Cached: computing a layout takes longer than checking a small adapter, and most adapters share a few layouts."""
+    """Compute an adapter's layout.
+
+    Cached, since this takes longer than checking a small adapter's bytes, and most adapters share a few layouts.
+    """
     modules, outer_modules = (
         tuple(target.shard(module).shape(module) for module in group)
         for group in (target.modules, target.outer_modules)

@@ -42,7 +42,7 @@ class AdapterSources:
         return url.rstrip("/")
 
     def size(self, url: str, name: str, max_bytes: int) -> int:
-        """Size in bytes of one of a source's files, which is not copied; raises the same errors as `fetch_file`."""
+        """Size in bytes of a file in a source, without copying the file; raises the same errors as `fetch_file`."""
         with _told(name, max_bytes):
             found = self._open_store(self.check(url)).head(name)
             if found is None:

@@ -21,7 +21,7 @@ MAX_PENDING_VERSIONS = 64
 UPLOAD_RETRY_S = 60.0
 """Longest retry delay for a tenant with too many open uploads, in seconds.
 
-An upload may be used or cancelled long before it expires, so the delay does not last until then.
+An upload may be used or cancelled well before it expires, so clients should not wait until then.
 """
 VERSION_RETRY_S = 2.0
 """Retry delay for a tenant with too many pending versions, in seconds; a validation takes about one second."""

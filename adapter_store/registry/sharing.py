@@ -48,7 +48,7 @@ class AdapterGrants:
                 after = {"granted_to": tenant_id}
                 audit(connection, now_us, "grant.add", adapter.id, tenant_id=adapter.tenant_id, after=after)
         except IntegrityError:
-            # Already granted.
+            # The adapter is already granted to the tenant.
             pass
         with self._database.read() as connection:
             of_tenant = _select().where(

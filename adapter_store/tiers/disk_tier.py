@@ -127,7 +127,7 @@ class DiskTier:
             if time.monotonic() > self._sweep_due:
                 self._sweep()
             with self._lock:
-                # Ours replaces a file that another engine has added in the meantime.
+                # Our file replaces any that another engine has added in the meantime.
                 known = self._files.pop(path, None)
                 self.used_bytes -= known.size if known else 0
             self._evict(self._max_bytes - status.st_size)

@@ -1,8 +1,9 @@
 """The staging process of one engine: `python -m loramux.adapter_store.tiers.staging_process SOCKET MEMORY`.
 
 It loads packed adapters from the local disk or the blob store into memory shared with the engine, and verifies them
-there. In a process of its own, this work (S3 clients above all) never takes the GIL from the thread that runs the
-engine's steps. Both arguments are file descriptors. The process exits when the engine closes its end of the socket.
+there. Because this work (above all that of S3 clients) runs in its own process, it never takes the GIL from the thread
+that runs the engine's steps. Both arguments are file descriptors. The process exits when the engine closes its end of
+the socket.
 """
 
 from __future__ import annotations

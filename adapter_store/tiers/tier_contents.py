@@ -15,7 +15,7 @@ class KeptAdapter:
     digest: str
     num_bytes: int
     idle_s: float
-    """Seconds since its last use."""
+    """Seconds since the adapter's last use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

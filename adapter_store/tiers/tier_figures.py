@@ -116,7 +116,7 @@ def added(first: LoadCounts, second: LoadCounts) -> LoadCounts:
 
 
 def of_the_past(counts: LoadCounts) -> LoadCounts:
-    """The counts of a process that has ended and holds nothing any more."""
+    """The counts of a process that has ended and no longer holds anything."""
     return replace(counts, tiers=tuple(replace(one, used_bytes=0) for one in counts.tiers), breaker="closed")
 
 

@@ -24,13 +24,13 @@ from typing import IO
 IDLE_S = 60.0
 """Seconds without requests after which the process exits; the next request starts a new process."""
 MAX_OUTPUT_BYTES = 4 << 20
-"""Maximum number of bytes that are read of a fork's output."""
+"""Maximum number of bytes that are read from a fork's output."""
 _START_S = 60.0
 _END_S = 10.0
 _REQUEST = struct.Struct("!di")
 """A fork's time limit in seconds and its niceness, sent with its standard input, output and error."""
 _REPLY = struct.Struct("!i?")
-"""The fork's return code, and whether it exceeded its time limit."""
+"""The fork's return code, and whether the fork exceeded its time limit."""
 
 
 class ForkServerFailed(Exception):
@@ -177,7 +177,7 @@ def last_line(said: bytes) -> str:
 
 
 def fork_for_each_request() -> None:
-    """Return in a fork for each request of a ForkServer, whose socket is standard input.
+    """Return in a new fork for each request of a ForkServer, whose socket is standard input.
 
     The fork leads its own session and has the request as its standard input. Its process group is killed when the fork
     exceeds its time limit or the ForkServer closes the socket. The process itself exits with the ForkServer, or after

@@ -22,7 +22,7 @@ used 1,759 of its 3,331 MiB of address space."""
 
 
 WALL_PER_TIME = 10.0
-"""Longest wall-clock time of a validation, in multiples of its CPU time limit, since it yields to other processes."""
+"""Longest wall-clock time of a validation, in multiples of its CPU time limit: validations yield to other processes."""
 
 
 @dataclass(frozen=True, slots=True)

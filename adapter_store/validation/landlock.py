@@ -25,7 +25,7 @@ _BOTH_SCOPES = 0b11
 def restrict_files(libc: ctypes.CDLL, readable: Iterable[Path], writable: Iterable[Path]) -> bool:
     """From now on, allow reading only under `readable` and `writable`, and writing and creating only under `writable`.
 
-    If the kernel supports it, also refuse TCP, abstract sockets and signals to other processes. Returns False, with
+    If the kernel supports this, also refuse TCP, abstract sockets and signals to other processes. Returns False, with
     nothing restricted, if the kernel has no Landlock. Needs no_new_privs.
     """
     version = libc.syscall(_CREATE_RULESET, None, 0, _ASK_VERSION)

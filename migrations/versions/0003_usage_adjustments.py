@@ -1,4 +1,4 @@
-"""Add corrections of charges for requests that were recovered and settled later."""
+"""Add charge corrections for requests that were recovered and settled later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Add pins that survive the engine, request cancellation, key allow-lists and rotation, and idempotency keys."""
+"""Add pins that survive engine restarts, request cancellation, key allow-lists and rotation, and idempotency keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Add prices and costs of requests, hourly and daily usage rollups, end users, and the audit log."""
+"""Add prices, request costs, hourly and daily usage rollups, end users, and the audit log."""
 
 from __future__ import annotations
 

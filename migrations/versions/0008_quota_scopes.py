@@ -1,4 +1,4 @@
-"""Add quota policies for the platform, keys and adapters; modes, budgets, and tenants' timezones."""
+"""Add modes, budgets, tenants' timezones, and quota policies for the platform, keys and adapters."""
 
 from __future__ import annotations
 
