@@ -25,7 +25,7 @@ _SECRET_FIELDS = re.compile(r"secret|password|token$|sha256")
 class Actor:
     """Who makes a change: a key's identifier, `operator` for the operator's own key, or `system`.
 
-    `address` and `request_id` are those of the call that requested it.
+    `address` and `request_id` are those of the call that requested the change.
     """
 
     key_id: str = "system"

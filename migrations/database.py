@@ -56,10 +56,10 @@ UPGRADE_ATTEMPTS = 5
 """Maximum number of attempts at an upgrade that PostgreSQL aborts because of deadlocks."""
 
 _DEADLOCK = "40P01"
-"""PostgreSQL's code for a deadlock."""
+"""PostgreSQL's error code for a deadlock."""
 
 _CANCELLED = "57014"
-"""PostgreSQL's code for a cancelled statement."""
+"""PostgreSQL's error code for a cancelled statement."""
 
 _STEPS_UNASKED = 1_000_000
 """SQLite virtual machine steps between checks of the clock; these steps take tens of milliseconds."""

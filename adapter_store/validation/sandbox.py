@@ -63,7 +63,7 @@ def confine(writable: Iterable[Path]) -> list[str]:
 
 
 def _drop_capabilities(libc: ctypes.CDLL) -> None:
-    """Drop all capabilities: a server run by root, or a new user namespace, would leave some to this process."""
+    """Drop all capabilities: a server run by root, or a new user namespace, would leave this process some of them."""
     libc.capset(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24))
 
 

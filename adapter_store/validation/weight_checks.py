@@ -50,7 +50,7 @@ class WeightChecks:
         B: npt.NDArray[np.float32],
         names: tuple[str, str] | None = None,
     ) -> None:
-        """`A` float32 `[rank, in]`, `B` float32 `[out, rank]`; raises AdapterRejected.
+        """Check a module with `A` float32 `[rank, in]` and `B` float32 `[out, rank]`; raises AdapterRejected.
 
         `names` are the file's names of the two tensors, if they differ from PEFT's.
         """
@@ -91,6 +91,6 @@ def _norm(name: str, weights: npt.NDArray[np.float32]) -> float:
             raise AdapterRejected(
                 "norm_too_large", f"a weight is {largest:.3g}, but at most {MAX_WEIGHT:g} is allowed", name
             )
-        # A million squares of at most 65504 add up well below float32's limit; rounding does not matter to the bound.
+        # A million squares of at most 65504 add up well below float32's limit; rounding does not matter for the bound.
         squares += float(np.dot(block, block))
     return math.sqrt(squares)

@@ -70,7 +70,7 @@ def main() -> int:
     job = ValidationJob(**{name: Path(path) for name, path in request["job"].items()})
     target = PackTarget.from_document(request["target"])
     limits = Limits(**request["limits"])
-    # Before reading anything that a tenant wrote.
+    # Confine the process before reading anything that a tenant wrote.
     limit_resources(limits.memory_bytes, limits.file_bytes, math.ceil(limits.time_s))
     with _own_status() as status:
         missing = confine({path.parent for path in (job.config, job.tensors, job.canonical, job.packed)})
