@@ -1,4 +1,4 @@
-"""The errors that callers see: raised where the cause is known, turned into the envelope in one place.
+"""The errors that callers see: raised where the cause is known, and turned into the envelope in one place.
 
 {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 """

@@ -34,7 +34,7 @@ from loramux.platform.accounts.principals import Principal, PrincipalCache
 from loramux.platform.errors import Conflict, InvalidRequest, NotFound
 
 OPERATOR = "operator"
-"""The key id of the operator's own key, which has no row."""
+"""The id of the operator's key, which has no database row."""
 MIN_ADMIN_KEY = 32
 MAX_NAME = 200
 
@@ -54,13 +54,13 @@ class KeyRevoked(Conflict):
 
 
 class LastAdminKey(Conflict):
-    """Without this key, no platform administrator would be left."""
+    """The change would leave the platform without an administrator."""
 
     code = "last_admin_key"
 
 
 class ApiKeys:
-    """The keys in the database, and the operator's own `admin_key`, which is stored nowhere."""
+    """The keys in the database, and the operator's `admin_key`, which is never stored."""
 
     def __init__(self, database: Database, admin_key: str | None = None) -> None:
         if admin_key is not None and len(admin_key) < MIN_ADMIN_KEY:
@@ -77,9 +77,9 @@ class ApiKeys:
         expires_us: int | None = None,
         adapters: Sequence[str] | None = None,
     ) -> CreatedKey:
-        """Create a key for a tenant, or for the platform when `tenant_id` is None; raises InvalidRequest and NotFound.
+        """Create a key for a tenant, or for the platform when `tenant_id` is None; raises InvalidRequest or NotFound.
 
-        `adapters` limits the key to these adapters, given as identifiers or `[tenant/]name`.
+        `adapters` limits the key to these adapters, each an identifier or `[tenant/]name`.
         """
         _check_name(name)
         granted = checked_scopes(tenant_id, scopes)
@@ -127,9 +127,9 @@ class ApiKeys:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[ApiKey]:
-        """Keys of a tenant, or of the platform when `tenant_id` is None, revoked ones included.
+        """A tenant's keys, or the platform's when `tenant_id` is None, including revoked ones.
 
-        With `only`, just the keys with these ids.
+        `only` restricts the list to the keys with these ids.
         """
         table = schema.api_keys
         # `== None` is SQL's IS NULL.
@@ -146,7 +146,7 @@ class ApiKeys:
         return key_of(row) if row is not None else None
 
     def revoke(self, key_id: str) -> ApiKey | None:
-        """Revoke a key for good; revoking it again keeps the first revocation time. None if there is no such key.
+        """Revoke a key permanently; revoking it again keeps the first revocation time. None if there is no such key.
 
         Raises LastAdminKey.
         """
@@ -167,7 +167,7 @@ class ApiKeys:
     def update(self, key_id: str, changes: KeyChanges, check: Callable[[ApiKey], None]) -> ApiKey | None:
         """Change a key after `check`, which may raise, has seen its current state; None if there is no such key.
 
-        Raises InvalidRequest, NotFound, KeyRevoked and LastAdminKey.
+        Raises InvalidRequest, NotFound, KeyRevoked or LastAdminKey.
         """
         table = schema.api_keys
         if changes.name is not None:
@@ -200,7 +200,7 @@ class ApiKeys:
         return key_of(row)
 
     def rotate(self, key_id: str, grace_us: int) -> CreatedKey | None:
-        """Give a key a new secret. The current secret stays valid for `grace_us`; an older one stops working now.
+        """Give a key a new secret. The current secret stays valid for `grace_us`; an older one expires immediately.
 
         None if there is no such key. Raises KeyRevoked.
         """
@@ -239,11 +239,11 @@ class ApiKeys:
         self._cache.clear()
 
     def recent(self, presented: str) -> Principal | None:
-        """The caller who presents this key, if it was authenticated within the last five seconds. Does not block."""
+        """The caller with this key, if authenticated within the last five seconds. Does not block."""
         return self._cache.get(key_sha256(presented), self._database.now_us())
 
     def authenticate(self, presented: str) -> Principal | None:
-        """The caller who presents this key; None if it is unknown, revoked, expired or a suspended tenant's."""
+        """The caller with this key; None if the key is unknown, revoked or expired, or if its tenant is suspended."""
         sha256 = key_sha256(presented)
         if self._is_operators(sha256):
             return _OPERATORS
@@ -265,8 +265,8 @@ class ApiKeys:
     def reauthenticate(self, key_id: str, sha256: bytes) -> Principal | None:
         """The current rights of a caller who authenticated earlier with this secret. Bypasses the cache.
 
-        None once the secret is no longer valid: the key is revoked, expired or belongs to a suspended tenant, the
-        secret was rotated out, or this process has a different operator's key.
+        None once the secret is no longer valid: the key is revoked or expired, its tenant is suspended, the secret was
+        rotated out, or the operator's key has changed.
         """
         if key_id == OPERATOR:
             return _OPERATORS if self._is_operators(sha256) else None
@@ -297,7 +297,7 @@ class ApiKeys:
 
 
 def _admin_key_ids(connection: Connection, now_us: int, *, is_held: bool) -> list[str]:
-    """The usable platform:admin keys. With `is_held`, they are locked until the transaction ends."""
+    """The ids of the usable platform:admin keys. With `is_held`, the keys are locked until the transaction ends."""
     table = schema.api_keys
     query = select(table.c.id, table.c.scopes).where(
         table.c.tenant_id.is_(None),
@@ -322,7 +322,7 @@ def _limit(
         return None
     check_limit(scopes)
     if tenant_id is None or not adapters:
-        raise InvalidRequest("only a tenant's key can be limited, to at least one adapter", param="adapters")
+        raise InvalidRequest("only a tenant's key can be limited to adapters, and to at least one", param="adapters")
     return find_adapter_ids(connection, tenant_id, adapters)
 
 
@@ -346,10 +346,10 @@ def _new_secret(public_id: str) -> str:
 
 
 def _good_until_us(row: Row[Any] | None, sha256: bytes, now_us: int) -> int | None:
-    """When a secret of the key stops being valid; None if it is not valid now."""
+    """When this secret of the key stops being valid; None if the secret is not valid now."""
     current = row.secret_sha256 if row is not None else _NO_KEY
     previous = _NO_KEY if row is None or row.previous_sha256 is None else row.previous_sha256
-    # Both are always compared, so that the time taken reveals nothing.
+    # Always compare both secrets, so that the time taken reveals nothing.
     is_current, is_previous = hmac.compare_digest(sha256, current), hmac.compare_digest(sha256, previous)
     if row is None or row.revoked_us is not None or row.state not in (None, "active"):
         return None

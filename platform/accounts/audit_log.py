@@ -13,17 +13,17 @@ from loramux.migrations.paging import Page, keyset_rows
 from loramux.platform.accounts.principals import Principal
 
 PLATFORM = "platform"
-"""The actor shown to a tenant in place of any of the platform's keys."""
+"""The actor shown to tenants in place of a platform key."""
 PERSON = "oidc_"
-"""Prefix of actors who signed in through single sign-on. The rest is a pseudonym that reveals nothing about them."""
+"""Prefix of actors who signed in through single sign-on. A pseudonym follows, which reveals nothing about them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
-    """One change. `changes` is {field: [before, after]}; `tenant_id` is the owner of the object, None the platform.
+    """One change. `changes` is {field: [before, after]}; `tenant_id` is the object's owner, or None for the platform.
 
-    For a tenant's reader, `actor` is `platform` if one of the platform's keys made the change, and `address` is None
-    unless the tenant's own key or the reader made it.
+    For a reader from a tenant, `actor` is `platform` if a platform key made the change, and `address` is None unless
+    the reader or one of the tenant's keys made the change.
     """
 
     id: str
@@ -39,7 +39,7 @@ class AuditEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFilter:
-    """Which entries to list; None does not filter. `action` can end in `.*`; times are `[start_us, end_us)`."""
+    """Which entries to list; None means no filter. `action` can end in `.*`; times are `[start_us, end_us)`."""
 
     tenant_id: str | None = None
     actor: str | None = None

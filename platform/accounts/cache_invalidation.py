@@ -11,7 +11,7 @@ from loramux.migrations.database import Database
 from loramux.migrations.listener import CacheListener
 
 POLL_INTERVAL_S = 1.0
-"""How often the epoch is read where no notification arrives: on SQLite, and behind a proxy that drops PostgreSQL's."""
+"""How often the epoch is read, in seconds. SQLite sends no notifications, and a proxy can drop PostgreSQL's."""
 
 RETRY_S = 1.0
 END_WAIT_S = 2.0
@@ -20,10 +20,10 @@ log = structlog.get_logger()
 
 
 class CacheInvalidation:
-    """A thread that calls every function in `forget` after a change, on notification or within POLL_INTERVAL_S.
+    """A thread that calls every function in `forget` after a change, either when notified or within POLL_INTERVAL_S.
 
     While the database cannot be watched, cache entries expire by themselves within five seconds. A cache filled from a
-    read that began before the change can keep the old value for equally long. `note_heard` is called whenever the
+    read that began before the change can keep the old value for just as long. `note_heard` is called whenever the
     database answers.
     """
 
@@ -38,7 +38,7 @@ class CacheInvalidation:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. If it is waiting for an unresponsive database, it ends with the process instead."""
+        """End the thread. A thread that is waiting for an unresponsive database ends with the process instead."""
         self._stopped.set()
         self._thread.join(END_WAIT_S)
 
@@ -50,7 +50,7 @@ class CacheInvalidation:
                     is_well = True
                     self._follow(listener)
             except Exception as error:
-                # Any failure is survivable: entries expire by themselves, and the next round listens again.
+                # A failure does no lasting harm: entries expire by themselves, and the next round listens again.
                 if is_well and not self._stopped.is_set():
                     log.warning("cannot watch for changes of keys and policies; trying again", error=str(error))
                 is_well = False
@@ -58,7 +58,7 @@ class CacheInvalidation:
 
     def _follow(self, listener: CacheListener) -> None:
         epoch = listener.epoch()
-        # Changes before we listened went unnoticed.
+        # Changes made before we started listening went unnoticed.
         self._tell()
         while not self._stopped.is_set():
             listener.wait(POLL_INTERVAL_S)

@@ -8,9 +8,9 @@ MAX_END_USER = 128
 
 
 def end_user_label(user: str | None) -> str | None:
-    """The request's `user` unchanged if it is short and printable, else its SHA-256.
+    """The request's `user`, unchanged if it is short and printable, otherwise as a SHA-256.
 
-    Users with long names stay distinct, and no request is refused for its `user`.
+    Users with long names stay distinct, and no request is refused because of its `user`.
     """
     if not user:
         return None

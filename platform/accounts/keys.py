@@ -1,6 +1,6 @@
 """API keys as records, with their scopes and the adapters that they are limited to.
 
-Each role is a scope. The rights of a key are the union of its scopes.
+Each role is a scope. A key has the combined rights of its scopes.
 
 | role | scope | may |
 |---|---|---|
@@ -9,7 +9,7 @@ Each role is a scope. The rights of a key are the union of its scopes.
 | tenant admin | `tenant:admin` | administer its tenant: keys, adapters, aliases, its display name |
 | tenant developer | `tenant:develop` | read its tenant; push and preload versions, move aliases except `default` |
 | tenant viewer | `tenant:read` | read its tenant |
-| caller | `adapters`, `base` | run inference with the tenant's adapters, with the base |
+| caller | `adapters`, `base` | run inference with the tenant's adapters and with the base, respectively |
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ DEFAULT_TENANT_SCOPES = frozenset({"adapters", "base"})
 DEFAULT_PLATFORM_SCOPES = frozenset({"platform:admin"})
 
 LIMITABLE_SCOPES = frozenset({"adapters", "base", "tenant:develop"})
-"""Scopes that a key limited to some adapters can have. Such a key sees only those adapters and itself."""
+"""The scopes allowed for a key that is limited to some adapters. The key can see only those adapters and itself."""
 
 
 def checked_scopes(tenant_id: str | None, scopes: Iterable[str] | None) -> frozenset[str]:
-    """Validate the scopes of a key of this owner, or return the owner's default scopes; raises InvalidRequest."""
+    """Validate the scopes for an owner's key; None selects the owner's default scopes. Raises InvalidRequest."""
     allowed = PLATFORM_SCOPES if tenant_id is None else TENANT_SCOPES
     if scopes is None:
         return DEFAULT_PLATFORM_SCOPES if tenant_id is None else DEFAULT_TENANT_SCOPES
@@ -66,17 +66,17 @@ class ApiKey:
     name: str
     scopes: frozenset[str]
     adapter_ids: frozenset[str] | None
-    """The adapters that the key is limited to; None for every adapter that its tenant may call."""
+    """The adapters that the key is limited to; None means every adapter that its tenant may call."""
     created_us: int
     expires_us: int | None
     revoked_us: int | None
     previous_until_us: int | None
-    """When the secret from before the last rotation stops being valid."""
+    """When the secret that the last rotation replaced stops being valid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChanges:
-    """Changes to a key; None keeps a field. `adapters` are names as in `create`, and () removes the limit."""
+    """Changes to a key; None leaves a field unchanged. `adapters` are names as in `create`; () removes the limit."""
 
     name: str | None = None
     scopes: tuple[str, ...] | None = None
@@ -133,9 +133,9 @@ def shown_key(key: ApiKey) -> dict[str, object]:
 
 
 def find_adapter_ids(connection: Connection, tenant_id: str, names: Sequence[str]) -> list[str]:
-    """Identifiers of adapters that the tenant may call, each given as an identifier or `[tenant/]name`.
+    """The identifiers of the named adapters. Each name is an identifier or `[tenant/]name`.
 
-    Raises NotFound, both for an adapter that does not exist and for one that the tenant may not call.
+    Raises NotFound for an adapter that does not exist or that the tenant may not call.
     """
     return sorted({_find_adapter_id(connection, tenant_id, name) for name in names})
 
@@ -154,5 +154,7 @@ def _find_adapter_id(connection: Connection, tenant_id: str, name: str) -> str:
         own = query.where(adapters.c.tenant_id == tenant_id, adapters.c.name == name)
         found = connection.execute(own).scalar()
     if found is None:
-        raise NotFound("the tenant has no access to such an adapter", param="adapters", code="adapter_not_found")
+        raise NotFound(
+            "there is no such adapter, or the tenant has no access to it", param="adapters", code="adapter_not_found"
+        )
     return str(found)

@@ -28,7 +28,7 @@ class ModelNotFound(NotFound):
 
 @dataclass(frozen=True, slots=True)
 class AdapterName:
-    """A parsed name with at most one of `version`, `digest_prefix` and `alias`. No tenant means the caller's own."""
+    """A parsed name with at most one of `version`, `digest_prefix` and `alias`. No `tenant` means the caller's own."""
 
     tenant: str | None
     adapter: str
@@ -46,13 +46,13 @@ class ResolvedModel:
 
 
 def parse_adapter_name(name: str) -> AdapterName | None:
-    """Split a name, at `@` before `:`; None if it is malformed. Raises InvalidRequest if it has both suffixes."""
+    """Split a name, at `@` before `:`; None if the name is malformed. Raises InvalidRequest if it has both suffixes."""
     path, has_version, version = name.partition("@")
     path, has_alias, alias = path.partition(":")
     digest = _DIGEST.fullmatch(version)
     if has_version and (has_alias or (":" in version and not version.startswith("sha256:")) or version.count(":") > 1):
         raise InvalidRequest(
-            "a model name has a version (@) or an alias (:), not both", param="model", code="invalid_model_name"
+            "a model name can have a version (@) or an alias (:), not both", param="model", code="invalid_model_name"
         )
     tenant, slash, adapter = path.rpartition("/")
     if not adapter or (slash and not tenant) or (has_alias and not alias):
@@ -73,9 +73,10 @@ class ModelResolver:
         self.served_name = served_name
 
     def resolve(self, principal: Principal, name: str, sticky: str | None = None) -> ResolvedModel:
-        """Resolve a name. If it stands for several versions, equal `sticky` texts get the same one, None a random one.
+        """Resolve a name. If it stands for several versions, equal `sticky` texts get the same version.
 
-        Raises ModelNotFound, InvalidRequest, or PermissionDenied if the key has no inference scope.
+        Without `sticky`, such a name gets a random version. Raises ModelNotFound, InvalidRequest, or PermissionDenied
+        if the key has no inference scope.
         """
         require_inference(principal)
         if name == self.served_name:

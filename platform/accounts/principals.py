@@ -21,12 +21,12 @@ class Principal:
     tenant_slug: str | None
     scopes: frozenset[str]
     adapter_ids: frozenset[str] | None = None
-    """The adapters that the key may name; None for every adapter that its tenant may call."""
+    """The adapters that the key may name; None means every adapter that its tenant may call."""
 
     def may_name(self, adapter_id: str | None) -> bool:
-        """Whether the key's own limit includes the adapter. Its tenant's rights are checked elsewhere.
+        """Whether the key's own limit allows the adapter. The tenant's rights are checked elsewhere.
 
-        None stands for objects without an adapter, such as requests to the base. A limited key may not see those.
+        None stands for an object without an adapter, such as a request to the base, which a limited key may not see.
         """
         return self.adapter_ids is None or adapter_id in self.adapter_ids
 
@@ -36,7 +36,7 @@ class Principal:
 
     @property
     def holder(self) -> str:
-        """The holder that the admin listener's limits on concurrent work apply to: the tenant, or a platform key."""
+        """The owner whose concurrent work the admin listener limits: the tenant, or a platform key."""
         return self.tenant_id or self.key_id
 
 
@@ -48,7 +48,7 @@ class _Entry:
 
 
 class PrincipalCache:
-    """Principals by the SHA-256 of their key. Only valid keys are cached, so guesses cannot fill it."""
+    """Caches principals by the SHA-256 of their keys. Only valid keys are cached, so guesses cannot fill it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

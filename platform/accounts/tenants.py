@@ -35,13 +35,13 @@ class TenantExists(Conflict):
 
 
 class TenantInUse(Conflict):
-    """The tenant has adapters, keys or usage: it can be suspended, not deleted."""
+    """The tenant has adapters, keys or usage, so it can be suspended but not deleted."""
 
     code = "tenant_in_use"
 
 
 class InvalidSlug(InvalidRequest):
-    """Not a slug: `[a-z0-9][a-z0-9._-]{0,62}`."""
+    """The text is not a slug, which must match `[a-z0-9][a-z0-9._-]{0,62}`."""
 
     code = "invalid_slug"
 
@@ -65,7 +65,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantChanges:
-    """Changes to a tenant; None keeps a field."""
+    """Changes to a tenant; None leaves a field unchanged."""
 
     display_name: str | None = None
     weight: int | None = None
@@ -76,7 +76,7 @@ class TenantChanges:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What the engine knows of a tenant: its place in fair scheduling and its prefix-cache namespace."""
+    """What the engine knows about a tenant: its place in fair scheduling and its prefix-cache namespace."""
 
     key: str
     weight: int
@@ -90,11 +90,11 @@ class Tenants:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        # By tenant, with the time of reading. Entries are replaced as a whole, so threads need no lock.
+        # By tenant id, with the time of the read. Entries are replaced as a whole, so threads need no lock.
         self._shares: dict[str, tuple[int, Share]] = {}
 
     def create(self, slug: str, display_name: str | None = None, timezone: str = "UTC") -> Tenant:
-        """Create an active tenant; raises InvalidSlug, InvalidRequest and TenantExists."""
+        """Create an active tenant; raises InvalidSlug, InvalidRequest or TenantExists."""
         _check_timezone(timezone)
         if not SLUG.fullmatch(slug):
             raise InvalidSlug(
@@ -170,7 +170,7 @@ class Tenants:
                 if row is None:
                     return False
                 usable = select(keys.c.id).where(keys.c.tenant_id == tenant_id, keys.c.revoked_us.is_(None)).limit(1)
-                # In this order: a reservation that has disappeared is already an entry in the ledger.
+                # Reservations are checked first: one that is settled in the meantime is already in the ledger.
                 held, spent = schema.reservations.c, schema.usage_events.c
                 runs = select(held.id).where(held.tenant_id == tenant_id).limit(1)
                 ran = select(spent.request_id).where(spent.tenant_id == tenant_id).limit(1)
@@ -184,13 +184,13 @@ class Tenants:
                 now_us, before = self._database.now_us(connection), _shown(_tenant(row))
                 audit(connection, now_us, "tenant.delete", tenant_id, tenant_id=tenant_id, before=before)
         except IntegrityError:
-            # Another table still refers to it.
+            # Another table still refers to the tenant.
             raise in_use from None
         self._shares.pop(tenant_id, None)
         return True
 
     def get(self, id_or_slug: str) -> Tenant | None:
-        # A slug has at most 63 characters, so only identifiers and slugs reach the database.
+        # Only texts of up to 63 characters, which can be identifiers or slugs, reach the database.
         if not SLUG.fullmatch(id_or_slug):
             return None
         table = schema.tenants

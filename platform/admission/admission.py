@@ -31,7 +31,7 @@ from loramux.platform.quotas.policy_cache import PolicyReader
 _RECOVER_AT_ONCE = 100
 
 KEPT_WINDOWS_US = 100 * 86_400_000_000
-"""How long counters are kept after their day or month began, in microseconds."""
+"""How long counters are kept after the start of their day or month, in microseconds."""
 
 _SWEEP_AT_ONCE = 1000
 
@@ -43,7 +43,7 @@ _CHECKPOINT = (
 
 
 class Admission:
-    """Reserve, checkpoint, settle and recover, on SQLite and PostgreSQL alike, through `AdmissionTransaction`.
+    """Reserves, checkpoints, settles and recovers requests through `AdmissionTransaction`, on SQLite or PostgreSQL.
 
     Blocking. A gateway commits through `GroupCommit`, which puts many operations into one transaction.
     `note_overdrawn` receives the number of settlements that came after recovery and overdrew a hard limit.
@@ -63,10 +63,10 @@ class Admission:
         return 1 if self._database.is_sqlite else 2
 
     def commit(self, operations: Sequence[Operation]) -> list[Outcome]:
-        """Apply operations in one transaction, in the given order, and return the outcome of each.
+        """Apply operations in one transaction, in the given order; return the outcome of each.
 
-        A refused operation takes nothing and does not affect the others. Raises SQLAlchemyError, in which case none
-        of them takes effect.
+        A refused operation charges nothing and does not affect the others. After SQLAlchemyError, no operation has
+        taken effect.
         """
         for _ in range(MAX_ATTEMPTS):
             try:
@@ -83,27 +83,27 @@ class Admission:
         raise RuntimeError("quota policies change faster than they can be applied")
 
     def reserve(self, request: ReservationRequest) -> Reservation:
-        """Reserve the most that the request can cost; raises QuotaExceeded or RequestTooLarge, then taking nothing."""
+        """Reserve the request's maximum cost. Reserves nothing if it raises QuotaExceeded or RequestTooLarge."""
         outcome = self._only(request)
         assert isinstance(outcome, Reservation)
         return outcome
 
     def extend(self, request_id: str, tokens: int) -> bool:
-        """Reserve more tokens for a running request; False if a policy refuses or the request is already settled."""
+        """Reserve more tokens for a running request; False if a policy refuses them or the request is settled."""
         return bool(self._only(Extension(request_id=request_id, tokens=tokens)))
 
     def settle(self, request_id: str, settlement: Settlement) -> bool:
-        """Charge the actual usage, release the rest and write the usage event. False if it was already settled.
+        """Charge the actual usage, release the rest and write the usage event. False if already settled.
 
-        If the reservation was recovered in the meantime, the difference is charged and written as an adjustment. This
-        can exceed a limit, because the tokens are already used.
+        If the reservation was recovered in the meantime, the difference is charged and written as an adjustment. The
+        charge can exceed a limit, because the tokens are already used.
         """
         return bool(self._only(Closing(request_id=request_id, settlement=settlement)))
 
     def checkpoint(self, checkpoints: Sequence[Checkpoint]) -> list[str]:
-        """Record the tokens delivered so far and extend the leases; a reservation that is not open is left alone.
+        """Record the tokens delivered so far and extend the leases. Ignores reservations that are not open.
 
-        Returns the ids of those requests whose cancellation has been requested.
+        Returns the ids of the requests that are to be cancelled.
         """
         if not checkpoints:
             return []
@@ -120,7 +120,7 @@ class Admission:
             )
             table = schema.reservations
             wanted = {item.request_id for item in checkpoints}
-            # Cancellations are rare: all gateways together have fewer of them than this one has requests.
+            # Cancellations are rare: all gateways together have fewer cancellations than this one has requests.
             flagged = connection.execute(
                 select(table.c.id).where(table.c.state == "open", table.c.cancel_requested_us.is_not(None))
             ).scalars()
@@ -151,18 +151,18 @@ class Admission:
         return sum(outcome is True for outcome in self.commit(closings)) if closings else 0
 
     def sweep_counters(self) -> int:
-        """Delete some counters of days and months long past that have nothing reserved; return how many."""
+        """Delete some counters of long-past days and months that have nothing reserved; return how many."""
         counters = schema.quota_counters
         key = (counters.c.policy_id, counters.c.subject_id, counters.c.window_start_us)
         with self._write() as connection:
             before_us = self._database.now_us(connection) - KEPT_WINDOWS_US
-            # Counters without a window begin at 0. Counters locked by another transaction wait for the next sweep.
+            # Counters without a window begin at 0. Counters locked by another transaction are left for the next sweep.
             past = counters.c.window_start_us.between(1, before_us) & (counters.c.reserved == 0)
             some = select(*key).where(past).limit(_SWEEP_AT_ONCE).with_for_update(skip_locked=True)
             return connection.execute(delete(counters).where(tuple_(*key).in_(some))).rowcount
 
     def probe(self) -> None:
-        """Write to the database as a test; raises SQLAlchemyError if it does not accept the write."""
+        """Write to the database as a test; raises SQLAlchemyError if the write fails."""
         signals = schema.signals
         with self._write() as connection:
             counted = update(signals).where(signals.c.name == "probe").values(value=signals.c.value + 1)
@@ -173,7 +173,7 @@ class Admission:
         """Add recent settlements to the rollups; return how many settling transactions were added."""
         total = 0
         while True:
-            # Takes turns with the committer, which then waits for a short fold instead of polling for SQLite's lock.
+            # Folds take turns with the committer, which then waits for a short fold rather than poll for SQLite's lock.
             with self._turn if self._database.is_sqlite else nullcontext():
                 folded = self._rollups.fold()
             total += folded
@@ -181,7 +181,7 @@ class Admission:
                 return total
 
     def _only(self, operation: Operation) -> Outcome:
-        """Commit a single operation and return its outcome, or raise it if it is an error."""
+        """Commit a single operation and return its outcome; raise the outcome if it is an error."""
         (outcome,) = self.commit([operation])
         if isinstance(outcome, Exception):
             raise outcome
@@ -199,6 +199,6 @@ class Admission:
             with self._database.write() as connection:
                 yield connection
             return
-        # Writers that wait for SQLite's lock poll; a thread that waits for this lock is woken immediately.
+        # A writer waiting for SQLite's lock has to poll; a thread waiting for this lock is woken immediately.
         with self._turn, self._database.write() as connection:
             yield connection

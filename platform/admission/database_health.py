@@ -24,7 +24,7 @@ class DatabaseTrouble(Exception):
 
 
 class DatabaseHealth:
-    """The database's users report to it, and admission asks it. Thread-safe."""
+    """Collects reports from the database's users and answers admission's queries. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -34,7 +34,7 @@ class DatabaseHealth:
         self._well_since_s = -float("inf")
 
     def begin_commit(self) -> None:
-        """Record that a transaction begins; each thread has at most one."""
+        """Record that a transaction begins; a thread can have at most one."""
         self._commits_began_s[threading.get_ident()] = self._clock()
 
     def end_commit(self, failure: Exception | None) -> None:
@@ -48,7 +48,7 @@ class DatabaseHealth:
 
     def note_failure(self, failure: Exception) -> None:
         cause = getattr(failure, "orig", None) or failure
-        # SQLite's driver names the error, such as SQLITE_FULL; PostgreSQL's has an exception class for each.
+        # SQLite's driver names the error, such as SQLITE_FULL; PostgreSQL's has one exception class per error.
         self._failure = getattr(cause, "sqlite_errorname", None) or type(cause).__name__
 
     def note_well(self) -> None:
@@ -69,7 +69,7 @@ class DatabaseHealth:
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong with the database, in a line for operators."""
+        """What is wrong with the database, in one line for operators."""
         if self._failure is not None:
             return f"the database does not accept writes ({self._failure})"
         if self._is_stalled() or self._is_silent():
@@ -78,7 +78,7 @@ class DatabaseHealth:
 
     @property
     def well_for_s(self) -> float:
-        """Seconds since the last trouble ended; infinite if there was none."""
+        """Seconds since the last database trouble ended; infinity if there was none."""
         return 0.0 if self.trouble is not None else self._clock() - self._well_since_s
 
     def check(self) -> None:

@@ -77,7 +77,7 @@ class GroupCommit:
             thread.start()
 
     def submit(self, operation: Operation) -> asyncio.Future[Any]:
-        """Queue an operation; return a future with its outcome or exception. Cancelling it does not undo the operation.
+        """Queue an operation; return a future with its outcome or exception. Cancelling the future undoes nothing.
 
         After `close`, the exception is CommitterClosed and the operation is not carried out.
         """
@@ -88,7 +88,7 @@ class GroupCommit:
                 answer.set_exception(CommitterClosed("the gateway has stopped"))
                 return answer
             self._waiting.append(_Waiting(operation, loop, answer))
-            # Waking a thread that then finds too little to commit would only contend for the interpreter lock.
+            # A thread woken with too little to commit would only contend for the interpreter lock.
             if self._is_worth_it():
                 self._has_changed.notify()
         return answer
@@ -127,7 +127,7 @@ class GroupCommit:
             _answer(batch, outcomes)
 
     def _next(self) -> list[_Waiting]:
-        """Wait for the next batch; empty once the committer is closed and has nothing left."""
+        """Wait for the next batch; returns an empty one once the committer is closed and has nothing left."""
         with self._has_changed:
             self._has_changed.wait_for(lambda: self._is_closed or self._is_worth_it())
             batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_OPERATIONS))]
@@ -163,7 +163,7 @@ class GroupCommit:
 
 
 def _is_transient(error: SQLAlchemyError) -> bool:
-    """Whether the database only aborted this transaction in favour of another, as it does at a deadlock."""
+    """Whether the database aborted this transaction only in favour of another, as in a deadlock."""
     return getattr(getattr(error, "orig", None), "sqlstate", None) in TRANSIENT_SQLSTATES
 
 

@@ -11,7 +11,7 @@ from loramux.platform.quotas.policies import QuotaPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservationRequest:
-    """The most that a request can cost: `reserved_tokens` is all prompts' tokens plus prompts x n x max_tokens."""
+    """A request's maximum cost. `reserved_tokens` is the prompt tokens plus prompts x n x max_tokens."""
 
     request_id: str
     tenant_id: str
@@ -34,7 +34,7 @@ class ReservationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCharge:
-    """One adapter load that a key requests ahead of time. It is charged immediately and never returned."""
+    """One adapter load that a key requests ahead of time. It is charged immediately and never refunded."""
 
     tenant_id: str
     api_key_id: str
@@ -66,7 +66,7 @@ RECOVERED = "recovered"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
-    """The end of a reservation. With `lease_expires_us`, it is a recovery, valid only if the lease is unchanged.
+    """The end of a reservation; with `lease_expires_us`, a recovery, valid only while the lease is unchanged.
 
     If a recovered reservation is settled after all, the difference is corrected once.
     """
@@ -93,6 +93,6 @@ Operation = ReservationRequest | LoadCharge | Extension | Closing
 """An operation to commit: a reservation to open, extend or close, or a load to count."""
 
 Outcome = Reservation | bool | Exception
-"""Of a ReservationRequest, the Reservation or the refusal; of a LoadCharge, True or the refusal; of an Extension,
-whether it was granted; of a Closing, whether this one closed or corrected the reservation. A LookupError if there is
-no such reservation."""
+"""For a ReservationRequest, the Reservation or the refusal; for a LoadCharge, True or the refusal; for an Extension,
+whether it was granted; for a Closing, whether it closed or corrected the reservation. For an unknown reservation, a
+LookupError."""

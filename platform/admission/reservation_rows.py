@@ -1,6 +1,6 @@
-"""The reservations of one transaction: locked in one order, kept in memory, written once.
+"""The reservations of one transaction: locked in a fixed order, kept in memory, and written once.
 
-There are rows for running requests, and for requests whose gateway seemed dead, which can still be corrected. A settled
+Running requests have rows, and so do requests whose gateway seemed dead, which can still be corrected. A settled
 request exists only in the ledger.
 """
 
@@ -27,7 +27,7 @@ LEASE_US = 30_000_000
 
 
 class ReservationRow(RequestRow, frozen=True, gc=False):
-    """A row of `reservations`. The fields have the names of its columns."""
+    """A row of `reservations`. The fields are named after its columns."""
 
     state: str
     prompt_tokens: int
@@ -82,7 +82,7 @@ class ReservationRows:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.known: set[str] = set()
-        """The ids, among the requested ones, that have or once had a reservation."""
+        """The requested ids that have or once had a reservation."""
         self.open: dict[str, ReservationRow] = {}
         self.recovered: dict[str, ReservationRow] = {}
         self.charged: dict[str, Settlement] = {}
@@ -154,7 +154,7 @@ class ReservationRows:
         self._recovered.append(_Recovered(request_id))
 
     def writes(self) -> list[Write]:
-        """The writes for all changes, in this order, since one transaction can extend and close the same row."""
+        """The writes for all changes. The order matters, since one transaction can extend and close the same row."""
         return [
             (_OPEN, self._opened),
             (_EXTEND, list(self._extended.values())),
@@ -174,9 +174,9 @@ class ReservationRows:
             )
 
     def _read_settled(self, request_ids: list[str]) -> None:
-        """Find out which requests without a reservation once had one. Few requests are settled twice.
+        """Find out which requests without a reservation once had one. Only a few requests are settled twice.
 
-        This is a separate statement after the locks are acquired, so that it sees what their previous holder wrote.
+        A separate statement, run after the locks are acquired, sees what their previous holder wrote.
         """
         if request_ids:
             events = schema.usage_events

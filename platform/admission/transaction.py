@@ -1,4 +1,4 @@
-"""One transaction for many operations: lock rows in one order, judge in memory in order of arrival, write once."""
+"""One transaction for many operations: lock rows in a fixed order, judge in memory in order of arrival, write once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from loramux.platform.quotas.policy_cache import PolicyReader
 from loramux.platform.quotas.rules import Binding, Demand, Spent
 
 _Caller = tuple[str, str, str | None]
-"""Tenant, key, and adapter if it is not the base."""
+"""The ids of the tenant, the key and the adapter; the last is None for the base."""
 
 MAX_ATTEMPTS = 20
 """Maximum number of attempts while the rules keep changing."""
@@ -74,9 +74,9 @@ class AdmissionTransaction:
         """Settlements that came after recovery and overdrew a hard limit."""
 
     def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
-        """Apply the operations and return the outcome of each; a refused one takes nothing.
+        """Apply the operations and return the outcome of each; a refused operation charges nothing.
 
-        Raises CountersMissing and SQLAlchemyError, in which case nothing is changed.
+        After CountersMissing or SQLAlchemyError, nothing has changed.
         """
         asking = [operation for operation in operations if isinstance(operation, ReservationRequest | LoadCharge)]
         others = [operation for operation in operations if isinstance(operation, Extension | Closing)]
@@ -113,12 +113,12 @@ class AdmissionTransaction:
         self._held = {row.id: self._rules.held(row.charges, row.tenant_id) for row in rows}
 
     def _bind(self, callers: Collection[_Caller], now_us: int) -> list[Binding]:
-        """Find each caller's bindings at a moment; return all of them."""
+        """Find each caller's bindings at `now_us`; return all of them."""
         self._bindings = {caller: self._rules.bindings(*caller, now_us) for caller in callers}
         return [binding for bindings in self._bindings.values() for binding in bindings]
 
     def _changed_keys(self, operations: Sequence[Extension | Closing]) -> set[CounterKey]:
-        """The counters of reservations that these operations change."""
+        """The keys of the counters that these operations change."""
         return {
             binding.key
             for operation in operations
@@ -171,7 +171,7 @@ class AdmissionTransaction:
         return True
 
     def _admit(self, bindings: Sequence[Binding], demand: Demand) -> Decision:
-        """Check a demand against the bindings and count it; raises QuotaExceeded and RequestTooLarge."""
+        """Check a demand against the bindings and charge it; raises QuotaExceeded or RequestTooLarge."""
         try:
             decision = decide(bindings, self._quotas.counters, demand, self._now_us)
         except (QuotaExceeded, RequestTooLarge):
@@ -240,7 +240,7 @@ class AdmissionTransaction:
         return True
 
     def _correct(self, closing: Closing) -> bool:
-        """Settle a recovered request after all: charge the difference between its actual and its charged usage."""
+        """Settle a recovered request after all: charge the difference between its actual and charged usage."""
         reservation = self._reservations.recovered[closing.request_id]
         charged, truth = self._reservations.charged[closing.request_id], closing.settlement
         price = self._price_of(reservation)

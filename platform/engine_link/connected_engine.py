@@ -1,4 +1,4 @@
-"""The common part of all clients of an engine process: a single connection, and crash strikes."""
+"""The base of all clients of an engine process: a single connection, and crash strikes."""
 
 from __future__ import annotations
 

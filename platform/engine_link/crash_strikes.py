@@ -1,4 +1,4 @@
-"""Requests that were running when the engine died; after two deaths, a request is refused."""
+"""Counts how often the engine died while running a request, which is refused after two deaths."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from loramux.engine.messages import Add
 
 MAX_DEATHS = 2
 MEMORY_S = 600.0
-"""A request's strikes are forgotten when no engine has died with it for this long, in seconds."""
+"""How long a request's strikes are remembered after the last one, in seconds."""
 MAX_REQUESTS = 4096
-"""Maximum number of requests remembered. The least recently struck are forgotten first."""
+"""Maximum number of requests remembered. The least recently struck is forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +27,24 @@ class Strikes:
 
 
 class CrashStrikes:
-    """Strikes by request, including its retries.
+    """Counts strikes per request, including its retries.
 
-    Requests are the same if they have the same tenant, adapter, prompt and sampling parameters. `max_tokens` and the
-    seed are ignored: a retry can be granted fewer tokens or draw another seed, and is still the request that crashed
-    the engine. A request that completes is acquitted, so a frequent request that merely ran during a crash is not
-    refused.
+    Two requests are the same if they have the same tenant, adapter, prompt and sampling parameters. `max_tokens` and
+    the seed are ignored: a retry can be granted fewer tokens or draw another seed, but is still the request that
+    crashed the engine. A request that completes is acquitted, so a frequent request that merely ran during a crash is
+    not refused.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        # In order of the last strike.
+        # Ordered by last strike, oldest first.
         self._strikes: OrderedDict[bytes, Strikes] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._strikes)
 
     def strike(self, adds: Iterable[Add]) -> None:
-        """Record that the engine died while running these; each request counts once, however many choices it has."""
+        """Record that the engine died while running these sequences; a request with several choices counts once."""
         self._forgive()
         for key in {request_key(add) for add in adds}:
             struck = self._strikes.pop(key, None)
@@ -54,7 +54,7 @@ class CrashStrikes:
 
     def acquit(self, add: Add) -> None:
         """Clear the strikes of a request that completed."""
-        # There are almost never any strikes, and then no prompt is hashed.
+        # There are almost never any strikes, so usually no prompt is hashed.
         if self._strikes:
             self._strikes.pop(request_key(add), None)
 

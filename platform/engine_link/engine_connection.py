@@ -127,7 +127,7 @@ class EngineConnection:
     async def open(path: Path, note_end: NoteEnd, timeout_s: float = READY_TIMEOUT_S) -> EngineConnection:
         """Connect to the engine that listens at `path`.
 
-        Raises EngineUnavailable if it does not answer or its answer cannot be understood.
+        Raises EngineUnavailable if the engine does not answer or its answer cannot be decoded.
         """
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
@@ -168,7 +168,7 @@ class EngineConnection:
             closed.cancel()
 
     def submit(self, add: Add) -> SequenceStream:
-        # The engine would reject a duplicate id, and its stream would never end.
+        # The engine would reject a duplicate id, and the new stream would never end.
         assert add.sequence_id not in self._streams
         stream = self._streams[add.sequence_id] = SequenceStream(add)
         self._send(add)
@@ -244,7 +244,7 @@ class EngineConnection:
             self._dispatch(message)
 
     def _take_what_arrived(self) -> None:
-        """Handle what the engine sent before its end: delivered tokens are billed, and finished sequences succeeded."""
+        """Handle the engine's last messages: delivered tokens are billed, and finished sequences have succeeded."""
         socket: Any = zmq.Socket.shadow(self._socket.underlying)
         while True:
             try:

@@ -1,4 +1,4 @@
-"""One run of an engine's process: start it, watch its step record and its output, end it."""
+"""One run of an engine process: start it, watch its step record and output, and end it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ log = structlog.get_logger()
 
 
 class EngineProcess:
-    """A started process. Call `close`, however it ended."""
+    """A started process. Call `close` however the process ended."""
 
     def __init__(self, process: asyncio.subprocess.Process, record: StepRecord, output: ProcessOutput) -> None:
         self._process = process
@@ -85,7 +85,7 @@ class EngineProcess:
             os.close(record_fd)
         output.close_write_end()
         assert process.stdin is not None
-        # Standard input stays open, so that the engine ends with this process. If it has already died, `wait` shows it.
+        # Standard input stays open, so that the engine ends with this process. `wait` reports an engine that has died.
         with contextlib.suppress(ConnectionError):
             process.stdin.write(msgspec.json.encode(config) + b"\n")
             await process.stdin.drain()
@@ -134,7 +134,7 @@ class EngineProcess:
         self.close()
 
     def close(self) -> None:
-        """Free this side's resources."""
+        """Free the pipe and the step record on this side."""
         self._output.last_line()
         self._output.close()
         self.record.close()

@@ -1,4 +1,4 @@
-"""Where an engine listens: a Unix socket that only its user can reach, at a path for gateways to connect to."""
+"""The Unix socket at which an engine listens for gateways. Only the engine's user can reach it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class EngineSocketDirectory:
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove the socket and a temporary directory. Closing again does nothing."""
+        """Remove the socket and, if one was created, the temporary directory. Closing again does nothing."""
         if self._lock < 0:
             return
         (self._directory / SOCKET_NAME).unlink(missing_ok=True)
@@ -81,7 +81,7 @@ def _takes_sockets(directory: Path) -> bool:
 
 
 def _remove_abandoned() -> None:
-    """Remove this user's temporary directories whose owners are dead, which means that they are not locked."""
+    """Remove this user's unlocked temporary directories: their owners are dead."""
     for directory in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
         with contextlib.suppress(OSError):
             if directory.is_symlink() or directory.stat().st_uid != os.getuid():
@@ -93,7 +93,7 @@ def _remove_if_abandoned(directory: Path) -> None:
     try:
         lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        # Another process is creating or removing it.
+        # Another process is creating or removing the directory.
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -29,7 +29,7 @@ class JoinRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joining:
-    """How long an engine may take to answer, and how often to look for a lost one."""
+    """How long an engine may take to answer, and how often to look for a lost engine."""
 
     answer_timeout_s: float = 5.0
     first_delay_s: float = 0.1
@@ -39,8 +39,8 @@ class Joining:
 class JoinedEngine(ConnectedEngine):
     """A client of the engine at `path`, which it neither starts nor stops.
 
-    When the engine stops, open streams end as its supervisor's do. Once another engine listens at the same path, the
-    client joins it. The engine must run the same version of loramux and the model with the given `model_sha256`.
+    When the engine stops, open streams end as they do at its supervisor. Once another engine listens at the same path,
+    the client joins it. The engine must run the same version of loramux and the model with the given `model_sha256`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class JoinedEngine(ConnectedEngine):
         return None if self.is_ready else self._trouble
 
     async def start(self) -> None:
-        """Join the engine; raises JoinRefused if there is none or it is not the right one."""
+        """Join the engine; raises JoinRefused if there is no engine or it is the wrong one."""
         self._connection = await self._join()
         self._follower = asyncio.create_task(self._follow(), name="engine-follower")
 

@@ -42,7 +42,7 @@ class Supervision:
     step_timeout_s: float = 60.0
     """A step that takes longer counts as hung."""
     start_timeout_s: float = 300.0
-    """The same limit for the start, and for the first step after it, which may have to compile kernels."""
+    """The limit for the start, and for the first step after it, which may have to compile kernels."""
     first_delay_s: float = 0.2
     """Delay before a restart after a steady run; it doubles with each run that is not steady."""
     max_delay_s: float = 30.0
@@ -62,9 +62,10 @@ class LocalEngine(ConnectedEngine):
     """Starts an engine process, restarts it when it dies or hangs, and is its client.
 
     While no engine is running, `submit` raises EngineUnavailable and `is_ready` is false; streams that were open when
-    it died end with Finished(reason="error", code="engine_unavailable"). A request that was running at two deaths ends
-    immediately with the code `request_excluded`. Other gateways can use the engine through `socket_path`, which is in
-    `socket_directory` if that can hold a socket. The engine's output goes to `lines`, or unchanged to standard error.
+    it died end with Finished(reason="error", code="engine_unavailable"). A request that was running when the engine
+    died twice ends immediately with the code `request_excluded`. Other gateways can use the engine through
+    `socket_path`, which is in `socket_directory` if that directory can hold a socket. The engine's output goes to
+    `lines`, or unchanged to standard error.
     """
 
     def __init__(
@@ -94,12 +95,12 @@ class LocalEngine(ConnectedEngine):
 
     @property
     def is_live(self) -> bool:
-        """False from when a step hangs until its process is gone; forever if the process cannot be killed."""
+        """False from when a step hangs until the process is gone, or forever if it cannot be killed."""
         return not self._is_hung
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine is not ready, in a line for operators: how the last one ended and its last output."""
+        """Why the engine is not ready, in one line for operators: how the last one ended and its last output."""
         return None if self.is_ready else self._trouble
 
     @property
@@ -113,7 +114,7 @@ class LocalEngine(ConnectedEngine):
         return None if self._process is None else self._process.pid
 
     async def spawn(self) -> None:
-        """Launch the engine without waiting, so that the caller can import while it loads; `start` waits for it."""
+        """Launch the engine without waiting for it, so that the caller can import modules meanwhile; `start` waits."""
         if self._process is None:
             await self._launch()
 
@@ -128,7 +129,7 @@ class LocalEngine(ConnectedEngine):
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
 
     async def close(self) -> None:
-        """Stop supervising, end the process and remove its socket; takes at most a few seconds, even if it hangs."""
+        """Stop supervising, end the process and remove its socket; takes a few seconds at most, even if hung."""
         if self._supervisor is not None:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -193,7 +194,7 @@ class LocalEngine(ConnectedEngine):
                 await self._connect()
                 log.info("engine restarted", pid=self.pid)
             except Exception as error:
-                # After any failure, the next round tries again. A process that cannot be reached is useless.
+                # After any failure, the next round tries again. A process that cannot be reached is killed.
                 log.error("engine restart failed", reason=str(error))
                 self._process.kill()
 

@@ -1,4 +1,4 @@
-"""Turns the output of a process into events of our own log: one per line, and one per traceback."""
+"""Turns a process's output into events in our own log: one per line, and one per traceback."""
 
 from __future__ import annotations
 

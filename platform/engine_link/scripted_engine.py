@@ -1,4 +1,4 @@
-"""An engine that emits scripted tokens: a shipped fake for tests of everything in front of an engine."""
+"""An engine that emits scripted tokens: a fake for testing everything in front of an engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ PAGE_BYTES = 4096
 class Script:
     """What one sequence does: emit `token_ids`, up to the request's max_tokens, pause there if allowed, then end.
 
-    With fewer tokens than max_tokens, it ends as if by an end-of-sequence token, which is committed but not emitted.
+    With fewer tokens than max_tokens, the sequence ends as if by an end-of-sequence token, which is committed but not
+    emitted.
     """
 
     token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Detects a loop that has stopped although its process is alive."""
+"""Detects an engine loop that has stopped although its process is alive."""
 
 from __future__ import annotations
 

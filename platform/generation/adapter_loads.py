@@ -27,10 +27,10 @@ class AdapterLoads:
         self._health = health
 
     async def load(self, digest: str, charge: LoadCharge | None, timeout_s: float) -> AdapterState:
-        """Load an adapter, first counting `charge` if the adapter is not resident. None charges nobody.
+        """Load an adapter, first charging `charge` if the adapter is not resident. None charges nobody.
 
-        Raises QuotaExceeded, and then loads nothing; EngineUnavailable; the exceptions in TROUBLE; and TimeoutError if
-        the engine is still loading the adapter after `timeout_s`.
+        Raises QuotaExceeded before loading anything, TimeoutError if the engine is still loading the adapter after
+        `timeout_s`, EngineUnavailable, or an exception in TROUBLE.
         """
         if charge is not None:
             await self._admit(digest, charge)
@@ -43,7 +43,7 @@ class AdapterLoads:
         return answer
 
     async def pin(self, digest: str, is_pinned: bool, timeout_s: float) -> AdapterState:
-        """Pin or unpin an adapter. This is an operator's call, which charges nobody."""
+        """Pin or unpin an adapter. Only operators do this, so nobody is charged."""
         answer = await self._engine.pin(digest, is_pinned, timeout_s)
         if is_pinned:
             self._note(answer)
@@ -63,7 +63,7 @@ class AdapterLoads:
             async with asyncio.timeout(CHARGE_WAIT_S):
                 await self._cold_loads.admit(charge.tenant_id, digest, count)
         except TimeoutError:
-            raise DatabaseTrouble("the charge takes too long") from None
+            raise DatabaseTrouble("the charge took too long") from None
 
     def _note(self, answer: AdapterState) -> None:
         if answer.state == "resident":

@@ -20,7 +20,7 @@ class ChoiceDelta:
 
 
 class Choice:
-    """Fed by the engine's stream until `is_done`."""
+    """Takes tokens from the engine's stream until `is_done`."""
 
     def __init__(self, index: int, add: Add, tokenizer: ModelTokenizer, stops: tuple[str, ...]) -> None:
         self.index = index
@@ -70,7 +70,7 @@ class Choice:
 
     @property
     def has_run(self) -> bool:
-        """Whether the engine ran the choice. It may have failed or been aborted before it ran."""
+        """Whether the engine ran the choice. A choice can fail or be aborted before it runs."""
         if self.num_received or self._is_given_up:
             return True
         finished = self.finished

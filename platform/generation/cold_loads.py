@@ -17,7 +17,7 @@ from loramux.platform.quotas.metrics import COLD_LOADS_PER_MINUTE
 T = TypeVar("T")
 
 REPORT_INTERVAL_S = 1.0
-"""How often the engine is asked while requests name adapters, in seconds."""
+"""How often the engine is asked for a report while requests name adapters, in seconds."""
 
 REPORT_WAIT_S = 1.0
 
@@ -31,7 +31,7 @@ LOAD_S = 60.0
 class ColdLoads:
     """Predicts cold loads from the engine's last report of its pool and this gateway's own loads since then.
 
-    While requests arrive, a report is at most `REPORT_INTERVAL_S` old. During that time an evicted adapter is taken for
+    While requests arrive, a report is at most `REPORT_INTERVAL_S` old. During that time an evicted adapter counts as
     resident, and an adapter that several gateways load concurrently is a cold load for each. No request is refused
     because of an outdated report: see `admit`. Before the first report, no load is called cold.
     """
@@ -49,7 +49,7 @@ class ColdLoads:
     async def admit(self, tenant_id: str, digest: str, hold: Callable[[bool], Awaitable[T]]) -> T:
         """Call `hold` with whether the engine must load the adapter, for a request or a load ahead of requests.
 
-        If a limit on cold loads refuses, the engine is asked again: another gateway may have loaded the adapter.
+        If a limit refuses the cold load, the engine is asked again: another gateway may have loaded the adapter.
         """
         try:
             async with self.admitting(tenant_id, digest) as is_cold:
@@ -66,8 +66,8 @@ class ColdLoads:
     async def admitting(self, tenant_id: str, digest: str) -> AsyncIterator[bool]:
         """Yield whether the request admitted inside the context makes the engine load the adapter.
 
-        If it does, the tenant's other requests for the same adapter wait for it, and then count as warm unless an
-        exception was raised.
+        If it does, the tenant's other requests for the same adapter wait for that request, and then count as warm
+        unless an exception was raised.
         """
         self._was_asked = True
         if self._resident is None or self._is_cold(digest):

@@ -1,4 +1,4 @@
-"""One admitted request in the engine: submit, read, stop. It outlives the client's connection."""
+"""One admitted request in the engine: submit, read, stop. The request outlives the client's connection."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ FINISHED_WAIT_S = 1.0
 """How long to wait for an aborted sequence's final report while a client is waiting, in seconds."""
 
 ABANDONED_WAIT_S = 60.0
-"""The same limit if the client has left. It exceeds any step, since the engine reads aborts between steps."""
+"""The same limit once the client has left. It exceeds any step's duration: the engine reads aborts between steps."""
 
 EXTEND_AHEAD_TOKENS = 128
 """More tokens are requested this many tokens before the grant runs out, so that the sequence need not pause."""
 
 Extend = Callable[[str, int], Awaitable[bool]]
-"""Reserves more tokens for a request; False if it may have no more."""
+"""Reserves more tokens for a request; False if no more are granted."""
 log = structlog.get_logger()
 
 
@@ -97,7 +97,7 @@ class Generation:
             raise self._failure
 
     def abandon_when(self, gone: Coroutine[Any, Any, None]) -> None:
-        """Abandon the request when `gone` returns, which means that the client has left."""
+        """Abandon the request when `gone` returns, because the client has left."""
 
         async def watch() -> None:
             await gone
@@ -117,7 +117,7 @@ class Generation:
             self._fail(RequestCancelled("an administrator cancelled this request"))
 
     async def run(self) -> Settlement:
-        """Read every choice to its end and return what the request used."""
+        """Read every choice to its end and return the request's usage."""
         readers = [asyncio.create_task(self._read(choice)) for choice in self._choices]
         all_read = asyncio.create_task(asyncio.wait(readers))
         stopping = asyncio.create_task(self._is_stopping.wait())

@@ -20,7 +20,7 @@ from loramux.platform.generation.settler import Settler
 from loramux.platform.telemetry.metrics import GatewayMetrics
 
 TEND_INTERVAL_S = 1.0
-"""How often a failing database is tried again and spooled settlements are looked for, in seconds."""
+"""How often to retry a failing database and to look for spooled settlements, in seconds."""
 
 RECOVERY_GRACE_S = LEASE_US / 1_000_000
 """After database trouble, gateways have this long to checkpoint and settle before recovery resumes, in seconds."""
@@ -28,7 +28,7 @@ RECOVERY_GRACE_S = LEASE_US / 1_000_000
 CHECKPOINT_INTERVAL_S = 5.0
 
 SWEEP_INTERVAL_S = 3600.0
-"""How often to look for counters of windows long past, in seconds."""
+"""How often to look for counters of long-past windows, in seconds."""
 
 log = structlog.get_logger()
 
@@ -61,7 +61,7 @@ class Maintenance:
         self._call = call
 
     async def run(self) -> None:
-        """Checkpoint running requests, recover those of dead gateways, roll up usage, and replay the spool; forever."""
+        """Forever checkpoint running requests, recover dead gateways' requests, roll up usage and replay the spool."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_leases())
             group.create_task(self._tend_database())

@@ -40,7 +40,7 @@ class PendingDeltas:
         self._changed.set()
 
     def close(self) -> None:
-        """End the queue; nothing more will be put."""
+        """End the queue; no more deltas will be added."""
         self._is_closed = True
         self._changed.set()
 

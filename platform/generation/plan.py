@@ -14,7 +14,7 @@ CHUNK_TOKENS = 1024
 """Tokens granted to a choice at a time if the request sets no max_tokens."""
 
 PAUSE_S = 2.0
-"""How long a sequence waits for an extension when its grant runs out, in seconds; then it ends with `length`."""
+"""How long a sequence whose grant has run out waits for an extension before it ends with `length`, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The requests with an open reservation, of every gateway on the database. Any of them can be cancelled."""
+"""The requests with open reservations, on every gateway of the database. Each can be cancelled."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RequestsInFlight:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[RequestInFlight]:
-        """One tenant's requests, or every tenant's, newest first. With `only`, just requests for these adapters."""
+        """One tenant's requests, or every tenant's, newest first. `only` restricts them to these adapters."""
         query = _select_open()
         if tenant_id is not None:
             query = query.where(schema.reservations.c.tenant_id == tenant_id)
@@ -62,9 +62,9 @@ class RequestsInFlight:
         return _request(row) if row is not None else None
 
     def cancel(self, request_id: str) -> RequestInFlight | None:
-        """Ask the gateway that runs the request to end it; the gateway sees this at its next checkpoint.
+        """Ask the gateway that runs the request to end it; the gateway notices at its next checkpoint.
 
-        None if the request no longer exists. Repeated calls keep the time of the first one.
+        None if the request no longer exists. Repeated calls keep the first call's time.
         """
         table = schema.reservations
         with self._database.write() as connection:

@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 
 class LiveRequests(Protocol):
-    """The requests of the gateway in this process. Called on its event loop."""
+    """The requests of the gateway in this process. Call its methods on the gateway's event loop."""
 
     def progress(self) -> Mapping[str, int]:
         """Tokens received so far, by request."""
@@ -76,7 +76,7 @@ class RunningRequests:
         return len(self._tasks)
 
     async def reserve(self, plan: Plan) -> Reservation:
-        """Reserve the request's maximum cost; raises QuotaExceeded, RequestTooLarge, DatabaseTrouble, and TROUBLE."""
+        """Reserve the maximum cost; raises QuotaExceeded, RequestTooLarge, DatabaseTrouble or one of TROUBLE."""
         self._check()
         adapter = plan.target.model.adapter
         if adapter is None:
@@ -86,7 +86,7 @@ class RunningRequests:
             async with asyncio.timeout(RESERVE_WAIT_S):
                 return await self._cold_loads.admit(plan.target.tenant_id, adapter.digest, partial(self._reserve, plan))
         except TimeoutError:
-            raise DatabaseTrouble("the reservation takes too long") from None
+            raise DatabaseTrouble("the reservation took too long") from None
 
     def _check(self) -> None:
         """Raise DatabaseTrouble if a reservation cannot be made now or its settlement could not be stored."""
@@ -112,7 +112,7 @@ class RunningRequests:
             end_user=plan.end_user,
             loads_adapter=loads_adapter,
         )
-        # Shielded: a reservation that commits while its client leaves must still be settled.
+        # Shielded: a reservation that commits while its client disconnects must still be settled.
         reserving = self._commit.submit(request)
         try:
             reservation: Reservation = await asyncio.wait_for(asyncio.shield(reserving), RESERVE_WAIT_S)
@@ -121,9 +121,9 @@ class RunningRequests:
             raise
         except TimeoutError:
             reserving.add_done_callback(lambda done: self._settler.settle_unrun(plan.request_id, done))
-            raise DatabaseTrouble("the reservation takes too long") from None
+            raise DatabaseTrouble("the reservation took too long") from None
         except TROUBLE:
-            # It may have been committed anyway, with only the answer lost.
+            # The reservation may have been committed, with only the answer lost.
             await self._settler.spool_unrun(plan.request_id)
             raise
         return reservation
@@ -151,9 +151,9 @@ class RunningRequests:
         return False
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until every request is settled or its settlement is on disk; False if not all are after `timeout_s`.
+        """Wait until every request is settled or its settlement is on disk; False if `timeout_s` passes first.
 
-        `Maintenance` must keep running, since it settles what waits in memory.
+        `Maintenance` must keep running, since it settles requests whose settlements wait in memory.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -165,7 +165,7 @@ class RunningRequests:
         return not self._tasks
 
     async def _extend(self, request_id: str, tokens: int) -> bool:
-        """Reserve more tokens for a request; False if it may have no more."""
+        """Reserve more tokens for a request; False if no more are granted."""
         try:
             return bool(await self._commit.submit(Extension(request_id=request_id, tokens=tokens)))
         except (SQLAlchemyError, CommitterClosed) as error:

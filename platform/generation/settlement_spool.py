@@ -41,7 +41,7 @@ class SpoolContents:
 
 
 class SettlementSpool:
-    """A file in a directory of one process. Its space is preallocated, so a full disk does not stop it.
+    """A file in one process's directory. Its space is preallocated, so a full disk does not stop the spool.
 
     Each record is a line with its CRC-32 and JSON, written in place after the previous one and fsynced; zeros fill the
     rest of the file. Settling twice changes nothing, so records can be replayed any number of times. `begin_replay`
@@ -84,7 +84,7 @@ class SettlementSpool:
         return self._left_bytes + self._end - self._settled
 
     def append(self, closing: Closing) -> None:
-        """Store a settlement; it is on disk when this returns. Raises SpoolFull and OSError."""
+        """Store a settlement; it is on disk when this returns. Raises SpoolFull or OSError."""
         line = record_of(closing)
         with self._lock:
             if self._end + len(line) > self._max_bytes:
@@ -114,7 +114,7 @@ class SettlementSpool:
     def end_replay(self, refused: Iterable[Closing] = ()) -> None:
         """Mark the records that `begin_replay` read as settled, and set aside the ones that the database `refused`.
 
-        Raises OSError if these cannot be written; then all records are still waiting.
+        Raises OSError if the refused records cannot be written; all records then keep waiting.
         """
         with self._lock:
             kept = [*map(msgspec.json.encode, refused), *self._damaged]

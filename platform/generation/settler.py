@@ -41,7 +41,7 @@ class Settler:
         self._metrics = metrics
         self._health = health
         self._spool = spool
-        # The spool has its own thread, since all others may be waiting for the database.
+        # The spool has its own thread, since all other threads may be waiting for the database.
         self._spooling = ThreadPoolExecutor(1, thread_name_prefix="spool")
         self._unrun: set[asyncio.Future[None]] = set()
         self._held: dict[str, Closing] = {}
@@ -93,7 +93,7 @@ class Settler:
 
     @property
     def trouble(self) -> str | None:
-        """Why no request can be admitted now, in a line for operators."""
+        """Why no request can be admitted now, in one line for operators."""
         if not self._held:
             return None
         return f"{len(self._held)} settlements wait in memory: neither the database nor the spool accepts them"
@@ -116,7 +116,7 @@ class Settler:
     async def replay(self) -> None:
         """Settle the settlements in memory and on disk; if the database fails, the remaining ones keep waiting.
 
-        Raises OSError if the disk fails, which delays only the settlements there.
+        Raises OSError if the disk fails, which delays only the settlements on disk.
         """
         held = tuple(self._held.values())
         refused = await self._settle_all(held)

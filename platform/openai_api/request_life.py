@@ -64,7 +64,7 @@ async def run_and_settle(services: GatewayServices, generation: Generation) -> N
 
 
 async def read(request: Request, services: GatewayServices, endpoint: Endpoint[B]) -> Received[B]:
-    """Read and check the body; raises InvalidRequest and PayloadTooLarge."""
+    """Read and check the body; raises InvalidRequest or PayloadTooLarge."""
     sent = await read_body(request, services.settings.max_body_bytes)
     body = await parse_body_on(services.compute, sent, endpoint.body)
     body.check()
@@ -74,7 +74,7 @@ async def read(request: Request, services: GatewayServices, endpoint: Endpoint[B
 async def resolve(services: GatewayServices, caller: Principal, body: GenerationRequest) -> Target:
     """Resolve the model to a version. If an alias stands for several, each `user` always gets the same one.
 
-    Raises ModelNotFound and PermissionDenied.
+    Raises ModelNotFound or PermissionDenied.
     """
     recent = None if caller.tenant_id is None else services.tenants.recent_share(caller.tenant_id)
 
@@ -100,7 +100,7 @@ async def tokenise(services: GatewayServices, endpoint: Endpoint[B], received: R
 
 
 async def reserve(services: GatewayServices, plan: Plan, body: GenerationRequest) -> dict[str, str]:
-    """Reserve quota and return the headers that report it. Raises QuotaExceeded and RequestTooLarge."""
+    """Reserve quota and return the headers that report it. Raises QuotaExceeded or RequestTooLarge."""
     model, tenant_id = plan.target.model, plan.target.tenant_id
     describe(model=model.name, tenant_id=tenant_id, prompt_tokens=plan.prompt_tokens, stream=bool(body.stream))
     if not services.engine.is_ready:

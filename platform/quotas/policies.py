@@ -129,7 +129,7 @@ class QuotaPolicies:
     ) -> QuotaPolicy:
         """Change fields of a policy after `check`, which may raise, has seen its current state.
 
-        A burst that equals the limit follows it. Raises InvalidRequest and NotFound.
+        A burst that equals the limit follows it. Raises InvalidRequest or NotFound.
         """
         unknown = NotFound("there is no such quota", code="quota_not_found")
         with self._database.write() as connection:
