@@ -43,7 +43,7 @@ def window_at(period: Period, timezone: str, now_us: int) -> Window:
     zone = _zone(timezone)
     today = datetime.fromtimestamp(now_us // 1_000_000, UTC).astimezone(zone).date()
     window = _window(period, zone, today)
-    # Clocks that are set back across midnight show yesterday's date again, but yesterday is over.
+    # A clock that is set back across midnight shows yesterday's date again, but yesterday is over.
     return window if now_us < window.end_us else _window(period, zone, today + timedelta(days=1))
 
 

@@ -14,6 +14,6 @@ R = TypeVar("R")
 
 
 async def call_on(executor: Executor, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    # Context variables carry over to the thread: the audit actor and the request id for the log.
+    # Context variables carry over to the thread, namely the audit actor and the request id for the log.
     known = copy_context()
     return await asyncio.get_running_loop().run_in_executor(executor, partial(known.run, function, *args, **kwargs))

@@ -21,7 +21,7 @@ def csv_line(cells: Sequence[str | int | None]) -> str:
 
 
 def csv_lines(documents: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> Iterator[str]:
-    """The given fields of flat documents, one line per document."""
+    """The given fields of flat documents, as one line per document."""
     for document in documents:
         yield csv_line([document[name] for name in columns])
 

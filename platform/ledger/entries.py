@@ -18,7 +18,7 @@ from loramux.platform.ledger.settlement import Settlement
 
 
 class RequestRow(msgspec.Struct, frozen=True, gc=False):
-    """The fields of a request that the ledger needs. They have the names of columns of `reservations`."""
+    """The fields of a request that the ledger needs, named after columns of `reservations`."""
 
     id: str
     tenant_id: str
@@ -90,7 +90,7 @@ class _Batch:
 
 
 class LedgerEntries:
-    """The ledger's part of one transaction, collected in memory and written at its end.
+    """One transaction's ledger entries, collected in memory and written when it ends.
 
     A request is charged at the price in force at its admission, however long it runs. A batch row, written in the same
     transaction, lets `UsageRollups` find the entries.
@@ -107,11 +107,11 @@ class LedgerEntries:
         self._events.append((request, settlement))
 
     def correct(self, request: RequestRow, charged: Settlement, truth: Settlement) -> None:
-        """Add an adjustment by the difference between a request's actual usage and what it was charged."""
+        """Add an adjustment for the difference between a request's actual and charged usage."""
         self._corrections.append((request, charged, truth))
 
     def writes(self, now_us: int) -> list[Write]:
-        """The writes for all entries, with `now_us` as their finishing time."""
+        """The writes for all entries, with `now_us` as the time at which they finished."""
         if not self._events and not self._corrections:
             return []
         entered = [entry[0] for entry in self._events] + [entry[0] for entry in self._corrections]
@@ -130,7 +130,7 @@ class LedgerEntries:
 
 
 def adapters_of(connection: Connection, version_ids: Collection[str]) -> dict[str, str]:
-    """The adapter of each version."""
+    """The adapter id of each version."""
     if not version_ids:
         return {}
     versions = schema.adapter_versions.c

@@ -16,7 +16,7 @@ from loramux.platform.ledger.query import UsageQuery
 from loramux.platform.ledger.report import UsageRow, answer
 
 _AMOUNTS = AMOUNTS[1:]
-"""The amounts of an event; without `requests`, since an event is one request."""
+"""The amounts of an event. `requests` is left out, since an event is one request."""
 EXPORT_ROWS = 1000
 
 
@@ -85,7 +85,7 @@ class Ledger:
     ) -> Page[UsageEvent]:
         """Settled requests with their adjustments, most recently started first; every tenant's if `tenant_id` is None.
 
-        With `only`, just the requests for these adapters.
+        `only` restricts them to requests for these adapters.
         """
         query = _select_events(tenant_id, start_us, end_us, only)
         with self._database.read(LONGEST_READ_S) as connection:
@@ -102,13 +102,13 @@ class Ledger:
     ) -> Sequence[UsageEvent]:
         """The next chunk of an export: at most EXPORT_ROWS events, in the order in which they finished.
 
-        Each chunk is read in its own transaction, so that a slow client does not hold one open.
+        Each chunk is read in its own transaction, so that a slow client does not hold a transaction open.
         """
         events = schema.usage_events.c
         query = _select_events(tenant_id, start_us, end_us, only)
         if after is not None:
             place = (after.finished_us, after.request_id)
-            # The first condition is the one that an index can serve.
+            # An index can serve only the first condition.
             query = query.where(
                 events.finished_us >= after.finished_us, tuple_(events.finished_us, events.request_id) > place
             )
@@ -123,7 +123,8 @@ def _select_events(
     events, tenants, adjustments = schema.usage_events, schema.tenants, schema.usage_adjustments
     rest = [column for column in events.c if column.name not in _AMOUNTS]
     amounts = [(events.c[name] + func.coalesce(adjustments.c[name], 0)).label(name) for name in _AMOUNTS]
-    # Every event has a tenant. The outer join makes the planner scan events rather than start from the few tenants.
+    # Every event has a tenant. The outer join makes the planner scan events rather than start from the tenants, which
+    # are few.
     adjusted = events.outerjoin(tenants, tenants.c.id == events.c.tenant_id).outerjoin(
         adjustments, adjustments.c.request_id == events.c.request_id
     )

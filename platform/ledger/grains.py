@@ -17,7 +17,7 @@ HOUR_US = 60 * MINUTE_US
 QUARTER_DAY_US = 6 * HOUR_US
 DAY_US = 24 * HOUR_US
 WEEK_US = 7 * DAY_US
-"""Weeks since 1970, hence from Thursday to Thursday. They answer parts of longer ranges and are never buckets."""
+"""Weeks counted from 1970, so they begin on Thursdays. They answer parts of longer ranges and are never buckets."""
 
 DOUBLED_US = tuple(DAY_US << doublings for doublings in range(5))
 """One, two, four, eight and sixteen days, aligned to 1970."""
@@ -27,7 +27,7 @@ AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grain:
-    """Sums grouped by the columns in `keeps`, with "" in the others. `number` identifies the grain in the rows."""
+    """Sums grouped by the columns in `keeps`; other columns are "". `number` identifies the grain in the rows."""
 
     number: int
     keeps: frozenset[str]
@@ -39,22 +39,22 @@ def _grain(number: int, keeps: Collection[str], *spans_us: int) -> Grain:
 
 
 GRAINS = (
-    # Sums over all tenants have minutes too: they are few, and every timezone's days consist of whole minutes.
+    # Sums over all tenants also have minutes: there are few, and every timezone's days consist of whole minutes.
     _grain(0, ("base", "endpoint", "status"), MINUTE_US, HOUR_US, DAY_US),
     _grain(1, ("tenant_id", "base", "endpoint", "status"), HOUR_US, DAY_US, WEEK_US),
     _grain(2, ("tenant_id", "api_key_id"), HOUR_US, DAY_US, WEEK_US),
-    # Of the grains queried over all tenants, this has the most rows per span. Doubled days let a month use few spans.
+    # Of the grains queried over all tenants, this has the most rows per span. Doubled days cover a month in few spans.
     _grain(3, ("tenant_id", "adapter_id", "adapter_version_id", "model", "base"), HOUR_US, QUARTER_DAY_US, *DOUBLED_US),
     _grain(4, ("tenant_id", "end_user"), DAY_US),
     _grain(5, set(SERIES) - {"end_user"}, HOUR_US, DAY_US),
 )
-"""The coarsest grain first. A change requires a schema migration that rolls up the whole ledger again."""
+"""All grains, coarsest first. Changing them requires a schema migration that rolls up the whole ledger again."""
 
 
 def grains_for(columns: Collection[str]) -> dict[int, Grain]:
-    """The grains that can answer sums by these columns, by the length of their spans.
+    """The grains that can answer sums by these columns, keyed by span length.
 
-    The coarsest grain is preferred. Finer ones serve only spans shorter than any of its own, because a long span of a
+    The coarsest grain is preferred. Finer grains serve only spans shorter than any of its own, because a long span of a
     finer grain has more rows than several short spans of the coarser one.
     """
     found: dict[int, Grain] = {}

@@ -17,7 +17,7 @@ from loramux.platform.errors import Conflict, InvalidRequest, NotFound
 from loramux.platform.ledger.prices import GENERAL_SCOPES, MAX_PRICE_NANOS, Price, PriceBook
 
 NOTICE_US = 2_000_000
-"""How long before taking effect a price must be announced and can no longer be withdrawn, in microseconds."""
+"""Notice before a price takes effect, in microseconds. A price cannot be withdrawn during its notice."""
 
 MAX_AHEAD_US = 10 * 366 * 86_400_000_000
 MAX_PRICES = 10_000
@@ -57,7 +57,7 @@ class PriceList:
     ) -> Price:
         """Announce a price. By default it takes effect `NOTICE_US` from now, when every gateway knows it.
 
-        `cached_nanos` defaults to `prompt_nanos`. Raises InvalidRequest with the field, NotFound, and PriceExists.
+        `cached_nanos` defaults to `prompt_nanos`. Raises InvalidRequest with the field, NotFound, or PriceExists.
         """
         cached_nanos = prompt_nanos if cached_nanos is None else cached_nanos
         _check(scope, prompt_nanos, cached_nanos, completion_nanos, currency)
@@ -79,7 +79,7 @@ class PriceList:
                 raise InvalidRequest(f"there are already {MAX_PRICES} prices", param="scope", code="too_many_prices")
             same = _same_owner(tenant_id) & (prices.c.scope == scope) & (prices.c.effective_us == effective_us)
             if connection.execute(select(prices.c.id).where(same)).first() is not None:
-                raise PriceExists("another price of this scope takes effect at the same time", param="effective_at")
+                raise PriceExists("another price for this scope takes effect at the same time", param="effective_at")
             price = Price(
                 id=new_id("prc"),
                 tenant_id=tenant_id,
@@ -105,7 +105,7 @@ class PriceList:
     ) -> Page[Price]:
         """Prices, most recently announced first: a tenant's own and the list prices, or all if `tenant_id` is None.
 
-        With `only`, prices of single adapters are included just for these.
+        If `only` is given, prices for single adapters are restricted to these adapters.
         """
         prices = schema.prices
         query = select(prices)
@@ -149,7 +149,7 @@ class PriceList:
 
 
 class PriceReader:
-    """Caches the price book between transactions, and reloads it when it has expired.
+    """Caches the price book between transactions and reloads an expired one.
 
     One per process. Thread-safe, since a book is replaced as a whole.
     """
@@ -167,8 +167,8 @@ class PriceReader:
 
     def _read(self, connection: Connection) -> PriceBook:
         if not self._database.is_sqlite:
-            # Waits for a change in progress and blocks the next one. A later change reads the time after this point,
-            # so it cannot affect prices that take effect sooner than NOTICE_US from here.
+            # The lock waits for a change in progress and blocks the next one. A later change reads the time after this
+            # point, so it cannot affect prices that take effect sooner than NOTICE_US from here.
             connection.execute(text("LOCK TABLE prices IN SHARE MODE"))
         read_us = self._database.now_us(connection)
         rows = connection.execute(select(schema.prices)).all()

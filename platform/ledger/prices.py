@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 MILLION = 1_000_000
 MAX_PRICE_NANOS = 10_000 * 1_000_000_000
-"""Highest price: 10,000 currency units per million tokens. The cost of 10^14 tokens still fits a 64-bit column."""
+"""Highest price: 10,000 currency units per million tokens. The cost of 10^14 tokens still fits in a 64-bit column."""
 
 GENERAL_SCOPES = ALL, BASE, ADAPTERS = ("all", "base", "adapters")
 """The scopes other than a single adapter."""
@@ -22,7 +22,7 @@ GENERAL_SCOPES = ALL, BASE, ADAPTERS = ("all", "base", "adapters")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Nanos per million tokens of each kind, from `effective_us` until the next price of the same owner and scope.
+    """Nanos per million tokens of each kind, from `effective_us` until the next price for the same owner and scope.
 
     `tenant_id` is None for a list price. `scope` is `all`, `base`, `adapters` or one adapter's identifier.
     """
@@ -33,7 +33,7 @@ class Price:
     currency: str
     prompt_nanos: int
     cached_nanos: int
-    """For prompt tokens found in the prefix cache; never more than `prompt_nanos`."""
+    """The price for prompt tokens found in the prefix cache; never more than `prompt_nanos`."""
     completion_nanos: int
     effective_us: int
     created_us: int
@@ -63,8 +63,8 @@ class PriceBook:
     def price_of(self, tenant_id: str, adapter_id: str | None, at_us: int) -> Price | None:
         """The price that a tenant pays for an adapter, or for the base if `adapter_id` is None, at a given time.
 
-        The tenant's own prices take precedence over list prices. Within each, the adapter's price comes first, then
-        the price for adapters or the base, then the price for all. None if there is no price.
+        The tenant's own prices take precedence over list prices. Within each, the adapter's price comes first, then the
+        price for adapters or the base, and then the price for all. None if there is no price.
         """
         if not self._by_scope:
             return None

@@ -15,14 +15,14 @@ MAX_LOCAL_DAYS = 800
 LAST_LOCAL_US = 221_845_392_000_000_000
 """1 January 9000, in microseconds; Python's calendar ends soon after."""
 MAX_SINGLE_US = 31 * DAY_US
-"""Longest range of a report that has to read single requests, in microseconds."""
+"""Longest range of a report that has to read individual requests, in microseconds."""
 MAX_SINGLE_OF_ALL_US = DAY_US + HOUR_US
-"""The same limit over all tenants: the last 24 hours, extended to start on a whole hour."""
+"""The same limit for reports over all tenants: the last 24 hours, extended to start on a whole hour."""
 
 MAX_SUMMED = 1_000_000
-"""Maximum number of rows of the ledger and its rollups that one report sums."""
+"""Maximum number of rows from the ledger and its rollups that one report sums."""
 MAX_SUMMED_BY_END_USER = 100_000
-"""The same limit for reports by end user, whose number only the tenant's clients control."""
+"""The same limit for reports by end user. Only the tenant's clients control the number of end users."""
 
 _SHORT_NAMES = {"tenant_id": "tenant", "api_key_id": "key", "adapter_id": "adapter", "adapter_version_id": "version"}
 GROUPED_BY = {_SHORT_NAMES.get(column, column): column for column in SERIES}
@@ -86,7 +86,7 @@ class UsageQuery:
         return MAX_SUMMED_BY_END_USER if "end_user" in self.group_by else MAX_SUMMED
 
     def grains(self) -> dict[int, Grain]:
-        """The rollup grains that answer the query, by the length of their spans."""
+        """The rollup grains that answer the query, keyed by span length."""
         of_tenant = () if self.tenant_id is None else ("tenant_id",)
         of_adapters = () if self.adapter_ids is None else ("adapter_id",)
         return grains_for([*of_tenant, *of_adapters, *(GROUPED_BY[name] for name in self.group_by)])

@@ -1,4 +1,4 @@
-"""Cuts a report's range into whole spans that rollups answer and remainders that single events answer.
+"""Cuts a report's range into whole spans, answered by rollups, and remainders, answered by single events.
 
 All ranges are half-open, `[start_us, end_us)`.
 """
@@ -48,7 +48,7 @@ def cut(ranges: Sequence[Range], spans_us: Collection[int]) -> Cut:
 
 
 def local_days(start_us: int, end_us: int, timezone: str) -> list[int]:
-    """The starts of a range's buckets, cut at a timezone's midnights as day budgets are."""
+    """The starts of a range's daily buckets, cut at the same midnights in a timezone as daily budgets."""
     starts = [start_us]
     while (midnight_us := window_at(Period.DAY, timezone, starts[-1]).end_us) < end_us:
         starts.append(midnight_us)
@@ -56,7 +56,7 @@ def local_days(start_us: int, end_us: int, timezone: str) -> list[int]:
 
 
 def _whole(start_us: int, end_us: int, span_us: int) -> tuple[Range, Range, Range]:
-    """The part before the first whole span, the whole spans, and the part after them; each can be empty."""
+    """The part before the first whole span, the whole spans, and the part after the last; each can be empty."""
     first, last = -(-start_us // span_us) * span_us, end_us // span_us * span_us
     if first >= last:
         return (start_us, end_us), (end_us, end_us), (end_us, end_us)

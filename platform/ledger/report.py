@@ -26,7 +26,7 @@ of objects, and every full garbage collection would traverse them while all requ
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Sums over `[start_us, end_us)`; fields that are not grouped by are None. `tenant` is the slug."""
+    """Sums over `[start_us, end_us)`; fields that the report does not group by are None. `tenant` is the slug."""
 
     start_us: int
     end_us: int
@@ -48,7 +48,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class LargestRows:
-    """The requested `rows`, the number of all groups, and the `total` over all of them."""
+    """The requested `rows`, the number of all groups, and the `total` over all groups."""
 
     rows: tuple[UsageRow, ...]
     num_groups: int
@@ -58,11 +58,11 @@ class LargestRows:
 def answer(database: Database, query: UsageQuery) -> tuple[UsageRow, ...]:
     """The rows, oldest bucket first, then by group values.
 
-    Whole spans are answered by rollups and by entries waiting to be rolled up; the ends of the range by single events.
+    Rollups and entries waiting to be rolled up answer whole spans; single events answer the ends of the range.
     A single statement reads all of them, so a concurrent fold is seen entirely or not at all. An adjustment counts at
     the time it was written, in its request's groups, and not as another request.
 
-    Raises InvalidRequest if the report has too many rows or sums too many, and ReadTooLong.
+    Raises InvalidRequest if the report has or sums too many rows, or ReadTooLong.
     """
     days = local_days(query.start_us, query.end_us, query.timezone) if query.has_local_days else []
     with database.read(LONGEST_READ_S) as connection:
@@ -80,7 +80,7 @@ def answer(database: Database, query: UsageQuery) -> tuple[UsageRow, ...]:
 def largest(database: Database, query: UsageQuery, top: int) -> LargestRows:
     """The groups that used the most tokens, largest first, and the total over all groups.
 
-    The query must not have a bucket. Raises InvalidRequest, with the field, and ReadTooLong.
+    The query must not have a bucket. Raises InvalidRequest, with the field, or ReadTooLong.
     """
     if query.bucket is not None:
         raise InvalidRequest("the largest groups are computed over the whole range: omit bucket", param="top")
@@ -96,7 +96,7 @@ def largest(database: Database, query: UsageQuery, top: int) -> LargestRows:
 
 
 def _check_summed(connection: Connection, query: UsageQuery, days: Sequence[int]) -> None:
-    """Refuse a report over too many rows before reading them; counting takes a fiftieth of the time."""
+    """Refuse a report over too many rows before reading them; counting them takes a fiftieth of the time."""
     limit = query.max_summed
     counted = select_num_summed(query, days, limit + 1)
     if connection.execute(counted, execution_options=_UNCACHED).scalar_one() > limit:
@@ -108,7 +108,7 @@ def _check_summed(connection: Connection, query: UsageQuery, days: Sequence[int]
 
 
 def _rows(rows: Sequence[Sequence[Any]], query: UsageQuery, ends: Mapping[int, int]) -> Iterator[UsageRow]:
-    """Convert rows whose columns are the bucket, the groups and the amounts. There can be thousands."""
+    """Convert rows whose columns are the bucket, the groups and the amounts. There can be thousands of rows."""
     start_us, end_us = query.start_us, query.end_us
     num_buckets, groups = int(query.bucket is not None), query.group_by
     optional = OPTIONAL.intersection(groups)

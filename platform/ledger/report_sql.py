@@ -32,14 +32,14 @@ from loramux.platform.ledger.ranges import BUCKET_US, Cut, Range, cut
 Condition = ColumnElement[bool] | ColumnElement[Any] | TextClause
 
 OPTIONAL = {"adapter", "version", "end_user"}
-"""Groups for which a request may have no value, stored as ""."""
+"""Groups for which a request can lack a value, which is stored as ""."""
 
 _events, _adjustments, _batches = schema.usage_events, schema.usage_adjustments, schema.usage_batches
 _series, _rollups, _tenants = schema.usage_series, schema.usage_rollups, schema.tenants
 
 
 def select_all(query: UsageQuery, days: Sequence[int]) -> Select[Any]:
-    """Select the bucket, the groups and the sums, in that order. `days` are the bucket starts if days are local."""
+    """Select the bucket, the groups and the sums, in that order. `days` are the bucket starts for local days."""
     grouped = _grouped(query, days)
     names = [*(("bucket_us",) if query.bucket else ()), *query.group_by]
     if "tenant" not in names:
@@ -59,7 +59,7 @@ def select_num_summed(query: UsageQuery, days: Sequence[int], at_most: int) -> S
 
 
 def select_largest(query: UsageQuery, top: int) -> Select[Any]:
-    """Select the largest groups and their sums, followed in each row by the number and the sums of all groups."""
+    """Select the largest groups and their sums, followed in each row by the number and sums of all groups."""
     grouped = _grouped(query, ()).subquery("every_group")
     keys = [grouped.c[name] for name in query.group_by]
     sums = [cast(func.sum(grouped.c[name]).over(), BigInteger).label(f"all_{name}") for name in AMOUNTS]
@@ -91,7 +91,7 @@ def _grouped(query: UsageQuery, days: Sequence[int]) -> Select[Any]:
         *_event_facts(query, parts, days),
     ).subquery("facts")
     keys = [facts.c[name] for name in (("bucket_us",) if query.bucket else ()) + query.group_by]
-    # PostgreSQL's sums are decimals, which are slow to decode; these values fit into integers.
+    # PostgreSQL's sums are decimals, which are slow to decode; these values fit in integers.
     sums = [cast(func.coalesce(func.sum(facts.c[name]), 0), BigInteger).label(name) for name in AMOUNTS]
     return select(*keys, *sums).group_by(*keys)
 
@@ -148,10 +148,10 @@ def _series_of_adapters(query: UsageQuery) -> Select[tuple[int]]:
 def _rollup_arms(
     query: UsageQuery, parts: Cut, grains: Mapping[int, Grain], days: Sequence[int]
 ) -> Iterator[list[Condition]]:
-    """Conditions for reading the rollups: one arm of the statement per range, so that SQLite uses an index."""
+    """The conditions for reading rollups: one arm of the statement per range, so that SQLite uses an index."""
     table = _rollups.c
     for span_us, ranges in parts.spans.items():
-        # A timezone's days are too many ranges for one arm each.
+        # Local days are too many ranges for one arm each.
         for some in (ranges,) if days else ((one,) for one in ranges):
             conditions: list[Condition] = [table.grain == grains[span_us].number, table.span_us == span_us]
             conditions.append(_within(table.start_us, some))
@@ -164,7 +164,7 @@ def _rollup_arms(
 
 
 def _event_arms(query: UsageQuery, parts: Cut) -> Iterator[tuple[Table, Column[int], list[Condition]]]:
-    """Conditions for reading events and adjustments: all at the range's ends, elsewhere those not yet rolled up."""
+    """Conditions for reading events and adjustments: all at the range's ends, elsewhere only entries not rolled up."""
     rolled_up = parts.rolled_up
     for table, time in ((_events, _events.c.finished_us), (_adjustments, _adjustments.c.created_us)):
         of_tenant: list[Condition] = []
@@ -172,7 +172,7 @@ def _event_arms(query: UsageQuery, parts: Cut) -> Iterator[tuple[Table, Column[i
             of_tenant.append(table.c.tenant_id == query.tenant_id)
         yield table, time, [*of_tenant, _within(time, parts.events, query.tenant_id)]
         if rolled_up:
-            # The index is searched for the few times of waiting batches, never for the long range itself.
+            # The index is searched for the times of waiting batches, which are few, and not for the whole range.
             waiting = select(_batches.c.at_us).where(_within(_batches.c.at_us, rolled_up))
             yield table, time, [*of_tenant, time.in_(waiting), table.c.batch_id.in_(select(_batches.c.id))]
 
@@ -198,14 +198,14 @@ def _event_facts(query: UsageQuery, parts: Cut, days: Sequence[int]) -> list[Sel
 def _within(
     column: Column[int], ranges: Sequence[Range], tenant_id: str | None = None
 ) -> ColumnElement[bool] | TextClause:
-    """The condition that a time is in one of the ranges, and that the row is the tenant's if one is given."""
+    """The condition that a time is in one of the ranges and, with `tenant_id`, that the row belongs to the tenant."""
     if not ranges:
         return false()
-    # A timezone offset by half an hour has two ranges per day. SQLAlchemy takes seconds for thousands of expressions,
+    # A timezone offset by half an hour has two ranges per day. SQLAlchemy needs seconds for thousands of expressions,
     # so the condition is text.
     name, is_of_tenant = f"{column.table.name}.{column.name}", ""
     if tenant_id is not None:
-        # Repeated in every range, so that SQLite uses the combined index for each.
+        # Repeat the condition in every range, so that SQLite uses the combined index for each.
         is_of_tenant = f" AND {column.table.name}.tenant_id = :tenant_of_range"
     anyone = _any_of([f"({name} >= {start_us} AND {name} < {end_us}{is_of_tenant})" for start_us, end_us in ranges])
     return text(anyone).bindparams(**({} if tenant_id is None else {"tenant_of_range": tenant_id}))
@@ -220,7 +220,7 @@ def _any_of(conditions: Sequence[str]) -> str:
 
 
 def _bucket(column: Column[int], bucket: str, days: Sequence[int]) -> ColumnElement[int]:
-    """The start of the bucket that contains a time: of fixed length, or the last of `days` not after it."""
+    """The start of the bucket that contains a time: one of `days` if given, else a multiple of the bucket's length."""
     if not days:
         return column - column % BUCKET_US[bucket]
     name = f"{column.table.name}.{column.name}"
@@ -231,7 +231,7 @@ def _bucket(column: Column[int], bucket: str, days: Sequence[int]) -> ColumnElem
 
 
 def _last_before(name: str, days: Sequence[int]) -> str:
-    """A balanced tree of comparisons, so that each row needs only logarithmically many."""
+    """A balanced tree of comparisons, so that each row needs only a logarithmic number of them."""
     if len(days) == 1:
         return str(days[0])
     middle = len(days) // 2

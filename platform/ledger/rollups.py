@@ -1,4 +1,4 @@
-"""Sums of the ledger by minutes, hours, days and weeks, updated in the background."""
+"""Sums of the ledger by minute, hour, day and week, updated in the background."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ EVERYBODY = ""
 """The tenant id of series that sum all tenants."""
 
 MAX_BATCHES = 64
-"""Maximum number of settling transactions per fold, during which SQLite's only writer has to wait."""
+"""Maximum number of settling transactions per fold. During a fold, SQLite's only writer has to wait."""
 
 
 class _Fact(NamedTuple):
-    """An entry of the ledger: its time, series and amounts."""
+    """A ledger entry's time, series and amounts."""
 
     at_us: int
     series: SeriesKey
@@ -69,7 +69,7 @@ class UsageRollups:
     A settling transaction writes one row into `usage_batches` and touches no rollup, so gateways that serve the same
     busy tenant never contend for its sums. A fold deletes such rows and adds their events and adjustments to the
     rollups in one transaction of its own. Readers therefore always see each ledger entry either in the rollups or in a
-    waiting batch, also after a crash and regardless of the gateways' clocks.
+    waiting batch, even after a crash and regardless of the gateways' clocks.
     """
 
     def __init__(self, database: Database) -> None:
@@ -77,7 +77,7 @@ class UsageRollups:
         self._numbers = SeriesNumbers()
 
     def fold(self, max_batches: int = MAX_BATCHES) -> int:
-        """Add waiting batches, oldest first; return how many. Several gateways can call it concurrently."""
+        """Add waiting batches, oldest first; return how many. Several gateways can call this concurrently."""
         waiting = select(_batches.c.id, _batches.c.at_us).order_by(_batches.c.at_us, _batches.c.id).limit(max_batches)
         with self._database.read() as connection:
             if connection.execute(select(_batches.c.id).limit(1)).first() is None:
@@ -125,7 +125,7 @@ def _read(connection: Connection, batch_ids: Sequence[int], times_us: Iterable[i
 
 
 def _select_facts(batch_ids: Sequence[int], times_us: Iterable[int]) -> CompoundSelect[Any]:
-    # The times let the database use an index; the batch ids decide.
+    # The times let the database use an index; the batch ids select the rows.
     times = sorted(times_us)
     events = select(_events.c.finished_us, *_series_columns(), literal(1), *(_events.c[name] for name in AMOUNTS[1:]))
     events = events.where(_events.c.finished_us.in_(times), _events.c.batch_id.in_(batch_ids))
@@ -179,7 +179,7 @@ def _upsert(connection: Connection, rows: Sequence[_RollupRow]) -> None:
     names = _RollupRow._fields
     added = upsert(connection, _rollups)
     if connection.dialect.name == "postgresql":
-        # Arrays make it one statement with a reusable plan, for any number of rows.
+        # With arrays, one statement with a reusable plan serves any number of rows.
         arrays = [func.unnest(cast(bindparam(name), ARRAY(_rollups.c[name].type))) for name in names]
         added = added.from_select(list(names), select(*arrays))
     statement = added.on_conflict_do_update(

@@ -11,7 +11,7 @@ from loramux.platform.ledger.prices import Price, cost_of
 class Settlement:
     """The actual usage of one request. `status` is `completed`, `aborted`, `failed` or `recovered`.
 
-    `has_run` is False if the engine never ran the request: it then costs nothing and does not count against request
+    `has_run` is False if the engine never ran the request, which then costs nothing and does not count against request
     limits.
     """
 
@@ -22,7 +22,7 @@ class Settlement:
     first_token_us: int | None = None
     has_run: bool = True
     has_begun: bool = True
-    """Whether the request was submitted to the engine at all; if not, its cold load is not counted either."""
+    """Whether the request was submitted to the engine; if not, its cold load is not counted either."""
 
     @property
     def tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""The bodies in which a generation is sent to an OpenAI client: whole, or in chunks."""
+"""The bodies that send a generation to an OpenAI client, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Document = dict[str, Any]
 
 
 class Answer(Protocol):
-    """Builds the bodies of one endpoint. One object per request, since chunks depend on earlier ones."""
+    """Builds the bodies for one request to an endpoint, since chunks depend on earlier ones."""
 
     def chunks(self, delta: ChoiceDelta) -> list[Document]:
         """The chunks that a stream sends for a delta."""

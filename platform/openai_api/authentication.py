@@ -34,7 +34,7 @@ async def _authenticate(request: Request, services: Services) -> Principal:
     if principal is None:
         principal = await services.call(services.api_keys.authenticate, presented.strip())
     if principal is None:
-        # It starts like OpenAI's own message, by which alone litellm recognises a refused key.
+        # The message starts like OpenAI's own, which is all that litellm uses to recognise a refused key.
         raise Unauthenticated("Incorrect API key provided: it is unknown, expired or revoked")
     return principal
 

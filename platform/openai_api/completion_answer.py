@@ -87,5 +87,5 @@ class CompletionAnswer:
         try:
             return spelled.decode()
         except UnicodeDecodeError:
-            # Parts of a character would all be shown as U+FFFD, so they are spelled as OpenAI does.
+            # Parts of a character would all be shown as U+FFFD, so they are spelled as OpenAI spells them.
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)

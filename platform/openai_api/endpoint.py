@@ -35,4 +35,4 @@ class Endpoint(Generic[B]):
     tokenise: Callable[[GatewayServices, B], Prompts]
     """Tokenises the prompts of a body; slow for long ones. Raises InvalidRequest."""
     shape: Callable[[GatewayServices, Received[B]], Awaitable[Answer]]
-    """Prepares the builder of the answer's bodies before generation starts."""
+    """Prepares the builder of the answer's bodies, before generation starts."""

@@ -28,10 +28,10 @@ def health_router(
 ) -> APIRouter:
     """Routes that report whether this process is live, and whether it is ready to serve requests.
 
-    Live means that the engine makes steps or has none to make. A restarting engine recovers by itself, but one that
-    hangs and cannot be killed makes the process not live. Ready means that the engine is running, the database answers,
-    and the gateway knows of no `trouble` with it, such as rejected writes. `tells_why` adds the reasons to `ready`, for
-    operators.
+    Live means that the engine makes steps or has none to make. A restarting engine recovers by itself, but a hung
+    engine that cannot be killed makes the process not live. Ready means that the engine is running, the database
+    answers, and the gateway knows of no `trouble` with the database, such as rejected writes. `tells_why` adds the
+    reasons to `ready`, for operators.
     """
     router = APIRouter()
     ping = _Ping(database)
@@ -40,7 +40,7 @@ def health_router(
 
     @router.get("/health/live", tags=["health"], response_model=HealthDocument, responses=unwell)
     async def live() -> Response:
-        """Check whether this process is live. If it is not, restart it."""
+        """Check whether this process is live. If it is not live, restart it."""
         is_live = engine.is_live
         return json_response({"status": "live" if is_live else "not live"}, 200 if is_live else 503)
 
@@ -72,7 +72,8 @@ class _Ping:
     async def is_answered(self) -> bool:
         if self._asking is None or self._asking.done():
             self._asking = asyncio.ensure_future(asyncio.to_thread(_ping, self._database))
-        # Waiting callers see a failure. If none is waiting, it is retrieved here so that asyncio does not report it.
+        # Waiting callers see a failure. If none is waiting, the exception is retrieved here so that asyncio does not
+        # report it.
         self._asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
         try:
             await asyncio.wait_for(asyncio.shield(self._asking), DATABASE_WAIT_S)

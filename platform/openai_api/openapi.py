@@ -1,4 +1,4 @@
-"""The OpenAPI document of a listener: FastAPI's description of the routes, plus what all routes share.
+"""The OpenAPI document of a listener: FastAPI's description of the routes, plus the parts that all routes share.
 
 
     @router.post("", status_code=201, openapi_extra=takes(NewThing), responses=errors(409))
@@ -47,7 +47,7 @@ _IDEMPOTENCY_KEY: Json = {
     "name": "Idempotency-Key",
     "in": "header",
     "required": False,
-    "description": "For 24 hours, a repeated call with the same key is not executed again but gets the first answer.",
+    "description": "For 24 hours, a repeated call with the same key is not executed; it returns the first answer.",
     "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
 }
 
@@ -106,7 +106,7 @@ def describe(app: FastAPI, *, description: str, public: frozenset[str], is_idemp
         parameters = operation.get("parameters", [])
         has_precondition = any(one["name"] == "If-Match" for one in parameters)
         for one in parameters:
-            # With this spelling, it comes from a dependency in `etags.py` that requires it.
+            # A header with this spelling comes from a dependency in `etags.py`, which requires it.
             one["required"] = one["required"] or one["name"] == "If-Match"
         repeats = is_idempotent and method == "post" and not is_public
         if repeats:
@@ -133,7 +133,7 @@ def _name(operation: Json) -> None:
 
 
 def _hoist_body(operation: Json, schemas: Json) -> None:
-    """Move a body's models to the components, where FastAPI puts those of the answers."""
+    """Move a body's models to the components, where FastAPI puts the answers' models."""
     for content in operation.get("requestBody", {}).get("content", {}).values():
         schema = content["schema"]
         if "title" not in schema:
@@ -172,7 +172,7 @@ def _describe_answers(operation: Json, statuses: set[int], schemas: Json) -> Non
         meaning, error = ERROR_EXAMPLES[status]
         kept = answers.get(str(status), {})
         if "content" in kept and kept.get("content", {}).get("application/json", {}).get("schema"):
-            # Some answers with an error status have their own body, such as health.
+            # Some answers with an error status, such as those of health, have their own body.
             continue
         content = {"schema": {"$ref": _COMPONENTS + "Error"}, "example": {"error": error}}
         answers[str(status)] = {"description": meaning, "content": {"application/json": content}}

@@ -22,11 +22,17 @@ ERROR_EXAMPLES: Mapping[int, tuple[str, dict[str, Any]]] = {
     401: ("The key is missing or not valid.", _error("the key is unknown, expired or revoked", "invalid_api_key")),
     403: ("The key's scopes do not allow this.", _error("this needs another scope", "insufficient_scope")),
     404: (
-        "It does not exist, or the caller has no access to it.",
+        "The resource does not exist, or the caller has no access to it.",
         _error("there is no such adapter", "adapter_not_found"),
     ),
-    409: ("The state does not allow it.", _error("the tenant already has such an adapter", "adapter_exists", "name")),
-    412: ("It has changed since the caller read it.", _error("read it again", "precondition_failed", "If-Match")),
+    409: (
+        "The state does not allow the change.",
+        _error("the tenant already has such an adapter", "adapter_exists", "name"),
+    ),
+    412: (
+        "The resource has changed since the caller read it.",
+        _error("read it again", "precondition_failed", "If-Match"),
+    ),
     413: ("The body is too large.", _error("the body must not exceed 65536 bytes", "payload_too_large")),
     422: ("The Idempotency-Key was used for another call.", _error("key already used", "idempotency_key_reused")),
     428: (

@@ -29,7 +29,7 @@ class ModelDocument(TypedDict):
 
 
 class ModelList(TypedDict):
-    """All models that the caller may name."""
+    """All models that the caller may name in a request."""
 
     object: Literal["list"]
     data: list[ModelDocument]

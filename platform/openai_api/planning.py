@@ -10,7 +10,7 @@ from loramux.platform.openai_api.schemas import GenerationRequest
 from loramux.platform.openai_api.services import GatewayServices
 
 TOKENS_AT_ONCE = 16
-"""Tokens that the engine reports together for a non-streamed answer, which saves a gateway most of its work."""
+"""Number of tokens that the engine reports together for a non-streamed answer, to save the gateway most of its work."""
 
 
 def check_untokenised(services: GatewayServices, body: GenerationRequest) -> None:
@@ -51,7 +51,7 @@ def make_plan(
 
 
 def _max_tokens(max_model_len: int, body: GenerationRequest, prompts: Prompts) -> int:
-    """The token limit of each choice; raises InvalidRequest if it and the longest prompt do not fit the context."""
+    """The token limit of each choice; raises InvalidRequest if the longest prompt leaves no room for it."""
     if not all(prompts):
         raise InvalidRequest("the prompt is empty", param=body.PROMPT)
     asked, longest = body.token_limit, max(len(prompt) for prompt in prompts)

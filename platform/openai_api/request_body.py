@@ -21,16 +21,16 @@ BODY_TIMEOUT_S = 60.0
 BODY_STALL_S = 10.0
 """How long a client may pause while sending a body, in seconds."""
 MAX_PARSED_AT_ONCE = 64 * 1024
-"""Largest body parsed on the event loop, in bytes, which takes less than a millisecond; longer ones would block it."""
+"""Largest body parsed on the event loop, in bytes; takes under a millisecond. Longer bodies would block the loop."""
 
 _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body; raises PayloadTooLarge as soon as it is known to be too long, and InvalidRequest."""
+    """The whole body; raises PayloadTooLarge as soon as the body is known to be too long, or InvalidRequest."""
     too_large = PayloadTooLarge(f"the body must not exceed {max_bytes} bytes")
     declared = request.headers.get("content-length", "")
-    # The digits are counted first, so that a number with thousands of digits is not parsed.
+    # Count the digits first, so that a number with thousands of digits is not parsed.
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
         raise too_large
     chunks, size = [], 0
@@ -55,7 +55,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 async def parse_body_on(
     compute: Callable[[Callable[[bytes, type[M]], M], bytes, type[M]], Awaitable[M]], body: bytes, model: type[M]
 ) -> M:
-    """Call `parse_body`, for a long body through `compute`, which runs it on a thread."""
+    """Call `parse_body`; for a long body, on a thread through `compute`."""
     if len(body) <= MAX_PARSED_AT_ONCE:
         return parse_body(body, model)
     return await compute(parse_body, body, model)
@@ -77,7 +77,7 @@ def parse_body(body: bytes, model: type[M]) -> M:
 
 
 def _check_characters(body: bytes, document: Any) -> None:
-    """Raise InvalidJson for an unpaired surrogate, which JSON can spell although it is not a character."""
+    """Raise InvalidJson for an unpaired surrogate, which JSON can express although it is not a character."""
     if b"\\ud" not in body.lower():
         return
     try:

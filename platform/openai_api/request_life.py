@@ -29,7 +29,7 @@ from loramux.platform.telemetry.tracing import describe, traced
 from loramux.platform.tokenizer.model_tokenizer import MAX_TOKENISED_AT_ONCE
 
 CLIENT_CLOSED = 499
-"""The status in metrics of a request whose client left; it is never sent."""
+"""The status in metrics for a request whose client disconnected; it is never sent."""
 
 
 async def serve(request: Request, services: GatewayServices, caller: Principal, endpoint: Endpoint[B]) -> Response:
@@ -72,7 +72,7 @@ async def read(request: Request, services: GatewayServices, endpoint: Endpoint[B
 
 
 async def resolve(services: GatewayServices, caller: Principal, body: GenerationRequest) -> Target:
-    """Resolve the model to a version. If an alias stands for several, each `user` always gets the same one.
+    """Resolve the model to a version. If an alias stands for several versions, each `user` always gets the same one.
 
     Raises ModelNotFound or PermissionDenied.
     """
@@ -151,7 +151,7 @@ async def _events(
     shape: Answer,
     include_usage: bool,
 ) -> AsyncIterator[bytes]:
-    """The events of a stream: chunks, then, once settled, usage and `[DONE]`. A failure sends its envelope instead."""
+    """The events of a stream: chunks, then usage and `[DONE]` once settled. A failed stream ends with an error."""
     yield _chunks(shape, first)
     try:
         async for delta in deltas:

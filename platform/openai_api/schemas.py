@@ -91,9 +91,9 @@ class GenerationRequest(_Strict):
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Unsupported fields, and the values with which they have no effect."""
     PROMPT: ClassVar[str]
-    """The name of the field with the prompt."""
+    """The name of the field that holds the prompt."""
     DEFAULT_MAX_TOKENS: ClassVar[int | None] = None
-    """The token limit of a body that sets none; None for all that the context allows."""
+    """The token limit for a body that sets none; None means all that the context allows."""
 
     model: str = Field(max_length=MAX_MODEL_NAME)
     n: int | None = Field(None, ge=1, le=128)
@@ -131,7 +131,7 @@ class GenerationRequest(_Strict):
 
     @property
     def token_limit(self) -> int | None:
-        """The body's token limit for each choice; None if it sets none."""
+        """The body's token limit for each choice; None if the body sets none."""
         return self.max_tokens
 
     @property

@@ -37,7 +37,7 @@ CLOSE_WAIT_S = 5.0
 """How long the last commits may take at shutdown, in seconds."""
 
 NUM_COMPUTE_THREADS = 2
-"""Threads for parsing and tokenising. These are CPU-bound, so more threads would only take turns."""
+"""Number of threads for parsing and tokenising. Both are CPU-bound, so more threads would only take turns."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,11 +59,11 @@ class GatewaySettings:
 
     max_body_bytes: int = 2 * 1024 * 1024
     max_choices: int = 128
-    """Highest number of prompts times n."""
+    """Maximum number of prompts times n."""
     logs_answers: bool = False
     """Whether to log each answer."""
     max_request_tokens: int = 1024 * 1024
-    """Maximum number of tokens of all sequences of a request: n times (tokens + max_tokens) of all prompts."""
+    """Maximum total tokens of a request's sequences: n times (tokens + max_tokens), summed over all prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class GatewayServices:
         spool: SettlementSpool | None = None,
         tracing: Tracing | None = None,
     ) -> GatewayServices:
-        """Assemble a gateway. `executor` runs blocking calls; the compute threads end with `close`.
+        """Assemble a gateway. `executor` runs blocking calls; `close` ends the compute threads.
 
         Without a `spool`, settlements that the database rejects wait only in memory.
         """
@@ -182,6 +182,6 @@ class GatewayServices:
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence that the running engine accepts; its pool may hold less than the model supports."""
+        """The longest sequence that the running engine accepts; its pool may hold fewer than the model supports."""
         info = self.engine.info
         return self.model.max_model_len if info is None else min(self.model.max_model_len, info.max_model_len)

@@ -1,4 +1,4 @@
-"""The counters of one transaction: locked in one order, kept in memory, written once."""
+"""The counters of one transaction: locked in a fixed order, kept in memory, and written once."""
 
 from __future__ import annotations
 

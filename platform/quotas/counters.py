@@ -11,7 +11,7 @@ UNITS = 60_000_000
 
 
 class CounterKey(NamedTuple):
-    """Identifies a counter: of a policy, for its subject or a tenant that inherits it, in one window."""
+    """Identifies the counter of a policy, for its subject or a tenant that inherits it, in one window."""
 
     policy_id: str
     subject_id: str
@@ -23,7 +23,7 @@ class Counter(NamedTuple):
     """The state of a counter. `reserved` and `used` are whole requests, tokens or nanos."""
 
     level: int
-    """A bucket's fill in UNITS; can be negative after a settlement."""
+    """A bucket's level in UNITS; can be negative after a settlement."""
     reserved: int
     """Amount held by open reservations."""
     used: int
@@ -35,14 +35,14 @@ class Counter(NamedTuple):
     @classmethod
     def fresh(cls, burst: int, now_us: int) -> Counter:
         """A full bucket with nothing counted."""
-        # Other kinds repeat their limit as the burst, which can exceed any bucket's, and do not use the level.
+        # Other kinds do not use the level. They repeat their limit as the burst, which can exceed any bucket's.
         return cls(min(burst, MAX_RATE) * UNITS, 0, 0, 0, now_us)
 
     def refilled(self, limit: int, burst: int, now_us: int) -> Counter:
         """The bucket at `now_us`.
 
         If the clock was set back by up to a minute, the bucket does not refill until the clock has caught up. After a
-        longer step, it refills from `now_us` and loses what it had gained in the time that is now counted again, so
+        longer step, the bucket refills from `now_us` and loses its gains for the time that is now counted again, so
         that a step never grants anything.
         """
         elapsed_us = now_us - self.refilled_us
@@ -65,7 +65,7 @@ class Counter(NamedTuple):
         return self.level - self.reserved * UNITS
 
     def wait_us(self, cost: int, limit: int, now_us: int) -> int:
-        """Time until the bucket has `cost` free if nothing more is used; 0 if it has now. `limit` is positive."""
+        """Time until the bucket has `cost` free if nothing more is used; 0 if it is free now. `limit` is positive."""
         missing = cost * UNITS - self.free_units
         # A bucket that is ahead of the clock does not refill until the clock has caught up.
         return -(-missing // limit) + self.refilled_us - now_us if missing > 0 else 0

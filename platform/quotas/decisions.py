@@ -39,7 +39,7 @@ class QuotaExceeded(RateLimited):
         super().__init__(
             f"the {policy.scope}'s limit{amount} for {policy.metric} is reached",
             param=policy.metric,
-            # Waiting does not help against a limit of zero.
+            # With a limit of zero, waiting does not help.
             code=None if is_rate and policy.limit else "insufficient_quota",
             retry_after_s=wait_us / 1_000_000,
             headers={**rate_limit_headers(limits), **_policy_header(binding)},
@@ -69,7 +69,7 @@ class RequestTooLarge(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """The amount that a reservation holds of one counter. `Binding.of` derives the subject from its tenant."""
+    """The amount that a reservation holds on one counter. `Binding.of` derives the subject from its tenant."""
 
     policy_id: str
     window_start_us: int
@@ -113,7 +113,7 @@ def verdicts(
 
 
 def refusal(judged: Sequence[Verdict], now_us: int) -> QuotaExceeded | RequestTooLarge | None:
-    """The refusal of a request: for a cost that is never admitted, else for the longest wait; None if admitted."""
+    """The refusal of a request, for a cost that is never admitted or else for the longest wait; None if admitted."""
     against = [verdict for verdict in judged if verdict.wait_us and verdict.binding.is_hard]
     for verdict in against:
         if verdict.never_admits:
@@ -154,7 +154,7 @@ def extend(
     demand: Demand,
     now_us: int,
 ) -> tuple[dict[CounterKey, Counter], tuple[Charge, ...]] | None:
-    """Extend a running request by `demand`; return the changed counters and its charges, or None if refused.
+    """Extend a running request by `demand`; return the changed counters and the charges, or None if refused.
 
     `held` pairs each charge with its binding, which is None if the limit has since been removed.
     """
@@ -162,7 +162,7 @@ def extend(
     charges = []
     for charge, binding in held:
         counter = None if binding is None else counters.get(binding.key)
-        # A removed limit, or one that does not depend on tokens, always allows more tokens.
+        # A removed limit, or a limit that does not depend on tokens, always allows more tokens.
         if binding is None or counter is None or not binding.is_extended:
             charges.append(charge)
             continue
@@ -202,7 +202,7 @@ def exceeded_headers(exceeded: Sequence[QuotaPolicy]) -> dict[str, str]:
 
 
 def _limits(standing: Sequence[tuple[Binding, Counter]], now_us: int) -> tuple[RateLimit, ...]:
-    """The remaining requests and tokens per minute; for several limits, the one with the least remaining."""
+    """The remaining requests and tokens per minute; of several limits, the one with the least remaining."""
     tightest: dict[str, RateLimit] = {}
     for binding, counter in standing:
         kind = _HEADER_KINDS.get(binding.policy.metric)

@@ -9,10 +9,10 @@ from enum import StrEnum
 from loramux.platform.periods import Period
 
 MAX_RATE = 100_000_000_000
-"""Highest limit or burst of a rate: in its bucket's units, it still fits a 64-bit column."""
+"""Highest limit or burst of a rate. In bucket units, it still fits in a 64-bit column."""
 
 MAX_AMOUNT = 10**18
-"""Highest limit of any other metric, a billion dollars in nanos. The sum of two still fits a 64-bit column."""
+"""Highest limit of any other metric: a billion dollars in nanos. The sum of two still fits in a 64-bit column."""
 
 
 class Kind(StrEnum):
@@ -25,7 +25,7 @@ class Kind(StrEnum):
     BUDGET = "budget"
     """The amount used in a day or a month of the tenant's timezone."""
     STOCK = "stock"
-    """The amount stored, counted in its own tables whenever more is added."""
+    """The amount stored, counted in the tables that store it whenever more is added."""
 
 
 class Unit(StrEnum):
@@ -34,7 +34,7 @@ class Unit(StrEnum):
     REQUESTS = "requests"
     TOKENS = "tokens"
     NANOS = "nanos"
-    """Billionths of the currency of the prices."""
+    """Billionths of the currency unit in which prices are set."""
     ADAPTERS = "adapters"
     BYTES = "bytes"
     LOADS = "loads"
@@ -88,4 +88,4 @@ METRICS: Mapping[str, Metric] = {
 }
 
 BUDGET_PAIRS = ((TOKENS_PER_DAY, TOKENS_PER_MONTH), (COST_PER_DAY, COST_PER_MONTH))
-"""Pairs of the daily and the monthly budget of a unit."""
+"""Pairs of the daily and monthly budgets for a unit."""

@@ -38,16 +38,16 @@ class EffectiveLimit:
     is_inherited: bool
     """Whether the policy is the platform's."""
     used: int
-    """Used in a budget's window, not yet refilled in a bucket, or stored."""
+    """The amount used in a budget's window, not yet refilled in a bucket, or stored."""
     reserved: int
-    """Reserved by running requests or, for a stock, by open uploads."""
+    """The amount reserved by running requests or, for a stock, by open uploads."""
     remaining: int
     num_exceeded: int
-    """How often a soft or shadow policy admitted a request beyond its limit, in this window or ever."""
+    """How often a soft or shadow policy admitted a request beyond its limit, in this window or, without one, ever."""
     window: Window | None
     """The window of a budget, else None."""
     reset_us: int | None
-    """When the whole limit is free again if nothing more is used; None if time does not free it."""
+    """When the whole limit is free again if nothing more is used; None if waiting does not free it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class QuotaOverview:
         completion_tokens: int,
         trial: QuotaPolicy | None = None,
     ) -> Admissibility:
-        """Whether such a request would be admitted now; with `trial`, as if that policy were set.
+        """Whether the caller's request would be admitted now; with `trial`, as if that policy were set.
 
         A trial, from `QuotaPolicies.propose`, continues from the counter of the policy that it would change; a new
         policy starts from zero.
@@ -110,7 +110,7 @@ class QuotaOverview:
         cache.read(connection, subjects, (caller.tenant_id,))
         if trial is not None:
             cache.put(trial)
-            # It may be the first policy with a daily or monthly window, for which timezones are needed.
+            # The trial may be the first policy with a daily or monthly window, which needs timezones.
             cache.read(connection, (), {caller.tenant_id, trial.tenant_id or caller.tenant_id})
         bindings = cache.bindings(caller.tenant_id, caller.key_id, caller.adapter_id, moment.now_us)
         rows = CounterRows(connection, is_locking=False)

@@ -3,14 +3,14 @@
 A policy limits one metric of one subject: the platform, a tenant, a key or an adapter. A tenant without a hard or soft
 policy of its own inherits the platform's, with its own counter. Every policy that applies to a request must admit it.
 
-- A budget counts reservations made after it is set, in windows of the timezone of its subject's tenant. A changed
-  timezone starts new windows immediately. A reservation stays in the window in which it was made.
-- `soft` and `shadow` policies never refuse. For a rate or a concurrency limit, they count only the requests that they
-  would have admitted, so that `exceeded` is the number that a hard policy would refuse; for a budget, they count all
-  usage. Callers are told of exceeded soft limits by the header `x-loramux-quota-exceeded`, but never of shadow ones. A
-  refusal names its policy in `x-loramux-quota-policy`.
-- Contradictions are refused: a daily budget above the monthly one if both are hard, a burst for any metric but a rate,
-  and a burst with a limit of 0. A key's limit can exceed its tenant's: the tighter one applies.
+  - A budget counts reservations made after it is set, in windows of the timezone of its subject's tenant. A changed
+  timezone starts new windows immediately. A reservation stays in the window in which it was made. - `soft` and `shadow`
+  policies never refuse. For a rate or a concurrency limit, they count only the requests that they would have admitted,
+  so that `exceeded` is the number that a hard policy would refuse; for a budget, they count all usage. The header
+  `x-loramux-quota-exceeded` tells callers about exceeded soft limits, but never about shadow policies. A refusal names
+  its policy in `x-loramux-quota-policy`. - Contradictions are refused: a daily budget above the monthly one if both are
+  hard, a burst for any metric but a rate, and a burst with a limit of 0. A key's limit can exceed its tenant's: the
+  tighter one applies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from loramux.platform.quotas.counters import Counter
 from loramux.platform.quotas.metrics import BUDGET_PAIRS, METRICS, Kind
 
 PLATFORM = "platform"
-"""The subject of the policies that tenants without their own inherit."""
+"""The subject of policies that are inherited by tenants without their own."""
 
 ADAPTER = "adapter"
 """The scope of policies that limit each tenant's calls to an adapter, both the owner's and every grantee's."""
@@ -160,7 +160,7 @@ class QuotaPolicies:
     ) -> Page[QuotaPolicy]:
         """Policies of one tenant, its keys and its adapters; every policy if `tenant_id` is None.
 
-        With `only`, just the policies of these subjects.
+        `only` restricts them to the policies of these subjects.
         """
         query = select(_policies)
         if tenant_id is not None:
@@ -177,7 +177,7 @@ class QuotaPolicies:
         return policy_of(row) if row is not None else None
 
     def delete(self, policy_id: str) -> bool:
-        """Delete a policy; reservations of running requests lose their effect. False if there is no such policy."""
+        """Delete a policy and, with it, what running requests reserved under it. False if there is no such policy."""
         with self._database.write() as connection:
             locked = select(_policies).where(_policies.c.id == policy_id).with_for_update()
             row = connection.execute(locked).one_or_none()
@@ -190,7 +190,7 @@ class QuotaPolicies:
         return True
 
     def _hold(self, connection: Connection, subject_id: str, is_locking: bool = True) -> _Held:
-        """A subject and its policies, locked in the order of their ids, as reservations lock them. Raises NotFound."""
+        """A subject and its policies, locked in order of their ids, as reservations lock them. Raises NotFound."""
         subject = _find_subject(connection, subject_id, is_locking)
         query = select(_policies).where(_policies.c.subject_id == subject.id).order_by(_policies.c.id)
         rows = connection.execute(query.with_for_update() if is_locking else query)
@@ -274,7 +274,7 @@ def check_agreement(policies: Mapping[str, QuotaPolicy]) -> None:
     for day, month in BUDGET_PAIRS:
         if day not in policies or month not in policies:
             continue
-        # A policy that does not refuse may be a trial for a later limit.
+        # A policy that does not refuse requests may be a trial for a later limit.
         if policies[day].mode == policies[month].mode == HARD and policies[day].limit > policies[month].limit:
             raise InvalidRequest(
                 f"{day} would be {policies[day].limit} and could never be reached below {month}, "

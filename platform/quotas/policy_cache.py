@@ -18,14 +18,14 @@ from loramux.platform.quotas.policies import PLATFORM, SHADOW, QuotaPolicy, poli
 from loramux.platform.quotas.rules import Binding
 
 MAX_ENTRIES = 200_000
-"""Maximum number of subjects and combinations of them in a cache; when it is full, an empty cache replaces it."""
+"""Maximum number of subjects and of their combinations in a cache. An empty cache replaces a full one."""
 
 _policies, _tenants = schema.quota_policies, schema.tenants
 
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """A caller's bindings in `[start_us, end_us)`, a range in which none of its days and months ends."""
+    """A caller's bindings in `[start_us, end_us)`, a range in which no day or month of the caller ends."""
 
     bindings: Sequence[Binding]
     start_us: int
@@ -65,7 +65,7 @@ class PolicyCache:
 
         `tenant_ids` are the tenants whose timezones may be needed.
         """
-        # One thread at a time: a concurrent one must find either everything that this one is reading, or nothing.
+        # One thread reads at a time: another must find either everything that this thread is reading, or nothing.
         with self._reading:
             subjects = [one for one in (PLATFORM, *subject_ids) if one not in self._by_subject]
             named = [one for one in policy_ids if one not in self._policies]
@@ -153,15 +153,15 @@ class PolicyCache:
 class PolicyReader:
     """The cache of one process. Thread-safe, since an outdated cache is replaced as a whole.
 
-    A transaction first locks the counters and then reads the moment, from which `cache_at` tells whether the cache is
-    still valid. A later change either waits for the locked counters or does not concern this transaction.
+    A transaction first locks the counters and then reads the moment, from which `cache_at` determines whether the cache
+    is still valid. A later change either waits for the locked counters or does not concern this transaction.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._cache: PolicyCache | None = None
         self.latest_us = 0
-        """The most recently read time."""
+        """The time at the most recent read."""
 
     def cache(self, connection: Connection) -> PolicyCache:
         """The most recent cache, which may be outdated."""
@@ -171,7 +171,7 @@ class PolicyReader:
         return self._cache
 
     def cache_at(self, moment: Moment, known: PolicyCache) -> PolicyCache:
-        """The `known` cache, or an empty one in its place if its epoch has passed."""
+        """The `known` cache, or an empty cache in its place if its epoch has passed."""
         self.latest_us = moment.now_us
         if known.epoch != moment.epoch:
             known = self._cache = PolicyCache(moment.epoch)

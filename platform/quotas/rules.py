@@ -10,10 +10,10 @@ from loramux.platform.quotas.metrics import METRICS, Kind, Metric, Unit
 from loramux.platform.quotas.policies import ADAPTER, HARD, QuotaPolicy
 
 RETRY_US = 1_000_000
-"""Wait suggested when running requests may soon release the missing amount, in microseconds."""
+"""Suggested wait when running requests may soon release the missing amount, in microseconds."""
 
 NEVER_US = 3_600_000_000
-"""Wait suggested when only an operator's change can help, in microseconds."""
+"""Suggested wait when only an operator's change can help, in microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Demand:
     loads: int = 0
 
     def of(self, metric: Metric) -> int:
-        """The amount that the request would hold of a counter."""
+        """The amount that the request would hold on a counter."""
         if metric.unit is Unit.LOADS:
             return self.loads
         if metric.unit is Unit.TOKENS:
@@ -45,7 +45,7 @@ class Spent:
     has_begun: bool = True
 
     def keeps(self, metric: Metric) -> bool:
-        """Whether the amount taken from a rate at admission stays used; a load does once the engine got the request."""
+        """Whether the amount taken from a rate at admission stays used; a load does if the engine got the request."""
         return self.has_begun if metric.unit is Unit.LOADS else self.has_run
 
     def of(self, metric: Metric) -> int:
@@ -92,7 +92,7 @@ class Binding:
         return cost > (self.policy.burst if self.metric.kind is Kind.RATE else self.policy.limit)
 
     def wait_us(self, counter: Counter, cost: int, now_us: int) -> int:
-        """How long until the policy may admit `cost`; 0 if it does now."""
+        """How long until the policy may admit `cost`; 0 if it admits the cost now."""
         limit = self.policy.limit
         if self.metric.kind is Kind.RATE:
             if counter.free_units >= cost * UNITS:
@@ -122,9 +122,9 @@ class Binding:
     def is_charged(self, cost: int, is_exceeded: bool) -> bool:
         """Whether an admitted request is charged to the counter.
 
-        A budget counts all usage, in any mode. For a rate or concurrency limit that only reports, a request beyond the
-        limit is not charged, as if it had been refused, so that exactly the requests that a hard limit would refuse are
-        reported.
+        A budget counts all usage, in any mode. A rate or concurrency limit that only reports does not charge a request
+        beyond the limit, as if it had been refused. It therefore reports exactly the requests that a hard limit would
+        refuse.
         """
         return self.metric.kind is Kind.BUDGET or (cost > 0 and not is_exceeded)
 
@@ -136,7 +136,7 @@ class Binding:
 
     @property
     def is_extended(self) -> bool:
-        """Whether an extension by more tokens takes more of this metric."""
+        """Whether an extension by more tokens uses more of this metric."""
         return self.metric.unit in (Unit.TOKENS, Unit.NANOS)
 
     def is_settled_by(self, spent: Spent) -> bool:
@@ -154,7 +154,7 @@ class Binding:
         return counter if spent.keeps(self.metric) else self._filled(counter, held)
 
     def is_overdrawn(self, counter: Counter) -> bool:
-        """Whether more is used and reserved than the policy ever admits."""
+        """Whether the used and reserved amounts exceed what the policy ever admits."""
         if self.metric.kind is Kind.RATE:
             return counter.free_units < 0
         return self.metric.kind is Kind.BUDGET and counter.used + counter.reserved > self.policy.limit

@@ -1,4 +1,4 @@
-"""A tenant's stock, its number of adapters and their bytes, and the limits on both."""
+"""A tenant's stock, which is its number of adapters and their bytes, and the limits on both."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Stock:
 
     used: int
     reserved: int = 0
-    """Bytes declared by open uploads: released when one is cancelled or expires, used when one becomes a version."""
+    """Bytes declared by open uploads: released when an upload is cancelled or expires, used once it is a version."""
 
 
 def stock_of(connection: Connection, tenant_id: str, metric: str, now_us: int) -> Stock:
     """A tenant's stock at `now_us`.
 
-    A version counts with its canonical bytes; while it is being validated, with the bytes that its upload declared.
+    A version counts with its canonical bytes or, while it is being validated, with the bytes that its upload declared.
     """
     if metric == ADAPTERS:
         query = select(func.count()).select_from(_adapters).where(_adapters.c.tenant_id == tenant_id)
@@ -48,7 +48,7 @@ def stock_of(connection: Connection, tenant_id: str, metric: str, now_us: int) -
 
 
 class AdapterLimits:
-    """Enforces a tenant's hard limits on adapters and their bytes, and counts excesses of other limits."""
+    """Enforces a tenant's hard limits on adapters and their bytes, and counts how often other limits are exceeded."""
 
     refusal = QuotaExceeded
 

@@ -15,7 +15,7 @@ BOUNDED_TIERS = ("host", "disk")
 
 
 class EngineCollector(Collector):
-    """The engine's own counts, which start from zero when it restarts. docs/metrics.md describes the fixed series."""
+    """The engine's own counts, which restart from zero with the engine. docs/metrics.md describes the fixed series."""
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
@@ -121,7 +121,7 @@ def _loading(counts: LoadCounts) -> Iterator[Metric]:
     ):
         loads.add_metric((outcome,), count)
     yield from (lookups, held, evictions, stages, num_bytes, seconds, loads)
-    yield _counter("loramux_adapter_files_set_aside", "Adapter files set aside for wrong bytes", counts.num_set_aside)
+    yield _counter("loramux_adapter_files_set_aside", "Corrupt adapter files set aside", counts.num_set_aside)
     is_open = int(counts.breaker != "closed")
     yield _gauge("loramux_engine_store_breaker_open", "1 while the engine does not call the blob store", is_open)
 

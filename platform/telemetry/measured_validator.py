@@ -11,7 +11,7 @@ from loramux.platform.telemetry.metrics import GatewayMetrics
 
 
 class MeasuredValidator:
-    """Delegates to another validator. Outcomes are `accepted`, `rejected`, and `failed` if there is no verdict."""
+    """Delegates to another validator. The outcomes are `accepted`, `rejected`, and `failed` if there is no verdict."""
 
     def __init__(self, validator: Validator, metrics: GatewayMetrics) -> None:
         self._validator = validator

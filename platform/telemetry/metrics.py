@@ -1,6 +1,6 @@
 """Prometheus metrics of a gateway. Labels come from small fixed sets, never from tenants, keys or paths.
 
-The only exception is the list of the quota policies with the most refusals, which has at most ten. docs/metrics.md
+The only exception is the list of the quota policies with the most refusals, at most ten. docs/metrics.md
 lists every metric.
 """
 
@@ -134,7 +134,7 @@ class GatewayMetrics:
             self.commit_failures.inc()
 
     def note_listener(self, listener: str, num_connections: Callable[[], int]) -> Counter:
-        """Report a listener's number of connections; return the counter for those that it refuses or ends."""
+        """Report a listener's number of connections; return the counter of connections that it refuses or ends."""
         self._connections.labels(listener).set_function(num_connections)
         for reason in NETWORK_REFUSALS:
             self._network_refusals.labels(listener, reason)
@@ -185,7 +185,7 @@ class TopRefusals:
                 self._current[policy_id] += 1
 
     def top(self) -> list[tuple[str, int]]:
-        """The policies with the most refusals and their counts, most first."""
+        """The policies with the most refusals and their counts, highest first."""
         with self._lock:
             self._move()
             return (self._current + self._previous).most_common(self._num_shown)

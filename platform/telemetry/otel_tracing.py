@@ -22,7 +22,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class OtelTracing:
-    """Starts traces. A `share` is sampled by trace id; traces below a client's trace follow the client's decision."""
+    """Starts traces. A `share` is sampled by trace id; traces under a client's trace follow the client's decision."""
 
     def __init__(self, provider: TracerProvider, clients: ClientTraces = "link") -> None:
         self._provider = provider
@@ -36,11 +36,11 @@ class OtelTracing:
         return OtelTracing(open_provider(config, "loramux-gateway", sampler), clients)
 
     def begin(self, name: str, headers: Mapping[str, str]) -> RequestTrace:
-        # Every request starts with an empty context, not the process's own.
+        # Every request starts with an empty context, not with the process's context.
         above, links = Context(), []
         if self._clients != "ignore" and "traceparent" in headers:
-            # The propagator ignores a malformed header. `tracestate` and `baggage` are not extracted: we do not need
-            # them, and a client could inflate all our messages with them.
+            # The propagator ignores a malformed header. `tracestate` and `baggage` are not extracted: they are not
+            # needed, and a client could use them to inflate all our messages.
             theirs = _PROPAGATOR.extract({"traceparent": headers["traceparent"]}, Context())
             of_client = trace.get_current_span(theirs).get_span_context()
             if of_client.is_valid and self._clients == "parent":

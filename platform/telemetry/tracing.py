@@ -52,8 +52,8 @@ class Tracing(Protocol):
         """Export pending spans, with a short timeout."""
 
 
-# A context variable rather than an argument, since tracing does not affect behaviour. Tasks and calls started by a
-# request inherit it.
+# This is a context variable rather than an argument, since tracing does not affect behaviour. Tasks and calls started
+# by a request inherit it.
 CURRENT: ContextVar[RequestTrace | None] = ContextVar("loramux_request_trace", default=None)
 _UNTRACED: AbstractContextManager[object] = nullcontext()
 

@@ -57,7 +57,7 @@ class ChatTemplate:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty if there is no file; raises ModelFilesError."""
+    """The object in a JSON file, or an empty object if there is no file; raises ModelFilesError."""
     if not path.is_file():
         return {}
     try:
@@ -93,7 +93,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _tojson(value: Any, indent: int | None = None) -> str:
-    # Jinja's own filter escapes for HTML, which would change the prompt.
+    # Jinja's own filter escapes HTML characters, which would change the prompt.
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

@@ -16,8 +16,8 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 class Detokenizer:
     """Decodes one sequence token by token. The text of `ids[start:read]` was emitted; `ids[read:]` are held back.
 
-    An incomplete character is recognised by the tokens' bytes, since U+FFFD in the text can mean the beginning of a
-    character or U+FFFD itself.
+    An incomplete character is recognised by the tokens' bytes, since U+FFFD in the text can mean either the beginning
+    of a character or U+FFFD itself.
     """
 
     def __init__(self, tokenizer: ModelTokenizer, prompt: Sequence[int]) -> None:
@@ -60,7 +60,7 @@ class StopStrings:
         self.is_found = False
 
     def feed(self, text: str) -> str:
-        """The text that can be shown now. A complete stop string sets `is_found` and is cut off with the rest."""
+        """The text that can be shown now. A complete stop string sets `is_found`; the text ends before it."""
         if not self._stops:
             return text
         text = self._held + text
@@ -75,7 +75,7 @@ class StopStrings:
         return shown
 
     def flush(self) -> str:
-        """The text held back so far, once no more text will come."""
+        """The text held back so far, to be emitted because no more text will come."""
         held, self._held = self._held, ""
         return held
 

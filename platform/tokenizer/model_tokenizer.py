@@ -13,7 +13,7 @@ from loramux.platform.errors import InvalidRequest
 from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
 
 MAX_TOKENISED_AT_ONCE = 4 * 1024
-"""Longest text tokenised on the event loop, in characters, which takes less than a millisecond; more would block it."""
+"""Longest text tokenised on the event loop, in characters; takes under a millisecond. More would block the loop."""
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -70,7 +70,7 @@ class ModelTokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for; for a special token, its name."""
+        """The bytes that one token stands for; the name of a special token."""
         return self._bytes.of(token_id)
 
     def text_bytes(self, token_id: int) -> bytes:
@@ -80,7 +80,7 @@ class ModelTokenizer:
     def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         if len(text) <= MAX_TOKENISED_AT_ONCE:
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
-        # A batch of one: the library releases the interpreter lock, and so lets the event loop run, only for batches.
+        # Use a batch of one: only for batches does the library release the interpreter lock and let the event loop run.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
@@ -94,7 +94,7 @@ class ModelTokenizer:
 
 
 class TokenBytes:
-    """The bytes of single tokens, which may be parts of a character without text of their own.
+    """The bytes of single tokens. A token can be part of a character and then has no text of its own.
 
     Decodes the spellings of byte-level (GPT-2) and sentencepiece vocabularies.
     """
@@ -128,7 +128,7 @@ class TokenBytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters are themselves; other bytes map to U+0100 and up, in order."""
+    """GPT-2's alphabet: printable Latin-1 characters are themselves; other bytes map to U+0100 and above, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
