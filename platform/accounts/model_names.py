@@ -46,7 +46,7 @@ class ResolvedModel:
 
 
 def parse_adapter_name(name: str) -> AdapterName | None:
-    """Split a name, at `@` before `:`; None if the name is malformed. Raises InvalidRequest if it has both suffixes."""
+    """Split a name at `@` or `:`; None if the name is malformed. Raises InvalidRequest if it has both suffixes."""
     path, has_version, version = name.partition("@")
     path, has_alias, alias = path.partition(":")
     digest = _DIGEST.fullmatch(version)

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 MAX_STALE_US = 5_000_000
-"""How long an authenticated key is trusted without asking the database, in microseconds."""
+"""How long an authenticated key is trusted without a database query, in microseconds."""
 
 MAX_ENTRIES = 10_000
 
@@ -48,7 +48,7 @@ class _Entry:
 
 
 class PrincipalCache:
-    """Caches principals by the SHA-256 of their keys. Only valid keys are cached, so guesses cannot fill it."""
+    """Caches principals by the SHA-256 of their keys. Only valid keys are cached, so guesses cannot fill the cache."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

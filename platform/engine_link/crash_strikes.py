@@ -1,4 +1,4 @@
-"""Counts how often the engine died while running a request, which is refused after two deaths."""
+"""Counts the engine's deaths while it ran a request, and refuses the request after two."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class LocalEngine(ConnectedEngine):
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
 
     async def close(self) -> None:
-        """Stop supervising, end the process and remove its socket; takes a few seconds at most, even if hung."""
+        """Stop supervising, end the process and remove its socket, within a few seconds even if the process hangs."""
         if self._supervisor is not None:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -39,7 +39,7 @@ def _grain(number: int, keeps: Collection[str], *spans_us: int) -> Grain:
 
 
 GRAINS = (
-    # Sums over all tenants also have minutes: there are few, and every timezone's days consist of whole minutes.
+    # Sums over all tenants also have minutes: these sums are few, and all timezones' days consist of whole minutes.
     _grain(0, ("base", "endpoint", "status"), MINUTE_US, HOUR_US, DAY_US),
     _grain(1, ("tenant_id", "base", "endpoint", "status"), HOUR_US, DAY_US, WEEK_US),
     _grain(2, ("tenant_id", "api_key_id"), HOUR_US, DAY_US, WEEK_US),

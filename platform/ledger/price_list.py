@@ -17,7 +17,7 @@ from loramux.platform.errors import Conflict, InvalidRequest, NotFound
 from loramux.platform.ledger.prices import GENERAL_SCOPES, MAX_PRICE_NANOS, Price, PriceBook
 
 NOTICE_US = 2_000_000
-"""Notice before a price takes effect, in microseconds. A price cannot be withdrawn during its notice."""
+"""Minimum notice for a price, in microseconds. A price that takes effect sooner than this cannot be withdrawn."""
 
 MAX_AHEAD_US = 10 * 366 * 86_400_000_000
 MAX_PRICES = 10_000

@@ -48,7 +48,7 @@ def cut(ranges: Sequence[Range], spans_us: Collection[int]) -> Cut:
 
 
 def local_days(start_us: int, end_us: int, timezone: str) -> list[int]:
-    """The starts of a range's daily buckets, cut at the same midnights in a timezone as daily budgets."""
+    """The starts of a range's daily buckets, cut at midnight in a timezone, as daily budgets are."""
     starts = [start_us]
     while (midnight_us := window_at(Period.DAY, timezone, starts[-1]).end_us) < end_us:
         starts.append(midnight_us)

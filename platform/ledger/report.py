@@ -62,7 +62,7 @@ def answer(database: Database, query: UsageQuery) -> tuple[UsageRow, ...]:
     A single statement reads all of them, so a concurrent fold is seen entirely or not at all. An adjustment counts at
     the time it was written, in its request's groups, and not as another request.
 
-    Raises InvalidRequest if the report has or sums too many rows, or ReadTooLong.
+    Raises InvalidRequest if the report returns or sums too many rows, or ReadTooLong if it takes too long.
     """
     days = local_days(query.start_us, query.end_us, query.timezone) if query.has_local_days else []
     with database.read(LONGEST_READ_S) as connection:

@@ -151,7 +151,7 @@ def _rollup_arms(
     """The conditions for reading rollups: one arm of the statement per range, so that SQLite uses an index."""
     table = _rollups.c
     for span_us, ranges in parts.spans.items():
-        # Local days are too many ranges for one arm each.
+        # With one range per local day, one arm per range would be too many.
         for some in (ranges,) if days else ((one,) for one in ranges):
             conditions: list[Condition] = [table.grain == grains[span_us].number, table.span_us == span_us]
             conditions.append(_within(table.start_us, some))

@@ -119,7 +119,7 @@ class UsageRollups:
 
 
 def _read(connection: Connection, batch_ids: Sequence[int], times_us: Iterable[int]) -> Iterator[_Fact]:
-    """The entries of some batches."""
+    """The entries of these batches."""
     for at_us, *values in connection.execute(_select_facts(batch_ids, times_us)):
         yield _Fact(at_us, tuple(values[: len(SERIES)]), tuple(values[len(SERIES) :]))
 

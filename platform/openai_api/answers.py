@@ -15,7 +15,7 @@ Document = dict[str, Any]
 
 
 class Answer(Protocol):
-    """Builds the bodies for one request to an endpoint, since chunks depend on earlier ones."""
+    """Builds the bodies of one endpoint's answers. Use one object per request, since chunks depend on earlier ones."""
 
     def chunks(self, delta: ChoiceDelta) -> list[Document]:
         """The chunks that a stream sends for a delta."""

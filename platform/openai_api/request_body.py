@@ -21,7 +21,7 @@ BODY_TIMEOUT_S = 60.0
 BODY_STALL_S = 10.0
 """How long a client may pause while sending a body, in seconds."""
 MAX_PARSED_AT_ONCE = 64 * 1024
-"""Largest body parsed on the event loop, in bytes; takes under a millisecond. Longer bodies would block the loop."""
+"""Largest body parsed on the event loop, in bytes. Parsing it takes under a millisecond; longer bodies would block."""
 
 _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
 
@@ -55,7 +55,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 async def parse_body_on(
     compute: Callable[[Callable[[bytes, type[M]], M], bytes, type[M]], Awaitable[M]], body: bytes, model: type[M]
 ) -> M:
-    """Call `parse_body`; for a long body, on a thread through `compute`."""
+    """Call `parse_body`, for a long body on a thread provided by `compute`."""
     if len(body) <= MAX_PARSED_AT_ONCE:
         return parse_body(body, model)
     return await compute(parse_body, body, model)

@@ -118,7 +118,7 @@ class GenerationRequest(_Strict):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=64)] | None = None
 
-    # Cannot change the answer.
+    # These fields cannot change the answer.
     user: str | None = None
 
     @property
@@ -302,7 +302,7 @@ class ChatRequest(GenerationRequest):
     web_search_options: Any = None
     response_format: Any = None
 
-    # Cannot change the answer.
+    # These fields cannot change the answer.
     metadata: Annotated[dict[str, str], BeforeValidator(_few_entries)] | None = None
     parallel_tool_calls: bool | None = None
     prediction: dict[str, Any] | None = None

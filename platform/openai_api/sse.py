@@ -18,7 +18,7 @@ def event(document: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as they arrive. Their producer must watch for the client's disconnect."""
+    """Sends events as they arrive. The producer of the events must notice when the client disconnects."""
 
     media_type = "text/event-stream"
 

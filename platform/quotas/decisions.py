@@ -13,7 +13,7 @@ from loramux.platform.quotas.rules import Binding, Demand
 
 _HEADER_KINDS = {REQUESTS_PER_MINUTE: "requests", TOKENS_PER_MINUTE: "tokens"}
 POLICY_HEADER = "x-loramux-quota-policy"
-"""Header that names the refusing policy, unless it is another tenant's."""
+"""Header that names the refusing policy, unless another tenant owns it."""
 EXCEEDED_HEADER = "x-loramux-quota-exceeded"
 """Header that names the metrics whose soft limits a request exceeded."""
 
@@ -182,7 +182,7 @@ def extend(
 
 
 def _policy_header(binding: Binding) -> dict[str, str]:
-    """The header that names the refusing policy; empty if it is another tenant's."""
+    """The header that names the refusing policy; empty if another tenant owns the policy."""
     return {} if binding.is_anothers else {POLICY_HEADER: binding.policy.id}
 
 

@@ -21,11 +21,11 @@ class Kind(StrEnum):
     RATE = "rate"
     """A bucket that refills."""
     CONCURRENCY = "concurrency"
-    """The amount held now."""
+    """The amount that running requests hold."""
     BUDGET = "budget"
     """The amount used in a day or a month of the tenant's timezone."""
     STOCK = "stock"
-    """The amount stored, counted in the tables that store it whenever more is added."""
+    """The amount stored, counted from its tables whenever more is added."""
 
 
 class Unit(StrEnum):

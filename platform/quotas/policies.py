@@ -3,14 +3,14 @@
 A policy limits one metric of one subject: the platform, a tenant, a key or an adapter. A tenant without a hard or soft
 policy of its own inherits the platform's, with its own counter. Every policy that applies to a request must admit it.
 
-  - A budget counts reservations made after it is set, in windows of the timezone of its subject's tenant. A changed
-  timezone starts new windows immediately. A reservation stays in the window in which it was made. - `soft` and `shadow`
-  policies never refuse. For a rate or a concurrency limit, they count only the requests that they would have admitted,
-  so that `exceeded` is the number that a hard policy would refuse; for a budget, they count all usage. The header
-  `x-loramux-quota-exceeded` tells callers about exceeded soft limits, but never about shadow policies. A refusal names
-  its policy in `x-loramux-quota-policy`. - Contradictions are refused: a daily budget above the monthly one if both are
-  hard, a burst for any metric but a rate, and a burst with a limit of 0. A key's limit can exceed its tenant's: the
-  tighter one applies.
+- A budget counts reservations made after it is set, in daily or monthly windows of its tenant's timezone. A changed
+  timezone starts new windows immediately. A reservation stays in the window in which it was made.
+- `soft` and `shadow` policies never refuse requests. For a rate or a concurrency limit, they count only the requests
+  that they would have admitted, so that `exceeded` is the number that a hard policy would refuse. For a budget, they
+  count all usage. The header `x-loramux-quota-exceeded` tells callers about exceeded soft limits, never about shadow
+  policies. A refusal names its policy in `x-loramux-quota-policy`.
+- Contradictions are refused: a daily budget above the monthly one if both are hard, a burst for any metric but a rate,
+  and a burst with a limit of 0. A key's limit can exceed its tenant's: the tighter one applies.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class QuotaPolicies:
         return policy_of(row) if row is not None else None
 
     def delete(self, policy_id: str) -> bool:
-        """Delete a policy and, with it, what running requests reserved under it. False if there is no such policy."""
+        """Delete a policy and the amounts that running requests reserved under it. False if there is no such policy."""
         with self._database.write() as connection:
             locked = select(_policies).where(_policies.c.id == policy_id).with_for_update()
             row = connection.execute(locked).one_or_none()
