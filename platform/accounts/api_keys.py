@@ -165,7 +165,7 @@ class ApiKeys:
         return key_of(row) if row is not None else None
 
     def update(self, key_id: str, changes: KeyChanges, check: Callable[[ApiKey], None]) -> ApiKey | None:
-        """Change a key after `check`, which may raise, has seen its current state; None if there is no such key.
+        """Change a key after `check`, which can raise, has approved its current state; None if there is no such key.
 
         Raises InvalidRequest, NotFound, KeyRevoked or LastAdminKey.
         """

@@ -125,7 +125,7 @@ class Tenants:
         return tenant
 
     def update(self, tenant_id: str, changes: TenantChanges, check: Callable[[Tenant], None]) -> Tenant | None:
-        """Change a tenant after `check`, which may raise, has seen its current state; None if there is no such tenant.
+        """Change a tenant after `check`, which can raise, has approved its state; None if there is no such tenant.
 
         Raises InvalidRequest.
         """

@@ -77,7 +77,7 @@ class Admission:
                     self._note_overdrawn(transaction.num_overdrawn)
                 return outcomes
             except CountersMissing as missing:
-                # In a separate transaction: inserting counters while holding others could deadlock.
+                # Use a separate transaction: inserting counters while holding others could deadlock.
                 with self._write() as connection:
                     CounterRows(connection).make(missing.bindings)
         raise RuntimeError("quota policies change faster than they can be applied")

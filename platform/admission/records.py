@@ -74,7 +74,7 @@ class Closing:
     request_id: str
     settlement: Settlement
     lease_expires_us: int | None = None
-    """None for a settlement by the gateway that ran the request."""
+    """The lease that a recovery found; None for a settlement by the gateway that ran the request."""
 
     @property
     def is_recovery(self) -> bool:

@@ -86,7 +86,7 @@ class ReservationRows:
         self.open: dict[str, ReservationRow] = {}
         self.recovered: dict[str, ReservationRow] = {}
         self.charged: dict[str, Settlement] = {}
-        """What recovered requests were charged, by their last checkpoints."""
+        """The usage charged to recovered requests, from their last checkpoints."""
         self._opened: list[ReservationRow] = []
         self._extended: dict[str, _Extended] = {}
         self._recovered: list[_Recovered] = []

@@ -266,7 +266,7 @@ class AdmissionTransaction:
 
 
 def _is_changed(binding: Binding, operation: Extension | Closing) -> bool:
-    """Whether an operation changes the counter of one of its reservation's bindings."""
+    """Whether the operation changes the binding's counter."""
     if isinstance(operation, Extension):
         return binding.is_extended
     settlement = operation.settlement

@@ -1,4 +1,4 @@
-"""The base of all clients of an engine process: a single connection, and crash strikes."""
+"""The base class of all clients of an engine process, with one connection and the crash strikes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts the engine's deaths while it ran a request, and refuses the request after two."""
+"""Counts engine deaths per running request, and refuses a request after two."""
 
 from __future__ import annotations
 

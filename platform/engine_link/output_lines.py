@@ -13,7 +13,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 
 class OutputLines:
-    """Takes output in chunks of any size. Call `end` after the last one."""
+    """Takes output in chunks of any size. Call `end` after the last chunk."""
 
     def __init__(self, event: str, log: Any = None) -> None:
         self._event = event

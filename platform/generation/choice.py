@@ -102,7 +102,7 @@ class Choice:
         return 0 if self.finished is None else self.finished.cached_tokens
 
     def _shown(self, text: str) -> str:
-        # As in vLLM, stop strings only count after min_tokens tokens.
+        # As in vLLM, stop strings count only after min_tokens tokens.
         if self.num_received <= self._min_tokens:
             return self._stops.flush() + text
         return self._stops.feed(text)

@@ -25,7 +25,7 @@ STALE_S = 2 * REPORT_INTERVAL_S
 """Maximum age of a report that can call an adapter cold, in seconds. Reports age while no requests arrive."""
 
 LOAD_S = 60.0
-"""How long an adapter that the engine is loading for a request may be missing from its reports, in seconds."""
+"""How long an adapter that is being loaded may be missing from the engine's reports, in seconds."""
 
 
 class ColdLoads:
@@ -47,7 +47,7 @@ class ColdLoads:
         self._last_asked_s = -math.inf
 
     async def admit(self, tenant_id: str, digest: str, hold: Callable[[bool], Awaitable[T]]) -> T:
-        """Call `hold` with whether the engine must load the adapter, for a request or a load ahead of requests.
+        """Call `hold` with True if the engine must load the adapter, for a request or a load ahead of requests.
 
         If a limit refuses the cold load, the engine is asked again: another gateway may have loaded the adapter.
         """

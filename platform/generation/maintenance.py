@@ -40,7 +40,7 @@ class Call(Protocol):
 
 
 class Maintenance:
-    """Keeps the leases of `running`, and cleans up after dead gateways and database failures."""
+    """Renews the leases of the requests in `running`, and cleans up after dead gateways and database failures."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Maintenance:
                 await self._call(self._admission.roll_up)
                 if time.monotonic() >= sweep_s:
                     num_swept = await self._call(self._admission.sweep_counters)
-                    # If any were swept, there may be more.
+                    # If any counters were swept, there may be more.
                     sweep_s = time.monotonic() + (0 if num_swept else SWEEP_INTERVAL_S)
             except SQLAlchemyError as error:
                 log.warning("checkpoint failed; trying again", error=str(error))

@@ -1,4 +1,4 @@
-"""The requests of this gateway: reserve, start, cancel, drain."""
+"""Reserves, starts, cancels and drains this gateway's requests."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ class Settler:
 
     A settlement that the database does not accept waits in the spool. If the spool does not accept it either, it waits
     in memory until the database or the spool has recovered. While any settlement waits in memory, no request is
-    admitted, so their number never exceeds the reservations that were open or in progress when the trouble began.
+    admitted, so their number never exceeds the number of reservations that were open or in progress when the trouble
+    began.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Settler:
             self._release(closing)
 
     async def replay(self) -> None:
-        """Settle the settlements in memory and on disk; if the database fails, the remaining ones keep waiting.
+        """Write the settlements in memory and on disk to the database; if it fails, the remaining ones keep waiting.
 
         Raises OSError if the disk fails, which delays only the settlements on disk.
         """

@@ -127,7 +127,7 @@ class QuotaPolicies:
         mode: str | None = None,
         check: Callable[[QuotaPolicy], None] = lambda policy: None,
     ) -> QuotaPolicy:
-        """Change fields of a policy after `check`, which may raise, has seen its current state.
+        """Change fields of a policy after `check`, which can raise, has approved the policy's current state.
 
         A burst that equals the limit follows it. Raises InvalidRequest or NotFound.
         """
