@@ -100,7 +100,7 @@ class Settler:
         return f"{len(self._held)} settlements wait in memory: neither the database nor the spool accepts them"
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Checkpoints of the settlements in memory, which extend their leases even if only checkpoints are accepted."""
+        """Checkpoints for the settlements in memory, to extend their leases if only checkpoints are accepted."""
         return [Checkpoint(one.request_id, one.settlement.completion_tokens) for one in self._held.values()]
 
     async def none_held(self) -> None:

@@ -111,7 +111,7 @@ class LedgerEntries:
         self._corrections.append((request, charged, truth))
 
     def writes(self, now_us: int) -> list[Write]:
-        """The writes for all entries, with `now_us` as the time at which they finished."""
+        """The writes for all entries, with `now_us` as the time when the requests finished."""
         if not self._events and not self._corrections:
             return []
         entered = [entry[0] for entry in self._events] + [entry[0] for entry in self._corrections]

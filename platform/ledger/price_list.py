@@ -33,7 +33,7 @@ class PriceInForce(Conflict):
 
 
 class PriceExists(Conflict):
-    """Another price of the same owner and scope takes effect at the same time."""
+    """Another price for the same owner and scope takes effect at the same time."""
 
     code = "price_exists"
 

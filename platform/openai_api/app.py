@@ -32,7 +32,7 @@ every response has an `x-request-id`.""",
 
 def create_openai_app(services: GatewayServices) -> FastAPI:
     """Create the app. `services.maintenance.run()` must run alongside it."""
-    # Only health is public; FastAPI's documentation pages are off.
+    # Only the health routes are public; FastAPI's documentation pages are off.
     app = FastAPI(
         title="loramux",
         version=version("loramux"),

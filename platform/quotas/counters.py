@@ -7,7 +7,7 @@ from typing import NamedTuple
 from loramux.platform.quotas.metrics import MAX_RATE
 
 UNITS = 60_000_000
-"""Microseconds in a minute. In this unit, a bucket gains exactly `limit` per microsecond."""
+"""Units per whole amount: the microseconds in a minute, so a bucket gains exactly `limit` units per microsecond."""
 
 
 class CounterKey(NamedTuple):

@@ -85,8 +85,8 @@ class _Held:
 class QuotaPolicies:
     """The policies in the database. A metric without a policy is unlimited.
 
-    A tenant's own policy replaces the platform's for that metric; in shadow mode, it only counts alongside it. Policies
-    of keys and adapters apply in addition to the tenant's.
+    A tenant's own policy replaces the platform's for that metric; a shadow policy only counts in addition to it.
+    Policies of keys and adapters apply in addition to the tenant's.
     """
 
     def __init__(self, database: Database) -> None:
@@ -129,7 +129,7 @@ class QuotaPolicies:
     ) -> QuotaPolicy:
         """Change fields of a policy after `check`, which can raise, has approved the policy's current state.
 
-        A burst that equals the limit follows it. Raises InvalidRequest or NotFound.
+        A burst equal to the limit changes with the limit. Raises InvalidRequest or NotFound.
         """
         unknown = NotFound("there is no such quota", code="quota_not_found")
         with self._database.write() as connection:

@@ -18,7 +18,7 @@ NEVER_US = 3_600_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The most that a request can use."""
+    """The maximum that a request can use."""
 
     tokens: int
     cost_nanos: int = 0

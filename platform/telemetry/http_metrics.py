@@ -28,7 +28,7 @@ class AnsweredCall:
     has_raised: bool
     """Whether the app raised an exception."""
     seconds: float
-    """From the call to the last byte of its answer."""
+    """Time from the call to the last byte of its answer."""
 
 
 Count = Callable[[AnsweredCall], None]
