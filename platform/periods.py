@@ -38,7 +38,7 @@ def is_timezone(name: str) -> bool:
 def window_at(period: Period, timezone: str, now_us: int) -> Window:
     """The day or month, in the timezone, that contains a moment.
 
-    A midnight that the clocks skip is the moment of the skip. A midnight that occurs twice is the first occurrence.
+    A midnight that the clocks skip counts as the moment of the skip. A midnight that occurs twice counts as the first.
     """
     zone = _zone(timezone)
     today = datetime.fromtimestamp(now_us // 1_000_000, UTC).astimezone(zone).date()

@@ -16,7 +16,7 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 class CompletionAnswer:
     """Builds the bodies of one text completion. `model` is the name that the client used.
 
-    `echoes` has the prompt text to repeat before each choice.
+    `echoes` holds the prompt text to repeat before each choice.
     """
 
     id: str

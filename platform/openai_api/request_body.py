@@ -55,7 +55,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 async def parse_body_on(
     compute: Callable[[Callable[[bytes, type[M]], M], bytes, type[M]], Awaitable[M]], body: bytes, model: type[M]
 ) -> M:
-    """Call `parse_body`, for a long body on a thread provided by `compute`."""
+    """Call `parse_body`. If the body is long, `compute` runs the call on a thread."""
     if len(body) <= MAX_PARSED_AT_ONCE:
         return parse_body(body, model)
     return await compute(parse_body, body, model)

@@ -35,7 +35,7 @@ CLIENT_CLOSED = 499
 async def serve(request: Request, services: GatewayServices, caller: Principal, endpoint: Endpoint[B]) -> Response:
     """Answer a request to `endpoint`; raises ApiError if it fails before its first token.
 
-    The caller is already authenticated: every route takes an `authentication.Caller`, so none can forget this step.
+    The caller is already authenticated: every route takes an `authentication.Caller`, so no route can forget this step.
     """
     received = await read(request, services, endpoint)
     target = await resolve(services, caller, received.body)

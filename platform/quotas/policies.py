@@ -85,8 +85,8 @@ class _Held:
 class QuotaPolicies:
     """The policies in the database. A metric without a policy is unlimited.
 
-    A tenant's own policy replaces the platform's for that metric; a shadow policy only counts in addition to it.
-    Policies of keys and adapters apply in addition to the tenant's.
+    A tenant's own policy replaces the platform's for that metric; a shadow policy only counts and leaves the platform's
+    policy in force. Policies of keys and adapters apply in addition to the tenant's.
     """
 
     def __init__(self, database: Database) -> None:
@@ -98,7 +98,7 @@ class QuotaPolicies:
         """Create or change the policy of a tenant, key or adapter, or of PLATFORM, for `metric`.
 
         `burst` defaults to the limit, and `mode` to the current mode, or `hard` for a new policy. Raises InvalidRequest
-        with the field, and NotFound for an unknown subject.
+        with the field, or NotFound for an unknown subject.
         """
         check_policy(metric, limit, burst, mode)
         try:

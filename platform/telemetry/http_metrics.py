@@ -23,7 +23,7 @@ class AnsweredCall:
     method: str
     path: str
     status: int
-    """500 if no response was sent."""
+    """The status that was sent; 500 if no response was sent."""
     error_code: str | None
     has_raised: bool
     """Whether the app raised an exception."""
