@@ -1,16 +1,16 @@
 """How fast do adapters load from the disk tier into the pool, compared with a plain sequential read of the same files?
 
 Runs on a CPU with adapters of several ranks on all linears of a 1B Llama. Files are read from the page cache (warm)
-and, after the operating system was asked to drop them, from the disk (cold). Six ways alternate:
+and, after the operating system was asked to drop them, from the disk (cold). Six methods alternate:
 
     plain     one thread reads each file's pages in order, straight into the same pages of the pool
     memory    one thread fetches adapters from the disk tier into host memory: open, lock, read, verify
-    fetch     the same with as many threads as the staging process has; a GPU would copy from there itself
-    pool      the staging process reads into shared memory, and a thread here copies to the pool's pages
+    fetch     as `memory`, with as many threads as the staging process has; a GPU would copy from host memory
+    pool      the staging process reads into shared memory, and a thread of this process copies to the pool's pages
     one       as `pool`, but one adapter at a time, from its request to its published tables
     first     as `pool`, with a staging process that has just started: SHA-256 instead of lane sums
 
-The result is each way's throughput relative to `plain` in the same round.
+The result is each method's throughput relative to `plain` in the same round.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ MIN_FILES = 8
 
 
 class CheckError(Exception):
-    """Loaded bytes differ from stored bytes."""
+    """The loaded bytes differ from the stored bytes."""
 
 
 class OpenPool:
@@ -270,7 +270,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One way's measurement in one round."""
+    """One method's measurement in one round."""
 
     bytes_s: float
     processor_s: float
@@ -282,7 +282,7 @@ def measure(bench: Bench, is_cold: bool, num_rounds: int) -> dict[str, list[Roun
     num_bytes = bench.files.count * bench.files.payload_bytes
     found: dict[str, list[Round]] = {way: [] for way in WAYS}
     for number in range(num_rounds + 1):
-        # The order rotates from round to round, so that drift in the machine's speed affects all ways alike.
+        # The order rotates from round to round, so that drift in the machine's speed affects all methods alike.
         place = number % len(WAYS)
         for way in (*WAYS[place:], *WAYS[:place]):
             bench.prepare(way)
@@ -322,7 +322,7 @@ def figures_of(bench: Bench, is_cold: bool, found: dict[str, list[Round]], stage
 
 @contextmanager
 def stages_of(bench: Bench) -> Iterator[dict[str, float]]:
-    """Seconds per gigabyte of each loading stage inside the block, from the engine's own statistics."""
+    """Seconds per gigabyte in each loading stage during the block, from the engine's own statistics."""
     found: dict[str, float] = {}
     before = bench.stage_counts()
     yield found
@@ -330,7 +330,8 @@ def stages_of(bench: Bench) -> Iterator[dict[str, float]]:
     num_bytes = after["disk", "read"].num_bytes - before["disk", "read"].num_bytes
     for (tier, stage), one in after.items():
         if one.count > before[tier, stage].count:
-            # Only some ways reach the pool, so a stage is divided by its own bytes, if it counts any.
+            # Only some methods reach the pool, so divide each stage's time by the bytes of that stage, if it counts
+            # any.
             per = one.num_bytes - before[tier, stage].num_bytes or num_bytes
             found[f"{tier} {stage}"] = round((one.seconds - before[tier, stage].seconds) / per * 1e9, 4)
 
@@ -362,7 +363,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", choices=sorted(SHAPES), default="1b", help="model whose linears the adapters change")
     add("--ranks", type=lambda text: [int(one) for one in text.split(",")], default=[8, 16, 64], metavar="8,16,64")
     add("--megabytes", type=int, default=360, help="total size of the files of each rank")
-    add("--rounds", type=int, default=9, help="rounds of each way; the median is reported")
+    add("--rounds", type=int, default=9, help="rounds per method; the median is reported")
     add("--loaders", type=int, default=4, help="threads of the staging process; one engine thread copies")
     add("--skip-cold", action="store_true", help="do not ask the operating system to drop the files")
     add("--scratch", type=Path, default=SCRATCH, help="directory for the files, on the disk to measure")
@@ -379,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     machine = describe()
     busy_before = require_idle(arguments.allow_busy)
-    # As in an engine: a thread that waits for the interpreter lock gets it soon.
+    # Use the engine's interval, so that a thread that waits for the interpreter lock gets it soon.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     target = target_of(SHAPES[arguments.model])
     cases: list[dict[str, Any]] = []

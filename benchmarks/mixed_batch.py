@@ -1,7 +1,7 @@
-"""Sixteen requests with sixteen adapters in one batch: loramux with and without adapters, and peft's two ways.
+"""Sixteen requests with sixteen adapters in one batch: loramux with and without adapters, and peft's two methods.
 
-Everything runs in process on a CPU, in one run, after the answers were compared. peft's mixed batch is a static batch
-in which all requests start and end together, which favours peft.
+Everything runs in process on a CPU, in one run, after the answers have been compared. peft's mixed batch is a static
+batch in which all requests start and end together, which favours peft.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NUM_CHECKED_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One measured way of answering the requests."""
+    """One measured method of answering the requests."""
 
     name: str
     seconds: list[float]
@@ -52,7 +52,7 @@ class Way:
 
 
 def pack_adapters(model: Any, base: Path, scratch: Path, num_adapters: int, dtype: str) -> list[PackedAdapter]:
-    """Save peft's adapters, then validate, canonicalize and pack them as an upload would be."""
+    """Save peft's adapters, then validate, canonicalize and pack them like an upload."""
     directory = scratch / "adapters"
     model.save_pretrained(directory)
     target = pack_target(ModelConfig.load(base), dtype)
@@ -154,7 +154,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Way],
     assembled = assemble(base, packed, "bfloat16", threads)
     digests: list[str | None] = [one.digest for one in packed]
     run_loramux(assembled, prompts, 4, digests)
-    # Alternate, so that drift in the machine's speed affects all ways alike.
+    # Alternate, so that drift in the machine's speed affects all methods alike.
     for _ in range(arguments.repeats):
         record("loramux, base only", run_loramux(assembled, prompts, arguments.output, [None] * count)[1])
         record("loramux, distinct adapters", run_loramux(assembled, prompts, arguments.output, digests)[1])
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--output", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each loramux way; the median is reported")
+    parser.add_argument("--repeats", type=int, default=3, help="runs per loramux method; the median is reported")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--skip-float32", action="store_true", help="do not time peft in float32")
     add_allow_busy(parser)

@@ -1,4 +1,4 @@
-"""peft's two ways to serve many adapters in process, and transformers' static batch."""
+"""peft's two methods of serving many adapters in process, and transformers' static batch."""
 
 from __future__ import annotations
 

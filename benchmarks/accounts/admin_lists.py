@@ -1,8 +1,8 @@
 """How long do the admin API's lists take over a large company's data?
 
 By default there are 1,000 tenants with one key each, 10,000 adapters, 100,000 versions, 1,000 requests in flight and
-1,000 resident adapters, on SQLite and on PostgreSQL. Every call goes through the whole app without a network:
-authentication, SQL, the answer, and its validation against the documented schema. Pages have 100 items.
+1,000 resident adapters, on SQLite and on PostgreSQL. Every call goes through the whole app without a network, including
+authentication, SQL, and validation of the response against the documented schema. Pages have 100 items.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def open_services(database: Database, world: World) -> Iterator[AdminServices]:
 
 
 def add_keys_and_requests(database: Database, filled: Filled) -> None:
-    """Insert one key per tenant, and NUM_RUNNING requests in flight spread over the tenants."""
+    """Insert one key per tenant and NUM_RUNNING in-flight requests, spread over the tenants."""
     key_ids = {tenant_id: new_id("key") for tenant_id in filled.tenant_ids}
     keys = [
         {
@@ -239,7 +239,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tenants", type=int, default=1000)
     parser.add_argument("--adapters-each", type=int, default=10)
     parser.add_argument("--versions-each", type=int, default=10)
-    parser.add_argument("--calls", type=int, default=100, help="calls of each list")
+    parser.add_argument("--calls", type=int, default=100, help="calls per list")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     add_allow_busy(parser)
     return parser.parse_args()

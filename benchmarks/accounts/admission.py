@@ -1,13 +1,14 @@
 """How many requests per second can a gateway reserve and settle, and how long does each operation take?
 
-Every request reserves under three policies of its tenant, then settles; the client sends its next request immediately.
-Two ways are compared in one run, on SQLite and PostgreSQL, for one tenant that all clients share and for a thousand:
+Every request reserves quota under its tenant's three policies and then settles; the client sends its next request
+immediately. Two methods are compared in one run, on SQLite and PostgreSQL, with one tenant that all clients share and
+with a thousand tenants:
 
     one by one      each operation in its own transaction, on as many threads as a gateway has
-    group commit    as a gateway does: each transaction commits all operations that have queued up
+    group commit    what a gateway does: each transaction commits all operations that have queued up
 
-On PostgreSQL, several gateway processes with group commit also share the clients. With a single tenant they wait for
-each other's locks.
+On PostgreSQL, the clients are also divided among several gateway processes with group commit. With a single tenant,
+these processes wait for each other's locks.
 
 Afterwards the ledger must hold every token exactly once, and no reservation may remain open.
 """
@@ -57,13 +58,13 @@ Commit = Callable[[Operation], Awaitable[Any]]
 WARM_UP_S = 1.5
 
 _start: Any = None
-"""Barrier at which the gateway processes start together; set in each of them."""
+"""Barrier that makes the gateway processes start together; set in each process."""
 
 
 def main() -> None:
     arguments = _arguments()
     require_idle(arguments.allow_busy)
-    # As every gateway does when it starts.
+    # Every gateway does this when it starts.
     freeze_gc()
     cases = []
     for kind in KINDS:
@@ -73,7 +74,7 @@ def main() -> None:
                 for clients in arguments.clients:
                     # A tenant's first request fills caches, so it is not measured.
                     asyncio.run(_measure(database, accounts, GROUP, clients, WARM_UP_S))
-                    # The ways alternate, so that drift in the machine's speed affects both alike.
+                    # Alternate the methods, so that drift in the machine's speed affects both alike.
                     rounds = [
                         asyncio.run(_measure(database, accounts, way, clients, arguments.seconds))
                         for _ in range(arguments.repeats)
@@ -151,7 +152,7 @@ def _measure_together(
     clients: int,
     arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Run the rounds on several gateway processes, each with its part of the clients."""
+    """Run the rounds on several gateway processes, each with its share of the clients."""
     num_gateways: int = arguments.gateways
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(num_gateways)
@@ -205,7 +206,8 @@ async def _run(
 ) -> dict[str, Any]:
     """Run the clients numbered `clients`, out of `num_clients`, for `most_s` seconds.
 
-    Each client cycles through the tenants; with at least as many tenants as clients, no two use the same tenant.
+    Each client cycles through the tenants; with at least as many tenants as clients, no two clients use the same
+    tenant.
     """
     reserved: list[float] = []
     settled: list[float] = []

@@ -1,4 +1,4 @@
-"""How long do the console's pages take over ten million requests of a thousand tenants?
+"""How long do the console's pages take over ten million requests from a thousand tenants?
 
 The data comes from usage_world.py. Every page is requested once after its cached figures have expired, and again a
 moment later, through the whole app without a network.
@@ -80,7 +80,7 @@ async def measure(services: AdminServices, made: UsageWorld, rounds: int, progre
                     # A section that could not be loaded shows an alert in a page with status 200.
                     if response.status_code != 200 or 'role="alert"' in response.text:
                         raise CheckError(f"{name}: {response.status_code}, {response.text[-300:]}")
-    # The first round compiles templates and statements, and is left out.
+    # The first round compiles templates and statements and is not counted.
     return {
         name: {"first_p50_ms": _quantile(first[name], 50), "first_p95_ms": _quantile(first[name], 95)}
         | {"again_p50_ms": _quantile(again[name], 50), "again_p95_ms": _quantile(again[name], 95)}

@@ -1,8 +1,8 @@
 """How much do quotas add to the time to first token under many concurrent requests?
 
 Two tenants alternate on one gateway, round by round in one run: one without policies, one with three. Their requests
-run through the real scheduler on a simulated device that takes 10 ms per step. The rest of the time is the gateway's:
-authenticate, reserve, submit, send the first chunk. Each round keeps `--concurrency` requests in flight.
+run through the real scheduler on a simulated device that takes 10 ms per step. The gateway takes the rest of the time
+to authenticate, reserve, submit, and send the first chunk. Each round keeps `--concurrency` requests in flight.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--concurrency", type=int, default=64, help="requests in flight")
-    parser.add_argument("--rounds", type=int, default=10, help="rounds of each tenant; each client sends 4 requests")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds per tenant; each client sends 4 requests")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     add_allow_busy(parser)
     return parser.parse_args()

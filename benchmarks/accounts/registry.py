@@ -1,7 +1,8 @@
 """How long does the registry take to resolve a name among a large company's adapters?
 
 By default there are 1,000 tenants, 10,000 adapters and 100,000 versions, on SQLite and on PostgreSQL. Each kind of name
-is first checked against the inserted rows and then timed. So are pages at the start and further down the lists.
+is first checked against the inserted rows and then timed. Pages at the start of the lists and further down are also
+checked and timed.
 
     bare        tenant/adapter, the default alias; every tenth alias also has a canary
     number      tenant/adapter@3
@@ -102,7 +103,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tenants", type=int, default=1000)
     parser.add_argument("--adapters-each", type=int, default=10)
     parser.add_argument("--versions-each", type=int, default=10)
-    parser.add_argument("--calls", type=int, default=3000, help="names of each kind; a tenth as many of each list")
+    parser.add_argument("--calls", type=int, default=3000, help="names of each kind; a tenth as many pages per list")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     add_allow_busy(parser)
     return parser.parse_args()

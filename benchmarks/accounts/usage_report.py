@@ -1,6 +1,6 @@
 """How long does a report over a ledger of ten million requests take?
 
-The reports are the ones that the console and operators ask for, over a month of requests of a thousand tenants
+The reports are those that the console and operators request, over a month of requests from a thousand tenants
 (usage_world.py). Before timing, the reports must equal sums over the events exactly, in tokens and in cost. The rate at
 which a gateway folds settlements into the rollups is measured on a smaller ledger; the result must equal the rollups
 that the database computes in SQL from the same ledger.
@@ -48,7 +48,7 @@ TARGET_MS = 200.0
 TOP = 200
 """Groups in a `largest` report: twice as many as the console shows."""
 ASKED_US = MONTH_US - 17 * HOUR_US
-"""Length of a report over "a month", in microseconds: nearly all of the data, without whole days at either end."""
+"""Length of a report over "a month", in microseconds: nearly all of the data, starting and ending mid-day."""
 FOLDED_WORLD = World(50, 4, 2)
 
 
@@ -123,7 +123,7 @@ def _measure(kind: str, database: Database, made: UsageWorld, repeats: int, prog
 
 
 def _fold(kind: str, database: Database, num_events: int, progress: Progress) -> int:
-    """Events per second that a gateway folds into the rollups; raises CheckError if they differ from the ledger."""
+    """Events per second that a gateway folds; raises CheckError if the rollups differ from the ledger."""
     make_usage_world(kind, database, num_events, FOLDED_WORLD, progress, is_folded=False)
     rollups, started = UsageRollups(database), time.perf_counter()
     with_bar = progress.add_task(f"{kind}: fold", total=num_events)
@@ -184,7 +184,7 @@ def _check_largest(database: Database, asked: UsageQuery, rows: Sequence[UsageRo
     if [row.prompt_tokens + row.completion_tokens for row in found.rows] != by_tokens[:TOP]:
         raise CheckError(f"the largest groups by {asked.group_by} differ from those of the full report")
     if found.num_groups != len(rows) or found.total.requests != sum(row.requests for row in rows):
-        raise CheckError(f"the largest groups by {asked.group_by} come with the wrong totals")
+        raise CheckError(f"the largest groups by {asked.group_by} have the wrong totals")
 
 
 def _now_us(made: UsageWorld) -> int:
@@ -256,7 +256,7 @@ def _reports(database: Database, made: UsageWorld) -> dict[str, Callable[[], Any
 
 def _timed(ask: Callable[[], Any], repeats: int) -> dict[str, float]:
     times = []
-    # The first run compiles statements and reads pages from disk, and is reported separately.
+    # The first run compiles statements and reads pages from disk, so it is reported separately.
     for _ in range(repeats + 1):
         started = time.perf_counter()
         ask()

@@ -1,8 +1,9 @@
 """A large company's registry and a month of its requests, generated in SQL and kept for the next run.
 
-A few of the thousand tenants make most requests, and a few of each tenant's adapters get most of those. Every fourth
-request goes to the base model. Each tenant has two keys. The month ends a day after the data was created, so that a
-report over the last hour finds ordinary traffic for a day. Indexes and rollups are built after all rows are inserted.
+A few of the thousand tenants send most of the requests, and a few of each tenant's adapters receive most of that
+tenant's requests. Every fourth request goes to the base model. Each tenant has two keys. The month ends a day after the
+data was created, so that a report over the last hour finds ordinary traffic for a day. Indexes and rollups are built
+after all rows are inserted.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _NUMBERS = {
     "postgresql": "generate_series(CAST({low} AS bigint), {high} - 1) AS n(i)",
 }
 _REQUEST_ID = {"sqlite": "printf('req_%032x', i)", "postgresql": "'req_' || lpad(to_hex(i), 32, '0')"}
-# The rows satisfy all foreign keys, and after a crash the data would be created again, so skip checks and syncing.
+# The rows satisfy all foreign keys and would be created again after a crash, so skip checks and syncing.
 _FAST_SETTINGS = {
     "sqlite": ("PRAGMA defer_foreign_keys=ON", "PRAGMA cache_size=-500000"),
     "postgresql": (
@@ -69,7 +70,7 @@ _FAST_SETTINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageWorld:
-    """The data that was created. The month starts at `first_us`; tenants are sorted from largest to smallest."""
+    """The generated data. The month starts at `first_us`; tenants are sorted from largest to smallest."""
 
     num_events: int
     first_us: int
@@ -87,7 +88,7 @@ class UsageWorld:
 def open_usage_world(
     kind: str, folder: Path, num_events: int, world: World, progress: Progress
 ) -> Iterator[tuple[Database, UsageWorld]]:
-    """Open the world of that size in the folder, creating it if needed. `kind` is one of databases.KINDS."""
+    """Open the world of this size in the folder, creating it if needed. `kind` is one of databases.KINDS."""
     place = folder / f"{kind}-{num_events}-{world.num_tenants}"
     label = place / "made.json"
     if not label.exists():
@@ -127,14 +128,14 @@ def add_folder(parser: argparse.ArgumentParser) -> None:
         "--folder",
         type=Path,
         default=Path(tempfile.gettempdir(), "loramux-usage-worlds"),
-        help="where the databases are kept for the next run: about 0.8 KB of disk per event in each",
+        help="directory that keeps the databases for the next run; each needs about 0.8 KB of disk per event",
     )
 
 
 def make_usage_world(
     kind: str, database: Database, num_events: int, world: World, progress: Progress, is_folded: bool = True
 ) -> UsageWorld:
-    """Fill an empty database. Unless `is_folded`, the events are left in batches that wait for the fold."""
+    """Fill an empty database. Unless `is_folded`, the events are left in batches that have yet to be folded."""
     started = time.perf_counter()
     filled = fill(database, world)
     first_us = time.time_ns() // 1000 // DAY_US * DAY_US + 2 * DAY_US - MONTH_US

@@ -1,4 +1,4 @@
-"""Measures loramux on one GPU, kernels and whole engine. Answers are checked first, and wrong ones are not timed.
+"""Measures loramux's kernels and its whole engine on one GPU. Answers are checked first, and wrong ones are not timed.
 
 Run it from the repository root: `PYTHONPATH=.src python -m benchmarks.gpu --out FILE.json`. It needs torch >= 2.11,
 triton >= 3.6, numba, numpy, safetensors and msgspec. It finishes within nine minutes, writes each row to one JSON file
@@ -81,7 +81,7 @@ PARTS = (
 def run_part(
     part: Part, bench: Bench, deadline: float, keep: Callable[[dict[str, Any]], None] = lambda result: None
 ) -> dict[str, Any]:
-    """Run one part; returns its rows and seconds, which `keep` also gets after each row, in case the run is killed.
+    """Run one part; returns its rows and seconds. `keep` gets the same after each row, in case the run is killed.
 
     No case starts after `deadline`, on the monotonic clock. An exception becomes the part's error, and the run
     continues.
@@ -97,7 +97,7 @@ def run_part(
     except Exception as problem:
         traceback.print_exc()
         error = f"{type(problem).__name__}: {problem}"
-    # Also after an error, so that the part leaves nothing on the card.
+    # Free the memory after an error too, so that the part leaves nothing on the card.
     with contextlib.suppress(RuntimeError):
         bench.drop()
     result = _result(part, bench, rows, time.monotonic() - started, error)
@@ -116,7 +116,7 @@ def _result(part: Part, bench: Bench, rows: list[Row], seconds: float, error: st
         "error": error,
         "model": dataclasses.asdict(part.model(bench)),
         "dtype": str(bench.dtype).removeprefix("torch."),
-        # The floors of the rows are computed from these.
+        # The rows' floors are computed from the ceilings.
         "ceilings": None if bench.ceilings is None else dataclasses.asdict(bench.ceilings),
         "rows": [
             dataclasses.asdict(row)
@@ -180,7 +180,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="write JSON; keeps other parts of the same commit and card")
+    parser.add_argument("--out", type=Path, help="write JSON; other parts from the same commit and card are kept")
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--quick", action="store_true", help="the most important cases only")
     amount.add_argument("--full", action="store_true", help="all cases, without a time limit")
@@ -200,7 +200,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def why_not(arguments: argparse.Namespace) -> str:
-    """Why these arguments cannot run on this machine; empty if they can."""
+    """Why the benchmark cannot run with these arguments on this machine; empty if it can."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if arguments.tiny:
         if not arguments.check_only:
@@ -263,7 +263,7 @@ def main() -> int:
 
 
 def list_needs(arguments: argparse.Namespace) -> int:
-    """Do the dry run; returns 1 if a part does not fit the card's memory or its time."""
+    """Do the dry run; returns 1 if a part exceeds the card's memory or its time limit."""
     bench = Bench(
         device=META,
         is_tiny=False,

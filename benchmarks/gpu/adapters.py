@@ -17,15 +17,15 @@ SCALE = 2.0
 """`alpha / r` of every adapter; the same for all, since peers accept only one number."""
 
 MAX_RANK = 64
-"""Highest rank of any case. All cases have page tables of this width, so that they share compiled kernels."""
+"""Highest rank in any case. All cases have page tables of this width, so that they share compiled kernels."""
 
 POISON = 1 << 30
-"""Fills unused entries of the segment starts; no row or segment has this number."""
+"""Value of unused entries in the segment starts; no row or segment has this number."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraCase:
-    """`num_rows` rows, split evenly over adapters of `ranks`; `num_sequences` bounds the number of segments."""
+    """`num_rows` rows, split evenly over adapters of these `ranks`; `num_sequences` bounds the number of segments."""
 
     num_rows: int
     num_sequences: int
@@ -57,7 +57,7 @@ class ResidentAdapters:
     """Adapters of the given ranks on all seven linears, without rank padding, in shuffled pages.
 
     The whole pool holds random elements, which are the adapters' weights. With `shares_pages`, all adapters share a few
-    pages, which suffices to compile the kernels but not for measurements.
+    pages, which suffices for compiling kernels but not for measurements.
     """
 
     def __init__(self, bench: Bench, model: Model, pool: PoolViews, ranks: tuple[int, ...], shares_pages: bool) -> None:
@@ -97,9 +97,9 @@ class ResidentAdapters:
         return max(self.ranks)
 
     def rows(self, layer: int, module: int, half: int, slots: torch.Tensor, rank: int) -> torch.Tensor:
-        """A `[num_slots, rank, in]`, or B transposed `[num_slots, rank, out]`, of slots that all have this rank.
+        """A `[num_slots, rank, in]`, or B transposed `[num_slots, rank, out]`, for slots that all have this rank.
 
-        Reads only these adapters' pages, independently of the kernels, whose answers are compared with the result.
+        Reads only these adapters' pages and does not use the kernels, whose answers are compared with the result.
         """
         shape = self.model.modules[module]
         layout = row_layout(shape.out_features if half == B else shape.in_features, self.pool.geometry.adapter_elements)
@@ -169,7 +169,7 @@ def batch_of(bench: Bench, model: Model, case: LoraCase) -> LoraBatch:
 
 
 def expected_change(adapters: ResidentAdapters, batch: LoraBatch, layer: int) -> list[torch.Tensor]:
-    """What the adapters add to each group's output in this layer, float64 `[T, total_out]`, from dense matrices."""
+    """The adapters' share of each group's output in this layer, float64 `[T, total_out]`, from dense matrices."""
     case, model = batch.case, batch.model
     changes = []
     for group, x in zip(model.groups, batch.xs, strict=True):

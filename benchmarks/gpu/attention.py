@@ -15,10 +15,10 @@ from loramux.kernels.gpu.attention import PAGE_TOKENS, attention_plan, paged_att
 from loramux.kernels.tables import AttentionBatch, PoolViews
 
 MAX_KV_BYTES = 72 << 30
-"""Most bytes of a case's pages. If not all layers fit, fewer are stored, and the row gives their number."""
+"""Maximum size of a case's pages, in bytes. If not all layers fit, the row gives the number of stored layers."""
 
 MAX_DENSE_BYTES = 9 << 30
-"""Most bytes of the contiguous keys and values for SDPA, which holds at least one layer."""
+"""Maximum size of SDPA's contiguous keys and values, in bytes; at least one layer is always stored."""
 
 KEPT_FREE = 24 << 30
 WARM_POOL_BYTES = 1 << 30
@@ -26,7 +26,7 @@ SAMPLED_ROWS = 64
 """Query rows of a prefill that are compared; the others must only be finite."""
 
 QUERY_STD = 2 / POOL_STD
-"""Standard deviation of queries. That of scores is then 2, so that attention is neither uniform nor on a single key."""
+"""Standard deviation of queries. The scores' is then 2, so attention is neither uniform nor on a single key."""
 
 OURS, SDPA = "loramux", "torch SDPA on contiguous K and V"
 
@@ -75,7 +75,7 @@ def cases(bench: Bench) -> list[AttentionCase]:
     prefill = [AttentionCase(1, length, length) for length in prefills]
     decode = [AttentionCase(batch, context, 1) for context in contexts for batch in batches]
     if not bench.is_full:
-        # Other contexts behave like 1,024; of the longest, keep one sequence and many.
+        # Other contexts behave like 1,024; at the longest, keep the cases with one and with 64 sequences.
         kept = {(batch, 1024) for batch in batches} | {(1, 8192), (64, 8192)}
         decode = [case for case in decode if (case.num_sequences, case.context) in kept]
     return [*prefill, *decode]
@@ -105,7 +105,7 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
 
 
 def allowed_bytes(bench: Bench) -> int:
-    """Most bytes that a case's pages can use."""
+    """Maximum size of a case's pages, in bytes."""
     return min(MAX_KV_BYTES, max(0, bench.free_bytes() - (0 if bench.is_tiny else KEPT_FREE)))
 
 
@@ -136,7 +136,7 @@ class Attention:
             seq_lens=torch.full((case.num_sequences,), case.context, dtype=torch.int32, device=bench.device),
             pages=self.pages.flatten().to(torch.int32),
             page_starts=numbers(range(0, listed, case.pages_each)),
-            # No K and V are written.
+            # The launch writes no K and V.
             kv_slots=torch.full((case.num_rows,), -1, dtype=torch.int64, device=bench.device),
             max_q=case.num_queries,
         )
@@ -169,7 +169,7 @@ class Attention:
         return k, v
 
     def check(self, launch: LayerLaunch, layer: int) -> float:
-        """The largest error of any sequence in one layer, against float64."""
+        """The largest error of any sequence in one layer, compared with float64."""
         case = self.case
         self.out.fill_(torch.nan)
         launch(layer)
@@ -191,7 +191,7 @@ class Attention:
 
 
 def sdpa_way(bench: Bench, attention: Attention) -> tuple[LayerLaunch, int]:
-    """torch's attention over contiguous copies of as many layers as fit; returns the launch and their number.
+    """torch's attention over contiguous copies of as many layers as fit; returns the launch and the number of layers.
 
     In decode, the query heads of a group are passed as query rows.
     """
@@ -244,7 +244,7 @@ def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> 
         launch, stored[SDPA] = sdpa_way(bench, attention)
         errors[SDPA] = max(attention.check(launch, layer) for layer in sorted({0, stored[SDPA] - 1}))
         launches[SDPA] = launch
-    # The figures of loramux are valid without SDPA's.
+    # loramux's figures are valid without SDPA's.
     except (CheckError, RuntimeError) as error:
         if bench.is_broken():
             raise

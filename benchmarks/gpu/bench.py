@@ -27,26 +27,26 @@ MIN_ROUNDS, MAX_ROUNDS = 20, 200
 TINY_ROUNDS = 1
 MIN_SECONDS = 0.05
 MAX_SECONDS = 1.0
-"""Each way is replayed at least `MIN_ROUNDS` times and for `MIN_SECONDS`, but at most `MAX_ROUNDS` times. Slow ways
-stop after `MAX_SECONDS` per way, with at least three rounds."""
+"""Each method is replayed at least `MIN_ROUNDS` times and for `MIN_SECONDS`, but at most `MAX_ROUNDS` times. Slow
+methods stop after `MAX_SECONDS` each, but run at least three rounds."""
 
 MAX_WARMERS = 12
 """Most processes that compile at the same time."""
 
 CONTEXT_BYTES = 10**9
-"""Bytes of a card's memory that CUDA, cuBLAS and loaded kernels are assumed to hold in a process, for dry runs."""
+"""Bytes of a card's memory that dry runs assume CUDA, cuBLAS and loaded kernels to hold in each process."""
 
 POOL_STD = 0.02
 """Standard deviation of the pool's random elements, typical of a LoRA's A and B and of keys and values."""
 
 
 class CheckError(Exception):
-    """A wrong answer, which is not timed."""
+    """A check failed, so the work is not timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A limit for one figure of a row."""
+    """A limit for one figure in a row."""
 
     figure: str
     limit: float
@@ -62,9 +62,9 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way of doing one case's work. Names of figures include their units; `problem` says why some are missing.
+    """One method's figures for one case. Their names include units; `problem` says why some figures are missing.
 
-    `is_failure` marks a defect of loramux or a case that was left out, as opposed to a limitation of a peer.
+    `is_failure` marks a defect in loramux or a case that was left out, as opposed to a limitation of a peer.
     """
 
     case: str
@@ -91,7 +91,7 @@ class Ceilings:
 
 
 class HostEvent:
-    """Replaces a CUDA event if Triton's interpreter is the device, where work is done when a call returns."""
+    """Replaces a CUDA event in Triton's interpreter, where a call returns only when its work is done."""
 
     def __init__(self) -> None:
         self._seconds = math.nan
@@ -108,10 +108,11 @@ class HostEvent:
 class Bench:
     """Settings and state of one run: its device, the cases to run, and the time limit.
 
-    `is_tiny` shrinks the model for Triton's interpreter. `is_quick` leaves out most cases, `is_full` none. `is_timed`
-    is false if only answers are checked. With `is_warming`, the process only compiles kernels that another one will
-    time: adapters share a few pages, and answers are ignored. `engine_check` caches the result of the engine check,
-    which several parts need. `planned` is the card of a dry run, which uses meta tensors; None in a real run.
+    `is_tiny` shrinks the model for Triton's interpreter. `is_quick` leaves out most cases; `is_full` leaves out none.
+    `is_timed` is false if only answers are checked. With `is_warming`, the process only compiles kernels that another
+    process will time: adapters share a few pages, and answers are ignored. `engine_check` caches the result of the
+    engine check, which several parts need. `planned` is the card of a dry run, which uses meta tensors; None in a real
+    run.
     """
 
     device: torch.device
@@ -139,7 +140,7 @@ class Bench:
 
     @property
     def total_bytes(self) -> int:
-        """The card's whole memory."""
+        """The card's total memory in bytes."""
         if self.planned is not None:
             return self.planned.memory_bytes
         if self.device.type != "cuda":
@@ -169,7 +170,7 @@ class Bench:
             print(text, flush=True)
 
     def pool(self, geometry: PageGeometry, num_bytes: int) -> PoolViews:
-        """A pool with this geometry over the first `num_bytes` of one shared buffer, which is reallocated to grow.
+        """A pool with this geometry over the first `num_bytes` of one shared buffer, which grows if necessary.
 
         The whole buffer holds random elements, so that adapters need not be written to pages.
         """
@@ -195,12 +196,12 @@ class Bench:
         return torch.cuda.mem_get_info(self.device)[0] + (self.buffer.numel() if self.buffer is not None else 0)
 
     def drop(self) -> None:
-        """Free everything that finished parts held, including the pool."""
+        """Free all memory that finished parts held, including the pool."""
         self.buffer = self.flush = None
         self.release()
 
     def release(self) -> None:
-        """Free what finished cases held; graphs keep their memory until they are garbage-collected."""
+        """Free the memory that finished cases held; graphs keep their memory until they are garbage-collected."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -250,7 +251,7 @@ class Bench:
         return graph.replay
 
     def time(self, ways: Mapping[str, Callable[[], object]], is_cold: bool = True) -> dict[str, float]:
-        """Median seconds of each way. The ways alternate, so that drift of the card's speed affects all alike.
+        """Median seconds of each method. The methods alternate, so that drift in the card's speed affects all alike.
 
         `is_cold` reads `FLUSH_BYTES` before each replay. Reading leaves no dirty cache lines, which would be written
         back during the measured time, and keeps the card busy while the host submits the timed work.
@@ -282,13 +283,13 @@ class Bench:
 
 
 def _is_measured(num_rounds: int, fewest_s: float, elapsed_s: float, num_ways: int) -> bool:
-    """Whether the ways were replayed often enough; `fewest_s` is the total time of the fastest way."""
+    """Whether the methods were replayed often enough; `fewest_s` is the total time of the fastest one."""
     is_long = elapsed_s > MAX_SECONDS * num_ways
     return (num_rounds >= MIN_ROUNDS and fewest_s >= MIN_SECONDS) or (is_long and num_rounds >= 3)
 
 
 def measuring_seconds(seconds: Sequence[float], flush_s: float) -> float:
-    """How long `Bench.time` takes for ways of `seconds` each, with a flush of `flush_s` before each replay."""
+    """How long `Bench.time` takes for methods of `seconds` each, with a flush of `flush_s` before each replay."""
     round_s = sum(seconds) + flush_s * len(seconds)
     num_rounds = 1
     while num_rounds < MAX_ROUNDS:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 WARP_THREADS = 32
 REGISTERS = 65536
-"""Registers of a multiprocessor; the same on every card below."""
+"""Registers per multiprocessor; the same on every card in CARDS."""
 
 REGISTER_UNIT = 256
 """Registers are allocated to a warp in multiples of this number."""
@@ -19,7 +19,7 @@ RESERVED_SHARED = 1024
 class Card:
     """One card, from its vendor's data sheet and the table of compute capabilities in the CUDA programming guide.
 
-    `capability` is the compute capability to compile for, as 90 for 9.0. `bandwidth` is in bytes per second, and
+    `capability` is the compute capability to compile for, such as 90 for 9.0. `bandwidth` is in bytes per second, and
     `shared_bytes` is the shared memory of a multiprocessor. `node_s` is the time that each kernel adds to a captured
     graph, an assumption until it is measured: graphs add 1.5 to 2.5 microseconds per node.
     """
@@ -34,7 +34,7 @@ class Card:
     node_s: float = 2e-6
 
     def resident_programs(self, registers: int, shared_bytes: int, num_warps: int) -> int:
-        """How many programs of this size fit one multiprocessor together; `registers` is per thread."""
+        """How many programs of this size fit on one multiprocessor together; `registers` is per thread."""
         per_warp = -(-registers * WARP_THREADS // REGISTER_UNIT) * REGISTER_UNIT
         by_registers = REGISTERS // per_warp // num_warps if registers else self.max_programs
         by_shared = self.shared_bytes // (shared_bytes + RESERVED_SHARED)

@@ -11,11 +11,11 @@ import triton.language as tl
 from benchmarks.gpu.bench import Bench, Ceilings, Row, require_close
 
 NUM_NODES = 256
-"""Kernels in a graph: as many as the LoRA launches in a step of Llama-3.1-8B."""
+"""Number of kernels in a graph, equal to the LoRA launches in a step of Llama-3.1-8B."""
 
 READ_BLOCK = 4096
 ELEMENTS = 1 << 30
-"""float32 elements to copy and read."""
+"""Number of float32 elements to copy and read."""
 
 MATMUL_SIZE = 8192
 

@@ -21,7 +21,7 @@ SMALL = Model(4, 512, 1024, 8, 2, 64, 2048)
 TINY = Model(1, 64, 64, 2, 1, 16, 64)
 
 WEIGHTS = RandomWeights(torch.device("cpu"), torch.float32)
-"""Drawn on the CPU for both sides, since another device would draw other numbers."""
+"""Weights for both sides, drawn on the CPU, since another device would draw other numbers."""
 
 TOLERANCE = 1e-3
 """Largest difference between two float32 log-probabilities. Tokens can differ if the two likeliest are that close."""
@@ -31,7 +31,7 @@ TOLERANCE = 1e-3
 class CheckedRequest:
     """A prompt of `num_prompt` tokens, for the base (rank 0) or for an adapter.
 
-    The adapter has the given rank and modules, in all layers from `first_layer`.
+    The adapter has the given rank and modules, in all layers from `first_layer` on.
     """
 
     rank: int
@@ -110,7 +110,7 @@ def _check(bench: Bench) -> Row:
         mixed = engine.answer(_adds(plan, digests))
         worst, num_compared = compare(mixed, expected)
         plain = engine.answer(_adds(plan, dict.fromkeys(digests)))
-        # Other requests in the batch change nothing: the last request gets the same answer alone.
+        # The last request must get the same answer alone, since other requests in its batch must not change it.
         compare(engine.answer(_adds(plan, digests)[-1:]), expected)
     changes = {request: changed_by(mixed[request.name], plain[request.name]) for request in plan.requests}
     base_change = max(change for request, change in changes.items() if not request.rank)
@@ -121,7 +121,7 @@ def _check(bench: Bench) -> Row:
             raise CheckError(f"the adapter of {request.name} changed its answer by only {change:.2e}")
     figures = {"error": worst, "compared_tokens": float(num_compared), "base_change": base_change}
     case = f"float32, {len(plan.requests)} requests, base and ranks to {max(one.rank for one in plan.requests)}"
-    # The base's rows should be identical to the bit. A change below the tolerance is reported without stopping.
+    # The base's rows should be bit-identical. A change below the tolerance is reported but does not fail the check.
     return Row(case, "engine against plain PyTorch", figures, (Goal("base_change", 0.0),))
 
 

@@ -52,7 +52,7 @@ class PlannedEngine:
                 "tables": self.memory.restart() - pool.nbytes - model.all_bytes(bench.dtype.itemsize),
             }
         self.shapes = {"a page": shape_of(pool[0]), "page table": shape_of(whole.tables.device.page_table)}
-        # All layers are alike, so steps with one and two layers give the step with all of them.
+        # All layers are alike, so a step with all layers follows from steps with one and two.
         self._few = [
             MetaEngine(replace(model, num_layers=count), card, num_pages=num_pages, **settings) for count in (1, 2)
         ]
@@ -130,7 +130,7 @@ def _step_case(bench: Bench, engine: PlannedEngine, case: gpu_step.StepCase) -> 
         for count in counts
     ]
     seconds = sum(num_run * one.seconds(bench) + CAPTURE_S for one in steps)
-    # Each step runs twice, before and during capture; the skipped steps follow.
+    # Each step runs twice, before and during capture; the skipped steps are added below.
     seconds += sum(2 * HOST_OP_S * one.num_launches + HOST_STEP_S * num_skipped for one in steps)
     held = engine.held | {"activations": sum(one.activations for one in steps)}
     programs = frozenset[str]().union(*(one.programs for one in steps))
@@ -186,7 +186,7 @@ def s_lora(bench: Bench) -> Iterator[Need]:
         for step in gpu_s_lora.steps_to_warm(workload, name):
             case = TableCase(name, step.num_sequences, 0, step.num_rows, 1, gpu_s_lora.ATTENTION_MODULES, step.rank)
             compiled |= engine.record(case).programs
-        # A step is estimated as one with all sequences at their mean full length, and as many adapters as rows.
+        # Every step is estimated with all sequences at their mean full length and as many adapters as rows.
         context, count = workload.shortest + workload.longest, min(most, workload.max_sequences)
         full = engine.record(
             TableCase(name, workload.max_sequences, context - 1, 1, count, gpu_s_lora.ATTENTION_MODULES, max(turns))
@@ -195,7 +195,8 @@ def s_lora(bench: Bench) -> Iterator[Need]:
         run = num_steps * full.seconds(bench) + OVER_FLOOR * floor_s(bench, operations=prompts)
         for way, num_pages, counts in (("whole pool", whole, workload.num_adapters), ("capped pool", capped, (most,))):
             problem = f"{num_pages} pages, but the sequences alone need {workload.kv_pages}"
-            # The case with the fewest adapters also runs once untimed. Payloads are drawn on the card and pinned.
+            # The case with the fewest adapters also runs once without timing. Payloads are drawn on the card and
+            # pinned.
             seconds = engine.start_s + (len(counts) + 1) * run + random_s(bench, payload) + _captures_s(full)
             pool = num_pages * adapters.page_bytes
             yield Need(

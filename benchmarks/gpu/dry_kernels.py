@@ -29,7 +29,7 @@ from benchmarks.gpu.ways import OwnPlanes, gather_bmm_way, num_stored_layers
 from loramux.kernels.tables import PoolViews
 
 GATHER_PASSES = 3
-"""Passes of `gather + bmm` over its data: it reads the padded copies, then writes and rereads the gathered ones."""
+"""Passes of `gather + bmm` over its data: it reads the padded copies, then writes and rereads the gathered copies."""
 
 
 def ceilings(bench: Bench) -> Iterator[Need]:
@@ -94,7 +94,7 @@ def _lora_case(bench: Bench, model: Model, pool: PoolViews, case: LoraCase) -> N
         "pool": pool.raw.nbytes,
         "rows": rows + num_ways * sum(y.nbytes for y in outputs),
         "copies": num_copies * copies,
-        # Twice: in torch's cache after the first run, and in the memory of the graph.
+        # Counted twice: in torch's cache after the first run, and in the graph's memory.
         "transient": 2 * transient,
         "reference": len(layers) * changes,
         "flush": FLUSH_BYTES,

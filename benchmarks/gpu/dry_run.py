@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds after which no case starts, and seconds for compilation."""
+    """Seconds after which no case starts, and seconds allowed for compilation."""
 
     total_s: float
     warm_s: float
@@ -95,7 +95,7 @@ def why_not(bench: Bench, need: Need) -> str:
 
 
 def whole_run(parts: Sequence[PlannedPart]) -> tuple[float, float]:
-    """Seconds of a run of all parts: for compilation, and in total. Programs that two parts share count twice."""
+    """Seconds that a run of all parts takes for compilation and in total. Programs that two parts share count twice."""
     compile_s = compiling_seconds(sum(part.num_programs for part in parts if part.compile_s))
     return compile_s, compile_s + sum(part.seconds for part in parts)
 

@@ -84,8 +84,9 @@ class AwaitedResult:
 class ObservedExecutor:
     """Runs each step on the wrapped executor, between two events in the device's stream.
 
-    While `skips` is set, steps are not run and return made-up tokens, which brings sequences past their prompts without
-    computing them. `num_decoding` is the number of sequences of the last skipped step if all of them decoded, else 0.
+    While `skips` is set, steps do not run but return made-up tokens, which moves sequences past their prompts without
+    computing the prompts. `num_decoding` is the number of sequences in the last skipped step if all of them decoded,
+    else 0.
     """
 
     def __init__(self, bench: Bench, executor: Executor) -> None:
@@ -189,7 +190,7 @@ def device_backend(bench: Bench, pdl: bool = False) -> Backend:
     """The GPU backend; in a tiny run, the GPU kernels in Triton's interpreter.
 
     Kernels are compiled on first launch. An engine normally compiles every shape when it starts, but a part needs only
-    a few.
+    a few shapes.
     """
     if not bench.is_tiny:
         return dataclasses.replace(open_backend("cuda", pdl), compiles=False)
@@ -231,7 +232,7 @@ def open_engine(
     wake = threading.Event()
     if bench.is_tiny:
         settings["num_threads"] = 1
-    # Outside inference mode, since loader threads write to tensors that are allocated here.
+    # Leave inference mode, since loader threads write to tensors that are allocated here.
     with torch.inference_mode(False), model_directory(model, max_len) as directory:
         config = EngineConfig(
             model_dir=str(directory),
@@ -252,7 +253,7 @@ def open_engine(
 
 
 def _leave_stream(bench: Bench) -> None:
-    """Restore this thread's default stream after the engine's, and wait for the engine's work."""
+    """Switch this thread from the engine's stream back to the default stream, and wait for the engine's work."""
     if bench.device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.default_stream())
         bench.synchronize()

@@ -23,7 +23,7 @@ MIXED = (8, 16, 32, 64)
 
 
 def cases(bench: Bench) -> list[LoraCase]:
-    """Decodes of N rows with N adapters, several rows of one adapter, and prefills; the most important come first."""
+    """Decodes of N rows with N adapters, several rows of one adapter, and prefills; the most important are first."""
     if bench.is_tiny:
         return [
             LoraCase(4, 4, (1, 8, 16, 5), "mixed"),
@@ -51,7 +51,7 @@ def cases(bench: Bench) -> list[LoraCase]:
 
 @dataclass(slots=True)
 class Way:
-    """One way's launches for a layer, the number of layers that it stores, and its results so far."""
+    """One method's launch for a layer, the number of layers that it stores, and its results so far."""
 
     launch: LayerLaunch
     num_stored: int
@@ -74,7 +74,7 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile the kernels of this shard's cases: one layer of each way, over a few pages and a single dense adapter."""
+    """Compile the kernels of this shard's cases: one layer of each method, over a few pages and one dense adapter."""
     model = model_of(bench)
     peers, _ = load_peers(bench.peers, bench.device)
     pool = bench.pool(model.geometry(bench.dtype.itemsize), WARM_POOL_BYTES)
@@ -97,7 +97,7 @@ def pool_bytes_of(bench: Bench, model: Model, case: LoraCase) -> int:
 
 
 def shared_pool_bytes(bench: Bench, model: Model, wanted: list[LoraCase]) -> int:
-    """Bytes of the pool that all cases share: what the largest case needs, limited by the card's free memory."""
+    """Bytes of the pool that all cases share: the largest case's need, limited by the card's free memory."""
     num_bytes = max(pool_bytes_of(bench, model, case) for case in wanted)
     return min(num_bytes, max(0, bench.free_bytes() - (0 if bench.is_tiny else KEPT_FREE)))
 
@@ -141,12 +141,12 @@ def _run_case(bench: Bench, model: Model, case: LoraCase, peers: list[Peer], num
 
 
 def checked_layers(model: Model, num_stored: int) -> list[int]:
-    """The first layer, and the last layer of ways that store `num_stored` layers and of ways that store all."""
+    """The first layer, and the last layer of methods that store `num_stored` layers and of methods that store all."""
     return sorted({0, num_stored - 1, model.num_layers - 1})
 
 
 def _lost(bench: Bench, case: LoraCase, name: str, error: Exception) -> Row:
-    """The row of a failed way, which counts as a failure only for loramux; raises `error` if the device is lost."""
+    """The row of a failed method, which counts as a failure only for loramux; raises `error` if the device is lost."""
     if bench.is_broken():
         raise error
     kind = "wrong" if isinstance(error, CheckError) else type(error).__name__
@@ -158,7 +158,7 @@ def _with_copies(make: MakeLaunch, adapters: ResidentAdapters, batch: LoraBatch,
 
 
 def _check(launch: LayerLaunch, batch: LoraBatch, layer: int, expected: list[torch.Tensor]) -> float:
-    """The largest error of any group in the change that the layer makes to nonzero rows."""
+    """The largest error of any group, measured on the change that the layer makes to nonzero rows."""
     before = batch.outputs()
     ys = [y.clone() for y in before]
     launch(layer, ys)
@@ -171,7 +171,7 @@ def _check(launch: LayerLaunch, batch: LoraBatch, layer: int, expected: list[tor
 def _timed(
     bench: Bench, adapters: ResidentAdapters, batch: LoraBatch, planes: OwnPlanes, ways: dict[str, Way]
 ) -> Iterator[Row]:
-    """Time all ways alternately, each as one graph of all layers; then loramux with rank 0, for the launches alone."""
+    """Time all methods alternately, each as one graph of all layers; then loramux with rank 0, for launches alone."""
     assert bench.ceilings is not None
     case, model = batch.case, batch.model
     replays = {}
@@ -183,7 +183,7 @@ def _timed(
                 launch(layer, ys)
 
         try:
-            # Run once outside the graph, since some ways prepare a layer on its first launch.
+            # Run once outside the graph, since some methods prepare a layer on its first launch.
             step()
             replays[name] = bench.capture(step)
         except Exception as error:
@@ -220,7 +220,7 @@ def _timed(
             }
             if best_peer is not None:
                 figures["faster_than_peers"] = best_peer / way.seconds
-            # The engine can launch either way, so the goals apply to the faster one.
+            # The engine can launch with or without overlap, so the goals apply to the faster of the two.
             if way.seconds == best_own:
                 goals = _goals(case, has_peers=best_peer is not None)
         elif best_own is not None:
@@ -233,7 +233,7 @@ def _timed(
 
 
 def launches_of(model: Model) -> int:
-    """Launches of a step: a shrink and an expand for each group of each layer."""
+    """Launches in a step: a shrink and an expand for each group in each layer."""
     return 2 * len(model.groups) * model.num_layers
 
 

@@ -59,11 +59,11 @@ class Model:
         return self.weight_bytes(itemsize) + self.vocab_size * self.hidden_size * itemsize
 
     def kv_bytes(self, itemsize: int) -> int:
-        """Bytes of K and V of one token in all layers."""
+        """Bytes of one token's K and V in all layers."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
 
     def adapter_bytes(self, rank: int, itemsize: int) -> int:
-        """Bytes of A and B of one adapter on all seven linears."""
+        """Bytes of one adapter's A and B on all seven linears."""
         elements = sum(module.in_features + module.out_features for module in self.modules)
         return self.num_layers * rank * elements * itemsize
 

@@ -1,8 +1,8 @@
-"""What a case of the GPU benchmark needs on a card, determined without one: tensors, bytes, rows and time.
+"""What a case of the GPU benchmark needs on a card, determined without a GPU: tensors, bytes, rows and time.
 
 Each part lists its cases with the functions that run them, over meta tensors, so the list cannot drift from the
 benchmark. Bytes are counted from those tensors. Seconds are derived from bytes, operations and launches, with the
-assumptions below.
+assumptions in this module.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ ASSUMPTIONS = (
     "all kernels of the peers can be loaded; each compiles as many programs as loramux, and moves padded weights once",
     f"a process holds {CONTEXT_BYTES / 1e9:g} GB in addition to its tensors",
 )
-"""Everything that is neither counted nor on a data sheet."""
+"""Assumptions about everything that is neither counted nor on a data sheet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
     """One case's needs.
 
-    `shapes` are those of its main tensors, and `num_rows` is the number of result rows that it writes. `held` maps each
-    use of memory to its bytes, all held together. `seconds` covers set-up, check, warm-up and repeats. `programs` names
-    the compiled programs that it launches. `problem` says why the case cannot run.
+    `shapes` are the shapes of its main tensors, and `num_rows` is the number of result rows that it writes. `held` maps
+    each use of memory to its bytes, all held at the same time. `seconds` covers set-up, check, warm-up and repeats.
+    `programs` names the compiled programs that it launches. `problem` says why the case cannot run.
     """
 
     case: str
@@ -94,7 +94,7 @@ class Need:
 
 
 def check() -> Need:
-    """The check of the engine's answers; its time counts for the first part of a run that needs it."""
+    """The check of the engine's answers; its time counts towards the first part of a run that needs the check."""
     return Need(CHECK, {}, 1, {}, CHECK_S)
 
 
@@ -185,7 +185,7 @@ class MetaMemory(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         is_new = False
         if any(one.alias_info is not None for one in func._schema.returns):
-            # A view, or a tensor written in place.
+            # The result is a view or a tensor written in place.
             return result
         for one in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(one, torch.Tensor) and one.device == META:

@@ -1,8 +1,8 @@
-"""vLLM's and SGLang's own LoRA kernels for Triton, from a folder of their files, without installing either.
+"""vLLM's and SGLang's own Triton LoRA kernels, loaded from a folder of their files without installing either package.
 
 The folder has files from their wheels: `vllm/lora/ops/triton_ops/` and `sglang/kernels/ops/lora/dense/`, and the
-`*.dist-info` folders, which give the versions. Both import a handful of names from the rest of their package, which are
-replaced by stubs here. None of their code is part of this repository.
+`*.dist-info` folders, which give the versions. Both import a handful of names from elsewhere in their packages; stubs
+replace those names here. None of their code is part of this repository.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ VLLM_FILES = "vllm/lora/ops/triton_ops"
 SGLANG_FILES = "sglang/kernels/ops/lora/dense"
 VLLM, SGLANG, SGLANG_SPLIT = "vllm", "sglang csgmv", "sglang csgmv split-K 8"
 WAYS = (VLLM, SGLANG, SGLANG_SPLIT)
-"""All ways to compare with, if all files are present."""
+"""All methods to compare with, if all files are present."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One way of a peer; `make` lays out the adapters for its kernels."""
+    """One method of a peer; `make` lays out the adapters for its kernels."""
 
     name: str
     version: str
@@ -41,7 +41,7 @@ class Peer:
 
 
 def load_peers(folder: Path, device: torch.device) -> tuple[list[Peer], dict[str, str]]:
-    """The peers that can be loaded, and by name why the others cannot."""
+    """The peers that can be loaded, and the reason why each of the others cannot be, by name."""
     peers, problems = [], {}
     for name, load in (("vllm", _load_vllm), ("sglang", _load_sglang)):
         try:
@@ -80,7 +80,7 @@ def _version(folder: Path, name: str) -> str:
 
 
 class _Quiet:
-    """A logger whose methods, of any name, do nothing."""
+    """A logger on which any method can be called and does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments, **names: None
@@ -140,7 +140,8 @@ def _load_vllm(folder: Path, device: torch.device) -> list[Peer]:
         ]
         meta = metadata.make(len(adapters.ranks), case.num_rows, device)
         meta.prepare_tensors(torch.from_numpy(case.slots).to(device).clamp(max=len(adapters.ranks) - 1))
-        # Size the grid by the active adapters, which is vLLM's best; its default is the highest possible number.
+        # Size the grid by the number of active adapters, vLLM's best setting; its default is the highest possible
+        # number.
         arguments = meta.meta_args(case.num_rows, True)
 
         def launch(layer: int, ys: list[torch.Tensor]) -> None:

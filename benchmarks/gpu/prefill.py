@@ -1,4 +1,4 @@
-"""The engine's prefill against the card's matrix rate: one long prompt, and several with an adapter each."""
+"""The engine's prefill against the card's matrix rate: one long prompt, and several prompts with an adapter each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANK = 16
 PAGE_TOKENS = 16
 NUM_WARM, NUM_MEASURED = 3, 7
 TINY_WARM, TINY_MEASURED = 0, 1
-"""Untimed runs, then timed runs; small steps are captured in the second run."""
+"""Number of untimed runs, and of timed runs after them; small steps are captured in the second run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class PrefillCase:
         return self.num_prompts * self.num_tokens
 
     def operations(self, model: Model, rank: int) -> int:
-        """Multiplications and additions of linears, attention, adapters, and the head for each prompt's last token."""
+        """Multiplications and additions in linears, attention, adapters, and the head for each prompt's last token."""
         visible = self.num_tokens * (self.num_tokens + 1) // 2
         attention = 4 * model.num_heads * model.head_dim * visible * self.num_prompts
         adapters = model.adapter_bytes(rank, itemsize=1)
@@ -91,7 +91,7 @@ def settings_of(wanted: list[PrefillCase]) -> dict[str, Any]:
 
 
 def num_pages_of(wanted: list[PrefillCase], adapter_pages: int) -> int:
-    """The engine's pages: for the largest case's prompts and all adapters, plus one."""
+    """Number of pages in the engine's pool: enough for the largest case's prompts and all adapters, plus one."""
     prompts = max(case.num_prompts * (case.num_tokens // PAGE_TOKENS + 2) for case in wanted)
     return prompts + max(case.num_prompts for case in wanted) * adapter_pages + 1
 
@@ -124,7 +124,7 @@ def _measure(bench: Bench, model: Model, engine: RunningEngine, case: PrefillCas
     """Median seconds of the step that computes the case's prompts and samples their next tokens."""
     num_warm, num_measured = (TINY_WARM, TINY_MEASURED) if bench.is_tiny else (NUM_WARM, NUM_MEASURED)
     seconds = []
-    # A case that failed can have left sequences behind.
+    # A failed case can have left sequences behind.
     engine.abort()
     for number in range(num_warm + num_measured):
         # Reload evicted adapters now, outside the timed section.

@@ -77,7 +77,7 @@ class RandomAdapters:
     def make(
         self, digests: Iterable[str], rank: int, modules: Iterable[int] = ALL_MODULES, first_layer: int = 0
     ) -> list[str]:
-        """Add an adapter of `rank` under each digest, on these modules of all layers from `first_layer`."""
+        """Add an adapter of `rank` under each digest, for these modules in all layers from `first_layer` on."""
         layout = self.layout(rank, modules, first_layer)
         ranks = layout.ranks
         made = PackedAdapter(
@@ -88,14 +88,14 @@ class RandomAdapters:
         return listed
 
     def layout(self, rank: int, modules: Iterable[int] = ALL_MODULES, first_layer: int = 0) -> AdapterLayout:
-        """The layout of such an adapter in its pages."""
+        """The layout in pages of an adapter with this rank on these modules, from `first_layer` on."""
         ranks = np.zeros((self._target.geometry.num_layers, len(self._target.modules)), np.int32)
         ranks[first_layer:, list(modules)] = rank
         return adapter_layout(self._target.geometry, self._target.modules, ranks)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, over all layers."""
+        """Bytes of a page across all layers."""
         return self._target.geometry.total_page_bytes
 
     def num_pages(self, digest: str) -> int:

@@ -16,7 +16,7 @@ METHOD = (
 
 
 def table(name: str, result: dict[str, Any]) -> str:
-    """A part as Markdown: one row per way, one column per figure, and the goals that were met or missed."""
+    """A part as Markdown: one row per method, one column per figure, and the goals that were met or missed."""
     rows = result["rows"]
     figures = list(dict.fromkeys(figure for row in rows for figure in row["figures"]))
     lines = [f"\n## {name} ({result['seconds']} s)\n"]
@@ -40,7 +40,7 @@ def _number(value: float | None) -> str:
 
 
 def stored(path: Path | None, machine: dict[str, Any]) -> dict[str, Any]:
-    """The parts already in the file; raises ValueError if it was measured on another card or with other code."""
+    """The parts already in the file; raises ValueError if the file was measured on another card or with other code."""
     if path is None or not path.exists():
         return {}
     document = json.loads(path.read_text())

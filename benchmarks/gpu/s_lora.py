@@ -5,7 +5,7 @@ the settings of its repository (`benchmarks/exp_suite.py`, the suite of its tabl
 is Llama-7B with adapters on q, k, v and o, of rank 8 in S1 and of ranks 64, 32, 16 and 8 alternately in S2. Input and
 output lengths are uniform in [8, 512). Adapters are drawn by `numpy.random.power(alpha)`, which is uniform for the
 paper's alpha of 1, the hardest case for a pool. The paper's 1,200 requests arrive at 10 per second; here all are queued
-at the start, so that the card always has work, and the measurement ends when no request is waiting any more.
+at the start, so that the card always has work, and the measurement ends as soon as no request is waiting.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_SECONDS = 120
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Number and lengths of the requests, sequences that run concurrently, and numbers of adapters."""
+    """Number and lengths of the requests, number of concurrent sequences, and numbers of adapters to compare."""
 
     num_requests: int
     max_sequences: int
@@ -64,7 +64,7 @@ PAPER = Workload(1200, 256, 8, 512, 2048, (5, 2000, 100, 1000))
 USUAL = Workload(512, 256, 8, 512, 2048, (5, 2000))
 SMALL_CARD_BYTES = 100 * 10**9
 SMALL_CARD_SEQUENCES = 128
-"""Concurrent sequences on a card with less memory, with half as many requests; the pages of 256 would take 71 GB."""
+"""Concurrent sequences on a smaller card, with half as many requests; the pages of 256 sequences would take 71 GB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def _run_setting(bench: Bench, name: str, workload: Workload) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile a share of the step shapes that occur, starting with the second process."""
+    """Compile a share of the step shapes that occur; the second process takes the first share."""
     workload = workload_of(bench)
     steps = [step for name in SETTINGS for step in steps_to_warm(workload, name)]
     warm_steps(
@@ -179,7 +179,7 @@ def _run_whole(bench: Bench, name: str, workload: Workload) -> Generator[Row, No
         pages = engine.stats().num_pages
         if pages < workload.kv_pages:
             raise MemoryError(f"the pool has {pages} pages, but the sequences alone need {workload.kv_pages}")
-        # An untimed run, which compiles remaining kernels and captures steps.
+        # Run once without timing, to compile the remaining kernels and capture steps.
         few = digests[: workload.num_adapters[0]]
         saturate(bench, engine, workload, few)
         for number, count in enumerate(workload.num_adapters):

@@ -1,4 +1,4 @@
-"""A whole decode step of the engine, with the base only and with many adapters in one batch."""
+"""Whole decode steps of the engine, with the base only and with many adapters in one batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH_TOKENS = 2048
 
 NUM_WARM, NUM_MEASURED = 12, 40
 TINY_WARM, TINY_MEASURED = 1, 2
-"""Untimed steps, then timed steps; the first run of a shape compiles it, the second is captured."""
+"""Untimed steps, and then timed steps; the first run of a shape compiles it, and the second is captured."""
 
 BASE = "base only"
 
@@ -50,7 +50,8 @@ class Measured:
     """Steady decode steps: the median time between a step's events, the mean wall-clock time, and the waiting times.
 
     `idle` is the share of the device's time between steps. `host_waits` is the share of wall-clock time in which the
-    host waits for tokens. Only if it is above 0, so that the host is ahead of the device, is `idle` meaningful.
+    host waits for tokens. `idle` is meaningful only if `host_waits` is above 0, since the host is then ahead of the
+    device.
     """
 
     step_s: float
@@ -110,7 +111,7 @@ def settings_of(bench: Bench, wanted: list[StepCase]) -> dict[str, Any]:
 
 
 def num_pages_of(settings: dict[str, Any], adapter_pages: int) -> int:
-    """The engine's pages: for full sequences and all adapters, plus one."""
+    """Number of pages in the engine's pool: enough for full sequences and all adapters, plus one."""
     pages_each = -(-settings["max_len"] // PAGE_TOKENS)
     return int(settings["max_sequences"] * pages_each + settings["max_resident_adapters"] * adapter_pages + 1)
 
@@ -179,9 +180,9 @@ def _run_case(
 def _measure(bench: Bench, engine: RunningEngine, case: StepCase, digests: list[str]) -> Measured:
     """Measure steady decode steps of sequences that cycle through these adapters, or use none."""
     num_warm, num_measured = (TINY_WARM, TINY_MEASURED) if bench.is_tiny else (NUM_WARM, NUM_MEASURED)
-    # Half of the measured steps, and of the sequences, are on either side of the case's context.
+    # Center the measured steps, and the sequences' lengths, on the case's context.
     num_prompt = case.context - num_warm - num_measured // 2 - case.num_skipped // 2
-    # A case that failed can have left sequences behind.
+    # A failed case can have left sequences behind.
     engine.abort()
     # Reload evicted adapters now, outside the timed section.
     engine.load(digests)
@@ -230,8 +231,8 @@ def _measure(bench: Bench, engine: RunningEngine, case: StepCase, digests: list[
 def _check_full_size(model: Model, engine: RunningEngine, digests: list[str]) -> Row:
     """Check that the timed model gives finite answers, and that each adapter changes its rows.
 
-    That answers do not depend on the batch is checked only on the small model, in float32. Loading the timed model in
-    float32 would take as long as measuring the steps, and the rounding of bfloat16 depends on the batch.
+    Only the small model is used to check, in float32, that answers do not depend on the batch. Loading the timed model
+    in float32 would take as long as measuring the steps, and bfloat16 rounding depends on the batch.
     """
     prompts = [random_prompt(model, 24, seed) for seed in range(4)]
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, num_logprobs=0)

@@ -1,4 +1,4 @@
-"""How many bytes a launch moves, from its arguments and the sizes of its tensors.
+"""Counts the bytes that a launch moves, from its arguments and the sizes of its tensors.
 
 `least` counts every byte once, as if everything that programs share came from a cache. `asked` counts all loads and
 stores of all programs. Look-ups in tables and page lists, a few bytes per program, are left out.
@@ -19,7 +19,7 @@ FLOAT = 4
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes read and written: counting each once, and counting every load and store."""
+    """Bytes read and written, counting each byte once, and counting every load and store."""
 
     least: float
     asked: float
@@ -168,7 +168,7 @@ def _group_maxima(launch: TritonLaunch, step: RecordedStep) -> Bytes:
 
 
 def _choose_greedily(launch: TritonLaunch, step: RecordedStep) -> Bytes:
-    """Greedy sampling reads the maxima of all groups, and the logits of one."""
+    """Greedy sampling reads the maxima of all groups, and the logits of one group."""
     a = launch.arguments
     assert a["ALL_GREEDY"], "steps are counted with temperature 0"
     return once(launch.grid[0] * (a["NUM_GROUPS"] * FLOAT + a["GROUP"] * a["logits_ptr"].itemsize))

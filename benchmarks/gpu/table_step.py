@@ -48,10 +48,10 @@ PAGE_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class TableCase:
-    """Sequences with `num_queries` new tokens each after `context` tokens, divided among `num_adapters`.
+    """Sequences with `num_queries` new tokens each after `context` tokens, divided among `num_adapters` adapters.
 
-    Each adapter has a run of consecutive sequences. `modules` are the indices of the linears that adapters change, with
-    `rank` each.
+    Each adapter has a run of consecutive sequences. `modules` are the indices of the linears that each adapter changes
+    with `rank`.
     """
 
     name: str
@@ -179,7 +179,7 @@ class MetaEngine:
 
 
 def record_step(model: Model, card: Card, case: TableCase) -> RecordedStep:
-    """Run the case's step on `model` as on `card`, and record its launches."""
+    """Run the case's step on `model` as if on `card`, and record its launches."""
     max_len = case.context + case.num_queries
     engine = MetaEngine(
         model, card, max_len=max_len, max_batch_tokens=case.num_tokens, max_sequences=case.num_sequences,

@@ -42,7 +42,7 @@ class SharedLinears:
 
 @dataclass(frozen=True, slots=True)
 class WarmStep:
-    """A step to compile: sequences of `num_rows` rows each, with an adapter of `rank`, or without one if it is 0."""
+    """A step to compile: sequences of `num_rows` rows each, with an adapter of `rank`, or without one for rank 0."""
 
     num_sequences: int
     num_rows: int

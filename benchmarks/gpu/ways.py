@@ -1,4 +1,4 @@
-"""Ways to apply a batch's adapters without peers: loramux's kernels, and gather + bmm in torch."""
+"""Methods of applying a batch's adapters that need no peer: loramux's kernels, and gather + bmm in torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LayerLaunch = Callable[[int, list[torch.Tensor]], None]
 """Adds one layer's adapter output to each group's output, in place."""
 
 MakeLaunch = Callable[[ResidentAdapters, LoraBatch, int], LayerLaunch]
-"""Lays out dense copies of the adapters for the given number of layers, which stand for all; returns the launch."""
+"""Lays out dense copies of the adapters for a number of layers that stand for all; returns the launch."""
 
 STORED_BYTES = 1 << 30
-"""Dense copies of layers are kept up to about this many bytes, many times the L2; a step cycles through them."""
+"""Approximate limit for the dense copies of layers, in bytes: many times the L2. A step cycles through the copies."""
 
 
 def power_of_two_above(number: int) -> int:
@@ -60,7 +60,7 @@ def loramux_way(adapters: ResidentAdapters, batch: LoraBatch, planes: OwnPlanes,
 
 
 def num_stored_layers(adapters: ResidentAdapters) -> int:
-    """How many layers of these adapters a way with dense copies stores."""
+    """How many layers of these adapters a method with dense copies stores."""
     model = adapters.model
     elements = sum(module.in_features + module.out_features for module in model.modules)
     layer_bytes = len(adapters.ranks) * adapters.max_rank * elements * adapters.pool.adapter.element_size()
@@ -93,7 +93,7 @@ def joined_a(adapters: ResidentAdapters, layer: int, group: ModuleGroup, is_pack
 
 
 def gather_bmm_way(adapters: ResidentAdapters, batch: LoraBatch, num_stored: int) -> LayerLaunch:
-    """`index_select` of padded A and B, then `bmm`; adjacent rows of one adapter share one copy of it."""
+    """`index_select` of padded A and B, then `bmm`; adjacent rows of the same adapter share one copy."""
     model, case, r = adapters.model, batch.case, adapters.max_rank
     slots = torch.arange(case.num_adapters, device=batch.xs[0].device)
     stored = [

@@ -1,4 +1,4 @@
-"""loramux compared with peft, vLLM and llama-server on the same model, adapters and requests, in one run.
+"""Compares loramux with peft, vLLM and llama-server on the same model, adapters and requests, in one run.
 
 Sixteen greedy requests arrive together, for the base only, for sixteen adapters, and for one adapter. peft runs them in
 process as a static batch, which favours it. The others are servers on loopback, which run one at a time.
@@ -193,7 +193,7 @@ def _load(text: str) -> Load:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    # `timeout` signals the process and its group: ignore the second signal, to end the servers properly.
+    # `timeout` signals both the process and its group; ignore the second signal, so that the servers end properly.
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
 

@@ -24,7 +24,7 @@ DROPPED = ("LORAMUX_", "OMP_", "GOMP_", "KMP_", "MKL_", "VLLM_", "LLAMA_")
 
 
 class ChildServer:
-    """A server in its own process group; `stop` signals no other."""
+    """A server in its own process group; `stop` signals no other group."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.name = name
@@ -71,7 +71,8 @@ class ChildServer:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(STOP_S)
         finally:
-            # Also if the wait is interrupted. The leader's PID identifies the group until its last process has ended.
+            # Kill the group even if the wait is interrupted. The leader's PID identifies the group until its last
+            # process has ended.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -105,8 +106,8 @@ def _is_group_running(group: int) -> bool:
 def server_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without variables that would change how a server runs, plus `extra`.
 
-    loramux's own variables are dropped because it rejects unknown ones, such as those that name peers. Thread settings
-    are dropped because each server chooses its own.
+    loramux's own variables are dropped because it rejects unknown ones, such as the ones that locate peers. Thread
+    settings are dropped because each server chooses its own.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED)}
     return kept | dict(extra)

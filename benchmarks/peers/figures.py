@@ -10,20 +10,20 @@ from benchmarks.peers.system import LORAMUX, System
 from benchmarks.peers.workload import ATTENTION, BASE, DISTINCT, PEER_KINDS, SAME, Load
 
 OVER_PEERS = {BASE: 1.0, DISTINCT: 2.6, SAME: 1.2}
-"""Lowest throughput of loramux at any load that meets the target, over the best peer's, by kind of work."""
+"""Lowest throughput of loramux, over the best peer's, that meets the target at any load, by kind of work."""
 
 OVERHEAD = {Load(64, 32): 0.15, Load(32, 128): 0.22}
 """Highest overhead of adapters on all seven linears over loramux's own base that meets the target, by load."""
 
 ATTENTION_OVERHEAD = 0.10
-"""The same for adapters on q, k, v and o, at every load that has a target."""
+"""Highest overhead of adapters on q, k, v and o that meets the target, at every load with a target."""
 
 NEAR = 0.7
 """Share of the best speed below which drift in the machine's speed cannot make a cell the best."""
 
 
 HOPELESS = 0.35
-"""Share of the best speed below which a dtype, which the CPU then has to emulate, is not tried further."""
+"""Share of the best speed below which a dtype is not tried further; the CPU evidently emulates it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def tokens_per_second(samples: Mapping[Cell, list[float]], num_questions: int) -
 
 
 def best_peer(speeds: Mapping[Cell, float], load: Load, kind: str) -> Cell | None:
-    """The fastest of all peers in all dtypes, or None."""
+    """The fastest cell of any peer in any dtype, or None."""
     cells = [cell for cell in speeds if cell.system.name != LORAMUX and (cell.load, cell.kind) == (load, kind)]
     return max(cells, key=lambda cell: speeds[cell], default=None)
 
@@ -90,7 +90,7 @@ def ratios(
     loads: Iterable[Load],
     kinds: Collection[str] = PEER_KINDS,
 ) -> list[Ratio]:
-    """Ratios to the best peer from `speeds`, and overheads of adapters from `own_speeds`, loramux's over all turns."""
+    """Ratios to the best peer from `speeds`, and overheads from `own_speeds`, loramux's speeds over all turns."""
     found = []
     for load in loads:
         own = _by_kind(speeds, load)

@@ -1,4 +1,4 @@
-"""Sends all questions concurrently over HTTP, timed from the first byte sent to the last answer read."""
+"""Sends all questions concurrently over HTTP, and times them from the first byte sent to the last answer read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT_S = 3600.0
 def post_all(
     url: str, bodies: Sequence[Document], headers: Mapping[str, str] | None = None
 ) -> tuple[list[Document], float]:
-    """Each body's answer, and the seconds for all; raises SystemFailed unless every answer is a success."""
+    """Each body's answer, and the seconds for all; raises SystemFailed unless every request succeeds."""
     return asyncio.run(_post_all(url, bodies, headers or {}))
 
 
@@ -52,6 +52,6 @@ def completion_body(question: Question, num_output: int, model: str) -> Document
 
 
 def require_lengths(name: str, lengths: Sequence[int], work: Work) -> None:
-    """Raises SystemFailed unless all answers have the requested length, on which throughput is based."""
+    """Raises SystemFailed unless all answers have the requested length, from which throughput is computed."""
     if any(length != work.num_output for length in lengths):
         raise SystemFailed(f"{name} answered with {sorted(set(lengths))} tokens instead of {work.num_output}")

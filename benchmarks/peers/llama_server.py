@@ -56,7 +56,7 @@ class LlamaServer:
 
 
 def question_body(question: Question, num_output: int, adapter_ids: Mapping[str, int]) -> Document:
-    """The body of one request. Adapters missing from `lora` are off, but an empty list keeps the previous request's."""
+    """The body of one request. Adapters missing from `lora` are off, but an empty list changes nothing."""
     lora = {"id": 0, "scale": 0.0} if question.adapter is None else {"id": adapter_ids[question.adapter], "scale": 1.0}
     return {
         "prompt": list(question.prompt),
@@ -116,7 +116,7 @@ def _run_script(found: LlamaFiles, script: str, out: Path, outtype: str, *argume
     if ran.returncode != 0:
         last = "\n".join(ran.stderr.splitlines()[-10:])
         raise SystemFailed(f"{script} failed ({PYTHON_VARIABLE} names the Python that runs it):\n{last}")
-    # Renamed only when complete, so that an interrupted run leaves no partial file.
+    # The file is renamed only when complete, so that an interrupted run leaves no partial file.
     part.rename(out)
 
 

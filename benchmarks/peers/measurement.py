@@ -20,15 +20,16 @@ TRIAL_SHARE = 4
 """Factor by which a trial's prompts and answers are shorter than those of the first load."""
 
 OWN_TURNS = 2
-"""How often loramux runs the cells of a session, forwards and then backwards. The overhead of adapters is smaller than
-the drift of a machine's speed in the minutes between two cells; over both directions, a steady drift cancels out."""
+"""Number of times that loramux runs the cells of a session: forwards, then backwards. The overhead of adapters is
+smaller than the drift of a machine's speed in the minutes between two cells; over both directions, a steady drift
+cancels out."""
 
 PATIENCE_S = 120.0
-"""Longest wait for a machine that has become busy, in seconds."""
+"""Longest wait for a busy machine to become idle, in seconds."""
 
 
 class MachineBusy(Exception):
-    """Other processes keep the machine busy, so that its figures would be distorted."""
+    """Other processes keep the machine busy, so figures would be distorted."""
 
 
 @dataclass
@@ -50,9 +51,9 @@ class Measurement:
     way_back: dict[Cell, list[float]] = field(default_factory=dict)
     trials: dict[Cell, list[float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    """Reasons by label of the failed system, which is not run again."""
+    """Reasons for failures, by system label; failed systems are not run again."""
     busy_shares: list[float] = field(default_factory=list)
-    """Busy share of the machine before each session, while none of the systems ran."""
+    """Busy share of the machine before each session, while no system was running."""
 
     @property
     def own_samples(self) -> dict[Cell, list[float]]:
@@ -61,7 +62,7 @@ class Measurement:
         return {cell: [*seconds, *self.way_back.get(cell, ())] for cell, seconds in own.items()}
 
     def run(self, save: Callable[[], None]) -> None:
-        """Run all rounds, and call `save` after each session; raises SystemFailed if loramux fails, and MachineBusy."""
+        """Run all rounds, and call `save` after each session; raises SystemFailed if loramux fails, or MachineBusy."""
         with Progress(console=self.console, transient=True, refresh_per_second=2) as progress:
             cells = self._after_trials(progress)
             for number in range(self.repeats):
@@ -86,7 +87,7 @@ class Measurement:
         return [cell for cell in cells if cell.system not in tried or (cell.system, cell.kind) in worth]
 
     def _still_open(self, cells: Sequence[Cell]) -> list[Cell]:
-        """The cells of loramux, and those of peers that could still be the best; the rest cannot change any ratio."""
+        """loramux's cells, and peers' cells that could still be the best; the others cannot change any ratio."""
         speeds = tokens_per_second(self.samples, self.files.num_adapters)
         near = near_the_best({cell: speed for cell, speed in speeds.items() if cell.system.name != LORAMUX})
         return [cell for cell in cells if cell.system.name == LORAMUX or cell in near]

@@ -43,7 +43,7 @@ def ratio_table(found: Sequence[Ratio]) -> Table:
 
 
 def shown(ratio: Ratio, value: float | None) -> str:
-    """Formats an overhead as a percentage, a ratio as a factor."""
+    """Format an overhead as a percentage and a ratio as a factor."""
     if value is None:
         return "-"
     return f"{value:.1%}" if ratio.is_ceiling else f"{value:.2f}x"
@@ -119,7 +119,7 @@ def _cell(cell: Cell, seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def picture(title: str, speeds: Mapping[Cell, float]) -> str:
-    """Each system in its fastest dtype at each load and kind."""
+    """Each system in its fastest dtype, for each load and kind of work."""
     panels: dict[str, dict[str, dict[str, float]]] = {}
     for cell, speed in speeds.items():
         bars = panels.setdefault(f"prompt/output {cell.load}, tokens/s", {}).setdefault(cell.kind, {})

@@ -14,7 +14,7 @@ LORAMUX = "loramux"
 
 
 class SystemFailed(Exception):
-    """A system did not start, ended, or gave a wrong answer; the message says why, with the end of its log."""
+    """A system did not start, ended early, or gave a wrong answer; the message says why, with the end of its log."""
 
 
 class Running(Protocol):
@@ -26,7 +26,7 @@ class Running(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`name` is the product, `dtype` that of its weights; `kinds` are the kinds of work that it supports.
+    """`name` is the product, and `dtype` the dtype of its weights; `kinds` are the kinds of work that it supports.
 
     `open` takes the model files and whether answers will be compared; if so, all arithmetic is in float32.
     """
@@ -45,7 +45,7 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A peer's version and the systems that it can run as; `missing` says how to configure one that was not found."""
+    """A peer's version and the systems that it can run as; `missing` says how to configure a missing peer."""
 
     name: str
     version: str

@@ -60,7 +60,7 @@ def vllm_command(python: Path, files: ModelFiles, dtype: str, port: int, has_lor
 
 
 def vllm_environment(python: Path, cores: list[int]) -> dict[str, str]:
-    """Environment of the server. It names the cores, since by default vLLM reserves one of two for other work."""
+    """Environment of the server. It names the cores, since by default vLLM reserves one of two cores for other work."""
     extra = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -89,7 +89,7 @@ def open_vllm(
 def find_vllm(variables: Mapping[str, str], threads: int, logs: Path) -> Peer:
     if not variables.get(VARIABLE):
         return missing_peer(NAME, ADVICE)
-    # Keep the symbolic link, by which the interpreter finds its environment's packages.
+    # Keep the symbolic link, through which the interpreter finds its environment's packages.
     python = Path(variables[VARIABLE]).absolute()
     if not os.access(python, os.X_OK):
         return missing_peer(NAME, f"{VARIABLE} is {python}, which cannot be run: {ADVICE}")

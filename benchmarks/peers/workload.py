@@ -12,10 +12,10 @@ BASE = "base only"
 DISTINCT = "distinct adapters"
 SAME = "one adapter"
 ATTENTION = "distinct adapters, q/k/v/o"
-"""Run by loramux only, and compared with its own base."""
+"""Kind of work that only loramux does, compared with its own base."""
 
 MAX_TOKENS = 512
-"""Longest prompt and answer together, in tokens, for servers that reserve room for each request."""
+"""Most tokens of a prompt and its answer together, for servers that reserve room for each request."""
 
 PEER_KINDS = (BASE, DISTINCT, SAME)
 KINDS = (*PEER_KINDS, ATTENTION)
@@ -23,7 +23,7 @@ KINDS = (*PEER_KINDS, ATTENTION)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Load:
-    """Tokens of every prompt and of every answer."""
+    """Number of tokens in every prompt and in every answer."""
 
     num_prompt: int
     num_output: int
@@ -36,7 +36,7 @@ class Load:
             raise ValueError(f"{text!r} is not a load: give the tokens of prompt and answer, like 64/32")
         load = cls(int(num_prompt), int(num_output))
         if min(load.num_prompt, load.num_output) < 1 or load.num_prompt + load.num_output > MAX_TOKENS:
-            raise ValueError(f"the load {text} is impossible: both must be at least 1, together at most {MAX_TOKENS}")
+            raise ValueError(f"the load {text} is impossible: both must be at least 1, their sum at most {MAX_TOKENS}")
         return load
 
     def __str__(self) -> str:

@@ -1,9 +1,9 @@
-"""The S-LoRA workload on a CPU: does throughput hold as requests name ever more adapters than fit the pool?
+"""The S-LoRA workload on a CPU: does throughput hold when requests name more and more adapters?
 
-An in-process engine on a small base, with adapters on disk and a pool that holds some of them and the K and V of the
-running sequences. Each number of adapters has its own engine; all are open, and they alternate. Each is measured twice:
-above its capacity, for throughput, and at about 70 % of capacity, for latencies. See `workload.py` for the source of
-the workload.
+An in-process engine runs a small base, with adapters on disk and a pool that holds some of them and the K and V of the
+running sequences. Each number of adapters has its own engine; all engines are open and take turns. Each engine is
+measured twice: above its capacity, for throughput, and at about 70 % of capacity, for latencies. See `workload.py` for
+the source of the workload.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from benchmarks.tables import open_console
 from loramux.engine.pages.eviction import POLICIES
 
 SATURATED = 1.5
-"""Request rate for measuring throughput, over capacity."""
+"""Request rate for measuring throughput, relative to capacity."""
 
 CALM = 0.7
-"""Request rate for measuring latencies, over capacity."""
+"""Request rate for measuring latencies, relative to capacity."""
 
 WARM_SHARE = 0.25
-"""Warm-up before each window, over the window's length."""
+"""Warm-up before each window, relative to the window's length."""
 
 PATIENCE_S = 30.0
 """Longest wait for a window's requests after it has closed, in seconds."""
@@ -97,11 +97,11 @@ class Measurement:
             with self.open(self.plan, self.arguments.dtype, self.arguments.policy[0]) as engine:
                 window = drive(engine, arrivals, WARM_SHARE * seconds, (1.0 + WARM_SHARE) * seconds, 0.0)
             if window.fewest_sequences < self.plan.num_sequences:
-                # The queue ran empty before the window closed: use a shorter one.
+                # The queue ran empty before the window closed: use a shorter window.
                 seconds /= 2
             elif window.num_finished:
                 return window.num_finished / window.seconds
-            # Otherwise nothing finished, because other processes took the machine: try again.
+            # Otherwise no request finished, because other processes took the machine: try again.
 
     def _digests(self, num_adapters: int) -> Sequence[str]:
         return self.files.digests[:num_adapters]
@@ -167,7 +167,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--adapters", type=_numbers, default=[5, 100, 1000, 2000], help="numbers of adapters, 5,100,1000,2000")
-    add("--pool-adapters", type=int, default=50, help="adapters that fit the pool in addition to K and V")
+    add("--pool-adapters", type=int, default=50, help="adapters that the pool holds in addition to K and V")
     add("--host-adapters", type=int, default=200, help="adapters that the host tier holds")
     add("--max-sequences", type=int, default=32, help="sequence slots")
     add("--seconds", type=float, default=20.0, help="length of each window; the warm-up is a quarter of it")

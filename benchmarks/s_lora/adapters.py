@@ -52,7 +52,7 @@ class AdapterFiles:
         return [*self.directory.glob(f"blobs/packed/{digest}/*")]
 
     def page_bytes(self, dtype: str) -> int:
-        """Bytes of a page, over all layers."""
+        """Bytes of a page across all layers."""
         return pack_target(self.model, dtype).geometry.total_page_bytes
 
     def num_pages(self, dtype: str) -> int:
@@ -61,7 +61,7 @@ class AdapterFiles:
         return target.num_pages(np.full((target.geometry.num_layers, len(target.modules)), self.rank, np.int32))
 
     def pack(self, digests: tuple[str, ...], dtype: str, disk_bytes: int, say: Callable[[str], None]) -> None:
-        """Bring the packed files into the disk tier, as an engine does when it first uses an adapter."""
+        """Fetch the packed files into the disk tier, as an engine does when it first uses an adapter."""
         target = pack_target(self.model, dtype)
         disk = DiskTier(self.cache_dir, disk_bytes, target.pack_key)
         source = PackedSource(open_blob_store(self.blob_url), disk, target)
@@ -72,7 +72,7 @@ class AdapterFiles:
 
 
 def make_adapters(scratch: Path, base: Path, num_adapters: int, rank: int, say: Callable[[str], None]) -> AdapterFiles:
-    """Create adapters until there are `num_adapters`, each with different contents; reuses those of earlier runs."""
+    """Create adapters until there are `num_adapters`, each with different contents; reuses adapters of earlier runs."""
     model = ModelConfig.load(base)
     target = pack_target(model, "bfloat16")
     identity = hashlib.sha256((base / "config.json").read_bytes()).hexdigest()

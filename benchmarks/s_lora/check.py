@@ -98,7 +98,8 @@ def check_mixed(
 
 
 def _requests(traffic: Traffic, count: int, digests: Sequence[str], seed: int) -> list[Add]:
-    """Requests spread evenly over all adapters, with the log-probabilities that the comparison needs for near ties."""
+    """Requests spread evenly over all adapters, with the log-probabilities that comparing nearly tied tokens
+    requires."""
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, num_logprobs=2)
     traffic = replace(traffic, prompts=PROMPTS, outputs=OUTPUTS, alpha=1.0, num_prefix=0)
     return traffic.requests(count, digests[:NUM_ADAPTERS], sampling, seed)

@@ -22,15 +22,15 @@ from loramux.engine.server.gc_freeze import freeze_gc
 PAGE_TOKENS = 16
 WAKE_S = 0.001
 DISK_BYTES = 64 << 30
-"""Size of the disk tier: larger than all adapters together, so that none is fetched from the blob store."""
+"""Size of the disk tier: larger than all adapters together, so that no adapter is fetched from the blob store."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
     """A pool for `num_adapters` adapters and the K and V of `num_sequences` sequences of mean full length.
 
-    There are adapter slots for as many adapters as fit all pages, so that pages are the limit. The host tier holds
-    `num_host_adapters`; all others are read from disk.
+    There are enough adapter slots for as many adapters as all pages can hold, so that pages are the limit. The host
+    tier holds `num_host_adapters`; all others are read from disk.
     """
 
     num_adapters: int
@@ -53,7 +53,7 @@ class OpenEngine:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run or wait."""
+        """Number of sequences that run or wait."""
         return self.assembled.engine.num_sequences
 
     def add(self, add: Add) -> None:
@@ -101,7 +101,7 @@ def open_engine(
         "eviction_policy": policy,
     }
     assembled = assemble_engine(msgspec.convert(document, EngineConfig), wake.set)
-    # As an engine process does before it serves.
+    # An engine process does this before it serves, too.
     freeze_gc()
     try:
         yield OpenEngine(assembled, wake)

@@ -27,7 +27,7 @@ class Journey:
 
     at_s: float
     was_resident: bool
-    """Whether its adapter was in the pool when it arrived."""
+    """Whether the adapter was in the pool when the request arrived."""
     first_s: float = math.inf
     latest_s: float = math.inf
     end_s: float = math.inf
@@ -40,7 +40,7 @@ class Journey:
 
     @property
     def tpot_s(self) -> float:
-        """Mean time per token after the first; 0 for a single token, infinite for an unfinished request."""
+        """Mean time per token after the first; 0 for a single token, and infinity for an unfinished request."""
         if self.end_s == math.inf:
             return math.inf
         return (self.latest_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0
@@ -191,7 +191,7 @@ def drive(engine: OpenEngine, arrivals: Iterable[Arrival], begin_s: float, end_s
 
 
 def drive_in_turns(drives: Sequence[Drive], turn_s: float) -> list[Window]:
-    """Run each for `turn_s` at a time, so that drift in the machine's speed affects all alike."""
+    """Run each `Drive` for `turn_s` at a time, so that drift in the machine's speed affects all alike."""
     while not all(one.is_over for one in drives):
         for one in drives:
             one.run(turn_s)

@@ -19,8 +19,8 @@ class Traffic:
     """Parameters of the requests. Each adapter has its own namespace, within which equal prefixes are shared.
 
     Prompts are random except for their first `num_prefix` tokens, which come in addition to the drawn length and are
-    the same in all requests of an adapter. With `is_one_share`, all adapters belong to one account, otherwise each to
-    its own.
+    the same in all of an adapter's requests. With `is_one_share`, all adapters belong to one account; otherwise, each
+    adapter belongs to its own account.
     """
 
     prompts: Lengths
@@ -63,7 +63,7 @@ class Traffic:
     def arrivals(
         self, digests: Sequence[str], rate: float, until_s: float, num_at_once: int = 0, seed: int = 42
     ) -> list[Arrival]:
-        """`num_at_once` requests at the start, and a process of `rate` per second."""
+        """`num_at_once` requests at the start, followed by random arrivals at `rate` per second."""
         times = [0.0] * num_at_once + list(draw_arrivals(rate, self.cv, until_s, seed))
         requests = self.requests(len(times), digests, seed=seed)
         return [Arrival(at_s, add) for at_s, add in zip(times, requests, strict=True)]

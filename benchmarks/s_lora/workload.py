@@ -1,7 +1,7 @@
 """The random draws of the S-LoRA workload: each request's adapter, lengths and arrival time.
 
 Follows section 7 of "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (Sheng et al., 2023, arXiv 2311.03285) and
-`benchmarks/trace.py` of its repository. Everything is seeded. For every number of adapters, the same requests arrive at
+`benchmarks/trace.py` in its repository. Everything is seeded. For every number of adapters, the same requests arrive at
 the same times; only the adapters that they name differ.
 """
 
@@ -59,7 +59,8 @@ def draw_requests(
 def draw_arrivals(rate: float, cv: float, until_s: float, seed: int = 42) -> Iterator[float]:
     """Arrival times in seconds before `until_s`: a gamma process of `rate` per second.
 
-    The time between arrivals has the coefficient of variation `cv`: 1 is a Poisson process, higher values are bursty.
+    The time between arrivals has the coefficient of variation `cv`: 1 is a Poisson process, and higher values are
+    bursty.
     """
     random = np.random.default_rng(seed + 3)
     at_s = 0.0

@@ -1,6 +1,6 @@
 """How much do many cold adapters slow down the streams of other tenants?
 
-An in-process engine on a small base runs resident streams: endless sequences of requests whose adapters are in the
+An in-process engine on a small base serves resident streams: endless sequences of requests whose adapters are in the
 pool. Four kinds of extra traffic alternate in one run:
 
     quiet   none
@@ -9,7 +9,7 @@ pool. Four kinds of extra traffic alternate in one run:
     storm   the same requests at the same times, each for an adapter that was never loaded
 
 Every new adapter is read from the disk or from the blob store, verified, and copied to the pool. About half of them
-evict another. The figure is the time between two tokens of a resident stream. `loads` over `quiet` and `storm` over
+evict another. The measured time is that between two tokens of a resident stream. `loads` over `quiet` and `storm` over
 `warm` show the cost of loading; `storm` over `quiet` also includes the storm's own requests.
 
 Windows are two seconds long, at a rate of 200 adapters in 10 s. The speed of a shared machine can drift by a third
@@ -95,7 +95,7 @@ class Measurement:
         return [Stream(itertools.cycle(adds[place::count])) for place in range(count)]
 
     def timed(self, way: str, number: int) -> list[Timed]:
-        """The extra traffic of round `number`, at random times that are the same for all ways."""
+        """The extra traffic of round `number`, at random times that are the same in all variants."""
         if way == QUIET:
             return []
         count = self.arguments.loads
@@ -138,14 +138,14 @@ def _drop_cached(path: Path) -> None:
 
 
 def measure(measurement: Measurement, console: Console) -> dict[str, list[Observed]]:
-    """Run all rounds; returns each way's observations, one per round."""
+    """Run all rounds; returns each variant's observations, one per round."""
     arguments = measurement.arguments
     found: dict[str, list[Observed]] = {way: [] for way in WAYS}
     with open_engine(
         arguments.base, measurement.files, measurement.plan, arguments.dtype, "lru", arguments.threads
     ) as engine:
         for number in track(range(arguments.repeats), "Rounds", console=console):
-            # The order rotates from round to round, so that drift in the machine's speed affects all ways alike.
+            # The order rotates from round to round, so that drift in the machine's speed affects all variants alike.
             place = number % len(WAYS)
             for way in (*WAYS[place:], *WAYS[:place]):
                 observed = _window(engine, measurement, way, number)
@@ -160,7 +160,7 @@ def _window(engine: OpenEngine, measurement: Measurement, way: str, number: int)
     keep_only(engine, (*measurement.resident, *measurement.warm))
     observed = Drive(engine, arguments.settle, arguments.seconds, PATIENCE_S).run(measurement.streams(), timed)
     if way in COLD_WAYS:
-        # The last few may arrive after the window has closed.
+        # The last few adapters may arrive after the window has closed.
         num_answered = sum(math.isfinite(one) for one in (*observed.loads_s, *observed.first_tokens_s))
         if num_answered < arguments.loads or (way == STORM and observed.num_cold < arguments.loads):
             raise CheckError(f"only {num_answered} of {arguments.loads} adapters loaded, {observed.num_cold} were cold")
@@ -183,8 +183,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seconds", type=float, default=2.0, help="length of each window")
     add("--settle", type=float, default=0.4, help="seconds of resident streams alone before each window")
     add("--seats", type=int, default=16, help="sequence slots in addition to those of the resident streams")
-    add("--pool-adapters", type=int, default=50, help="adapters that fit the pool in addition to K and V")
-    add("--spare-adapters", type=int, default=4, help="of these, room for adapters being loaded")
+    add("--pool-adapters", type=int, default=50, help="adapters that the pool holds in addition to K and V")
+    add("--spare-adapters", type=int, default=4, help="number of --pool-adapters kept free for loads")
     add("--host-adapters", type=int, default=50, help="adapters that the host tier holds")
     add("--storm-output", type=lengths, default=Lengths(4, 12), metavar="LO-HI", help="new tokens in [LO, HI)")
     add_common(parser, repeats=20, outputs=Lengths(64, 128))

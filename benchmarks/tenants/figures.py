@@ -14,11 +14,11 @@ from rich.table import Table
 PERCENTILES = (50, 90, 99)
 
 Rounds = Mapping[str, Sequence[Sequence[float]]]
-"""The samples of each round, by way."""
+"""The samples of each round, by variant."""
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """The percentile, rounded up to a sample; infinite without samples."""
+    """The percentile, rounded up to a sample; infinity if there are no samples."""
     return float(np.percentile(samples, percent, method="higher")) if samples else math.inf
 
 
@@ -33,7 +33,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A ratio of p99s: `ratio` is over all rounds' samples and compared with the limit, `rounds` has each round's."""
+    """Ratios of p99s: `ratio`, over all rounds' samples, is compared with the limit; `rounds` holds each round's."""
 
     target: Target
     ratio: float
@@ -73,7 +73,7 @@ def compare(samples: Rounds, target: Target) -> Comparison:
 
 
 def ratio(way: Sequence[float], reference: Sequence[float]) -> float:
-    """The ratio of the two p99s; infinite if the way's p99 is infinite or there are no samples."""
+    """The ratio of the two p99s; infinity if the p99 of `way` is infinite or there are no samples."""
     above, below = percentile(way, 99), percentile(reference, 99)
     return above / below if math.isfinite(above) and 0 < below < math.inf else math.inf
 
@@ -93,7 +93,7 @@ def spread(rounds: Sequence[Sequence[float]]) -> dict[str, float | None]:
 
 
 def table(title: str, columns: Mapping[str, Rounds]) -> Table:
-    """One row per way; `columns` maps a heading to the measurements below it."""
+    """One row per variant; `columns` maps each heading to the measurements in its columns."""
     drawn = Table(title=title)
     drawn.add_column("")
     for heading in columns:

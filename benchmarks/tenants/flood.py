@@ -1,14 +1,14 @@
 """How much does one account that floods the engine slow down polite accounts?
 
 An in-process engine on a small base serves a few polite accounts, whose requests arrive as a Poisson process, and a
-background load. The load consists of the same requests over the same resident adapters in three ways, which alternate
-in one run:
+background load. The load consists of the same requests over the same resident adapters in three variants, which
+alternate in one run:
 
     flood         from one account, which keeps the queue full at all times
     full crowd    from many accounts, which together keep as many requests open
     calm crowd    from many accounts, as a Poisson process a little below the engine's capacity
 
-The figure is the polite accounts' time to first token during the flood, relative to that during either crowd.
+The result is the polite accounts' time to first token during the flood, relative to that during each crowd.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Measurement:
         return [Stream(itertools.cycle(adds[place::shares]), self.arguments.open // shares) for place in range(shares)]
 
     def timed(self, way: str, capacity: float, number: int) -> list[Timed]:
-        """Requests at given times in round `number`; those of the polite accounts are the same in every way."""
+        """Requests at given times in round `number`; those of the polite accounts are the same in every variant."""
         timed = self._arrivals(self.arguments.polite_load * capacity, 100 + number, is_counted=True)
         if way == CALM:
             rate = (self.arguments.calm_load - self.arguments.polite_load) * capacity
@@ -110,12 +110,12 @@ class Measurement:
 
 
 def _unshared(add: Add) -> Add:
-    """Without a namespace no prefix is cached, so none can evict adapters from the pool."""
+    """Without a namespace no prefix is cached, so prefixes cannot evict adapters from the pool."""
     return msgspec.structs.replace(add, isolation_key=b"")
 
 
 def measure(measurement: Measurement, console: Console) -> tuple[dict[str, list[Observed]], list[float]]:
-    """Run all rounds; returns each way's observations, and the engine's capacity in requests/s in each round."""
+    """Run all rounds; returns each variant's observations, and the engine's capacity in requests/s in each round."""
     arguments = measurement.arguments
     found: dict[str, list[Observed]] = {way: [] for way in WAYS}
     capacities: list[float] = []
@@ -129,7 +129,7 @@ def measure(measurement: Measurement, console: Console) -> tuple[dict[str, list[
             capacity = calibration.num_ended / CALIBRATION_S
             capacities.append(capacity)
             console.print(f"  round {number + 1}: the engine answers {capacity:.1f} requests/s")
-            # The order rotates from round to round, so that drift in the machine's speed affects all ways alike.
+            # The order rotates from round to round, so that drift in the machine's speed affects all variants alike.
             place = number % len(WAYS)
             for way in (*WAYS[place:], *WAYS[:place]):
                 observed = _window(engine, measurement, way, measurement.timed(way, capacity, number))
@@ -146,7 +146,7 @@ def _window(engine: OpenEngine, measurement: Measurement, way: str, timed: list[
         measurement.streams(way), timed
     )
     if observed.num_cold or observed.counted("num_adapter_loads"):
-        raise CheckError("an adapter was not resident: the ways would differ in more than their accounts")
+        raise CheckError("an adapter was not resident: the variants would differ in more than their accounts")
     if way != CALM and observed.fewest_sequences <= arguments.seats:
         raise CheckError("the queue ran empty: --open must be well above --seats")
     return observed
@@ -161,10 +161,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--seats", type=int, default=32, help="sequence slots")
     add("--open", type=int, default=256, help="requests of the background load that run or wait at any time")
-    add("--crowd", type=int, default=32, help="accounts that share the background load in the crowd ways")
-    add("--polite", type=int, default=8, help="polite accounts, the same in all ways")
-    add("--polite-load", type=float, default=0.12, help="load of all polite accounts, over capacity")
-    add("--calm-load", type=float, default=0.95, help="total load with the calm crowd, over capacity")
+    add("--crowd", type=int, default=32, help="accounts that share the background load in the crowd variants")
+    add("--polite", type=int, default=8, help="polite accounts, the same in all variants")
+    add("--polite-load", type=float, default=0.12, help="load of all polite accounts, relative to capacity")
+    add("--calm-load", type=float, default=0.95, help="total load with the calm crowd, relative to capacity")
     add("--clock", choices=CLOCKS, default="wall", help="processor: the engine thread's CPU time, for shared machines")
     add("--seconds", type=float, default=20.0, help="length of each window")
     add_common(parser, repeats=6, outputs=Lengths(8, 32))

@@ -1,4 +1,4 @@
-"""The tails of latency distributions as an SVG, one line per way."""
+"""The tails of latency distributions as an SVG, one line per variant."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Drives an engine with continuous streams of requests and messages at given times, and records when tokens arrive.
 
-Everything runs on the engine's own thread, between steps, where an engine process reads its socket. The engine
+Everything runs on the engine's own thread, between steps, when an engine process would read its socket. The engine
 therefore shares the cores and the interpreter only with the threads that load adapters.
 """
 
@@ -45,17 +45,17 @@ class Observed:
 
     seconds: float
     first_tokens_s: list[float] = field(default_factory=list)
-    """Times to first token of the measured requests that arrived in the window; infinite without a token."""
+    """Times to first token of the measured requests that arrived in the window; infinity if no token arrived."""
     gaps_s: list[float] = field(default_factory=list)
-    """Times between a measured request's tokens, if the later token came in the window."""
+    """Times between a measured request's tokens, if the later token arrived in the window."""
     load_gaps_s: list[float] = field(default_factory=list)
-    """The same for the background load's requests."""
+    """Times between tokens of the background load's requests, if the later token arrived in the window."""
     loads_s: list[float] = field(default_factory=list)
-    """Times from a Load to its answer; infinite without an answer."""
+    """Times from a Load to its answer; infinity if no answer arrived."""
     num_cold: int = 0
-    """Timed requests whose adapter was not in the pool when they arrived."""
+    """Number of timed requests whose adapter was not in the pool when they arrived."""
     num_ended: int = 0
-    """All requests that ended in the window."""
+    """Number of all requests that ended in the window."""
     num_tokens: int = 0
     fewest_sequences: int = 1 << 62
     """The fewest requests that waited or ran at any time in the window."""
@@ -121,7 +121,7 @@ class _Request:
 class Drive:
     """One run: `warm_s` for the engine to settle, then the window of `seconds`.
 
-    Times of messages are relative to the start of the window, and lie before its end. After the window, the streams
+    The times of messages are relative to the start of the window and lie before its end. After the window, the streams
     continue until each measured request has its first token and each Load its answer, for at most `patience_s`. Then
     everything is aborted.
     """

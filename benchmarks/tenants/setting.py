@@ -26,7 +26,7 @@ WHOLE_SHARE = 0.95
 
 def add_common(parser: argparse.ArgumentParser, repeats: int, outputs: Lengths) -> None:
     add = parser.add_argument
-    add("--repeats", type=int, default=repeats, help="rounds, with one window per way each")
+    add("--repeats", type=int, default=repeats, help="rounds; each has one window per variant")
     add("--input", type=lengths, default=Lengths(8, 32), metavar="LO-HI", help="prompt tokens in [LO, HI)")
     add("--output", type=lengths, default=outputs, metavar="LO-HI", help="new tokens in [LO, HI)")
     add("--threads", type=int, default=1, help="threads of a step; leave a core to the threads that load adapters")
@@ -108,7 +108,7 @@ def common_workload(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def longest(drawn: Lengths) -> Lengths:
-    """The longest length alone, for a pool with room for every sequence at its longest, so that none is preempted."""
+    """Only the longest length, so that a pool planned for it has room for every sequence and preempts none."""
     return Lengths(drawn.end, drawn.end + 1)
 
 
