@@ -67,7 +67,7 @@ TARGET = 0.8
 """Lowest throughput of `pool`, relative to `plain`, that meets the target."""
 
 MAX_UNDER_WAY = 6
-"""Most adapters that are being loaded at a time; memory is reserved for this many."""
+"""Most adapters being loaded at the same time; memory is reserved for this many."""
 
 MIN_FILES = 8
 """Fewest files to measure with. With fewer, the first and last loads, which overlap with nothing, would dominate."""

@@ -1,9 +1,9 @@
 """How many steps per second can the engine run when the device takes no time?
 
-Scheduler, pools, prefix cache and fair queue run as in a real engine, on a simulated device with a simulated clock and
-a seeded random source. A fixed number of sequences runs at any time: prompts of 16 to 100 tokens, answers of 32 to 128,
-24 adapters of 3 pages in 16 slots, 8 shares. Steps per second are computed from CPU time, including the simulated
-device's. Every answer is compared with the one that the device generates for its prompt.
+The scheduler, pools, prefix cache and fair queue run as in a real engine, on a simulated device with a simulated clock
+and a seeded random source. A fixed number of sequences runs at any time: prompts of 16 to 100 tokens, answers of 32 to
+128, 24 adapters of 3 pages in 16 slots, and 8 shares. Steps per second are computed from CPU time, including the
+simulated device's. Every answer is compared with the one that the device generates for its prompt.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ class SteadyLoad:
         self.num_running = 0
 
     def run(self, num_steps: int) -> float:
-        """Run `num_steps` steps; returns their CPU seconds, excluding the creation of requests and checks of
-        answers."""
+        """Run `num_steps` steps; returns their CPU seconds, without the time to create requests and check answers."""
         seconds = 0.0
         for _ in range(num_steps):
             while len(self._adds) < self._num_wanted:

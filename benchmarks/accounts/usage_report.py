@@ -46,7 +46,7 @@ from loramux.platform.ledger.rollups import UsageRollups
 
 TARGET_MS = 200.0
 TOP = 200
-"""Groups in a `largest` report: twice as many as the console shows."""
+"""Number of groups in a `largest` report, twice as many as the console shows."""
 ASKED_US = MONTH_US - 17 * HOUR_US
 """Length of a report over "a month", in microseconds: nearly all of the data, starting and ending mid-day."""
 FOLDED_WORLD = World(50, 4, 2)

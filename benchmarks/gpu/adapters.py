@@ -118,7 +118,7 @@ class ResidentAdapters:
         }
 
     def weight_bytes(self) -> int:
-        """Bytes of A and B of all adapters in all layers, each counted once and without padding."""
+        """Bytes of all adapters' A and B in all layers, each counted once and without padding."""
         elements = sum(module.in_features + module.out_features for module in self.model.modules)
         return sum(self.ranks) * elements * self.model.num_layers * self.pool.adapter.element_size()
 

@@ -1,4 +1,4 @@
-"""Paged attention compared with torch's SDPA: decode against its bandwidth floor, prefill against the matrix rate."""
+"""Paged attention and torch's SDPA, relative to the bandwidth floor in decode and to the matrix rate in prefill."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MAX_DENSE_BYTES = 9 << 30
 KEPT_FREE = 24 << 30
 WARM_POOL_BYTES = 1 << 30
 SAMPLED_ROWS = 64
-"""Query rows of a prefill that are compared; the others must only be finite."""
+"""Number of a prefill's query rows that are compared; the other rows must only be finite."""
 
 QUERY_STD = 2 / POOL_STD
-"""Standard deviation of queries. The scores' is then 2, so attention is neither uniform nor on a single key."""
+"""Standard deviation of queries; that of scores is then 2, so attention is neither uniform nor on a single key."""
 
 OURS, SDPA = "loramux", "torch SDPA on contiguous K and V"
 
@@ -58,7 +58,7 @@ class AttentionCase:
         return self.num_sequences * self.context * 2 * model.num_kv_heads * model.head_dim * itemsize
 
     def operations(self, model: Model) -> int:
-        """Multiplications and additions of one layer's two products, over visible keys only."""
+        """Multiplications and additions in one layer's two products, over visible keys only."""
         visible = self.num_queries * self.context - self.num_queries * (self.num_queries - 1) // 2
         return 4 * self.num_sequences * model.num_heads * model.head_dim * visible
 
@@ -86,7 +86,7 @@ def run(bench: Bench) -> Iterator[Row]:
     wanted = cases(bench)
     itemsize = bench.dtype.itemsize
     allowed = allowed_bytes(bench)
-    # The largest size first, so that the pool is allocated only once.
+    # Start with the largest size, so that the pool is allocated only once.
     bench.pool(model.geometry(itemsize), max(pool_bytes_of(model, case, itemsize, allowed) for case in wanted))
     for number, case in enumerate(wanted):
         if bench.seconds_left <= 0:

@@ -31,7 +31,7 @@ MAX_SECONDS = 1.0
 methods stop after `MAX_SECONDS` each, but run at least three rounds."""
 
 MAX_WARMERS = 12
-"""Most processes that compile at the same time."""
+"""Maximum number of processes that compile at the same time."""
 
 CONTEXT_BYTES = 10**9
 """Bytes of a card's memory that dry runs assume CUDA, cuBLAS and loaded kernels to hold in each process."""
@@ -100,7 +100,7 @@ class HostEvent:
         self._seconds = time.perf_counter()
 
     def elapsed_time(self, end: HostEvent) -> float:
-        """Milliseconds until `end`."""
+        """Milliseconds from this event to `end`."""
         return (end._seconds - self._seconds) * 1e3
 
 
@@ -283,7 +283,7 @@ class Bench:
 
 
 def _is_measured(num_rounds: int, fewest_s: float, elapsed_s: float, num_ways: int) -> bool:
-    """Whether the methods were replayed often enough; `fewest_s` is the total time of the fastest one."""
+    """Whether the methods were replayed often enough; `fewest_s` is the total time of the fastest method."""
     is_long = elapsed_s > MAX_SECONDS * num_ways
     return (num_rounds >= MIN_ROUNDS and fewest_s >= MIN_SECONDS) or (is_long and num_rounds >= 3)
 

@@ -179,7 +179,7 @@ def _open(
 
 
 def changed_by(answer: Answer, plain: Answer) -> float:
-    """The largest difference between log-probabilities of a token; infinity if the tokens differ."""
+    """The largest difference between a token's log-probabilities; infinity if the tokens differ."""
     if answer.tokens != plain.tokens:
         return math.inf
     pairs = zip(answer.logprobs, plain.logprobs, strict=True)
@@ -190,7 +190,7 @@ def compare(found: dict[str, Answer], expected: dict[str, Answer]) -> tuple[floa
     """The largest difference between log-probabilities, and how many tokens were compared.
 
     If the two likeliest tokens are close, a different choice is not an error, and the tokens after it are not compared.
-    Raises CheckError if tokens or log-probabilities differ otherwise.
+    Raises CheckError if tokens or log-probabilities differ in any other case.
     """
     worst, num_compared, num_tokens = 0.0, 0, 0
     for name, answer in found.items():

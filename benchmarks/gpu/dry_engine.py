@@ -1,4 +1,4 @@
-"""What the cases of `step`, `prefill` and `s_lora` need on a card, from the engine's own steps and settings."""
+"""What the cases of `step`, `prefill` and `s_lora` need on a card, from the engine's actual steps and settings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PlannedEngine:
                 "tables": self.memory.restart() - pool.nbytes - model.all_bytes(bench.dtype.itemsize),
             }
         self.shapes = {"a page": shape_of(pool[0]), "page table": shape_of(whole.tables.device.page_table)}
-        # All layers are alike, so a step with all layers follows from steps with one and two.
+        # All layers are alike, so a step with all layers follows from steps with one and two layers.
         self._few = [
             MetaEngine(replace(model, num_layers=count), card, num_pages=num_pages, **settings) for count in (1, 2)
         ]
@@ -217,7 +217,7 @@ def _captures_s(full: PlannedStep) -> float:
 
 
 def scheduled_steps(workload: gpu_s_lora.Workload) -> tuple[int, int]:
-    """Steps until enough requests are answered, and the prompt tokens that they compute.
+    """Number of steps until enough requests are answered, and of the prompt tokens that these steps compute.
 
     As in the engine's scheduler, decodes come first in each step, and prompts fill the rest.
     """

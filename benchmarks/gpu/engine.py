@@ -115,7 +115,7 @@ class ObservedExecutor:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The tokens of one request, with their log-probabilities if it asked for them."""
+    """The tokens of one request, with their log-probabilities if requested."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs]

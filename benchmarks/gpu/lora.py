@@ -51,7 +51,7 @@ def cases(bench: Bench) -> list[LoraCase]:
 
 @dataclass(slots=True)
 class Way:
-    """One method's launch for a layer, the number of layers that it stores, and its results so far."""
+    """A method, with its launch for a layer, the number of layers that it stores, and its results so far."""
 
     launch: LayerLaunch
     num_stored: int

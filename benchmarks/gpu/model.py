@@ -1,4 +1,4 @@
-"""Dimensions of the models that the GPU benchmark measures, and of the small one for its checks."""
+"""Dimensions of the models that the GPU benchmark measures, and of the small model for its checks."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Peer:
 
 
 def load_peers(folder: Path, device: torch.device) -> tuple[list[Peer], dict[str, str]]:
-    """The peers that can be loaded, and the reason why each of the others cannot be, by name."""
+    """The loadable peers, and the reasons why the others cannot be loaded, by name."""
     peers, problems = [], {}
     for name, load in (("vllm", _load_vllm), ("sglang", _load_sglang)):
         try:
@@ -80,7 +80,7 @@ def _version(folder: Path, name: str) -> str:
 
 
 class _Quiet:
-    """A logger on which any method can be called and does nothing."""
+    """A logger whose methods, whatever their names, do nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments, **names: None
@@ -140,7 +140,7 @@ def _load_vllm(folder: Path, device: torch.device) -> list[Peer]:
         ]
         meta = metadata.make(len(adapters.ranks), case.num_rows, device)
         meta.prepare_tensors(torch.from_numpy(case.slots).to(device).clamp(max=len(adapters.ranks) - 1))
-        # Size the grid by the number of active adapters, vLLM's best setting; its default is the highest possible
+        # Size the grid by the number of active adapters, vLLM's best setting; vLLM's default is the highest possible
         # number.
         arguments = meta.meta_args(case.num_rows, True)
 

@@ -38,7 +38,7 @@ class StepCase:
 
     @property
     def num_skipped(self) -> int:
-        """Most steps until all prompts are computed, while earlier sequences already decode."""
+        """Maximum number of steps until all prompts are computed, while earlier sequences already decode."""
         return -(-self.batch * self.context // (BATCH_TOKENS - self.batch)) + 1
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Measured:
 
 
 def cases(bench: Bench) -> list[StepCase]:
-    """The cases; the first has a goal."""
+    """The cases to measure; the first has a goal."""
     if bench.is_tiny:
         return [StepCase(2, 20)]
     if bench.is_quick:

@@ -48,7 +48,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """All launches of one kernel with one grid in a step, with their total bytes."""
+    """All launches of a kernel with the same grid in a step, with their total bytes."""
 
     kernel: str
     work: str

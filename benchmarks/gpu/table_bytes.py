@@ -71,7 +71,7 @@ def _gate(launch: TritonLaunch, step: RecordedStep) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Lora:
-    """The work of a shrink or expand: rows with an adapter, tiles of up to ROWS such rows, distinct adapters."""
+    """The work of a shrink or expand: rows with an adapter, tiles of up to ROWS such rows, and distinct adapters."""
 
     num_rows: int
     num_tiles: int

@@ -156,7 +156,7 @@ class MetaEngine:
         self._executor = GraphExecutor(self.decoder, kernels, self.tables, accelerator, buffer, sampler, max_sequences)
 
     def record(self, case: TableCase, note: Callable[[Launch, RecordedStep], None] | None = None) -> RecordedStep:
-        """List the launches of the case's step, or pass each to `note`; its program is then an Uncompiled.
+        """List the launches of the case's step, or pass each to `note`, with an Uncompiled as its program.
 
         Listed launches keep their tensors alive; launches passed to `note` do not.
         """
@@ -214,7 +214,7 @@ def _batch(case: TableCase, pages_each: int) -> Batch:
 def recording(capability: int, note: Callable[[Launch], None] | None = None) -> Iterator[list[Launch]]:
     """Compile launches for `capability` instead of running them, and list them in order.
 
-    With `note`, each launch is passed to it instead, and programs are only identified, not compiled.
+    With `note`, each launch is passed to `note` instead, and programs are only identified, not compiled.
     """
     launches: list[Launch] = []
     take = note or launches.append

@@ -79,9 +79,9 @@ def stacked(adapters: ResidentAdapters, layer: int, module: int, half: int) -> t
 
 
 def joined_a(adapters: ResidentAdapters, layer: int, group: ModuleGroup, is_packed: bool = False) -> torch.Tensor:
-    """A of a group's modules stacked vertically, `[N, num_modules * max_rank, in]`.
+    """The A matrices of a group's modules, stacked vertically, `[N, num_modules * max_rank, in]`.
 
-    Modules start `max_rank` rows apart, or with `is_packed` as many rows apart as the adapter's own rank.
+    Modules start `max_rank` rows apart or, with `is_packed`, as many rows apart as the adapter's own rank.
     """
     size = (len(adapters.ranks), len(group.modules) * adapters.max_rank, group.in_features)
     dense = torch.zeros(size, dtype=adapters.pool.adapter.dtype, device=adapters.pool.adapter.device)

@@ -75,7 +75,7 @@ def near_the_best(speeds: Mapping[Cell, float]) -> set[Cell]:
 
 
 def is_hopeless(cell: Cell, samples: Mapping[Cell, list[float]]) -> bool:
-    """Whether another setting of the same peer did this work so much faster that this one is not worth trying."""
+    """Whether another setting of the same peer did this work so much faster that this setting is not worth trying."""
     others = [
         statistics.median(seconds)
         for other, seconds in samples.items()

@@ -21,7 +21,7 @@ TIMEOUT_S = 3600.0
 def post_all(
     url: str, bodies: Sequence[Document], headers: Mapping[str, str] | None = None
 ) -> tuple[list[Document], float]:
-    """Each body's answer, and the seconds for all; raises SystemFailed unless every request succeeds."""
+    """Each body's answer, and the total seconds; raises SystemFailed unless every request succeeds."""
     return asyncio.run(_post_all(url, bodies, headers or {}))
 
 

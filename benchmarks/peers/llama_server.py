@@ -56,7 +56,7 @@ class LlamaServer:
 
 
 def question_body(question: Question, num_output: int, adapter_ids: Mapping[str, int]) -> Document:
-    """The body of one request. Adapters missing from `lora` are off, but an empty list changes nothing."""
+    """The body of one request. Adapters missing from `lora` are off, but an empty list leaves all as they were."""
     lora = {"id": 0, "scale": 0.0} if question.adapter is None else {"id": adapter_ids[question.adapter], "scale": 1.0}
     return {
         "prompt": list(question.prompt),

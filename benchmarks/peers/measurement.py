@@ -36,7 +36,7 @@ class MachineBusy(Exception):
 class Measurement:
     """Seconds by cell, and failures; filled by `run`.
 
-    `samples` holds every system's first turn of each session, from which loramux is compared with peers. `way_back`
+    `samples` holds every system's first turn in each session, from which loramux is compared with peers. `way_back`
     holds loramux's later turns.
     """
 

@@ -1,4 +1,4 @@
-"""A bar chart of tokens/s: a panel per load, a group per kind of work, a bar per system at its best."""
+"""A bar chart of tokens/s: a panel per load, a group per kind of work, and a bar per system at its best."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Load:
         """Parse "PROMPT/OUTPUT"; raises ValueError with the reason."""
         num_prompt, slash, num_output = text.partition("/")
         if not (slash and num_prompt.isdecimal() and num_output.isdecimal()):
-            raise ValueError(f"{text!r} is not a load: give the tokens of prompt and answer, like 64/32")
+            raise ValueError(f"{text!r} is not a load: give numbers of prompt and answer tokens, like 64/32")
         load = cls(int(num_prompt), int(num_output))
         if min(load.num_prompt, load.num_output) < 1 or load.num_prompt + load.num_output > MAX_TOKENS:
             raise ValueError(f"the load {text} is impossible: both must be at least 1, their sum at most {MAX_TOKENS}")

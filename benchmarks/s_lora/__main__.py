@@ -1,4 +1,4 @@
-"""The S-LoRA workload on a CPU: does throughput hold when requests name more and more adapters?
+"""The S-LoRA workload on a CPU: does throughput hold when requests name far more adapters than fit in the pool?
 
 An in-process engine runs a small base, with adapters on disk and a pool that holds some of them and the K and V of the
 running sequences. Each number of adapters has its own engine; all engines are open and take turns. Each engine is
@@ -44,7 +44,7 @@ WARM_SHARE = 0.25
 """Warm-up before each window, relative to the window's length."""
 
 PATIENCE_S = 30.0
-"""Longest wait for a window's requests after it has closed, in seconds."""
+"""Longest wait for a window's requests after the window has closed, in seconds."""
 
 TURN_S = 0.25
 """Length of a saturated engine's turn, in seconds; short, since the machine's speed drifts within seconds."""

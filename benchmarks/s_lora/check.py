@@ -1,8 +1,8 @@
 """Checks before any measurement that an adapter's answers do not change while other adapters are loaded and evicted.
 
-A few (adapter, prompt) pairs are answered in float32, each alone, on an engine with room for all. Then an engine with a
-small pool answers them among many other requests, at the front of the queue and again at its end. In between, their
-adapters have been evicted and reloaded into other pages.
+A few (adapter, prompt) pairs are answered in float32, each alone, on an engine with room for all adapters. Then an
+engine with a small pool answers them among many other requests, at the front of the queue and again at its end. In
+between, the pairs' adapters are evicted and reloaded into other pages.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def roomy_plan() -> PoolPlan:
 
 
 def pairs_of(traffic: Traffic, digests: Sequence[str]) -> list[Add]:
-    """(adapter, prompt) pairs. Every two consecutive adapters share a prompt, to check that they answer differently."""
+    """(adapter, prompt) pairs. Every two consecutive adapters share a prompt, to check that their answers differ."""
     adds = _requests(traffic, NUM_PAIRS, digests, seed=7)
     return [
         msgspec.structs.replace(
@@ -83,7 +83,7 @@ def check_mixed(
     """Answer the pairs among other requests while adapters are evicted; raises CheckError if an answer differs."""
     others = _requests(traffic, NUM_OTHERS, digests, seed=8)
     again = {pair.sequence_id: f"{pair.sequence_id}, again" for pair in pairs}
-    # A separate namespace, so that the second answer is computed rather than taken from the prefix cache.
+    # Use a separate namespace, so that the second answer is computed rather than taken from the prefix cache.
     repeated = [
         msgspec.structs.replace(pair, sequence_id=again[pair.sequence_id], isolation_key=b"again " + pair.isolation_key)
         for pair in pairs
@@ -98,8 +98,7 @@ def check_mixed(
 
 
 def _requests(traffic: Traffic, count: int, digests: Sequence[str], seed: int) -> list[Add]:
-    """Requests spread evenly over all adapters, with the log-probabilities that comparing nearly tied tokens
-    requires."""
+    """Requests spread evenly over all adapters, with log-probabilities for comparing nearly tied tokens."""
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, num_logprobs=2)
     traffic = replace(traffic, prompts=PROMPTS, outputs=OUTPUTS, alpha=1.0, num_prefix=0)
     return traffic.requests(count, digests[:NUM_ADAPTERS], sampling, seed)

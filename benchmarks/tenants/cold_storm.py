@@ -8,9 +8,9 @@ pool. Four kinds of extra traffic alternate in one run:
     warm    as many short requests, for adapters that are in the pool
     storm   the same requests at the same times, each for an adapter that was never loaded
 
-Every new adapter is read from the disk or from the blob store, verified, and copied to the pool. About half of them
-evict another. The measured time is that between two tokens of a resident stream. `loads` over `quiet` and `storm` over
-`warm` show the cost of loading; `storm` over `quiet` also includes the storm's own requests.
+Every new adapter is read from the disk or from the blob store, verified, and copied to the pool. About half of the new
+adapters evict another. The result is the time between two tokens of a resident stream. `loads` over `quiet` and `storm`
+over `warm` show the cost of loading; `storm` over `quiet` also includes the storm's own requests.
 
 Windows are two seconds long, at a rate of 200 adapters in 10 s. The speed of a shared machine can drift by a third
 within ten seconds, so longer windows could not resolve a difference of a tenth.

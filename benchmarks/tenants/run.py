@@ -23,7 +23,7 @@ from loramux.engine.messages import AdapterState, Add, Finished, Load, StepOutpu
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A client that keeps `num_open` requests in the engine: when one ends, it sends the next immediately."""
+    """A client that keeps `num_open` requests in the engine: when a request ends, it immediately sends another."""
 
     requests: Iterator[Add]
     num_open: int = 1
@@ -92,8 +92,8 @@ class WallClock:
 class ProcessorClock:
     """CPU time of the calling thread, plus the idle time that is skipped.
 
-    Other processes on the machine barely affect it. It suits only an engine with a single thread, since time spent
-    waiting for other threads is not counted.
+    Other processes on the machine barely affect it. This clock suits only an engine with a single thread, since time
+    spent waiting for other threads is not counted.
     """
 
     def __init__(self) -> None:
@@ -122,8 +122,8 @@ class Drive:
     """One run: `warm_s` for the engine to settle, then the window of `seconds`.
 
     The times of messages are relative to the start of the window and lie before its end. After the window, the streams
-    continue until each measured request has its first token and each Load its answer, for at most `patience_s`. Then
-    everything is aborted.
+    continue until each measured request has its first token and each Load has its answer, for at most `patience_s`.
+    Then everything is aborted.
     """
 
     def __init__(
