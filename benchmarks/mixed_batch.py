@@ -181,7 +181,7 @@ def main() -> None:
     add_allow_busy(parser)
     parser.add_argument("--save", type=Path, help="write the figures as JSON, for benchmarks/results/")
     arguments = parser.parse_args()
-    # peft uses deprecated names of transformers 5, which are irrelevant here.
+    # Ignore the warnings that peft uses names deprecated in transformers 5.
     warnings.filterwarnings("ignore", category=FutureWarning)
     console = Console()
     machine = describe()

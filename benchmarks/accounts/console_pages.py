@@ -114,7 +114,7 @@ def main() -> None:
                 open_services(database, world) as services,
             ):
                 if made.end_us < database.now_us():
-                    raise SystemExit(f"the data in {arguments.folder} is too old: delete it, and run again")
+                    raise SystemExit(f"the data in {arguments.folder} is too old: delete it and run again")
                 freeze_gc()
                 figures = asyncio.run(measure(services, made, arguments.rounds, progress, kind))
                 results[kind] = {"busy_share": round(busy_share(), 2), "pages": figures}
