@@ -1,4 +1,4 @@
-"""Hot loads on a CPU: the files a run leaves, and no figures if the pool gets wrong bytes."""
+"""Hot loads on a CPU: the files that a run leaves, and no figures if the pool gets wrong bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated engine is measured with the requested sequences; a wrong answer aborts the measurement."""
+"""The simulation benchmark runs the requested sequences, and aborts if an answer is wrong."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Run it from the repository root: `PYTHONPATH=.src python -m tests.gpu --out DIR`. It needs torch, triton, numba, numpy,
 safetensors, msgspec, transformers, peft and pytest. Each stage runs in its own processes, has a time limit, and writes
-a result file with its processes' output. A failed stage does not stop the next. The exit code is 1 if a stage failed,
-was stopped or was left out, and 2 if nothing can run here.
+a result file with its processes' output. A failed stage does not stop the next one. The exit code is 1 if a stage
+failed, was stopped or was left out, and 2 if this machine can run no stage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOTAL_S = 530.0
 MAX_PROCESSES = 12
 GOOD = ("passed", "tool absent")
 SHOWN_LINES = 12
-"""Last lines of a failed process that are printed; its result file has more."""
+"""Number of a failed process's last lines to print; the result file has more."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -51,7 +51,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def environment_of(is_interpreted: bool) -> dict[str, str]:
-    """Every stage's environment: this checkout, and a pytest configuration that works with any versions and plugins."""
+    """Every stage's environment: this checkout, and a pytest configuration for any versions and plugins."""
     paths = [str(ROOT / ".src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     configuration = [
         "-c",
@@ -90,7 +90,7 @@ def run_stage(stage: Stage, arguments: argparse.Namespace, num_processes: int, l
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print one line and, if the stage failed, the last lines of each failed process."""
+    """Print one line and, if the stage failed, each failed process's last lines."""
     print(f"{result['stage']}: {result['outcome']}, {result['seconds']} s, {result['summary']}", flush=True)
     if result["outcome"] in GOOD:
         return
@@ -112,7 +112,7 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     ends_at = time.monotonic() + arguments.seconds
     chosen = [stage for stage in STAGES if stage.name in arguments.only]
-    # With fewer stages, each may take longer.
+    # If fewer stages run, each may take longer.
     stretch = max(1.0, arguments.seconds / sum(stage.limit_s for stage in chosen))
     results = []
     for number, stage in enumerate(STAGES, 1):

@@ -14,12 +14,12 @@ GRACE_S = 5.0
 """Time for an interrupted pytest to write its report, in seconds."""
 
 MAX_OUTPUT = 40_000
-"""Longest kept end of a process's output, in characters."""
+"""Longest stored part of a process's output, in characters; the end is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A process that has ended; `exit_code` is minus the signal's number if a signal killed it."""
+    """A process that has ended; `exit_code` is the negative signal number if a signal killed the process."""
 
     command: list[str]
     exit_code: int
@@ -56,7 +56,7 @@ def run_at_once(
             _has_ended(process, started + limit_s + GRACE_S)
     finally:
         for process in running:
-            # Also kill what an ended process left behind.
+            # Also kill any children of processes that have already ended.
             _signal(process, signal.SIGKILL)
             process.wait()
     return [
@@ -66,7 +66,7 @@ def run_at_once(
 
 
 def _has_ended(process: subprocess.Popen[bytes], until: float) -> bool:
-    """Whether the process has ended by then."""
+    """Whether the process ends before the time `until`."""
     try:
         process.wait(max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:

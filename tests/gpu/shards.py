@@ -1,4 +1,4 @@
-"""A pytest plugin: `--shard 2/12` keeps every twelfth test from the third on, so that processes can share the tests."""
+"""A pytest plugin: `--shard 2/12` keeps every twelfth test, starting with the third, to split tests among processes."""
 
 from __future__ import annotations
 

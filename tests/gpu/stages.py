@@ -1,4 +1,4 @@
-"""The stages of a first run on a GPU, in order: the cheapest and most informative come first."""
+"""The stages of a first run on a GPU, the cheapest and most informative first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOOLKIT = "/usr/local/cuda/bin"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How stages run: `select` is a pytest `-k` expression and `marks` a `-m` one; `scratch` is for this stage only."""
+    """How a stage runs: `select` is for pytest's `-k` and `marks` for its `-m`; no other stage uses `scratch`."""
 
     is_interpreted: bool
     num_processes: int
@@ -42,7 +42,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One part of the run, stopped after `limit_s`, or later if few stages were chosen."""
+    """One part of the run, stopped after `limit_s`, or later if only a few stages were chosen."""
 
     name: str
     limit_s: float
@@ -54,7 +54,7 @@ def module(name: str, *arguments: str) -> list[str]:
 
 
 def shares(setting: Setting, files: tuple[str, ...], select: str = "", num_processes: int = 1) -> Plan:
-    """Split these files' tests among processes, each with its own report in the scratch directory."""
+    """Split the tests of these files among processes, each with its own report in the scratch directory."""
     chosen = " and ".join(f"({one})" for one in (select, setting.select) if one)
     options = ["-v", "-rfE", "--tb=short", "-p", "tests.gpu.shards", "-m", setting.marks]
     options += ["-k", chosen] if chosen else []
@@ -81,7 +81,7 @@ def versions(setting: Setting) -> Plan:
 
 def kernels(setting: Setting) -> Plan:
     files = tuple(f"kernels/{file}" for file in KERNEL_FILES)
-    # From files shared by all implementations, take only tests that run on a GPU.
+    # Of the tests for all implementations, take only those that run on a GPU.
     return shares(setting, files, "gpu or triton", setting.num_processes)
 
 
@@ -94,7 +94,7 @@ def registration(setting: Setting) -> Plan:
 
 
 def sanitized(tool: str, environment: dict[str, str]) -> Callable[[Setting], Plan]:
-    """The mixed step under one tool of the sanitizer, or without it if the sanitizer is not installed."""
+    """Run the mixed step under one of the sanitizer's tools, or on its own if the sanitizer is not installed."""
 
     def plan(setting: Setting) -> Plan:
         step = module("tests.gpu.mixed_step")
@@ -116,7 +116,7 @@ STAGES = (
     Stage("kernels", 200, kernels),
     Stage("engine", 120, engine),
     Stage("registration", 40, registration),
-    # Each tensor then has its own allocation, whose end the tool knows.
+    # Without the cache each tensor has its own allocation, whose end the tool knows.
     Stage("memcheck", 60, sanitized("memcheck", {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})),
     Stage("racecheck", 60, sanitized("racecheck", {})),
     Stage("benchmark", 180, benchmark),

@@ -1,4 +1,4 @@
-"""The GPU run, rehearsed on the CPU: what it starts, stops, writes and imports."""
+"""The GPU run, rehearsed on the CPU: the processes it starts and stops, the files it writes, and its imports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.gpu import processes
 from tests.gpu.processes import run_at_once
 from tests.gpu.stages import STAGES, Plan, Stage
 
-# Hide these packages: a machine with a GPU has what `tests.gpu.versions` needs, and perhaps nothing else.
+# Hide these packages: a machine with a GPU may have only the packages that `tests.gpu.versions` requires.
 REFUSE = """
 from functools import partial
 from importlib.machinery import PathFinder
@@ -42,7 +42,7 @@ exec "$@"
 
 
 def rehearse(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """Run the stages without unneeded packages, and return the process and the results by stage."""
+    """Run the stages without the packages that REFUSE hides, and return the process and each stage's result."""
     (folder / "sitecustomize.py").write_text(REFUSE)
     sanitizer = folder / "compute-sanitizer"
     sanitizer.write_text(SANITIZER)

@@ -20,7 +20,7 @@ TOOLS = ("compute-sanitizer", "ncu", "nvcc", "nvidia-smi")
 
 
 def problems(is_interpreted: bool) -> list[str]:
-    """One sentence for each thing that is missing."""
+    """One sentence for each missing requirement."""
     found = []
     for name in NEEDED:
         try:

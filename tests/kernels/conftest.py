@@ -15,14 +15,15 @@ from tests.kernels.implementations import CPU_KERNELS, cpu_kernels
 from tests.kernels.pools import AdapterPool, adapter_pool, poisoned_pool
 
 MAX_INTERPRETED = 6
-"""Most cases of one test that the interpreter runs outside the campaign."""
+"""Largest number of a test's cases that the interpreter runs outside the campaign."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave most of a sweep to the campaign if the GPU's kernels are interpreted, a thousand times slower.
+    """Leave most of a sweep to the campaign if the GPU's kernels are interpreted, which is a thousand times slower.
 
-    One case in 23 stays. Every axis has fewer values, so a large sweep covers each value of each axis.
+    One case in 23 still runs. Every axis has fewer than 23 values, so a large sweep still covers all values of all
+    axes.
     """
     if HAS_GPU:
         return
@@ -58,7 +59,7 @@ def gpu_module() -> ModuleType:
 
 @pytest.fixture(params=CPU_KERNELS)
 def make_cpu_kernels(request: pytest.FixtureRequest) -> Callable[[PoolViews], Kernels]:
-    """Each implementation that stores K and V in the CPU's layout."""
+    """Makes the kernels, from each implementation that stores K and V in the CPU's layout."""
     return cpu_kernels(request.param)
 
 
@@ -66,7 +67,7 @@ def make_cpu_kernels(request: pytest.FixtureRequest) -> Callable[[PoolViews], Ke
 def make_kernels(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[PoolViews], Kernels]]:
-    """Each implementation; all must match the tests' own oracle. A test's tensors are on the kernels' device."""
+    """Makes each implementation's kernels; all must match the tests' oracle. Tensors are on the kernels' device."""
     if request.param != "gpu":
         yield cpu_kernels(request.param)
         return

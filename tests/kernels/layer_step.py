@@ -27,7 +27,7 @@ MODULES = [LinearShape(name, HIDDEN, width) for name, width in (("q", 64), ("k",
 LAYER = 1
 MAX_LEN = 32
 POISON = 1 << 30
-"""A number that no row, page or segment has."""
+"""A number that is not a valid row, page or segment number."""
 
 
 STEPS = {
@@ -51,7 +51,7 @@ STEPS = {
         ],
     ),
 }
-"""Rows of the graph, then for each step the context lengths, query rows and slots of four sequences."""
+"""The number of rows in the graph, then for each step the context lengths, query rows and slots of four sequences."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +101,7 @@ def run(kernels: Kernels, weights: Weights, tables: AdapterTables, step: Step) -
 def step_of(
     contexts: Sequence[int], num_queries: Sequence[int], slots: Sequence[int], pages: torch.Tensor, weights: Weights
 ) -> Step:
-    """A step of sequences with two pages each, adapted by the adapters in `slots`."""
+    """A step of sequences with two pages each, which use the adapters in `slots`."""
     owned = [pages[2 * i : 2 * i + -(-length // 16)] for i, length in enumerate(contexts)]
     positions = [torch.arange(length - rows, length) for length, rows in zip(contexts, num_queries, strict=True)]
     position = torch.cat(positions)

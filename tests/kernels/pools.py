@@ -1,4 +1,4 @@
-"""A pool whose unused elements are all NaN, filled with random adapters that tests also keep as dense matrices."""
+"""A pool of random adapters, whose unused elements are all NaN; the adapters are also kept as dense matrices."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from loramux.kernels.tables import AdapterTables, PoolViews
 
 
 def poisoned_pool(num_pages: int, geometry: PageGeometry, dtype: torch.dtype) -> PoolViews:
-    """A pool of NaN; all bits set is NaN in both dtypes."""
+    """A pool of NaN, written as all bits set, which is NaN in both dtypes."""
     raw = torch.full((num_pages, geometry.num_layers, geometry.page_bytes), 0xFF, dtype=torch.uint8)
     return PoolViews(raw=raw, kv=raw.view(dtype), adapter=raw.view(dtype), geometry=geometry)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterPool:
-    """Resident adapters in pages, and as dense A `[rank, in]` and Bᵀ `[rank, out]` by slot, layer and module."""
+    """Resident adapters, in pages and as dense A `[rank, in]` and Bᵀ `[rank, out]` by slot, layer and module."""
 
     pool: PoolViews
     tables: AdapterTables

@@ -1,4 +1,4 @@
-"""Batches of sequences with their page lists as in a step, and poison wherever nothing may be read."""
+"""Batches of sequences and their page lists, as in a step, with poison wherever nothing may be read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def batch_of(
     *,
     listed_backwards: bool = False,
 ) -> AttentionBatch:
-    """Sequences over `pages`, taken from the front in order.
+    """A batch of sequences that take `pages` in order, from the front.
 
     Entries with the value `poison` surround the sequences' lists. `listed_backwards` puts the last sequence's list
     first, so that `page_starts` decreases.

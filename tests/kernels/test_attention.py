@@ -1,4 +1,4 @@
-"""KV writes and paged attention against a plain softmax over dense K and V."""
+"""KV writes and paged attention compared with a plain softmax over dense K and V."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYER = 1
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """Attention of one sequence's last rows, head by head and row by row, in float64."""
+    """The attention of one sequence's last rows, head by head and row by row, in float64."""
     out = torch.empty(q.shape, dtype=torch.float64)
     first = k.shape[0] - q.shape[0]
     for t in range(q.shape[0]):
@@ -132,7 +132,7 @@ def test_the_bits_of_a_row_do_not_depend_on_those_beside_it(
     q = torch.randn(length, num_heads, head_dim)
 
     def attend(begin: int, end: int) -> torch.Tensor:
-        """Attention of query rows `[begin, end)`, in a step that computes only these."""
+        """The attention of query rows `[begin, end)`, in a step that computes no other rows."""
         out = torch.empty(end - begin, num_heads, head_dim)
         kernels.paged_attention(q[begin:end], LAYER, batch_of([end], [end - begin], pages, poison), spec, out)
         return out
@@ -159,7 +159,7 @@ def check_attention(
     # The last page is never written.
     pages, poison = torch.randperm(num_pages - 1, dtype=torch.int32), num_pages - 1
     batch = batch_of(contexts, num_queries, pages, poison, listed_backwards=listed_backwards)
-    # Rows of K and V are views of wider rows, as a fused q/k/v linear returns them.
+    # Rows of K and V are views into wider rows, as a fused q/k/v linear returns them.
     width = spec.num_kv_heads * spec.head_dim
     kv = torch.randn(sum(contexts), 2 * width).to(dtype).float()
     k = kv[:, :width].unflatten(1, (spec.num_kv_heads, spec.head_dim))

@@ -1,4 +1,4 @@
-"""Which kernels serve a device, how many threads they use, and that `warm` compiles all that a step needs."""
+"""The kernels chosen for a device, their number of threads, and that `warm` compiles everything that a step needs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_cpu_has_kernels(make_poisoned_pool: Callable[..., PoolViews]) -> No
 
 
 def test_a_machine_without_triton_serves_on_its_cpu() -> None:
-    """Run in a separate process, where nothing has imported triton yet."""
+    """Run this check in a separate process, where nothing has imported Triton yet."""
     program = """
 import sys
 sys.modules["triton"] = None
@@ -133,7 +133,7 @@ OTHER_SPECS = {
 def test_attention_that_a_gpu_cannot_compute_is_refused(
     spec: AttentionSpec, message: str, cuda: torch.device, make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:
-    """It is refused even if only the last layer is at fault."""
+    """The attention is refused even if only the last layer is at fault."""
     shapes = KernelShapes(SHAPES.groups, (*SHAPES.attention, spec))
     with pytest.raises(ValueError, match=message):
         select_kernels(cuda, make_poisoned_pool(1, GEOMETRY, torch.float32), shapes)
@@ -202,7 +202,7 @@ SHARES = {
 def test_what_threads_add_does_not_depend_on_their_shares(
     ranks: tuple[int, ...], make_adapter_pool: Callable[..., Any]
 ) -> None:
-    """The bits do not depend on the number of threads either, and match the reference within rounding."""
+    """Nor do the bits depend on the number of threads. They match the reference within rounding."""
     num_rows, most = len(ranks) + 1, max(ranks)
     table = np.array(ranks, np.int32).reshape(-1, 1, 1)
     adapters = make_adapter_pool([LinearShape("m", 1024, 1024)], table, PageGeometry(1, 8, 64, 4, 4), torch.float32)
@@ -214,7 +214,7 @@ def test_what_threads_add_does_not_depend_on_their_shares(
     results = []
     for threads in range(1, min(3, numba.config.NUMBA_NUM_THREADS) + 1):
         set_num_threads(threads)
-        # Poison the planes, so that no thread can use results of an earlier call.
+        # Poison the planes, so that no thread can use the results of an earlier call.
         kernels.lora_planes(call, num_rows).fill_(torch.nan)
         y = torch.zeros(num_rows, 1024)
         kernels.lora_add(x, call, y)

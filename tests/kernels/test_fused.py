@@ -74,7 +74,7 @@ def test_rotary_turns_each_pair_in_place(
     make_cpu_kernels: Callable[..., Any],
     make_poisoned_pool: Callable[..., PoolViews],
 ) -> None:
-    """CPU kernels only; a GPU rotates while it stores K and V, which `gpu/test_attention.py` tests."""
+    """This covers CPU kernels only. A GPU rotates while it stores K and V, which `gpu/test_attention.py` tests."""
     kernels = make_cpu_kernels(make_poisoned_pool(1, PageGeometry(1, 1, 8, 4, 4), torch.float32))
     qkv = torch.randn(num_rows, 8 * 32)
     before = qkv.clone()

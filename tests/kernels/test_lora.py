@@ -17,7 +17,7 @@ GEOMETRY = {
     torch.float32: PageGeometry(num_layers=2, num_kv_heads=2, head_dim=16, kv_itemsize=4, adapter_itemsize=4),
     torch.bfloat16: PageGeometry(num_layers=2, num_kv_heads=3, head_dim=40, kv_itemsize=2, adapter_itemsize=2),
 }
-"""Pages of 1,024 elements, or of 3,840, which is not a power of two."""
+"""Pages of 1,024 elements or of 3,840, which is not a power of two."""
 
 NUM_SLOTS = 5
 RANKS = (0, 1, 3, 31, 64, 128)
@@ -37,7 +37,7 @@ OUT_FEATURES = {"one": (96,), "three": (64, 63, 200)}
 
 
 def group_of(in_features: int, out_features: Sequence[int]) -> ModuleGroup:
-    """Modules 1, 2, ... of the tables; module 0 belongs to another group."""
+    """A group of the tables' modules 1, 2, ...; module 0 belongs to another group."""
     offsets = np.concatenate([[0], np.cumsum(out_features)])[:-1].tolist()
     modules = tuple(range(1, len(out_features) + 1))
     return ModuleGroup(modules, in_features, tuple(out_features), tuple(offsets))
@@ -55,7 +55,7 @@ def poisoned_planes(kernels: Any, call: LoraCall, num_tokens: int) -> torch.Tens
 
 
 def summed(planes: torch.Tensor) -> torch.Tensor:
-    """The planes as `[T, modules, max_rank]`, whether or not the device splits the sum."""
+    """The planes as `[T, modules, max_rank]`; if the device splits the sum, its parts are added."""
     return planes.sum(0) if planes.dim() == 4 else planes
 
 
@@ -113,7 +113,7 @@ def test_equals_dense_matrices(
 def test_adding_is_shrinking_and_then_expanding(
     slots: list[int], dtype: torch.dtype, make_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
 ) -> None:
-    """Bit for bit, even if an adapter changes the group in only one layer."""
+    """The results agree bit for bit, even if an adapter changes the group in only one layer."""
     group = group_of(128, OUT_FEATURES["three"])
     modules = [LinearShape("other", 72, 72), *(LinearShape("m", 128, out) for out in OUT_FEATURES["three"])]
     ranks = np.random.default_rng(len(slots)).choice(RANKS, (NUM_SLOTS, 2, len(modules))).astype(np.int32)

@@ -1,4 +1,4 @@
-"""The outer modules' stream: gather, shrink and expand over pages that are each addressed as one layer."""
+"""Gather, shrink and expand of the outer modules, over pages that are each addressed as one layer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BATCHES = {
 
 
 class OuterPool:
-    """Adapters with outer modules in shuffled pages of a pool that is otherwise NaN, and as dense matrices."""
+    """Adapters with outer modules, both as dense matrices and in shuffled pages of a pool that is otherwise NaN."""
 
     def __init__(self, make_poisoned_pool: Callable[..., Any], dtype: torch.dtype) -> None:
         geometry, flat = GEOMETRY[dtype], GEOMETRY[dtype].flat
@@ -74,7 +74,7 @@ class OuterPool:
 
 
 def segments_of(slots: Sequence[int], module: int, kernels: Any) -> Segments:
-    """Segments of rows whose adapters have the module, plus an empty one if the device pads its steps."""
+    """Segments of rows whose adapters have the module, plus an empty segment if the device pads its steps."""
     slots = [slot if slot >= 0 and RANKS[slot][module] else -1 for slot in slots]
     segments = build_segments(np.array(slots, np.int32), kernels.segment_rows, 64)
     device = torch.get_default_device()
@@ -144,7 +144,7 @@ def test_a_head_adds_its_part_to_the_logits(
 
 
 def test_a_large_vocabulary_takes_what_its_rank_takes() -> None:
-    """An embedding's rows of A are not padded, however short: 256k tokens at rank 1 take half a megabyte."""
+    """An embedding's rows of A are not padded, however short they are: 256k tokens at rank 1 take half a megabyte."""
     geometry = PageGeometry(num_layers=16, num_kv_heads=8, head_dim=64, kv_itemsize=2, adapter_itemsize=2)
     modules = (LinearShape("embedding", 1 << 18, 2048, is_embedding=True), LinearShape("head", 2048, 1 << 18))
     no_ranks = np.zeros((16, 0), np.int32)

@@ -17,7 +17,7 @@ def python_files(folder: str) -> list[Path]:
 
 
 def packages(folder: str) -> list[Path]:
-    """The directories with modules below a folder. Migrations are scripts whose names cannot be imported."""
+    """The directories under a folder that contain modules, except migrations, whose file names cannot be imported."""
     modules = [path for path in python_files(folder) if path.stem.isidentifier()]
     return sorted({path.parent.relative_to(ROOT) for path in modules} - {Path(folder)})
 
@@ -75,7 +75,7 @@ def test_each_package_has_a_line_in_the_readme_above_it(package: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["tests", "benchmarks"])
 def test_nothing_imports_from_a_conftest(folder: str) -> None:
-    """Tests share code in modules named for their content; a conftest has fixtures only."""
+    """Tests share code in modules named after their content; a conftest has only fixtures."""
     importing = []
     for path in python_files(folder):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -88,7 +88,7 @@ def test_nothing_imports_from_a_conftest(folder: str) -> None:
 
 @pytest.mark.parametrize("folder", [*FOLDERS, "benchmarks"])
 def test_tests_lie_in_the_rooms_of_the_product(folder: str) -> None:
-    """Folders without tests are support code, named for their content."""
+    """A folder without tests contains support code and is named after its content."""
     rooms = {path.parent.relative_to(ROOT / "tests") for path in python_files(f"tests/{folder}") if is_test(path)}
     assert [str(room) for room in sorted(rooms) if not (ROOT / room).is_dir()] == []
 

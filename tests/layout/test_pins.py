@@ -1,4 +1,4 @@
-"""The packages that `make venv` installs are pinned and, except for torch's builds, verified by wheel hashes."""
+"""The packages that `make venv` installs are pinned and, except for torch and triton, verified by wheel hashes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pins(name: str) -> dict[str, str]:
 
 
 def locked(name: str) -> dict[str, tuple[str, list[str]]]:
-    """Version and hashes by package; fails on any other kind of line, such as one that names an index."""
+    """Each package's version and hashes; fails on any other kind of line, such as an index option."""
     found = {}
     for entry in (ROOT / name).read_text().replace(" \\\n", "").splitlines():
         pin, *hashes = entry.split("    --hash=sha256:")
@@ -51,7 +51,7 @@ def test_every_pin_but_torchs_has_hashes_of_that_version() -> None:
 
 
 def test_nothing_else_is_installed() -> None:
-    """The lock covers everything the project needs, directly or indirectly, except what only torch needs."""
+    """The lock covers all direct and indirect dependencies of the project, except those that only torch needs."""
     seen: set[str] = set()
     waiting = [("loramux", frozenset({"demo", "dev"}))]
     while waiting:
@@ -69,7 +69,7 @@ def test_nothing_else_is_installed() -> None:
 
 @pytest.mark.parametrize("target", ["venv", "test-browser"])
 def test_a_wheel_that_somebody_changed_is_refused(tmp_path: Path, target: str) -> None:
-    """The Makefile's flags and the lock's hashes refuse it, whatever the index says."""
+    """The Makefile's flags and the lock's hashes make pip refuse a changed wheel, whatever the index says."""
     planned = subprocess.run(
         ["make", "--dry-run", "--always-make", target, f"VENV={tmp_path}/venv"],
         cwd=ROOT,

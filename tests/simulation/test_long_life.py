@@ -1,4 +1,4 @@
-"""A long random run on the simulated device: anything can happen to any request, and nothing is lost or leaked."""
+"""A long random run on the simulated device: anything can happen to a request, and nothing is lost or leaked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loramux.engine.messages import Abort, AdapterState, Add, Extend, Finished, 
 from tests.engine.simulated_engine import Simulation, simulate_engine, stats_of
 
 NUM_TURNS = int(os.environ.get("LORAMUX_SIMULATION_TURNS", "10000"))
-"""Turns in the campaign."""
+"""Number of turns in the campaign."""
 
 
 class Life:
@@ -71,7 +71,7 @@ class Life:
         for _ in range(20_000):
             if not simulation.engine.has_work:
                 break
-            # Let pauses and deadlines pass too.
+            # Let pauses and deadlines expire too.
             simulation.clock.now += 1.0
             self._step()
         else:
@@ -88,7 +88,7 @@ class Life:
             assert finished.cached_tokens <= finished.prompt_tokens in (0, len(add.prompt))
             assert finished.completion_tokens <= len(received)
             if finished.reason == "length":
-                # A limit is raised only as far as the pool reaches, and not while its adapter is not resident.
+                # A limit is raised only as far as the pool has room, and only while the request's adapter is resident.
                 assert add.max_tokens <= finished.completion_tokens == len(received) <= limit
                 assert name in self.extended or finished.completion_tokens == limit
 

@@ -1,4 +1,4 @@
-"""A small registry is measured on both databases, and a name that resolves wrongly aborts the measurement."""
+"""The registry benchmark measures a small registry on both databases, and aborts if a name resolves wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison with peers: the requests, the ratios, and when answers agree."""
+"""The comparison with peers: the requests, the ratios, and which answers count as equal."""
 
 from __future__ import annotations
 

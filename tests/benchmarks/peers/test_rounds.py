@@ -1,4 +1,4 @@
-"""The rounds over all systems: how often each is run, which are refused, and what is reported at the end."""
+"""The rounds over all systems: how often each system runs, which systems are refused, and the final report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHORT = Load(64, 32)
 
 @dataclass
 class Scripted:
-    """A system whose answers of each kind take the scripted seconds; a kind missing from the script fails."""
+    """A system whose answers of each kind take a scripted number of seconds; a kind missing from the script fails."""
 
     seconds: dict[str, float]
     asked: list[Work] = field(default_factory=list)
@@ -89,7 +89,7 @@ def test_rounds_turn_the_order_round_and_ask_every_system_the_same(files: ModelF
     run.look = look
     saved: list[int] = []
     run.run(lambda: saved.append(len(run.samples)))
-    # Recorded before each session: how often each system had been opened.
+    # Before each session, `look` recorded how often each system had been opened.
     assert order == ["0/0", "1/0", "1/1", "1/2"]
     assert saved == [4, 7, 7, 7]
     assert {len(seconds) for seconds in run.samples.values()} == {2}

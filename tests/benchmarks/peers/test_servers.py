@@ -1,4 +1,4 @@
-"""How peers are found and started, and that only processes we started are ended."""
+"""Peers are found and started, and only processes that we started are stopped."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_a_server_is_waited_for_asked_and_ended_with_its_children(tmp_path: Path
         with pytest.raises(SystemFailed, match="answers 500"):
             post_all(url, [{"status": 200}, {"status": 500}])
     pid = int(child.read_text())
-    # The process has ended; at most it is still a zombie.
+    # The process has ended, though it may still be a zombie.
     with suppress(FileNotFoundError, ProcessLookupError):
         assert Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z"
     with pytest.raises(SystemFailed, match=r"connection to .* failed"):

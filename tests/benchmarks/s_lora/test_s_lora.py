@@ -1,4 +1,4 @@
-"""The S-LoRA workload on a CPU: the requests drawn, the files a run leaves, and no figures for wrong answers."""
+"""The S-LoRA workload on a CPU: the requests drawn, the files that a run leaves, and no figures for wrong answers."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_arrivals_have_their_rate_and_variation(cv: float) -> None:
 
 
 class SteadyEngine:
-    """Every step takes the same time on a shared clock, and returns one token for each sequence."""
+    """An engine whose steps all take the same time on a shared clock and return one token per sequence."""
 
     def __init__(self, clock: list[float], step_s: float) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""Tenants under load from others: the files a run leaves, what it refuses to measure, and how ratios are computed."""
+"""Tenants under load from other tenants: the files that a run leaves, refused measurements, and the ratios."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton's kernels on a machine without a GPU, using a private interpreting copy of Triton."""
+"""Runs Triton kernels on a machine without a GPU, with a private interpreting copy of Triton."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def import_kernels(*names: str) -> list[ModuleType]:
 
 
 def run_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow kernels to run for the rest of a test: parts of Triton read the environment only then.
+    """Set the environment variable that parts of Triton read when a kernel runs, for the rest of a test.
 
     Skips the test if the interpreter cannot loop up to a tensor's value.
     """
@@ -54,8 +54,9 @@ def run_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 def _interpreted_triton() -> Iterator[None]:
     """Import an interpreting copy of triton, and restore the process's modules afterwards.
 
-    Triton chooses between compiling and interpreting at import, for its own functions too, and another test's library
-    may have imported it to compile. Its C extension is independent of this choice and cannot be loaded twice.
+    Triton chooses between compiling and interpreting at import, for its own functions too, and a library of another
+    test may have imported the compiling Triton already. Triton's C extension does not depend on this choice and cannot
+    be loaded twice.
     """
 
     def is_ours(name: str) -> bool:
@@ -81,14 +82,14 @@ def _interpreted_triton() -> Iterator[None]:
 def _prepare_once_a_launch(interpreter: Any) -> None:
     """Make the interpreter prepare `triton.language` once per launch, not again for each call of a device function.
 
-    Each preparation takes a millisecond. `tl.sum` is such a call, and a search makes a hundred of them.
+    Each preparation takes a millisecond. `tl.sum` is a device function, and a search calls it a hundred times.
     """
     prepare, prepared = interpreter._patch_lang, set()
 
     def prepare_once(function: Any) -> Any:
         names = id(function.__globals__)
         if names in prepared:
-            # The interpreter discards a device function's preparation anyway.
+            # The interpreter does not use the preparation of a device function.
             return None
         prepared.add(names)
         scope = prepare(function)

@@ -1,4 +1,4 @@
-"""Programs are divided among compiling processes, and the engine copes if those fail."""
+"""Programs are divided among compiling processes, and a failed process does not stop the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU's KV writes and paged attention against a plain float64 softmax, on a GPU or in Triton's interpreter."""
+"""The GPU's KV writes and paged attention compared with a float64 softmax, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ AttentionPlan, Tiling = attention_module.AttentionPlan, attention_module.Tiling
 attention_plan, check_attention = attention_module.attention_plan, attention_module.check_attention
 paged_attention = attention_module.paged_attention
 
-# An older triton's interpreter, where it can loop, warns about each bound.
+# The interpreter of older Triton versions warns about each loop's bound.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 NUM_LAYERS = 2
 LAYER = 1
 POISON = 1 << 30
-"""A number that no page has."""
+"""A number that is not a valid page number."""
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The GPU, or a host on which Triton interprets."""
+    """The GPU, or the host if Triton interprets."""
     if not HAS_GPU:
         run_interpreted(monkeypatch)
     return DEVICE
@@ -80,7 +80,7 @@ def context_of(
     raw = poisoned.raw.to(device)
     pool = PoolViews(raw=raw, kv=raw.view(dtype), adapter=raw.view(dtype), geometry=geometry)
     pages = torch.randperm(num_pages, dtype=torch.int32)
-    # Rows of K and V are views of wider rows, as a fused q/k/v linear returns them.
+    # Rows of K and V are views into wider rows, as a fused q/k/v linear returns them.
     width = spec.num_kv_heads * spec.head_dim
     kv = torch.randn(sum(contexts), 2 * width).to(device, dtype)
     k, v = (x.unflatten(1, (spec.num_kv_heads, spec.head_dim)) for x in kv.split(width, 1))
@@ -90,7 +90,7 @@ def context_of(
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """Attention of one sequence's last rows in float64."""
+    """The attention of one sequence's last rows, in float64."""
     group_size = spec.num_heads // spec.num_kv_heads
     k, v = (x.double().repeat_interleave(group_size, 1) for x in (k, v))
     scores = torch.einsum("thd,shd->hts", q.double(), k) * spec.scale
@@ -107,7 +107,7 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Att
 def attended(
     q: torch.Tensor, context: Context, spec: AttentionSpec, plan: AttentionPlan, batch: AttentionBatch | None = None
 ) -> torch.Tensor:
-    """The kernel's result, from a poisoned output and a poisoned workspace."""
+    """The kernel's result, written to a poisoned output by way of a poisoned workspace."""
     batch = batch or context.batch
     elements = plan.workspace_elements(q.shape[0], batch.seq_lens.shape[0], spec)
     workspace = torch.full((elements,), torch.nan, device=q.device)
@@ -135,7 +135,7 @@ def check_attention_of(
 
 
 def queries(num_rows: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Queries as views of wider rows."""
+    """Random queries that are views into wider rows."""
     width = spec.num_heads * spec.head_dim
     qkv = (torch.randn(num_rows, width + 24) * 2).to(device, dtype)
     return qkv[:, 8 : width + 8].unflatten(1, (spec.num_heads, spec.head_dim))
@@ -168,7 +168,7 @@ SMALL_TILES = AttentionPlan(
     short=Tiling(min_rows=1, max_rows=1, block_m=16, tile_n=32, num_splits=2, num_warps=4, num_stages=2),
     long=Tiling(min_rows=2, max_rows=1 << 30, block_m=32, tile_n=32, num_splits=1, num_warps=4, num_stages=2),
 )
-"""Several tiles of queries and keys, and several splits, even for short contexts."""
+"""A plan with several tiles of queries and keys, and with several splits, even for short contexts."""
 
 HEADS = {
     "mha-8": (2, 2, 8),
@@ -271,7 +271,7 @@ def test_more_sequences_than_one_pass_of_the_search_are_all_found(
 def test_a_captured_launch_follows_the_batch_in_device_memory(
     device: torch.device, make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:
-    """Shapes and plan stay fixed; the number, lengths and kinds of sequences change. Padding is left alone."""
+    """Shapes and plan stay fixed; the number, lengths and kinds of sequences change. The padding is not written."""
     spec = AttentionSpec(4, 1, 16, 0.25)
     contexts = [90, 20, 41, 7]
     context = context_of(contexts, [1, 1, 1, 1], spec, torch.float32, device, make_poisoned_pool)
@@ -293,7 +293,7 @@ def test_a_captured_launch_follows_the_batch_in_device_memory(
         replay = graph.replay
     for num_queries in ([1, 1, 1, 1], [3, 20, 1, 0], [0, 0, 17, 7], [0, 0, 0, 0]):
         static.cu_q.copy_(torch.tensor([0, *torch.tensor(num_queries).cumsum(0)]))
-        # A sequence without rows is padding; even its length has no meaning.
+        # A sequence without rows is padding, and its length is ignored.
         static.seq_lens.copy_(torch.tensor([n if r else 0 for n, r in zip(contexts, num_queries, strict=True)]))
         out.fill_(torch.nan)
         replay()
@@ -366,7 +366,7 @@ def test_rows_are_rotated_and_stored_as_the_reference_does(
     device: torch.device,
     make_poisoned_pool: Callable[..., PoolViews],
 ) -> None:
-    """The reference uses the CPU's layout of K, so the two are compared by position."""
+    """The reference stores K in the CPU's layout, so the two pools are compared position by position."""
     num_pages = 5
     geometry = PageGeometry(NUM_LAYERS, num_kv_heads, head_dim, dtype.itemsize, dtype.itemsize)
     expected_pool = make_poisoned_pool(num_pages, geometry, dtype)
@@ -376,7 +376,7 @@ def test_rows_are_rotated_and_stored_as_the_reference_does(
     is_padding = torch.arange(num_rows) % 7 == 3
     unused = torch.zeros(1, dtype=torch.int32)
     batch = AttentionBatch(unused, unused, unused, unused, torch.where(is_padding, -1, kv_slots), num_rows)
-    # Rows of q, k and v are views of one wider row, as a fused linear returns them.
+    # Rows of q, k and v are views into one wider row, as a fused linear returns them.
     widths = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
     wide = torch.randn(num_rows, sum(widths) + 9).to(device, dtype)
     before = wide.clone()
@@ -560,12 +560,12 @@ def test_every_context_length_equals_plain_attention(
 
 
 def test_pages_past_4_gib_are_written_and_read(device: torch.device) -> None:
-    """Page ids whose elements are beyond 2^31, where 32-bit arithmetic would overflow."""
+    """The elements of the highest pages are beyond 2^31, where 32-bit arithmetic would overflow."""
     spec = AttentionSpec(4, 2, 128, 0.1)
     geometry = PageGeometry(32, 2, 128, 2, 2)
     num_pages = (5 << 30) // geometry.total_page_bytes
     assert num_pages * geometry.kv_elements * geometry.num_layers > 1 << 31
-    # On a host, untouched memory is never backed by physical pages.
+    # On a host, physical memory backs only the pages that the test touches.
     raw = torch.empty(num_pages, 32, geometry.page_bytes, dtype=torch.uint8, device=device)
     pool = PoolViews(raw, raw.view(torch.float16), raw.view(torch.float16), geometry)
     pages = torch.tensor([num_pages - 1, 0, num_pages - 2, 1], dtype=torch.int32)

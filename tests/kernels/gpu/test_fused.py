@@ -25,7 +25,7 @@ TOLERANCE = {
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The GPU, or a host on which Triton interprets; parts of it read the environment only when a kernel runs."""
+    """The GPU, or the host if Triton interprets; parts of Triton read the environment only when a kernel runs."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

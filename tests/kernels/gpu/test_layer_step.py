@@ -1,4 +1,4 @@
-"""The GPU's kernels as one step of a layer: captured once, then replayed on changed contents of its tensors."""
+"""One layer's step on the GPU's kernels: captured once, then replayed after its tensors' contents have changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.kernels.layer_step import (
 
 @pytest.mark.parametrize(
     ("num_tokens", "steps"),
-    # In the interpreter a mixed step takes a quarter of a minute.
+    # A mixed step takes 15 seconds in the interpreter.
     [
         pytest.param(*step, id=name, marks=pytest.mark.campaign if name == "mixed" and not HAS_GPU else ())
         for name, step in STEPS.items()

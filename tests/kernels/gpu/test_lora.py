@@ -25,15 +25,15 @@ from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels
 RANKS = (0, 1, 3, 31, 64, 128)
 NUM_SLOTS = 5
 ALONE = "LORAMUX_TEST_ALONE"
-"""Set for a test that runs in its own process."""
+"""Environment variable that is set for a test in its own process."""
 POISON = 1 << 30
-"""A number that no row and no segment has."""
+"""A number that is not a valid row or segment number."""
 
-# Rounding error of y. Float32 sums are ordered differently; the interpreter truncates to bfloat16.
+# Rounding error of y. Float32 sums are added in another order; the interpreter truncates to bfloat16.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 2.0**-8 if HAS_GPU else 2.0**-7}
 
-# Each batch with the number of columns of its grid. With at least one column per row, single rows are separate;
-# otherwise all rows are in tiles.
+# Each batch, and the number of columns in its grid. With at least one column per row, single rows are processed
+# separately; otherwise all rows are in tiles.
 BATCHES = {
     "empty": ([], 0),
     "empty-padded": ([], 3),
@@ -75,7 +75,7 @@ def geometry_of(dtype: torch.dtype) -> PageGeometry:
 
 
 def group_of(in_features: int, out_features: Sequence[int]) -> ModuleGroup:
-    """Modules 1, 2, ... of the tables; module 0 belongs to another group."""
+    """A group of the tables' modules 1, 2, ...; module 0 belongs to another group."""
     offsets = np.concatenate([[0], np.cumsum(out_features)])[:-1].tolist()
     return ModuleGroup(tuple(range(1, len(out_features) + 1)), in_features, tuple(out_features), tuple(offsets))
 
@@ -95,7 +95,7 @@ def padded_segments(slots: Sequence[int], num_segments: int, max_rows: int = 16)
 
 
 def on_device(adapters: Any) -> Any:
-    """The same pool and tables on the tested device."""
+    """Copy the adapters' pool and tables to the tested device."""
     pool, tables = adapters.pool, adapters.tables
     dtype, raw = pool.adapter.dtype, pool.raw.to(DEVICE)
     fields = {name: getattr(tables, name).to(DEVICE) for name in ("page_table", "off", "rank", "scale")}
@@ -116,7 +116,7 @@ def check(
     y: torch.Tensor,
     planes: torch.Tensor,
 ) -> None:
-    """Compare with float64: `planes` is written exactly where it must be, `y` is within one rounding."""
+    """Compare with float64: `planes` is written exactly where it must be, and `y` is correct within one rounding."""
     x, before, y, planes = x.cpu(), before.cpu(), y.cpu(), planes.cpu()
     scales, tolerance = adapters.tables.scale.cpu().double(), TOLERANCE[y.dtype]
     for t, slot in enumerate(slots):
@@ -151,7 +151,7 @@ def run_case(
     pdl: bool = False,
     max_rows: int = 16,
 ) -> None:
-    """Shrink and expand random adapters; x, planes and y are views of wider rows that are poisoned or guarded."""
+    """Shrink and expand random adapters; x, planes and y are views into wider rows that are poisoned or guarded."""
     slots, num_segments = batch
     rng = np.random.default_rng(in_features + len(slots))
     group = group_of(in_features, out_features)
@@ -238,7 +238,7 @@ def test_any_number_of_planes_equals_dense_matrices(
     expand: Callable[..., None],
     make_adapter_pool: Callable[..., Any],
 ) -> None:
-    """Includes more planes than A has chunks, and numbers of planes that do not divide the chunks."""
+    """Some cases have more planes than A has chunks, or a number of planes that does not divide the chunks evenly."""
     batch = ([0, 0, 1], 3)
     run_case(shrink, expand, make_adapter_pool, torch.float32, torch.float32, in_features, ONE, batch, num_planes)
 
@@ -295,7 +295,7 @@ def test_one_launch_serves_whatever_the_segments_hold(
     expand: Callable[..., None],
     make_adapter_pool: Callable[..., Any],
 ) -> None:
-    """As in a graph: the launch is captured once, then segments and tables are rewritten in place."""
+    """As with a graph, the launch is captured once; then segments and tables are rewritten in place."""
     geometry = geometry_of(torch.float32)
     modules = [LinearShape("m", 128, 96)]
     ranks = np.array([3, 31, 64], np.int32).reshape(3, 1, 1).repeat(2, 1)
@@ -392,7 +392,7 @@ class CompiledForHopper:
 
 
 def run_alone(request: pytest.FixtureRequest) -> None:
-    """Run a test in its own process, because a process that has interpreted can no longer compile."""
+    """Run a test in its own process, because a process that has interpreted kernels can no longer compile any."""
     test = f"{__file__}::{request.node.name}"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "campaign or not campaign", test]
     done = subprocess.run(command, env={**os.environ, ALONE: "1"}, capture_output=True, text=True, check=False)
@@ -504,7 +504,7 @@ def test_compiles_for_hopper(
             # The first block of B is prefetched before the wait for shrink.
             waits = [match.start() for match in re.finditer(r"griddepcontrol\.wait", ptx)]
             assert ptx.index("prefetch.global.L2") < waits[-1] < ptx.index("mma.sync")
-        # Several programs fit in one multiprocessor's 228 KiB.
+        # Several programs fit in a multiprocessor's 228 KiB of shared memory.
         assert kernel.compiled.metadata.shared <= 32 * 1024
 
 
@@ -530,7 +530,7 @@ def test_every_batch_and_width_equals_dense_matrices(
 def test_adapters_past_4_gib_are_read(
     shrink: Callable[..., None], expand: Callable[..., None], make_adapter_pool: Callable[..., Any]
 ) -> None:
-    """The same adapters, placed after 5 GiB of other pages."""
+    """The adapters are placed after 5 GiB of other pages."""
     dtype = torch.bfloat16
     geometry = geometry_of(dtype)
     modules = [LinearShape("m", 128, 128)]

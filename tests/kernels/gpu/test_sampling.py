@@ -22,10 +22,10 @@ from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels
 REAL_TILES = {name: getattr(sampling, name) for name in ("GROUP", "GROUPS_PER_PROGRAM", "BLOCK", "MAX_CANDIDATES")}
 
 ALONE = "LORAMUX_TEST_ALONE"
-"""Set for a test that runs in its own process."""
+"""Environment variable that is set for a test in its own process."""
 
 EDGE = 2e-5
-"""Distance of a uniform number from the border between two tokens; far more than the error of float32 sums."""
+"""Distance of a uniform number from the border between two tokens, far larger than the error of float32 sums."""
 
 LARGEST_UNIFORM = 1 - 2.0**-24
 
@@ -68,14 +68,14 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def skip_overflow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the overflow check of integer sums, which takes half the time; the tests with real tiles keep it."""
+    """Skip the overflow check for integer sums, which takes half the time. Tests with real tiles keep the check."""
     builder = sampling.triton.runtime.interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
 
 
 @pytest.fixture
 def real_tiles(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the tiles that a server uses."""
+    """Restore the tile sizes that a server uses."""
     for name, value in REAL_TILES.items():
         monkeypatch.setattr(sampling, name, value)
     if not HAS_GPU:
@@ -84,7 +84,7 @@ def real_tiles(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def columns(rows: list[Settings]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """temperature, top_k, top_p and min_p as the kernel expects them."""
+    """The rows' temperature, top_k, top_p and min_p, as the kernel expects them."""
     return (
         torch.tensor([one.temperature for one in rows], dtype=torch.float32),
         torch.tensor([one.top_k for one in rows], dtype=torch.int32),
@@ -96,7 +96,7 @@ def columns(rows: list[Settings]) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 def run_kernel(
     logits: torch.Tensor, rows: list[Settings], uniform: torch.Tensor | list[float], *, all_greedy: bool = False
 ) -> list[int]:
-    """The kernel's tokens, with a poisoned workspace and guard rows around `out_tokens`."""
+    """The kernel's tokens, sampled with a poisoned workspace and guard rows around `out_tokens`."""
     num_rows, vocab_size = logits.shape
     workspace = sampling.sampling_workspace(num_rows + 1, vocab_size, DEVICE).fill_(torch.nan)
     guarded = torch.full((num_rows + 2,), -77, dtype=torch.int32, device=DEVICE)
@@ -119,7 +119,7 @@ def run_reference(logits: torch.Tensor, rows: list[Settings], uniform: torch.Ten
 
 
 def weights_of(logits: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """The weights `[V]` that the oracle keeps of one row, checked to be insensitive to rounding of top_p and min_p."""
+    """The weights `[V]` that the oracle keeps in one row. Rounding top_p and min_p must not change which are kept."""
     settings_of = columns([settings])
     weights = kept_weights(logits[None], *settings_of)[0]
     for factor in (1 - EDGE, 1 + EDGE):
@@ -130,11 +130,11 @@ def weights_of(logits: torch.Tensor, settings: Settings) -> torch.Tensor:
 
 
 def borders(weights: torch.Tensor, shares: tuple[float, ...]) -> tuple[torch.Tensor, list[int]]:
-    """Uniform numbers just before and just after borders between two tokens, and the tokens they select.
+    """Uniform numbers just before and just after borders between two tokens, and the tokens that they select.
 
-    The borders are those nearest to the given `shares` of the total weight. A kept token more or less would shift every
-    other border by most of its share. So two draws show which tokens are kept, up to tokens with less than 8 * EDGE of
-    the weight in total.
+    The borders are those nearest to the given `shares` of the total weight. One more or one fewer kept token would
+    shift every other border by most of that token's share. So two draws show which tokens are kept, except for tokens
+    with less than 8 * EDGE of the weight in total.
     """
     share = weights / weights.sum()
     end = share.cumsum(0)
@@ -151,7 +151,7 @@ def borders(weights: torch.Tensor, shares: tuple[float, ...]) -> tuple[torch.Ten
 
 
 def check_kept(logits: torch.Tensor, settings: Settings, shares: tuple[float, ...] = (0.5,)) -> set[int]:
-    """Draw one row with `settings` around its tokens' borders, and return the tokens that it keeps."""
+    """Draw from one row with `settings`, just around its tokens' borders, and return the tokens that are kept."""
     weights = weights_of(logits.float(), settings)
     uniform, expected = borders(weights, shares)
     rows = [settings] * len(expected)
@@ -185,14 +185,14 @@ def test_real_tiles_keep_what_the_specification_does(name: str, real_tiles: None
 def test_a_flat_row_is_narrowed_by_passes(
     settings: Settings, fewest: int, max_candidates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The threshold is the same whether the candidates fit or not."""
+    """The threshold does not depend on whether the candidates fit in their buffer."""
     monkeypatch.setattr(sampling, "MAX_CANDIDATES", max_candidates)
     assert len(check_kept(torch.randn(1025) * 0.5, settings)) >= fewest
 
 
 @pytest.mark.parametrize("top_k", [21, 41, 900])
 def test_passes_may_stop_at_a_token(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Distances are multiples of an eighth, some twice others, so tokens fall on ends of the search interval."""
+    """Distances are multiples of 1/8, some twice as large as others, so tokens lie on ends of the search interval."""
     monkeypatch.setattr(sampling, "MAX_CANDIDATES", 16)
     logits = (torch.arange(1025) // 5).float() / -8
     settings = Settings(temperature=20, top_k=top_k)
@@ -264,7 +264,7 @@ def test_one_likely_token_is_always_chosen(token: int) -> None:
 def test_equal_logits_are_equally_likely(value: float) -> None:
     logits = torch.full((1000,), value)
     if value == 0:
-        # Both zeros are equal, whatever their sign and order.
+        # Positive and negative zeros are equal, in any order.
         logits[500:] = 0.0
     every = [Settings(), Settings(top_k=3), Settings(top_p=0.1), Settings(min_p=1.0)]
     rows = [GREEDY, *[Settings()] * 5, *every]
@@ -294,7 +294,7 @@ def test_a_tiny_temperature_chooses_the_likeliest(temperature: float) -> None:
 
 
 def test_a_huge_temperature_evens_weights_but_not_the_order() -> None:
-    """The weights of top_k's tokens are almost equal; their distances are not."""
+    """The weights of top_k's tokens are almost equal, but their distances differ."""
     logits = torch.randn(1000) * 3
     assert check_kept(logits, Settings(temperature=1e4, top_k=5)) == set(logits.topk(5).indices.tolist())
     assert len(check_kept(logits, Settings(temperature=1e4, top_p=0.2))) == 200
@@ -302,7 +302,7 @@ def test_a_huge_temperature_evens_weights_but_not_the_order() -> None:
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(top_k=4), Settings(top_p=0.999)], ids=["none", "k", "p"])
 def test_a_token_without_weight_is_never_chosen(settings: Settings) -> None:
-    """Not even with uniform numbers at the ends of their range."""
+    """This holds even for uniform numbers at the ends of their range."""
     logits = torch.full((600,), -300.0)
     logits[[290, 301, 400, 511]] = torch.tensor([0.0, -1.0, -0.5, -2.0])
     assert run_kernel(logits.expand(2, -1), [settings] * 2, [0.0, LARGEST_UNIFORM]) == [290, 511]
@@ -312,13 +312,13 @@ def test_rounding_leads_to_the_last_token_with_a_weight() -> None:
     logits = torch.randn(30, 250) * 0.1
     logits[:, 240:] = -300
     chosen = run_kernel(logits, [Settings()] * 30, [LARGEST_UNIFORM] * 30)
-    # Sums in another order may pass the last border one token early.
+    # Sums in another order may reach the last border one token early.
     assert set(chosen) <= {238, 239}
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_the_largest_finite_logits_share_the_draw() -> None:
-    """A distance that overflows is not an error: such a token has no weight."""
+    """A distance that overflows is not an error: its token has no weight."""
     logits = torch.full((300,), -3.3e38)
     logits[[20, 280]] = 3.3e38
     rows = [Settings(), Settings(top_k=9), Settings(top_p=0.9), Settings(min_p=0.1)]
@@ -327,7 +327,7 @@ def test_the_largest_finite_logits_share_the_draw() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_neighbours_change_nothing() -> None:
-    """The token must be exactly the same: uniform numbers are random, so some are within rounding of a border."""
+    """Tokens must be exactly the same, although some of the random uniform numbers are within rounding of a border."""
     logits = torch.randn(4, 1000)
     names = ("none", "top-k", "top-p", "min-p-within-both")
     rows, uniform = [RESTRICTIONS[name] for name in names], torch.rand(4)
@@ -342,7 +342,7 @@ def test_neighbours_change_nothing() -> None:
 
 @pytest.mark.parametrize("vocab_size", [63, 1000, 1025])
 def test_greedy_rows_need_no_flag(vocab_size: int) -> None:
-    """The first of equal maxima wins, wherever groups, programs and blocks end, and only the logits are read."""
+    """The first of equal maxima wins, wherever groups, programs and blocks end. Only the logits are read."""
     logits = torch.randn(5, vocab_size).clamp(max=4)
     for row, tokens in enumerate([[0], [15, 16], [vocab_size - 1], [40, 41, 62], list(range(vocab_size))]):
         logits[row, tokens] = 5
@@ -353,7 +353,7 @@ def test_greedy_rows_need_no_flag(vocab_size: int) -> None:
 
 
 def test_draws_are_distributed_as_the_weights() -> None:
-    """Pearson's chi-square of 200 draws; with 7 degrees of freedom it exceeds 24.3 once in a thousand times."""
+    """Pearson's chi-square for 200 draws; with 7 degrees of freedom it exceeds 24.3 once in a thousand times."""
     logits = torch.full((63,), -9.0)
     tokens = torch.tensor([1, 5, 17, 30, 31, 32, 50, 62])
     logits[tokens] = torch.tensor([0.0, 0.3, -0.4, 0.9, -1.0, 0.1, 0.5, -0.2])
@@ -426,7 +426,7 @@ class CompiledForHopper:
 def test_compiles_for_hopper(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler refuses code that the interpreter accepts. The vocabularies are Llama 3's and an odd one."""
     if ALONE not in os.environ:
-        # A process that has interpreted can no longer compile, so this test runs in its own process.
+        # A process that has interpreted kernels can no longer compile any, so this test runs in its own process.
         test = f"{__file__}::{request.node.name}"
         command = [sys.executable, "-m", "pytest", "-m", "campaign", "-p", "no:cacheprovider", "--noconftest", test]
         done = subprocess.run(command, env={**os.environ, ALONE: "1"}, capture_output=True, text=True, check=False)
