@@ -1,4 +1,4 @@
-"""Several gateway processes on one PostgreSQL and one engine process, and clients cheap enough to run many."""
+"""Several gateway processes on one database and one engine process, and clients cheap enough to run many of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LabGateway:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """Tokens that the engine reports having committed for one request."""
+    """The tokens that the engine committed for one request, by its own account."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -60,13 +60,13 @@ END $$;
 CREATE OR REPLACE TRIGGER see_reservation AFTER INSERT OR UPDATE OF reserved_tokens ON reservations
     FOR EACH ROW EXECUTE FUNCTION see_reservation();
 """
-"""Records reservations, because settled ones are deleted."""
+"""A trigger that records reservations, because settled ones are deleted."""
 
 
 class GatewayLab:
-    """Starts and kills gateways; `truths` is what their engine committed.
+    """Starts and kills gateways; `truths` returns the tokens that their engine committed.
 
-    The gateways' data and logs are below `disk`, everything else is below `directory`.
+    The gateways' data and logs are under `disk`, and everything else is under `directory`.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class GatewayLab:
     def wait_ready(self, gateway: LabGateway) -> None:
         def is_ready() -> bool:
             if not Path(f"/proc/{gateway.pid}").exists():
-                # If the machine is too busy, the engine may not answer in time; an operator's init system would restart
-                # the gateway.
+                # A gateway exits if the engine does not answer in time, as on a busy machine. An init system would
+                # restart it.
                 self.start(gateway)
             try:
                 return httpx.get(f"http://127.0.0.1:{gateway.port}/health/ready", trust_env=False).status_code == 200
@@ -146,7 +146,7 @@ class GatewayLab:
         until(is_ready, lambda: Path(gateway.settings["log"]).read_text()[-2000:])
 
     def stop(self, gateway: LabGateway) -> None:
-        """Ask a gateway to stop, and wait until it has."""
+        """Ask a gateway to stop, and wait for its end."""
         os.kill(gateway.pid, signal.SIGTERM)
         until(lambda: not Path(f"/proc/{gateway.pid}").exists())
 
@@ -159,7 +159,7 @@ class GatewayLab:
         return tenant, ApiKeys(self.database).create(tenant.id, "key").secret
 
     def truths(self) -> defaultdict[str, Truth]:
-        """The tokens that the engine committed, by request; zero for requests that never reached it."""
+        """The tokens that the engine committed for each request; zero for requests that never reached the engine."""
         found: defaultdict[str, Truth] = defaultdict(lambda: Truth(0, 0))
         for line in self._ends.read_text().splitlines():
             sequence_id, num_prompt, num_completion, _ = json.loads(line)
@@ -167,12 +167,12 @@ class GatewayLab:
         return found
 
     def see_reservations(self) -> None:
-        """Have PostgreSQL record reservations from now on, for `reserved_tokens`."""
+        """Make PostgreSQL record all later reservations, for `reserved_tokens`."""
         with self.database.write() as connection:
             connection.exec_driver_sql(_SEE_RESERVATIONS)
 
     def reserved_tokens(self, tenant_id: str) -> dict[str, int]:
-        """The most tokens that each request of a tenant held, including requests already settled."""
+        """The tokens last reserved for each of a tenant's requests, including settled requests."""
         query = text("SELECT id, reserved_tokens FROM seen_reservations WHERE tenant_id = :tenant_id")
         with self.database.read() as connection:
             return {row.id: row.reserved_tokens for row in connection.execute(query, {"tenant_id": tenant_id})}
@@ -193,7 +193,7 @@ class GatewayLab:
 
 
 async def ask(port: int, key: str, max_tokens: int, cut_after: int | None = None) -> tuple[int, bytes]:
-    """Request a streamed completion on its own socket; with `cut_after`, disconnect after that many reads."""
+    """Request a streamed completion on a new connection; with `cut_after`, disconnect after that many reads."""
     asked = {"model": "base", "prompt": [5], "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     body = json.dumps({**asked, "stream_options": {"include_usage": True}}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -1,7 +1,7 @@
-"""An engine process without a model: the real loop, engine and scheduler over the simulated device, at a set pace.
+"""An engine process without a model: the real loop, engine and scheduler over a simulated device, at a fixed pace.
 
-`python -m tests.conformance.paced_engine SOCKET MODEL_DIR ENDS` appends the end of every sequence to the file ENDS,
-with the tokens that the engine committed. The ledger is checked against this file.
+`python -m tests.conformance.paced_engine SOCKET MODEL_DIR ENDS` appends a line to the file ENDS when a sequence ends,
+with the number of tokens that the engine committed. The ledger is checked against this file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEP_S = 0.01
 
 
 class NotedEngine:
-    """An engine that also writes down the ends it reports."""
+    """An engine that also records in a file how each sequence ended."""
 
     def __init__(self, engine: Engine, ends: TextIO) -> None:
         self._engine = engine
@@ -82,7 +82,7 @@ def main() -> None:
     threading.Thread(target=follow_parent, daemon=True).start()
     with open(ends, "a", encoding="utf-8") as file:
         engine = NotedEngine(simulation.engine, file)
-        # The simulated device keeps all its batches for tests, which a long-running server must not do.
+        # The simulated device keeps all batches for tests; in a long-running server they would fill the memory.
         simulation.executor.batches = _Nothing()  # type: ignore[assignment]
         record = StepRecord(StepRecord.new_file(256))
         assembled = SimpleNamespace(engine=engine, ready=ready, stager=simulation.stager)

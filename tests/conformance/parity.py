@@ -1,4 +1,4 @@
-"""Compares an engine's logits and greedy tokens with those of transformers and peft."""
+"""Comparison of an engine's logits and greedy tokens with those of transformers and peft."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Subject:
-    """A base model on disk, its peft counterpart, and the packed adapters by name."""
+    """A base model on disk, the same model in peft, and packed adapters."""
 
     directory: Path
     reference: Any
@@ -59,7 +59,7 @@ class Subject:
 
     @torch.no_grad()
     def reference_logits(self, name: str | None, tokens: list[int]) -> torch.Tensor:
-        """Logits of every position, float32 `[len(tokens), vocab_size]`."""
+        """The reference's logits for every position, float32 `[len(tokens), vocab_size]`."""
         with contextlib.ExitStack() as stack:
             if name is None:
                 stack.enter_context(self.reference.disable_adapter())
@@ -76,12 +76,12 @@ def make_subject(
     shape: dict[str, Any] = SHAPE,
     window: int = WINDOW,
 ) -> Subject:
-    """A random base of a family with the planned adapters, on disk and packed."""
+    """A random base model of a family, with the planned adapters on disk and packed."""
     base = make_base(family, directory / "base", shape, window)
     plans = [plan.for_family(family) for plan in plans]
     with warnings.catch_warnings():
-        # Warnings about adapters of the embedding or head: merging them into a tied base goes wrong, which nobody does
-        # here, and the base's own weights are saved with them.
+        # peft warns that adapters of the embedding or head must not be merged into a tied base, which these tests never
+        # do, and that it saves the base's weights with them.
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`|Setting `save_embedding_layers`")
         reference = add_adapters(base, plans, directory / "adapters")
     if any({"lm_head", "embed_tokens"} & set(plan.modules) for plan in plans):
@@ -119,7 +119,7 @@ class Recorder:
     def submit(self, batch: Batch) -> StepResult:
         result = self.executor.submit(batch)
         self.steps.append((batch, self._logits))
-        # Each sequence has its own random stream, so its seed identifies it.
+        # Each sequence has its own random stream, so the seed identifies the sequence.
         ids = {one.seed: one.sequence_id for one in self._engine._live}
         for row, sample in zip(self._logits, batch.samples, strict=True):
             self.by_sequence[ids[sample.seed]].append(row)
@@ -135,7 +135,7 @@ def run(engine: Engine) -> None:
 
 
 def assert_parity(subject: Subject, name: str | None, add: Add, recorded: list[torch.Tensor]) -> None:
-    """Compare each step's logits, on the generated tokens, and its greedy choice with the reference's."""
+    """Compare the logits and the greedy choice of each step with the reference's, after the same tokens."""
     assert len(recorded) == add.max_tokens
     generated = [int(row.argmax()) for row in recorded]
     expected = subject.reference_logits(name, [*add.prompt, *generated[:-1]])[len(add.prompt) - 1 :]

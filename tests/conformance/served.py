@@ -1,4 +1,4 @@
-"""A `loramux serve` process, used as an operator does: from the command line and through official clients."""
+"""A `loramux serve` process, used as by an operator: from the command line and through official clients."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Deployment:
 
     @contextmanager
     def running(self, log_file: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-        """Serve until the block ends, then stop the server if it still runs. Its log may go to a file."""
+        """Serve until the block ends, then stop the server if it still runs. With `log_file`, log to that file."""
         log = subprocess.STDOUT if log_file is None else os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         server = subprocess.Popen(
             [

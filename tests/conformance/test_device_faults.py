@@ -1,4 +1,4 @@
-"""A fake GPU that fails: the engine's errors at startup, and the end of each sequence while it serves."""
+"""An engine on a fake GPU that fails: errors at startup, and how each sequence ends if the GPU fails later."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def add(name: str, num_tokens: int = 6, digest: str | None = None) -> Add:
 
 
 def finished(engine: Engine) -> dict[str, Finished]:
-    """Run all sequences to their end, and return how each one ended."""
+    """Run all sequences to the end, and return each one's final message."""
     while engine.has_work:
         engine.step()
     messages = [one.message for one in engine.take_outbox()]
@@ -137,7 +137,7 @@ FAULTS = {
 def test_no_step_hides_that_its_device_failed(
     subject: Subject, card: FakeCard, strike: Callable[[FakeCard], None], num_steps: int
 ) -> None:
-    """The fault hits a step's first run, its capture or a replay; no live sequence may wait forever."""
+    """The fault hits the first run of a step, its capture or a replay; no live sequence may wait forever."""
     assembled = assemble(subject, card)
     engine = assembled.engine
     for name in ("a", "b"):
@@ -152,7 +152,7 @@ def test_no_step_hides_that_its_device_failed(
 
 
 def test_a_lost_card_is_found_by_a_request_that_waits_for_its_adapter(subject: Subject, card: FakeCard) -> None:
-    """Nothing runs, so the adapter would otherwise fail again and again on an engine that looks healthy."""
+    """No step runs that could fail. Adapters would keep failing on an engine that looks healthy."""
     assembled = assemble(subject, card)
     lose(card)
     assembled.engine.add(b"", add("a", digest=subject.digests["r3"]))

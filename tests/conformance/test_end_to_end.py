@@ -40,7 +40,7 @@ class Stand:
     deployment: Deployment
     keys: dict[str, str]
     blobs: Any
-    """Lists the blob store's keys."""
+    """A function that lists the blob store's keys."""
 
 
 @pytest.fixture(scope="module", params=["sqlite and local blobs", "postgres and s3"])
@@ -95,7 +95,7 @@ def serve(made: Deployment, blobs: Any) -> Iterator[Stand]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[tuple[str | None, str], str]:
-    """The answers of transformers and peft to each demo prompt, by adapter; None is the base. bfloat16, as served."""
+    """The bfloat16 answers of transformers and peft to each demo prompt, by adapter; None is the base."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
     base = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, DEMO / "adapters" / "pirate", adapter_name="pirate")
@@ -120,7 +120,7 @@ def expected() -> dict[tuple[str | None, str], str]:
 
 
 def usage(stand: Stand, tenant: str) -> tuple[int, int, int]:
-    """Requests, prompt tokens and completion tokens that a tenant was billed for."""
+    """The number of requests, prompt tokens and completion tokens billed to a tenant."""
     done = stand.deployment.command("usage", "--tenant", tenant, "--format", "json")
     assert done.returncode == 0, done.stderr
     results = [result for bucket in json.loads(done.stdout)["data"] for result in bucket["results"]]
@@ -132,7 +132,7 @@ def usage(stand: Stand, tenant: str) -> tuple[int, int, int]:
 
 
 def ask(stand: Stand, tenant: str, model: str, prompt: str, stream: bool) -> tuple[str, int, int]:
-    """A greedy chat answer, and the tokens that the server reports for it."""
+    """A greedy chat answer, and the token usage that the server reports for it."""
     client = stand.deployment.client(stand.keys[tenant])
     messages: Any = [{"role": "user", "content": prompt}]
     if not stream:
@@ -241,7 +241,7 @@ def test_a_bad_key_opens_nothing(stand: Stand) -> None:
 
 
 def spoil(kind: str, directory: Path) -> None:
-    """Damage a copy of an adapter in one way."""
+    """Damage a copy of an adapter, as `kind` says."""
     config_path, tensors_path = directory / "adapter_config.json", directory / "adapter_model.safetensors"
     config = json.loads(config_path.read_text())
     match kind:
@@ -270,7 +270,7 @@ def spoil(kind: str, directory: Path) -> None:
 def test_an_unfit_adapter_is_rejected_and_leaves_nothing(stand: Stand, tmp_path: Path, kind: str) -> None:
     directory = tmp_path / "adapter"
     shutil.copytree(DEMO / "adapters" / "formal", directory)
-    # numpy has no bfloat16, and a float32 adapter serves as well.
+    # numpy has no bfloat16, so convert the adapter to float32.
     from safetensors.torch import load_file as load_torch
     from safetensors.torch import save_file as save_torch
 

@@ -1,4 +1,4 @@
-"""Gateway processes on a disk that fills and empties during streams: the ledger matches what clients were told."""
+"""Gateway processes on a disk that fills up and is freed during streams: the ledger matches the usage clients saw."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ Answers = list[tuple[int, bytes]]
 
 
 class FillingDisk:
-    """The disk with the database, the gateways' data and their logs."""
+    """The disk that contains the database and the gateways' data and logs."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.database = directory / "loramux.db"
 
     def fill(self, *, is_log_empty: bool) -> None:
-        """Fill the disk; SQLite's write-ahead log may still have free space within its file."""
+        """Fill the disk. With `is_log_empty`, leave no free space within SQLite's write-ahead log either."""
         if is_log_empty:
             empty_log(self.database)
         fill(self.directory)
@@ -59,7 +59,7 @@ def disk() -> Iterator[FillingDisk]:
 
 @pytest.fixture
 def lab(disk: FillingDisk, demo_base: Path) -> Iterator[GatewayLab]:
-    """Two gateways. The second has a full spool, so its settlements wait in memory."""
+    """A lab with two gateways. The second gateway's spool is full, so its settlements wait in memory."""
     spool = disk.directory / "gateway-1" / "spool"
     spool.mkdir(parents=True)
     with ExitStack() as stack:
@@ -70,7 +70,7 @@ def lab(disk: FillingDisk, demo_base: Path) -> Iterator[GatewayLab]:
 
 
 async def run_once(lab: GatewayLab, disk: FillingDisk, key: str, dice: random.Random) -> Answers:
-    """Run streams that begin at random moments, while the disk fills and empties at other random moments."""
+    """Run streams that begin at random moments, while the disk is filled and freed at other random moments."""
 
     async def stream(number: int) -> tuple[int, bytes]:
         await asyncio.sleep(dice.uniform(0, 0.5))
@@ -89,7 +89,7 @@ async def run_once(lab: GatewayLab, disk: FillingDisk, key: str, dice: random.Ra
 
 
 def num_in_memory(lab: GatewayLab) -> int:
-    """Number of settlements that wait in gateways' memory."""
+    """Number of settlements that wait in the gateways' memory."""
     ports = [gateway.settings["admin_port"] for gateway in lab.gateways]
     texts = [httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text for port in ports]
     return sum(int(float(re.findall(r"^loramux_held_settlements (\S+)$", text, re.MULTILINE)[0])) for text in texts)

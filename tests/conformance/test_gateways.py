@@ -1,4 +1,4 @@
-"""Gateways that race, lose clients, and are stopped and killed: quotas stay exact, each request is settled once."""
+"""Gateways that race, lose clients, and are stopped or killed: quotas stay exact and each request is settled once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def events_of(lab: GatewayLab, tenant_id: str) -> list[Any]:
 @pytest.mark.parametrize("num_racers", [40, pytest.param(NUM_RACERS, marks=campaign)], ids=["few", "many"])
 def test_clients_that_race_for_the_last_tokens_overspend_none(lab: GatewayLab, num_racers: int) -> None:
     tenant, key = lab.account(f"race-{num_racers}")
-    # Enough for slightly less than half of the racers, with almost no refill during the race.
+    # The quota is enough for slightly less than half of the racers, and hardly refills during the race.
     burst = num_racers * (MAX_TOKENS + 1) * 4 // 9
     QuotaPolicies(lab.database).set(tenant.id, "tokens_per_minute", 1, burst)
     QuotaPolicies(lab.database).set(tenant.id, "concurrent_requests", 200)
@@ -66,7 +66,7 @@ def test_clients_that_race_for_the_last_tokens_overspend_none(lab: GatewayLab, n
         async def one(number: int) -> int:
             while True:
                 status, answer = await ask(lab.gateways[number % len(lab.gateways)].port, key, MAX_TOKENS)
-                # On a slow machine a crowd may be asked to retry; only an answer about tokens is final.
+                # On a slow machine some clients may be asked to retry; only an answer about tokens is final.
                 if status != 503 and b"concurrent_requests" not in answer:
                     return status
                 await asyncio.sleep(random.uniform(0.05, 0.5))
@@ -229,6 +229,7 @@ def test_gateways_killed_at_random_moments_settle_each_request_once(lab: Gateway
         most_under = max(most_under, committed - event.completion_tokens)
         num_recovered += event.status == "recovered"
     print(f"\n{num_done} kills, {len(events)} requests, {num_recovered} recovered, at most {most_under} under")
-    # At most one token per step; the engine notices a death within a second, and a checkpoint takes time to write.
+    # The engine commits at most one token per step. It notices a dead gateway within a second, and writing a checkpoint
+    # takes time.
     assert most_under <= (CHECKPOINT_INTERVAL_S + 2.0) / STEP_S
     lab.check_nothing_held()

@@ -1,8 +1,8 @@
 """The engine's GPU path, on a GPU if there is one, otherwise with its kernels interpreted on the CPU.
 
-When interpreted, everything except CUDA itself runs as on a GPU: padded shapes, one packed copy of a step's metadata,
-captured steps that read each batch from the same buffers, tokens sampled and read on the device, and steps submitted
-before the previous step's tokens are known.
+With interpreted kernels, everything except CUDA itself runs as on a GPU: padded shapes, one packed copy of a step's
+metadata, captured steps that read each batch from the same buffers, tokens that stay on the device, and steps that are
+submitted before the previous step's tokens are known.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def plain_backend(accelerator: Accelerator, compiles: bool = False) -> Backend:
-    """The GPU's backend with the reference kernels in place of the real ones."""
+    """The GPU's backend with reference kernels."""
     return Backend(
         accelerator=accelerator,
         make_kernels=lambda pool, shapes: ReferenceKernels(pool),
@@ -73,14 +73,14 @@ def plain_backend(accelerator: Accelerator, compiles: bool = False) -> Backend:
 def requests(
     subject: Subject, sampling: SamplingParams = GREEDY, num_tokens: int = 4
 ) -> dict[str, tuple[str | None, Add]]:
-    """Prompts shorter and longer than a page and than a step's budget, with adapters of several ranks and without."""
+    """Prompts shorter and longer than a page and than a step's budget, for the base and adapters of several ranks."""
     return requests_of(subject, [(None, 5), ("r3", 17), ("r31", 1), ("by-layer", 36)], sampling, num_tokens)
 
 
 def requests_of(
     subject: Subject, wanted: list[tuple[str | None, int]], sampling: SamplingParams = GREEDY, num_tokens: int = 4
 ) -> dict[str, tuple[str | None, Add]]:
-    """One request for each adapter and prompt length."""
+    """One greedy or sampled request for each pair of an adapter and a prompt length."""
     made: dict[str, tuple[str | None, Add]] = {}
     generator = torch.Generator().manual_seed(3)
     for name, length in wanted:
@@ -157,14 +157,15 @@ def test_adapters_of_the_embedding_and_the_head_have_shapes_of_their_own(
         assert tokens[sequence_id] == [int(row.argmax()) for row in logits]
     assert any(shape.has_outer for shape in executor._has_run)
 
-    # Even while such adapters are resident, a batch without them calls none of their kernels: a call would now fail.
+    # A batch without these adapters must not call their kernels, although the adapters are resident. Make any call
+    # fail.
     monkeypatch.setattr(executor._kernels, "outer", None)
     tokens_of(assembled.engine, [add for _, add in requests_of(outer_subject, [("r3", 1)], num_tokens=1).values()])
     assembled.adapters.close()
 
 
 def note_groups(executor: GraphExecutor, monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
-    """Record the modules of each group to which adapters are added from now on."""
+    """Record the modules of each group to which `lora_add` adds adapters."""
     noted: set[tuple[int, ...]] = set()
     add = executor._kernels.lora_add
 
@@ -231,7 +232,7 @@ def test_shapes_of_few_modules_drop_no_graphs(subject: Subject, monkeypatch: pyt
             assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
         assert set(executor._graphs) >= warmed
         assert len(executor._graphs) == len(warmed) + room
-    # With room for one, a shape was captured at its first decode.
+    # With room for one more graph, a shape was captured at its first decode.
     (narrow,) = set(executor._graphs) - warmed
     assert (narrow.groups, narrow.is_decode) == (LayerGroups.QKV, True)
     assert len(launched) == 1
@@ -242,7 +243,7 @@ def test_a_shape_whose_capture_fails_runs_uncaptured(
     subject: Subject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class RefusingAccelerator(HostAccelerator):
-        """Refuses every capture."""
+        """An accelerator that refuses every capture."""
 
         num_captures = 0
 
@@ -292,7 +293,7 @@ def test_the_graph_that_was_replayed_longest_ago_is_dropped(subject: Subject, mo
     executor = recorder.executor
     assert isinstance(executor, GraphExecutor)
     executor._max_graphs = 2
-    # Sequences end one after another, so that decodes have several sizes; the adapter makes their shapes differ again.
+    # Sequences end one after another, so that decodes have several sizes. The adapter adds further shapes.
     for name in ("r3", None, "r3"):
         asked = requests_of(subject, [(name, 1), (None, 2), (None, 3), (None, 4)])
         adds = [
@@ -310,7 +311,7 @@ def test_the_graph_that_was_replayed_longest_ago_is_dropped(subject: Subject, mo
 def test_kernels_of_outer_modules_are_warmed_up_with_each_shape(
     outer_subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first step that needs these kernels finds them loaded, and is captured immediately like any other."""
+    """The first step that needs these kernels finds them loaded, and is captured immediately, like any other step."""
     backend = plain_backend(HostAccelerator(), compiles=True)
     launched: set[tuple[str, int, int]] = set()
     for name in ("lora_gather", "lora_shrink", "lora_expand"):
@@ -332,7 +333,7 @@ def test_kernels_of_outer_modules_are_warmed_up_with_each_shape(
 
 
 def noting(name: str, kernel: Callable[..., None], launched: set[tuple[str, int, int]]) -> Callable[..., None]:
-    """A kernel that also records what its launch is compiled for: the number of segments and the maximum rank."""
+    """A kernel that also records the values its launch is compiled for: the number of segments and the maximum rank."""
 
     def note(self: ReferenceLora, *arguments: Any) -> None:
         (call,) = (one for one in arguments if isinstance(one, LoraCall))
@@ -343,5 +344,5 @@ def noting(name: str, kernel: Callable[..., None], launched: set[tuple[str, int,
 
 
 def greedy(logits: torch.Tensor, *settings: torch.Tensor, all_greedy: bool = False) -> None:
-    """Write each row's most likely token to the last of the settings."""
+    """Write each row's most likely token to the last tensor in `settings`."""
     settings[-1].copy_(logits.argmax(1))

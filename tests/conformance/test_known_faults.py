@@ -1,6 +1,6 @@
-"""Faults that users of other engines have reported, each ruled out here with real weights and kernels.
+"""Faults that users of other engines have reported, ruled out here with real weights and kernels.
 
-Faults of scheduling alone are in `tests/simulation/test_known_faults.py`.
+Pure scheduling faults are in `tests/simulation/test_known_faults.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def a_request(subject: Subject, name: str | None, num_prompt: int, max_tokens: i
 
 
 def poisoned(assembled: AssembledEngine) -> AssembledEngine:
-    """Fill the pool with NaN (all bits set), so that reads of unwritten memory show."""
+    """Fill the pool with NaN (all bits set), so that reads of unwritten memory are noticed."""
     assembled.views.raw.fill_(0xFF)
     return assembled
 
@@ -47,9 +47,9 @@ def page_bytes(assembled: AssembledEngine) -> int:
 
 
 def test_a_reused_page_keeps_nothing_of_its_former_owner(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In another engine, an evicted adapter's weights leaked into the next, lower-rank owner of its memory."""
+    """An evicted adapter's weights leaked into the lower-rank adapter that got its memory next."""
     size = page_bytes(subject.assemble())
-    # The largest adapter and one request fill the pool, so each adapter evicts the one before.
+    # The largest adapter and one request fill the pool, so each adapter evicts the previous one.
     pool = (subject.num_pages["r64"] + 6) * size
     assembled = poisoned(subject.assemble(pool_bytes=pool, max_resident_adapters=2))
     recorder = Recorder(assembled.engine, monkeypatch)
@@ -64,7 +64,7 @@ def test_a_reused_page_keeps_nothing_of_its_former_owner(subject: Subject, monke
 
 
 def test_one_adapter_that_is_not_finite_poisons_nobody(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Validation rejects such adapters; one that gets in anyway ends only its own requests."""
+    """Validation rejects adapters with NaN. If such an adapter gets in anyway, it ends only its own requests."""
     sound = subject.adapters[subject.digests["r8"]]
     payload = np.full_like(sound.payload, 0xFF)
     subject.adapters[BROKEN] = PackedAdapter(BROKEN, sound.layout, sound.scales, payload)

@@ -1,4 +1,4 @@
-"""A long random run with real weights and kernels: whatever happens around a request, its tokens are the reference's.
+"""A long random run with real weights and kernels: a request gets the reference's tokens whatever else happens.
 
 `tests/simulation/test_long_life.py` does the same on a simulated device, where every token is known exactly.
 """
@@ -26,13 +26,13 @@ from tests.conformance.parity import TOLERANCE, Subject, make_subject
 from tests.conformance.tiny_models import PLANS, VOCAB_SIZE
 
 NUM_EVENTS = int(os.environ.get("LORAMUX_LIFE_EVENTS", "10000"))
-"""Events in the campaign: aborts, evictions, preemptions and reloads together."""
+"""Number of events in the campaign: aborts, evictions, preemptions and reloads together."""
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 NAMES = [plan.name for plan in PLANS]
 MAX_PROMPT = 150
 MAX_OPEN = 16
-"""Requests that run or wait at the same time."""
+"""Maximum number of requests that run or wait at the same time."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ class Life:
             max_resident_adapters=3,
             max_sequences=8,
         )
-        # All bits set is NaN, so that reads of unwritten memory show.
+        # All bits set is NaN, so that reads of unwritten memory are noticed.
         self.assembled.views.raw.fill_(0xFF)
         self.engine = self.assembled.engine
         self.prompts = [self._tokens(self.rng.randint(1, 90)) for _ in range(3)]
@@ -109,7 +109,7 @@ class Life:
         assert self.num_answers == self.num_calls
 
     def check(self) -> None:
-        """Check that each token is the reference's choice after the tokens before it, or as likely within rounding."""
+        """Check that each token is the reference's choice after the previous tokens, or as likely within rounding."""
         for sequence_id, (name, add) in self.asked.items():
             tokens = self.tokens[sequence_id]
             if self.ends[sequence_id].reason == "length":

@@ -1,4 +1,4 @@
-"""One server with traces, logs and metrics on: they show a request completely, and nothing private about it."""
+"""Traces, logs and metrics of one server: they show a request completely, and reveal nothing private about it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The output that a server left behind."""
+    """The traces, logs and metrics that a server left."""
 
     made: Deployment
     logs: str
@@ -37,7 +37,7 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """A server that ran one cold request with canaries in its body, key and headers, and refused a few others."""
+    """A server that ran one cold request with canaries in its body, key and headers, and refused a few more."""
     log_file = tmp_path_factory.mktemp("log") / "stderr"
     environment = {
         "LORAMUX_TRACES": "file",

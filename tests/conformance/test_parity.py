@@ -1,6 +1,6 @@
 """Logits and greedy tokens equal those of transformers and peft, one request at a time and in one mixed batch.
 
-Every family runs the mixed batch; `make campaign-parity` adds the rest of the matrix.
+All families run the mixed batch; `make campaign-parity` adds the rest of the matrix.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tests.conformance.tiny_models import (
 )
 
 ALONE = ("llama", "gemma2", "phi3-window")
-"""The families whose requests run alone in every test run; together they cover every branch of the decoder."""
+"""Families whose requests also run one at a time in every test run; together they cover every branch of the decoder."""
 
 STEPS = [
     pytest.param(64, 45, id="chunks"),
     pytest.param(24, 160, id="small chunks", marks=pytest.mark.campaign),
     pytest.param(700, 45, id="whole prompts", marks=pytest.mark.campaign),
 ]
-"""Token rows per step, and answer lengths such that the first request still runs when the last prompt is finished."""
+"""Token rows per step, and answer lengths. The first request must still run when the last prompt is finished."""
 
 PROMPT_LENGTHS = [1, 7, 16, 17, 33, 64, 65, 100, 200, 333, 512, 600]
 FEW_TOKENS = 6
@@ -48,7 +48,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def requests(subject: Subject, max_tokens: int) -> dict[str, tuple[str | None, Add]]:
-    """One request for each adapter, the others for the base; prompts of 1 to 600 tokens."""
+    """One request for each adapter and several for the base, with prompts of 1 to 600 tokens."""
     names: list[str | None] = [None, "r1", "r3", None, "r4", "r8", None, "r31", "by-layer", None, "r16", "r64"]
     generator = torch.Generator().manual_seed(11)
     made = {}
@@ -134,7 +134,7 @@ OUTER_PLANS = [
     ),
     AdapterPlan("inner", 4, ["q_proj", "down_proj"], alpha=8.0),
 ]
-"""Adapters of the embedding and the head, alone and combined, and one with neither."""
+"""Adapters of the embedding or the head, one adapter of all modules, and one without embedding and head."""
 
 UNTIED, TIED = "llama", "qwen2"
 
@@ -149,7 +149,7 @@ def outer_subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 
 def outer_requests(subject: Subject, *names: str | None) -> dict[str, tuple[str | None, Add]]:
-    """Prompts shorter and longer than a step's budget, which meet in one batch."""
+    """Requests with prompts shorter and longer than a step's budget, which meet in one batch."""
     generator = torch.Generator().manual_seed(5)
     made: dict[str, tuple[str | None, Add]] = {}
     for index, name in enumerate(names):
@@ -176,7 +176,7 @@ def test_adapters_of_the_embedding_and_the_head_equal_peft(
     assert stats.max_adapters_in_step == len(OUTER_PLANS)
     assert stats.num_adapter_pages == sum(outer_subject.num_pages.values())
 
-    # Rows of the base, and of adapters without a head or embedding, are computed as if the other adapters were absent.
+    # Rows of the base and of adapters without embedding and head are computed as if the other adapters were absent.
     executor = recorder.executor
     assert isinstance(executor, DirectExecutor)
     tables = executor._tables
@@ -208,7 +208,7 @@ def test_a_batch_without_such_adapters_launches_nothing_for_them(
     for _, add in resident.values():
         assembled.engine.add(b"", add)
     run(assembled.engine)
-    # Any call of these kernels would now fail.
+    # Make any call of these kernels fail.
     monkeypatch.setattr(executor._kernels, "outer", None)
     recorder = Recorder(assembled.engine, monkeypatch)
     asked = outer_requests(outer_subject, None, "inner")
@@ -228,7 +228,7 @@ def test_a_batch_without_such_adapters_launches_nothing_for_them(
 def test_longrope_follows_the_longest_context_that_is_served(
     max_model_len: int, num_prompt: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers chooses by each sequence's length; where the two choices agree, so do the logits."""
+    """transformers chooses the factors by a sequence's current length; where both choose the same, the logits agree."""
     make_base("phi3-longrope", tmp_path)
     untouched = Phi3ForCausalLM.from_pretrained(tmp_path).eval()
     assembled = Subject(tmp_path, untouched, {}, {}, {}).assemble(max_model_len=max_model_len)

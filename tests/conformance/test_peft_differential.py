@@ -1,6 +1,6 @@
-"""Random configurations that both peft and loramux accept give equal logits, from saved directory to engine.
+"""Random configurations that both peft and loramux accept give equal logits, from the saved directory to the engine.
 
-Each configuration is saved by peft, reloaded by peft as the reference, and processed like an upload by our code.
+peft saves each configuration and reloads it as the reference; our code processes it like an upload.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FEW, MANY = 6, 300
 
 
 def random_name(chance: random.Random) -> str:
-    """The name of one or several modules, in one of the forms that a configuration may use."""
+    """A name that matches one or several modules, in one of the forms that a configuration may use."""
     module = chance.choice(ALL_LINEARS)
     below = f"{PARENTS[module]}.{module}"
     layer = chance.randrange(NUM_LAYERS)
@@ -51,7 +51,7 @@ def random_name(chance: random.Random) -> str:
 
 
 def random_settings(chance: random.Random) -> dict[str, Any]:
-    """A random LoRA configuration that we support; some match no module at all."""
+    """The settings of a random LoRA configuration that we support; some configurations match no module at all."""
     settings: dict[str, Any] = {
         "r": chance.choice([1, 2, 3, 8, 16, 33]),
         "lora_alpha": chance.choice([1, 2, 7, 16, 0.5]),
@@ -79,7 +79,7 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
 
 @dataclass
 class Pair:
-    """The base for peft, and an engine with the same base."""
+    """The base for peft, and the same base for an engine."""
 
     base: Any
     subject: Subject
@@ -87,7 +87,7 @@ class Pair:
     directory: Path
 
     def save(self, index: int, settings: dict[str, Any], dtype: torch.dtype) -> Path | None:
-        """Have peft save a random adapter with these settings; returns None if it finds nothing to adapt."""
+        """Have peft save a random adapter with these settings; returns None if peft finds nothing to adapt."""
         directory = self.directory / str(index)
         torch.manual_seed(index)
         try:
@@ -103,7 +103,7 @@ class Pair:
 
     @torch.no_grad()
     def reference_logits(self, directory: Path, tokens: list[int]) -> torch.Tensor:
-        """peft's logits from the saved adapter: float32 `[vocab_size]` of the last position."""
+        """peft's logits with the saved adapter, for the last position: float32 `[vocab_size]`."""
         model = PeftModel.from_pretrained(self.base, directory).eval()
         logits: torch.Tensor = model(input_ids=torch.tensor([tokens])).logits[0, -1]
         model.unload()
@@ -135,8 +135,8 @@ def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int)
         try:
             packed = pack_peft_directory(directory, pair.target)
         except AdapterRejected as error:
-            # peft sorts its patterns when it saves them, and the first match counts: after reloading, they may give
-            # another rank than the tensors have, and peft itself cannot load what it saved.
+            # peft sorts the patterns when it saves them, and the first match counts. After reloading, they may give a
+            # rank that differs from the tensors', and peft itself cannot load the directory.
             if error.code != "rank_mismatch":
                 raise
             with pytest.raises(RuntimeError, match="size mismatch"):

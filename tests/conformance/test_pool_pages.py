@@ -1,4 +1,4 @@
-"""The pool pages that sixteen adapters of mixed rank take."""
+"""The number of pool pages that sixteen adapters of mixed ranks take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard's queries and the alert rules, on a real Prometheus that scrapes a server under load."""
+"""The dashboard's queries and the alert rules, on a real Prometheus server that scrapes a server under load."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SELECTOR = re.compile(r"\{__name__[^}]*\}|(?:loramux_\w+|up)(?:\{[^}]*\})?")
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """A Prometheus that scraped a server through all the dashboard shows: load, refusals, uploads, a dead engine."""
+    """A Prometheus server that scraped everything the dashboard shows: load, refusals, uploads and a dead engine."""
     environment = {
         "LORAMUX_METRICS_TOKEN": TOKEN,
         "LORAMUX_NUM_THREADS": "1",
@@ -46,7 +46,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     target = f"127.0.0.1:{made.admin_port}"
     with made.running() as server, running_prometheus(tmp_path_factory.mktemp("prometheus"), target, TOKEN) as asked:
         assert httpx.get(f"http://{target}/metrics").status_code == 401, "the token is required"
-        # A counter's first sample is not an increase, so there must be one before anything happens.
+        # A counter's first sample is not an increase, so counters must have a sample before the load begins.
         wait_until(lambda: bool(asked.query("loramux_engine_up == 1")))
         put_under_load(made, server.pid)
         time.sleep(3)
@@ -127,7 +127,7 @@ def test_every_rule_is_evaluated_on_series_that_there_are(prometheus: Prometheus
     rules = prometheus.rules()
     assert {rule["health"] for rule in rules} == {"ok"}, [rule for rule in rules if rule["health"] != "ok"]
     selectors = {(rule["name"], found) for rule in rules for found in SELECTOR.findall(rule["query"])}
-    # Counters of events that never happened have no series; all others exist.
+    # Counters of events that never happened have no series; all other series exist.
     empty = sorted((name, one) for name, one in selectors if not prometheus.query(one))
     print(f"\n{len(rules)} rules over {len({one for _, one in selectors})} selectors")
     assert empty == []

@@ -1,4 +1,4 @@
-"""`loramux serve` whose engine loses its staging process: requests are not affected."""
+"""`loramux serve` with an engine that loses its staging process: requests are not affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`loramux serve` on a failing S3 store: resident adapters are served, cold ones are correct or refused."""
+"""`loramux serve` on a failing S3 store: resident adapters are served; cold adapters are correct or refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.conformance.served import deployment
 
 NUM_RESIDENT, NUM_COLD, NUM_COLD_CLIENTS, NUM_SLOTS = 2, 12, 6, 10
 NUM_FAULTS = int(os.environ.get("LORAMUX_STORE_FAULTS", "200"))
-# A load reads the packed file once and the canonical one twice, and writes the packed file; then the request runs.
+# A load reads the packed file once and the canonical file twice, and writes the packed file; then the request runs.
 DEADLINE_S = 4 * S3Limits().body_s + 10
 BUCKET = "loramux-faults"
 
@@ -105,7 +105,7 @@ def test_resident_adapters_are_served_and_cold_ones_are_right_or_refused(proxy: 
 def suffer(
     client: httpx.Client, proxy: FaultProxy, names: list[str], right: dict[str, list[float]]
 ) -> tuple[Seen, Seen]:
-    """Request every adapter while the store fails, until enough faults were injected."""
+    """Request every adapter while the store fails, until enough faults have been injected."""
     resident, cold = Seen(), Seen()
     is_over = threading.Event()
     lock = threading.Lock()
@@ -123,7 +123,7 @@ def suffer(
                     break
 
     def keep_streaming(name: str) -> None:
-        """Keep the adapter in use: running adapters are not evicted, and those that just ran are evicted last."""
+        """Keep the adapter in use: adapters in use are never evicted, and recently used ones are evicted last."""
         body = {"model": name, "prompt": "The ship", "max_tokens": 100, "ignore_eos": True, "stream": True}
         while not is_over.is_set():
             with client.stream("POST", "/v1/completions", json=body) as answer:

@@ -59,7 +59,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 256,
 }
 SMALL_SHAPE = {**SHAPE, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1}
-"""A shape with few layers and heads for interpreted kernels, whose run time grows with both."""
+"""A shape with only a few layers and heads for interpreted kernels, whose run time grows with both numbers."""
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL_LINEARS = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
@@ -67,7 +67,7 @@ ALL_LINEARS = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
 WINDOW = 96
 SMALL_WINDOW = 12
-"""Window of models for short prompts, in tokens."""
+"""Sliding window of the models that get short prompts, in tokens."""
 
 PHI3_ORIGINAL_LEN = 256
 
@@ -77,7 +77,7 @@ def _llama(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 
 def _llama2(shape: dict[str, Any], _: int) -> PreTrainedModel:
-    """As many KV heads as query heads."""
+    """A Llama with as many KV heads as query heads."""
     config = LlamaConfig(**{**shape, "num_key_value_heads": shape["num_attention_heads"]}, tie_word_embeddings=False)
     return LlamaForCausalLM(config)
 
@@ -102,19 +102,19 @@ def _qwen3(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 
 def _gemma(shape: dict[str, Any], window: int, num_layers: int) -> dict[str, Any]:
-    """An attention scale other than head_dim's, and windows shorter than the longer prompts."""
+    """Gemma's settings: an attention scale not derived from head_dim, and a window shorter than the longer prompts."""
     gemma = {"num_hidden_layers": num_layers, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": window}
     return {**shape, **gemma, "initializer_range": 0.15, "attn_implementation": "eager"}
 
 
 def _gemma2(shape: dict[str, Any], window: int) -> PreTrainedModel:
-    """Soft caps low enough to affect most scores and logits; layers with and without a window."""
+    """A Gemma 2 with soft caps low enough to affect most scores and logits, and layers with and without a window."""
     sizes = _gemma(shape, window, shape["num_hidden_layers"] + 1)
     return Gemma2ForCausalLM(Gemma2Config(**sizes, attn_logit_softcapping=4.0, final_logit_softcapping=8.0))
 
 
 def _gemma3(shape: dict[str, Any], window: int) -> PreTrainedModel:
-    """Five windowed layers for each full one, plus one more layer; three for each in the small shape."""
+    """A Gemma 3 with five windowed layers per full one (three in the small shape), plus one more layer."""
     pattern = 2 * shape["num_hidden_layers"]
     ropes = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -129,7 +129,7 @@ def _phi3(shape: dict[str, Any], window: int) -> PreTrainedModel:
 
 
 def _phi3_longrope(shape: dict[str, Any], _: int) -> PreTrainedModel:
-    """Three quarters of each head are rotated, and each pair of channels is scaled by its own factor."""
+    """A Phi-3 that rotates three quarters of each head, and scales each pair of channels by its own factor."""
     num_pairs = int(shape["hidden_size"] // shape["num_attention_heads"] * 0.75) // 2
     rope = {
         "rope_type": "longrope",
@@ -166,7 +166,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any], int], PreTrainedModel]] = {
     "phi3-window": _phi3,
     "phi3-longrope": _phi3_longrope,
 }
-"""A random model of each family, from its shape and its window."""
+"""A function for each family that makes a random model from a shape and a window."""
 
 FUSED_MODULES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -190,7 +190,7 @@ def make_base(family: str, directory: Path, shape: dict[str, Any] = SHAPE, windo
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """One adapter to make: its rank, its target modules, and ranks and alphas that differ by layer or module."""
+    """The plan of one adapter: its rank, its target modules, and ranks and alphas that differ by layer or module."""
 
     name: str
     rank: int
@@ -202,7 +202,7 @@ class AdapterPlan:
     layers: list[int] | None = None
 
     def for_family(self, family: str) -> AdapterPlan:
-        """This plan with the names of the family's linears."""
+        """The same plan with the names of the family's linears."""
         if not family.startswith("phi3"):
             return self
         return dataclasses.replace(
@@ -221,7 +221,7 @@ def _fused_pattern(pattern: dict[str, V]) -> dict[str, V]:
     return fused
 
 
-# Patterns are sorted by name, as peft saves them: the first match counts.
+# Patterns are sorted by name, as peft saves them, because the first match counts.
 PLANS = [
     AdapterPlan("r1", 1, ["q_proj"], alpha=2.0),
     AdapterPlan("r3", 3, ["v_proj", "down_proj"], alpha=6.0),
@@ -246,7 +246,7 @@ PLANS = [
 
 
 def add_adapters(base: PreTrainedModel, plans: list[AdapterPlan], directory: Path) -> Any:
-    """Add the planned adapters to `base` with peft, save each below `directory`, and return the PEFT model."""
+    """Add the planned adapters to `base` with peft, save each under `directory`, and return the PEFT model."""
     torch.manual_seed(5)
     model: Any = None
     for plan in plans:
@@ -274,7 +274,7 @@ def add_adapters(base: PreTrainedModel, plans: list[AdapterPlan], directory: Pat
 
 
 def pack_peft_directory(directory: Path, target: PackTarget) -> PackedAdapter:
-    """Process a PEFT directory like an upload: validate it, make its canonical file, and pack it."""
+    """Process a PEFT directory like an upload: validate it, write the canonical file, and pack the adapter."""
     tensors = directory / "adapter_model.safetensors"
     report = validate_files((directory / "adapter_config.json").read_bytes(), tensors, target)
     canonical = directory / "canonical.safetensors"

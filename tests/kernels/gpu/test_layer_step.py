@@ -40,7 +40,7 @@ def test_a_replayed_step_follows_its_tensors(
     gpu_module: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same tensors with other contents: fewer segments, other lengths, sequences that start and finish."""
+    """Replay on the same tensors with other contents: fewer segments, other lengths, new and finished sequences."""
     if not HAS_GPU:
         run_interpreted(monkeypatch)
     reference, gpu = both_sides(gpu_module)
