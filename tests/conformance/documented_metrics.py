@@ -19,7 +19,7 @@ def documented() -> dict[str, tuple[str, frozenset[str]]]:
 
 
 def exposed(scrape: str) -> dict[str, tuple[str, set[str]]]:
-    """The same for a scrape; metrics without samples have no labels. `_created` series of clients are left out."""
+    """Each exposed metric's type and labels, by name. No labels are found without samples. Skips `_created` series."""
     found: dict[str, tuple[str, set[str]]] = {}
     for family in text_string_to_metric_families(scrape):
         if family.name.endswith("_created"):

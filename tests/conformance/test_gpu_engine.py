@@ -80,7 +80,7 @@ def requests(
 def requests_of(
     subject: Subject, wanted: list[tuple[str | None, int]], sampling: SamplingParams = GREEDY, num_tokens: int = 4
 ) -> dict[str, tuple[str | None, Add]]:
-    """One greedy or sampled request for each pair of an adapter and a prompt length."""
+    """One request for each pair of adapter and prompt length."""
     made: dict[str, tuple[str | None, Add]] = {}
     generator = torch.Generator().manual_seed(3)
     for name, length in wanted:

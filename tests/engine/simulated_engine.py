@@ -1,4 +1,4 @@
-"""An engine over a simulated device, with the output of each of its sequences."""
+"""An engine over a simulated device, and the output of each sequence."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Clock:
 
 @dataclass
 class Simulation:
-    """An engine, its parts, and the output of each sequence."""
+    """An engine over a simulated device, its parts, and the output of each sequence."""
 
     engine: Engine
     pages: PagePool
@@ -105,7 +105,7 @@ class Simulation:
         self.engine.check_integrity()
 
     def hold_loads(self) -> None:
-        """Hold up requested adapters and started copies until `let_loads_go`."""
+        """Delay requested adapters and started copies until `let_loads_go` is called."""
         self.stager.is_holding = self.adapter_pages.is_holding = True
 
     def let_loads_go(self) -> None:
@@ -154,7 +154,7 @@ class Simulate(Protocol):
 
 
 def finishes(simulation: Simulation, max_steps: int = 3000) -> bool:
-    """Step until no work is left; returns False if some is left after `max_steps`."""
+    """Step until no work is left; returns False if work is left after `max_steps`."""
     for _ in range(max_steps):
         if not simulation.engine.has_work:
             return True

@@ -1,4 +1,4 @@
-"""The engine's statistics count nothing twice, and keep prompt, cached and recomputed tokens apart."""
+"""The engine's statistics count nothing twice, and separate prompt, cached and recomputed tokens."""
 
 from __future__ import annotations
 

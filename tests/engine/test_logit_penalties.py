@@ -1,4 +1,4 @@
-"""Bias and penalties: the formula, its cost, and no token missed while steps are in flight."""
+"""Bias and penalties: the formula and its cost. No token is missed while steps are in flight."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class HostTable:
 
 @dataclass
 class DeviceTable:
-    """The same model on a device, which has the previous step's tokens before the host knows them."""
+    """The same model on a device, which has the previous step's tokens before the host does."""
 
     sample_tokens: SampleTokens
     max_samples: int = 16
@@ -219,7 +219,7 @@ def simulate(executor: object, monkeypatch: pytest.MonkeyPatch, lookahead: bool,
 
 
 def naive(prompt: tuple[int, ...], params: SamplingParams, num_tokens: int) -> list[int]:
-    """A greedy sequence alone, with its penalties recomputed for each token."""
+    """The tokens of one greedy sequence, with the penalties recomputed for each token."""
     output: list[int] = []
     for _ in range(num_tokens):
         last = [*prompt, *output][-1]
@@ -259,7 +259,7 @@ def test_a_sequence_that_a_step_leaves_out_loses_none_of_its_tokens() -> None:
         inputs = device.inputs([row])
         committed.extend(one.token_id or 0 for one in device.sampler.choose(logits, [row], inputs).tokens())
         if step in (14, 15, 29):
-            # A step without this sequence, whose earlier tokens are known by now.
+            # Run a step without this sequence, after its earlier tokens have become known.
             tokens[len(prompt) :] = committed
             other = SamplingRow(GREEDY, 0, 0)
             device.sampler.choose(TABLE[[0]].to(DEVICE), [other], device.inputs([other]))
@@ -276,7 +276,7 @@ def test_the_devices_own_kernel_sees_the_same(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_host_that_runs_ahead_notes_what_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     class AheadTable(HostTable):
-        """Samples on the host, and fills in the previous step's tokens itself if the engine has not read them yet."""
+        """Samples on the host. Fills in the previous step's tokens if the engine has not read them yet."""
 
         def __init__(self) -> None:
             self.chosen: list[SampledToken] = []

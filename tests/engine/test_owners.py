@@ -1,4 +1,4 @@
-"""Two gateways are independent: they may use equal IDs, and one may die."""
+"""Gateways are independent: two may use equal IDs, and one may die without affecting the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads, unloads and pins do what they say, and each is answered whatever else happens."""
+"""Load, unload and pin calls take effect, and each call is answered whatever else happens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWNER = b"gateway"
 
 
 class Calls:
-    """One gateway's calls about adapters."""
+    """One gateway's load, unload and pin calls."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
@@ -34,7 +34,7 @@ class Calls:
         return str(self.num_calls)
 
     def outcome(self, call_id: str) -> str | None:
-        """The answer's code if it failed, otherwise its state; None before there is an answer."""
+        """The code of the answer if the call failed, otherwise the adapter's state. None if there is no answer yet."""
         answers = [one for one in self.simulation.answers if one.call_id == call_id]
         assert len(answers) <= 1, "answered twice"
         return answers[0].code or answers[0].state if answers else None
@@ -291,7 +291,7 @@ def test_what_pins_leave_no_room_for_is_refused_at_once(simulate: Simulate) -> N
 
 
 def test_an_adapter_with_nothing_but_its_pin_is_not_the_one_that_gives_its_slot_up(simulate: Simulate) -> None:
-    """A pin never ends: if the pinned adapter were chosen to give up its slot, the others would be spared forever."""
+    """A pin never ends: if the pinned adapter were chosen for eviction, no other adapter would ever be chosen."""
     simulation = simulate(num_slots=2, adapters={"a": 1, "b": 1, "c": 1})
     calls = Calls(simulation)
     calls.pin("a")

@@ -19,7 +19,7 @@ SIZES = {"a": 2, "b": 2, "c": 2, "large": 7}
 
 
 class Bench:
-    """A pool of eight pages over an in-memory stager; `bring` takes adapters through all phases."""
+    """An adapter pool of eight pages over an in-memory stager."""
 
     def __init__(self, num_slots: int = 3, sizes: dict[str, int] = SIZES) -> None:
         self.pages = PagePool(8)
@@ -38,7 +38,7 @@ class Bench:
         )
 
     def ask(self, *digests: str, **demand: int) -> list[AdapterLoad]:
-        """Poll once while sequences wait for these adapters, in this order."""
+        """Poll the pool once while sequences wait for these adapters, in this order."""
         for digest in digests:
             self.pool.prefetch(digest)
         settled = self.pool.poll(Demand({digest: position for position, digest in enumerate(digests)}, **demand))
@@ -348,7 +348,7 @@ def test_adapters_that_do_not_fit_together_take_turns(
     simulation.run(max_steps=500)
     for add in adds:
         assert simulation.tokens[add.sequence_id] == simulation.expected(add)
-    # An adapter with pages may lose them once to an older request's KV cache, but not repeatedly.
+    # An adapter may lose its pages once to an older request's KV cache, but not repeatedly.
     assert stats_of(simulation).num_adapter_loads <= 2 * num_requests
 
 
@@ -411,7 +411,7 @@ def test_adapters_that_nobody_wants_any_more_are_let_go(simulate: Simulate) -> N
 
 @pytest.mark.parametrize("shares", [1, 5], ids=["one account", "five accounts"])
 def test_a_long_queue_loads_adapters_about_once_a_request(simulate: Simulate, shares: int) -> None:
-    """More requests wait for resident adapters than the order lists; the rest must not have adapters loaded in vain."""
+    """More requests wait for resident adapters than the order lists. No other request may load an adapter in vain."""
     popular = [f"popular{number}" for number in range(5)]
     rare = [f"rare{number}" for number in range(20)]
     simulation = simulate(num_pages=200, num_slots=6, max_sequences=4, adapters=dict.fromkeys([*popular, *rare], 1))

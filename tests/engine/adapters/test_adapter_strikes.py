@@ -1,4 +1,4 @@
-"""An adapter is refused after three strikes, for as long as they are remembered."""
+"""An adapter is refused after three strikes, for as long as the strikes are remembered."""
 
 from __future__ import annotations
 

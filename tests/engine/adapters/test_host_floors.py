@@ -1,4 +1,4 @@
-"""Floors follow the requests of their shares, and a floor that does not fit affects no other."""
+"""Floors follow the requests of their shares, and a floor that does not fit affects no other floor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIER_BYTES = 100
 
 
 class Tier:
-    """Records the calls to a host tier of 100 bytes, and refuses what the tier would refuse."""
+    """A fake host tier of 100 bytes that counts calls and refuses floors that do not fit."""
 
     def __init__(self) -> None:
         self.groups: dict[str, tuple[set[str], int]] = {}

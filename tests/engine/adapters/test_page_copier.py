@@ -1,4 +1,4 @@
-"""Copying adapters into pages: the order of copies, and failures along the way."""
+"""Copying adapters into pages: the order of copies, and failed copies."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class NumberedFence:
         self.number = number
 
     def wait(self) -> None:
-        """Do nothing; only the number matters here."""
+        """Do nothing; the tests only read the number."""
 
 
 class SteppingAccelerator(HostAccelerator):
-    """Counts steps; an upload waits for permission and records how many steps preceded it."""
+    """Counts steps. An upload waits for `may_upload` and records how many steps preceded it."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -69,7 +69,7 @@ class SteppingAccelerator(HostAccelerator):
 
 
 class Bench:
-    """An adapter pool, the pages its adapters are copied into, and the tables that locate them."""
+    """An adapter pool, the pages that adapters are copied into, and the slot tables."""
 
     def __init__(self, *adapters: PackedAdapter) -> None:
         self.accelerator = SteppingAccelerator()
@@ -102,7 +102,7 @@ class Bench:
         return load
 
     def settle(self, load: AdapterLoad) -> AdapterLoad:
-        """Wait for the end of a copy that was started."""
+        """Wait until the copy of this load has ended."""
         while True:
             assert self.woken.wait(10)
             self.woken.clear()
@@ -158,7 +158,7 @@ def test_outer_modules_come_into_tables_of_their_own_and_leave_them_with_the_slo
     assert outer.page_table.data_ptr() == bench.tables.device.page_table.data_ptr()
     assert outer.rank[both].tolist() == [[5, 2]]
     assert torch.equal(outer.off[both, 0], torch.from_numpy(adapter.layout.outer_offsets))
-    # The base multiplies its embedding's output, and so must the adapter's part.
+    # The base scales its embedding's output, so the adapter's output must be scaled too.
     assert outer.scale[both].tolist() == [[0.75, 0.25]]
     assert bench.tables.max_rank(np.array([both], np.int32)) == 5
     head = bench.load("head").slot
@@ -183,7 +183,7 @@ def test_outer_modules_come_into_tables_of_their_own_and_leave_them_with_the_slo
 
 @pytest.fixture
 def copier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make small copies use the copier's thread too."""
+    """Make even small copies use the copier's thread."""
     monkeypatch.setattr(page_copier, "QUICK_COPY_BYTES", 0)
 
 
@@ -192,7 +192,7 @@ def test_a_copy_comes_after_the_steps_that_were_submitted_before_it_and_no_other
     bench = Bench(packed("a", [[3, 0], [1, 2]]))
     bench.accelerator.num_steps = 4
     load = bench.begin("a")
-    # Later steps cannot read these pages for another owner.
+    # Steps submitted later cannot read these pages for another owner.
     bench.accelerator.num_steps = 9
     bench.accelerator.may_upload.set()
     assert bench.settle(load).phase is AdapterPhase.RESIDENT

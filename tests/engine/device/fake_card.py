@@ -1,4 +1,4 @@
-"""A fake GPU that tests can break: the host runs its steps, and the calls that a test names fail."""
+"""A fake GPU that tests can break: the host runs the steps, and calls named by the test fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADVICE = (
 
 
 def cuda_error(what: str) -> torch.AcceleratorError:
-    """The error that torch raises for a failed CUDA call, with all the advice that it appends."""
+    """The error that torch raises for a failed CUDA call, with all the advice that torch appends."""
     return torch.AcceleratorError(f"CUDA error: {what}\n{ADVICE}")
 
 
@@ -72,7 +72,7 @@ class FakeCard(HostAccelerator):
 
 
 class FakeKernels(ReferenceKernels):
-    """The reference kernels, launched on a card."""
+    """The reference kernels, which count as launched on `card`."""
 
     def __init__(self, pool: PoolViews, card: FakeCard) -> None:
         super().__init__(pool)
@@ -84,7 +84,7 @@ class FakeKernels(ReferenceKernels):
 
 
 def fake_backend(card: FakeCard, make_linear: Any = DenseLinear) -> Backend:
-    """A GPU backend that runs its steps on `card` and picks the most likely tokens."""
+    """A GPU backend that runs steps on `card` and picks the most likely tokens."""
 
     def sample_tokens(logits: torch.Tensor, *settings: torch.Tensor, all_greedy: bool = False) -> None:
         card.call("launch")

@@ -1,4 +1,4 @@
-"""A fake GPU: kernels are compiled for it or only looked up by name, and none of them runs."""
+"""A fake GPU: kernels are compiled for it or only looked up by name, and no kernel runs."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ GEMMA = {
 
 
 DEVICES = itertools.count(1000)
-"""Device numbers that are never reused, because kernels remember their compiled programs by device."""
+"""Unused device numbers. They are never reused, because kernels cache their compiled programs by device."""
 
 
 class ZeroWeights:
-    """Weights that are never used in a computation."""
+    """Weights of zero for engines that compute nothing."""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
@@ -79,7 +79,7 @@ class FakeDriver:
 
 @contextmanager
 def fake_driver(capability: int) -> Iterator[None]:
-    """A GPU with this compute capability, times 10, for which no kernel has been compiled."""
+    """Set the driver of a new GPU, for which no kernel is compiled. `capability` is 10 times the compute capability."""
     from triton.runtime import driver
 
     before = driver._active
@@ -91,7 +91,7 @@ def fake_driver(capability: int) -> Iterator[None]:
 
 
 class UnlaunchedProgram:
-    """Stands for a compiled program; its launches do nothing."""
+    """A substitute for a compiled program; its launches do nothing."""
 
     function = packed_metadata = None
 
@@ -103,7 +103,7 @@ class UnlaunchedProgram:
 
 
 def cache_key(source: Any, target: Any, options: dict[str, Any]) -> str:
-    """The name of a program in Triton's cache, which `triton.compile` looks up first."""
+    """A program's name in Triton's cache, which `triton.compile` looks up first."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import make_backend
     from triton.runtime.cache import get_cache_key
@@ -120,7 +120,7 @@ def start_engine(
     accelerator: Accelerator | None = None,
     **settings: Any,
 ) -> AssembledEngine:
-    """Start an engine for `model` that believes it is on a GPU, in host memory."""
+    """Start an engine for `model` in host memory that is set up as on a GPU."""
     (directory / "config.json").write_text(json.dumps(model))
     gpu, sampling = (importlib.import_module(f"loramux.kernels.gpu.{name}") for name in ("kernels", "sampling"))
     backend = Backend(

@@ -10,7 +10,7 @@ from tests.kernels.gpu.interpreted import HAS_GPU, import_kernels, run_interpret
 
 
 def gpu_backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """The backend for one test; everything except CUDA itself is the same in both."""
+    """The GPU's backend for one test, or the substitute, which differs only in CUDA itself."""
     if HAS_GPU:
         return open_backend("cuda")
     run_interpreted(monkeypatch)

@@ -1,4 +1,4 @@
-"""The GPU's accelerator when CUDA fails: with a fake CUDA, and with the real one where available."""
+"""The GPU's accelerator when CUDA fails, with a fake CUDA, and with the real CUDA where available."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def accelerator() -> Iterator[CudaAccelerator]:
 
 @pytest.fixture
 def host_tier() -> Iterator[torch.Tensor]:
-    """Shared memory as the staging process fills it, uint8 `[8, ROW_BYTES]`."""
+    """Shared memory like the staging process's, uint8 `[8, ROW_BYTES]`."""
     descriptor = shared_memory(8 * ROW_BYTES)
     memory = torch.from_numpy(mapped(descriptor))
     os.close(descriptor)
@@ -125,7 +125,7 @@ def test_a_refused_registration_harms_nothing_after_it(
     accelerator: CudaAccelerator, host_tier: torch.Tensor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     accelerator.pin(host_tier.flatten())
-    # Memory that is already registered is refused a second time, with an error that stays pending.
+    # CUDA refuses to register memory twice, with an error that stays pending.
     accelerator.pin(host_tier.flatten())
     assert f"{host_tier.numel()} bytes stays pageable" in capsys.readouterr().err
     require_working(accelerator, host_tier)

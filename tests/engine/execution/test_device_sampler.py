@@ -1,4 +1,4 @@
-"""Sampling on the device: the host later reads the tokens that its own sampler would have chosen."""
+"""Sampling on the device: the host later reads the same tokens that its own sampler would choose."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows_of(*params: SamplingParams, num_chosen: int = 0) -> list[SamplingRow]:
 
 def inputs_of(rows: list[SamplingRow]) -> SamplingInputs:
     def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        # A step's columns are padded; the padding has no meaning.
+        # A step's columns are padded with arbitrary values.
         return torch.tensor([*values, *[0] * (MAX_SAMPLES - len(values))], dtype=dtype, device=DEVICE)
 
     params = [row.params for row in rows]
@@ -123,7 +123,7 @@ def test_the_next_step_finds_the_tokens_in_the_place_of_negative_ones(sampler: D
     chosen = [token.token_id for token in choose(sampler, logits, rows_of(*[GREEDY] * 4))]
     assert chosen[2] is None
     tokens = torch.tensor([7, -1, 0, -4, -3, -2], dtype=torch.int32, device=DEVICE)
-    # The row without a token resolves to 0, whatever is at the address that its index would give.
+    # The row without a token resolves to 0, whatever value lies at the address that its index would give.
     assert sampler.resolve(tokens).tolist() == [7, chosen[0], 0, chosen[3], 0, chosen[1]]
 
 
@@ -166,7 +166,7 @@ EDITED = [
 
 
 def edited_rows(params: list[SamplingParams], num_output: int) -> list[SamplingRow]:
-    """Rows of sequences with the same prompt and different answers so far."""
+    """Rows of sequences that have the same prompt and, so far, different answers."""
     rows = []
     for seed, one in enumerate(params):
         output = torch.randint(VOCAB_SIZE, (num_output,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -181,9 +181,9 @@ def test_a_bias_and_penalties_are_the_hosts(
     sampler: DeviceSampler, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, at_once: int
 ) -> None:
     monkeypatch.setattr(device_sampler, "EDITED_AT_ONCE", at_once)
-    # Plain rows between and around the edited ones.
+    # Put plain rows before and between the edited rows.
     params = [GREEDY, *EDITED[:3], GREEDY, *EDITED[3:]]
-    # Large logits, whose bfloat16 steps are as large as the penalties.
+    # The logits are so large that their bfloat16 rounding steps reach the size of the penalties.
     logits = (random_logits(len(params)) * 12).to(dtype)
     found = choose(sampler, logits[:8], edited_rows(params[:8], 6))
     expected = sample(logits.float()[:8], edited_rows(params[:8], 6), EOS)
@@ -234,7 +234,7 @@ def test_no_setting_makes_a_row_pass_for_broken(sampler: DeviceSampler, repetiti
 def test_marks_follow_the_sequences_of_a_step() -> None:
     marks = DeviceTokenMarks(HostAccelerator())
     rows = edited_rows([EDITED[0]] * 9, 3)
-    # More rows than the initial memory holds; some are dropped again later.
+    # Hold more rows than fit in the initial memory, and drop some of them later.
     for held in (rows[:3], rows, rows[5:], [*rows[:2], *rows[8:]]):
         marks.hold(held, VOCAB_SIZE)
         assert marks.num_held == len(held)

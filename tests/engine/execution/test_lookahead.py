@@ -1,4 +1,4 @@
-"""A step is submitted before the previous step's tokens are known."""
+"""Steps are submitted before the previous step's tokens are known."""
 
 from __future__ import annotations
 

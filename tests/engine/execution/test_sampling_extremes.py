@@ -1,7 +1,6 @@
 """Sampling with extreme settings and logits, compared with the definition in float64, on the host and on the device.
 
-Each row is drawn with evenly spaced numbers in [0, 1), so that a token's frequency is its probability, in whatever
-order a device draws.
+Each row is drawn with evenly spaced numbers in [0, 1), so that a token's frequency is its probability on any device.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tests.engine.device.gpu_backend import gpu_backend
 from tests.kernels.gpu.interpreted import DEVICE
 
 NUM_EXAMPLES = int(os.environ.get("LORAMUX_SAMPLING_EXAMPLES", "3000"))
-"""Examples in the campaign on the host; the device gets a twentieth of them."""
+"""Number of examples in the campaign on the host; the device gets a twentieth of this number."""
 
 Floats = npt.NDArray[np.float64]
 LEAST_FLOAT32 = float(np.float32(1e-45))
@@ -67,18 +66,18 @@ LOGITS = st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, 2**31), st.sam
 
 
 def make(kind: str, seed: int, size: int) -> torch.Tensor:
-    """One row of logits, float32."""
+    """One random row of float32 logits of this kind."""
     return torch.tensor(KINDS[kind](np.random.default_rng(seed), size), dtype=torch.float32)
 
 
 @dataclass(frozen=True)
 class Definition:
-    """The tokens that a row may draw, from its float32 logits and settings, computed in float64."""
+    """The distribution of the tokens drawn from a row with these float32 logits and settings, computed in float64."""
 
     logits: Floats
     params: SamplingParams
     keeps_ties: bool
-    """Whether tokens tied with the last one kept by top_k or top_p are kept too, as on the device."""
+    """Whether tokens tied with the last token that top_k or top_p keeps are kept too, as on the device."""
 
     def shares(self, slack: float = 0.0) -> Floats:
         """The probability of each distinct logit, largest first; `slack` widens what top_p and min_p keep."""
@@ -96,7 +95,7 @@ class Definition:
             mass = float((weights * counts)[:place].sum()) / total
             top_p = self.params.top_p * (1 + slack)
             if top_p < 1:
-                # As many tied tokens as it takes to reach top_p.
+                # Keep as many of the tied tokens as are needed to reach top_p.
                 most = min(most, math.ceil(min(max(0.0, (top_p - mass) * total / max(weight, 1e-300)), most)))
             if weight < self.params.min_p * (1 - slack):
                 most = 0
@@ -121,8 +120,8 @@ class Definition:
             return
         wide, narrow, exact = self.shares(EDGE), self.shares(-EDGE), self.shares()
         assert not drawn[wide == 0].any(), "excluded tokens are never drawn"
-        # Each value's part of [0, 1) is made of few intervals; other differences must be within rounding of a
-        # threshold.
+        # Each value's part of [0, 1) consists of only a few intervals. Any other difference must come from rounding at
+        # a threshold.
         unsure = np.abs(wide - narrow).sum() + 20 * EDGE
         pieces = np.bincount(place, minlength=len(values)) + 1
         assert (np.abs(drawn - exact) <= pieces / len(tokens) + unsure).all()
@@ -246,7 +245,7 @@ EDITS = st.builds(
 
 
 def edited(logits: Floats, params: SamplingParams, prompt: Sequence[int], answer: Sequence[int]) -> Floats:
-    """Apply the bias, then the penalties, keeping each result finite."""
+    """Apply the bias and then the penalties, and clip each result to a finite number."""
     changed = logits.copy()
     for token, bias in params.logit_bias:
         changed[token] = np.clip(changed[token] + bias, -LARGEST, LARGEST)
@@ -277,8 +276,8 @@ def test_edits_at_their_ends_are_those_of_the_definition(
     if penalties is not None:
         penalties.apply(changed, len(answer))
     assert torch.isfinite(changed).all()
-    # Relative to the largest term, since terms may cancel. A repetition penalty multiplies some logits and divides
-    # others.
+    # The error is relative to the largest term, because terms may cancel. A repetition penalty multiplies some logits
+    # and divides others.
     penalty = params.repetition_penalty
     scale = np.abs(logits.double().numpy()).clip(min=100.0) * max(1, penalty, 1 / penalty)
     assert (np.abs(changed.double().numpy() - expected) <= 1e-6 * scale).all()
@@ -295,5 +294,5 @@ def test_log_probabilities_of_any_logits_are_numbers(shape: tuple[str, int, int]
         assert token_id is not None
         assert logprob <= 0
         wanted = float(exact[token_id])
-        # Below the lowest float32 there is only minus infinity, which the API shows as its lowest number.
+        # A value below the lowest float32 becomes minus infinity, which the API shows as its lowest number.
         assert logprob == pytest.approx(wanted, rel=1e-5, abs=1e-5) or (math.isinf(logprob) and wanted < -1e38)

@@ -1,4 +1,4 @@
-"""A step's shape and metadata: every batch fits its shape, and nothing of an earlier batch shows."""
+"""A step's shape and metadata: every batch fits its shape, and no data of an earlier batch remains."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_the_device_reads_what_the_batch_says_and_padding_beyond(
 
 
 def outer_of(batch: Batch) -> OuterSlots:
-    """Adapters in even slots change the embedding; those in slots divisible by three change the head."""
+    """Outer slots for a batch: adapters in even slots change the embedding, and adapters in multiples of 3 the head."""
     samples = batch.slots[batch.sample_rows]
     return OuterSlots(
         embedding=np.where(batch.slots % 2 == 0, batch.slots, np.int32(-1)),
@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_never_stored(buffer: StepBuffer, shape: StepShape,
 
 
 def test_more_segments_than_a_step_was_captured_for_are_never_stored(buffer: StepBuffer) -> None:
-    """An artificial batch: no scheduler gives the rows of one sequence to several adapters."""
+    """The batch is artificial: no scheduler gives one sequence's rows to several adapters."""
     batch = a_batch([(0, 48, 0)])
     shape = shape_of(batch)
     split = msgspec.structs.replace(batch, slots=np.arange(48, dtype=np.int32))
@@ -260,7 +260,7 @@ def test_every_shape_fits_the_largest_buffer() -> None:
 
 
 def test_the_largest_shapes_come_first() -> None:
-    """Memory for the largest shapes is thus allocated at startup, or startup fails."""
+    """This way memory for the largest shapes is allocated at startup, or startup fails."""
     shapes = list(reachable_shapes(2048, 256))
     assert (shapes[0].num_tokens, shapes[0].num_sequences, shapes[0].max_rank) == (2048, 512, 256)
     assert len(shapes) == len(set(shapes)) < 250

@@ -1,4 +1,4 @@
-"""What a model directory may contain; everything else is refused by name."""
+"""The supported contents of a model directory; everything else is refused by name."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ def read(model_dir: Path, *names: str) -> None:
 
 
 def test_a_tensor_that_no_part_of_the_model_uses_is_refused(tmp_path: Path) -> None:
-    """It may be a bias or norm of a computation that config.json does not mention."""
+    """The tensor may be a bias or norm of a computation that config.json does not mention."""
     used, inverse = "model.embed_tokens.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"
     save_file({used: torch.ones(4, 2), inverse: torch.ones(3)}, tmp_path / "model.safetensors")
     read(tmp_path, used)

@@ -14,7 +14,7 @@ from loramux.engine.pages.page_pool import PageOwner, PagePool
 
 @dataclass(eq=False)
 class Thing:
-    """Something evictable that records whether it was evicted."""
+    """An evictable object that records whether it was evicted."""
 
     key: str
     num_pages: int = 1
@@ -53,7 +53,7 @@ def test_what_has_been_idle_longest_goes_first(policy: EvictionPolicy) -> None:
     policy.add(a)
     policy.discard(c)
     taken = [policy.take(anything) for _ in range(3)]
-    # Both policies agree here: the thing that was used twice is worth more, and is the most recent.
+    # Both policies agree here: `a`, which was used twice, is worth more and was used last.
     assert taken == [b, a, None]
 
 
@@ -101,7 +101,7 @@ def test_greedy_dual_remembers_what_was_evicted() -> None:
 
 
 class Waiters:
-    """The queue positions of things that somebody waits for."""
+    """The queue positions of the sequences that wait for things."""
 
     def __init__(self, things: list[Thing]) -> None:
         self._things = things
@@ -118,7 +118,7 @@ class Waiters:
 
 
 def filled(policy: EvictionPolicy, positions: list[int | None]) -> tuple[Reclaimer, list[Thing]]:
-    """A pool of ten pages with two for each thing, and the queue position of each thing's waiter."""
+    """A pool of ten pages in which each thing holds two; `positions` are the queue positions of their waiters."""
     pages, things = PagePool(10), []
     for number, position in enumerate(positions):
         thing = Thing(str(number), num_pages=2, has_slot=True, position=position, pages=pages)
@@ -129,7 +129,7 @@ def filled(policy: EvictionPolicy, positions: list[int | None]) -> tuple[Reclaim
 
 
 def test_what_somebody_waits_for_gives_way_last_the_latest_turn_first(policy: EvictionPolicy) -> None:
-    """Otherwise it would have to be reloaded immediately, at the expense of the next waiter."""
+    """Otherwise an evicted adapter would have to be reloaded immediately, at the expense of the next waiter."""
     reclaimer, things = filled(policy, [1, 7, 6, None, None])
     assert reclaimer.make_room(4, position=5)
     assert [thing.is_gone for thing in things] == [False, False, False, True, True]

@@ -1,4 +1,4 @@
-"""Sequences grow by pages, start with prefixes that others filled, and return their pages."""
+"""Sequences grow by pages, start with prefixes computed by other sequences, and return their pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = tuple(range(100, 120))
 
 
 class Bench:
-    """The pages of sequences over a small pool; `compute` stands for the steps that fill them."""
+    """Sequences' KV pages over a small pool; `compute` simulates the steps that fill the pages."""
 
     def __init__(self, num_pages: int = 8) -> None:
         self.pages = PagePool(num_pages)
@@ -38,7 +38,7 @@ class Bench:
         self.kv.offer(sequence)
 
     def begin(self, num_prompt: int, isolation_key: bytes = OWNER) -> Sequence:
-        """A sequence whose prompt has been computed, after the part found in the cache."""
+        """A sequence whose prompt has been computed, except for the prefix found in the cache."""
         sequence = self.sequence(num_prompt, isolation_key)
         self.kv.attach(sequence, self.kv.find_prefix(sequence))
         self.compute(sequence, num_prompt - sequence.num_computed)
@@ -92,7 +92,7 @@ def test_a_sequence_that_leaves_gives_back_all_but_what_the_cache_keeps() -> Non
     assert bench.pages.num_free == 5
     bench.kv.detach(sequence)
     assert (len(sequence.pages), sequence.num_computed, sequence.num_room) == (0, 0, 0)
-    # The third page was not full, so no other sequence could start with it.
+    # The third page was not full, so no other sequence can start with it.
     assert (bench.pages.num_free, bench.cache.num_idle) == (6, 2)
     bench.pages.check_integrity()
 

@@ -1,4 +1,4 @@
-"""Pages are free, or have an owner and a count of holders; a caller that violates this is stopped."""
+"""A page is free, or has an owner and a count of holders. Calls that violate this rule raise an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a device's memory the pool takes, on fake devices."""
+"""The amount of a device's memory that the pool takes, on fake devices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_pool_takes_nothing_of_what_activations_need(tmp_path: Path, monkeyp
     from triton import compiler
 
     class Card(HostAccelerator):
-        """A 24 GiB card with 2 GiB and 96 MiB free next to the weights, once temporary copies are released."""
+        """A 24 GiB card with 2 GiB and 96 MiB free after loading the weights and releasing temporary copies."""
 
         free = MIN_RESERVE_BYTES + 32 * MIB
 

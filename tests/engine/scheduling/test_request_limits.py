@@ -1,4 +1,4 @@
-"""The engine itself also rejects settings that no kernel should see, from any gateway."""
+"""The engine itself rejects settings that no kernel can handle, whichever gateway sends them."""
 
 from __future__ import annotations
 

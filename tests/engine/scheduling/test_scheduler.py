@@ -23,7 +23,7 @@ PAGE_TOKENS = 4
 
 
 class Bench:
-    """A scheduler over real pages and adapters; steps end as soon as they are scheduled, and always sample token 7."""
+    """A scheduler over real pages and adapters. Steps end as soon as they are scheduled, and always sample token 7."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Bench:
         return sequence
 
     def step(self) -> dict[str, int]:
-        """The number of rows of each sequence in the next step, in the step's order."""
+        """Run the next step, and return each sequence's number of rows, in the step's order."""
         self.adapters.poll(self.scheduler.order_waiting())
         scheduled = self.scheduler.schedule()
         self.scheduler.advance(scheduled)
@@ -196,7 +196,7 @@ def test_among_equals_the_victim_is_of_the_share_that_was_served_most() -> None:
 
 
 def test_a_step_that_preempts_admits_nobody() -> None:
-    """The victim, or a waiting sequence, would immediately take the freed pages."""
+    """Otherwise the victim or a waiting sequence would immediately take the freed pages."""
     bench = Bench(num_pages=4)
     bench.add("a")
     victim = bench.add("victim", num_prompt=11, priority=-1)
@@ -291,7 +291,7 @@ def test_any_number_of_adapter_misses_blocks_no_base_traffic(simulate: Simulate)
     for _ in range(5):
         simulation.step()
     assert simulation.tokens["base"] == simulation.expected(base)
-    # No more adapters are fetched ahead than may run next.
+    # No more adapters are fetched ahead than can run next.
     assert simulation.stager.num_requests <= 5
     simulation.let_loads_go()
     simulation.run()
@@ -324,7 +324,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_under_way(simulate: Simulat
 
 
 def test_rows_that_nobody_begins_with_go_to_the_prompt_under_way(simulate: Simulate) -> None:
-    """The waiting requests are ready but get no pages, so the long prompt must not lose rows to them."""
+    """The waiting requests are ready but get no pages, so the running prompt must not lose rows to them."""
     simulation = simulate(max_batch_tokens=64, max_model_len=1024, num_pages=64)
     simulation.add("long", num_prompt=1000, max_tokens=2)
     simulation.step()

@@ -1,4 +1,4 @@
-"""Limits raised while a sequence waits, is paused, or has no resident adapter; and pauses that would be pointless."""
+"""Limits raised while a sequence waits, is paused, or lacks its adapter, and pauses that would be pointless."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's loop needs in addition to its engine: a ready message, and a stager that a pipe controls."""
+"""The parts that an engine's loop needs besides the engine: a ready message, and a stager that a pipe controls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ READY = EngineReady(max_model_len=512, num_pages=64, page_tokens=16, device="cpu
 
 
 class Stager:
-    """A look completes when the other end of its pipe is written to; a new pipe then replaces it."""
+    """A stager whose looks complete when the test writes to its pipe, which a new pipe then replaces."""
 
     def __init__(self) -> None:
         self.looks: list[Callable[[], None]] = []

@@ -1,4 +1,4 @@
-"""The engine's loop and its socket, over the simulated device."""
+"""The engine's loop and its socket, over a simulated device."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def stager() -> Iterator[Stager]:
 
 @pytest.fixture
 def served(simulation: Simulation, stager: Stager, tmp_path: Path) -> Iterator[tuple[Gateway, Gateway]]:
-    """Two gateways of an engine whose loop runs on a thread."""
+    """Two gateways that are connected to an engine whose loop runs on a thread."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -129,7 +129,7 @@ def test_the_sequences_of_a_gateway_that_is_gone_end_though_nothing_is_sent_to_i
     served: tuple[Gateway, Gateway], simulation: Simulation
 ) -> None:
     gone, staying = served
-    # Without credit its tokens stay in the engine, so no failed message would reveal that the gateway is gone.
+    # Without credit, the gateway's tokens stay in the engine, so no failed send would reveal that the gateway is gone.
     gone.send(simulation.make_add("same", (1, 2, 3), 500))
     assert gone.receive() == READY
     staying.send(Credit(count=1000))

@@ -1,4 +1,4 @@
-"""What the engine records for traced requests, without needing OpenTelemetry."""
+"""The spans that the engine records for traced requests, without needing OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Spans:
 
 
 def traced(simulation: Simulation) -> Spans:
-    """The spans recorded from now on; every staged adapter appears to be read from the disk."""
+    """Record the simulation's spans from now on. Every staged adapter appears to have been read from the disk."""
     spans = Spans()
     simulation.engine._traces = SequenceTraces(spans)
     poll = simulation.stager.poll
@@ -142,7 +142,7 @@ def test_an_exporter_that_hangs_costs_the_engine_no_time() -> None:
 
 
 def imported(statements: list[ast.stmt]) -> set[str]:
-    """The modules that a module imports when it is imported."""
+    """The modules that these statements of a module import when they run."""
     found: set[str] = set()
     for statement in statements:
         match statement:
