@@ -19,7 +19,7 @@ def tensor_name(layer: int, module: str, half: str) -> str:
 
 @dataclass
 class AdapterFiles:
-    """The two files of an adapter as PEFT would save them; tests may change anything in them."""
+    """The two files of an adapter as PEFT would save them; tests may change any part of either file."""
 
     config: dict[str, Any]
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class AdapterMaker:
         dtype: Any = np.float32,
         **config: Any,
     ) -> AdapterFiles:
-        """`ranks(layer, module)` overrides `rank` and is written to the configuration's rank_pattern."""
+        """Make an adapter. `ranks(layer, module)` overrides `rank` and is saved in the configuration's rank_pattern."""
         generator = np.random.default_rng(seed)
         files = AdapterFiles(
             {

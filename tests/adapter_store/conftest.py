@@ -1,4 +1,4 @@
-"""A small base, adapters made for it with numpy, and every kind of blob store."""
+"""A small base, adapters that numpy makes for this base, and every kind of blob store."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def target() -> PackTarget:
 
 @pytest.fixture(params=["float32", "bfloat16"])
 def any_target(request: pytest.FixtureRequest) -> PackTarget:
-    """The small base with one pool per dtype."""
+    """The small base, once for each dtype of the pool."""
     return make_target(request.param)
 
 
@@ -51,13 +51,13 @@ def fused_target() -> PackTarget:
 
 @pytest.fixture(params=["float32", "bfloat16"])
 def outer_target(request: pytest.FixtureRequest) -> PackTarget:
-    """The small base with its embedding and head, with one pool per dtype."""
+    """The small base with its embedding and head, once for each dtype of the pool."""
     return make_target(request.param, outer_modules=OUTER_MODULES)
 
 
 @pytest.fixture
 def odd_target() -> PackTarget:
-    """Rows whose lengths are not powers of two, so that they are padded."""
+    """A base with rows whose lengths are not powers of two, so that rows are padded."""
     return make_target(modules=(LinearShape("self_attn.q_proj", 63, 1000), LinearShape("mlp.down_proj", 130, 63)))
 
 
@@ -68,13 +68,13 @@ def make_adapter(target: PackTarget) -> AdapterMaker:
 
 @pytest.fixture
 def adapter_maker() -> type[AdapterMaker]:
-    """For tests that have their own target."""
+    """The class itself, for tests that have their own target."""
     return AdapterMaker
 
 
 @pytest.fixture(scope="session")
 def s3_endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A real HTTP server that speaks S3."""
+    """The URL of an HTTP server that speaks S3."""
     if not IS_RADOSGW:
         yield request.getfixturevalue("moto_endpoint")
         return
@@ -85,7 +85,7 @@ def s3_endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def moto_endpoint() -> Iterator[str]:
-    """moto over HTTP: it checks neither signatures nor checksums."""
+    """The URL of moto over HTTP, which checks neither signatures nor checksums."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -97,7 +97,7 @@ def moto_endpoint() -> Iterator[str]:
 
 @pytest.fixture
 def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables that point boto3 to the server."""
+    """Set the variables that point boto3 to the server."""
     for name, value in (
         ("AWS_ENDPOINT_URL", s3_endpoint),
         ("AWS_ACCESS_KEY_ID", ACCESS_KEY),
@@ -138,7 +138,7 @@ def raw_bucket(s3_resource: Any, s3_bucket: str) -> Any:
 
 @pytest.fixture
 def fault_proxy(s3_endpoint: str, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """A proxy in front of the S3 server, used by every store opened from now on; it injects no faults at first."""
+    """A proxy for the S3 server that every store opened later uses. At first it injects no faults."""
     proxy = FaultProxy(s3_endpoint)
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
     yield proxy
@@ -162,7 +162,7 @@ def memory_blobs() -> MemoryBlobStore:
 
 @pytest.fixture
 def make_tenant(database: Database) -> Callable[[str], str]:
-    """Adds a tenant and returns its identifier."""
+    """Adds a tenant and returns the tenant's identifier."""
     return partial(add_tenant, database)
 
 
@@ -173,7 +173,7 @@ def registry(database: Database) -> AdapterRegistry:
 
 @pytest.fixture
 def store_adapter(make_adapter: AdapterMaker, target: PackTarget, tmp_path: Path) -> Callable[..., StoredAdapter]:
-    """Put a random adapter's canonical file, and optionally its packed file, as ingestion does."""
+    """Puts a random adapter's canonical file, and optionally its packed file, into a blob store, as ingestion does."""
 
     def store(blobs: BlobStore, is_packed: bool = False, **adapter: Any) -> StoredAdapter:
         files = make_adapter(**adapter)

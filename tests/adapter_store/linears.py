@@ -1,4 +1,4 @@
-"""A base's linears: a Llama's, the same with q/k/v and gate/up fused as in Phi-3, and those outside the layers."""
+"""The linears of a base: as in Llama, with q/k/v and gate/up fused as in Phi-3, and outside the layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Linears = tuple[LinearShape, ...]
 
 
 def llama_linears(hidden: int, queries: int, keys: int, intermediate: int) -> Linears:
-    """`queries` and `keys` are features: heads times head_dim."""
+    """A Llama's linears. `queries` and `keys` count features: heads times head_dim."""
     return (
         LinearShape("self_attn.q_proj", hidden, queries),
         LinearShape("self_attn.k_proj", hidden, keys),
@@ -21,7 +21,7 @@ def llama_linears(hidden: int, queries: int, keys: int, intermediate: int) -> Li
 
 
 def fused_linears(hidden: int, queries: int, keys: int, intermediate: int) -> Linears:
-    """The same features, with fused q/k/v and gate/up linears."""
+    """A Phi-3's linears, with fused q/k/v and gate/up; `queries` and `keys` count features."""
     return (
         LinearShape("self_attn.qkv_proj", hidden, queries + 2 * keys),
         LinearShape("self_attn.o_proj", queries, hidden),

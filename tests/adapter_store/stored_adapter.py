@@ -1,4 +1,4 @@
-"""What tests know about an adapter in a blob store."""
+"""The record of an adapter that a test has put into a blob store."""
 
 from __future__ import annotations
 

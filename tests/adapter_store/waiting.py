@@ -1,4 +1,4 @@
-"""Waits for something that another thread or process does."""
+"""Waits until another thread or process has done something."""
 
 from __future__ import annotations
 

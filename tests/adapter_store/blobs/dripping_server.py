@@ -23,7 +23,7 @@ MAX_DRIPS = 200
 class DrippingServer:
     """Sends `at_once`, then one byte every `PAUSE_S`, until the client disconnects or `stop` is called.
 
-    With `directory` it speaks HTTPS and leaves the certificate's path in `certificate`.
+    With `directory`, the server speaks HTTPS and stores the certificate's path in `certificate`.
     """
 
     def __init__(self, at_once: bytes, directory: Path | None = None) -> None:

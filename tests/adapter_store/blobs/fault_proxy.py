@@ -1,4 +1,4 @@
-"""An HTTP proxy in front of an S3 server that injects the faults of real networks and stores."""
+"""An HTTP proxy for an S3 server that injects the faults of real networks and stores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 
 class Fault(Enum):
-    """What goes wrong with one request. A `LOST` request reaches the store, but its answer is dropped."""
+    """A fault injected into one request. A `LOST` request reaches the store, but the store's answer is dropped."""
 
     SLOW_DOWN = "503 SlowDown"
     EXPIRED = "403 ExpiredToken"
@@ -37,7 +37,7 @@ class Fault(Enum):
 
 
 Plan = Callable[[str, str], Fault | None]
-"""Chooses the fault for a request with this method and path."""
+"""Chooses the fault for a request with this method and path; None means no fault."""
 
 
 def no_faults(method: str, path: str) -> Fault | None:
@@ -59,7 +59,7 @@ class SeededPlan:
 
 
 class ListedPlan:
-    """Applies the listed faults in order to requests with `method`; None means no fault, as does an exhausted list."""
+    """Applies the listed faults in order to requests with `method`. None means no fault; so does an exhausted list."""
 
     def __init__(self, method: str, *faults: Fault | None, part_of_path: str = "") -> None:
         self._method = method
@@ -81,7 +81,7 @@ class _Answer:
 
 
 class FaultProxy:
-    """Listens on loopback until `stop`; `plan` may be changed at any time.
+    """Listens on loopback until `stop` is called; `plan` can be changed at any time.
 
     Request headers named in `dropped` (lower case) are not forwarded. POSTs are forwarded one at a time, because moto
     checks that a key is free and assembles a multipart blob in two separate steps.
@@ -123,7 +123,7 @@ class FaultProxy:
         self._thread.join(10)
 
     def reseed(self, seed: int) -> None:
-        """Restart the random choice of bits and stale answers."""
+        """Reseed the random choice of bits and stale answers."""
         self._random.seed(seed)
 
     def choose(self, method: str, path: str) -> Fault | None:
@@ -148,7 +148,7 @@ class FaultProxy:
             self._seen[path] = answer
 
     def stale(self, path: str) -> _Answer:
-        """Another object's answer, as if that object had been at this key before, or a 404."""
+        """Another object's answer, as if that object had previously been at this key, or a 404."""
         with self._lock:
             others = [answer for seen, answer in self._seen.items() if seen != path]
             if others and self._random.random() < 0.7:
@@ -163,7 +163,7 @@ class _Server(socketserver.ThreadingTCPServer):
     proxy: FaultProxy
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that disconnect mid-request: faults make them do so."""
+        """Ignore clients that disconnect during a request, because faults make them disconnect."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -186,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._relay()
 
     def log_message(self, *arguments: Any) -> None:
-        """Log nothing."""
+        """Write no access log."""
 
     def _relay(self) -> None:
         proxy = self.server.proxy
@@ -279,7 +279,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _reset(self) -> None:
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        # The socket is closed once its last holder closes it.
+        # The socket stays open until both of these are closed.
         self.rfile.close()
         self.connection.close()
         self.close_connection = True

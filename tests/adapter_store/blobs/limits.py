@@ -1,4 +1,4 @@
-"""S3 limits for these tests: small parts, with short or long timeouts."""
+"""S3 limits for tests: small parts, with short or long timeouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HURRIED = S3Limits(
     max_pause_s=0.05,
     part_bytes=MIN_PART_BYTES,
 )
-"""Short timeouts for tests that wait for a hung store; still enough for small blobs on a busy machine."""
+"""Short timeouts for tests with a hung store, but long enough for small blobs on a busy machine."""
 
 PATIENT = S3Limits(read_s=2.0, first_pause_s=0.01, max_pause_s=0.05, part_bytes=MIN_PART_BYTES)
 """Longer timeouts for large blobs."""

@@ -2,7 +2,7 @@
 
 `python -m tests.adapter_store.blobs.radosgw` installs Debian's packages if they are missing.
 
-`Radosgw` starts a server in its own directory and stops it. Nothing of it outlives the test.
+`Radosgw` starts a server in its own directory and stops it. No process or file of the server outlives the test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROGRAMS = ("setpriv", "monmaptool", "ceph", "ceph-mon", "ceph-osd", "radosgw", 
 ACCESS_KEY, SECRET_KEY = "LORAMUXTEST", "loramux-test-secret"
 
 IS_RADOSGW = os.environ.get("LORAMUX_TEST_S3") == "radosgw"
-"""Whether the S3 tests run against Ceph's radosgw (`make test-s3`) instead of moto."""
+"""Whether the S3 tests use Ceph's radosgw (`make test-s3`) instead of moto."""
 
 _START_S = 120
 _CONFIG = """
@@ -85,7 +85,7 @@ class Radosgw:
         missing = [program for program in PROGRAMS if shutil.which(program) is None]
         if missing:
             raise RadosgwMissing(_how_to_install(missing))
-        # A Unix socket's path has to be short.
+        # The directory's path must be short, because it contains Unix sockets.
         self._directory = Path(tempfile.mkdtemp(prefix="loramux-rgw-"))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._config = self._directory / "ceph.conf"
@@ -116,7 +116,7 @@ class Radosgw:
         self._spawn("ceph-mon", "-f", "-i", "a")
         osd_uuid = str(uuid.uuid4())
         self._run("ceph", "osd", "new", osd_uuid)
-        # The OSD would do this itself, but sometimes it asks before it knows its cluster, and gives up.
+        # The OSD normally adds itself, but sometimes it tries before it knows the cluster, and then stops trying.
         self._run("ceph", "osd", "crush", "add", "osd.0", "1.0", "root=default", "host=localhost")
         self._run("ceph-osd", "--mkfs", "-i", "0", "--osd-uuid", osd_uuid)
         self._spawn("ceph-osd", "-f", "-i", "0")
@@ -130,7 +130,7 @@ class Radosgw:
         self._make_pools()
 
     def _make_pools(self) -> None:
-        """Put a first object, so that radosgw creates its pools now; this takes a second or two."""
+        """Put an object, so that radosgw creates its pools now, which takes a second or two."""
         client = boto3.client(
             "s3",
             endpoint_url=self.url,

@@ -1,4 +1,4 @@
-"""Calls stop while a service fails, resume one by one, and are retried within a budget."""
+"""Calls stop while a service fails, resume one at a time, and are retried within a budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features of the S3 store alone: multipart uploads, presigned requests, unfinished uploads, the probe at startup."""
+"""Features of the S3 store alone: multipart and unfinished uploads, presigned requests, and the startup probe."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_nothing_is_presigned_for_longer_than_stores_take(s3_blobs: S3BlobStore)
 def test_nothing_is_presigned_without_credentials(
     s3_bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # boto3 caches the credentials it has found.
+    # boto3 caches credentials.
     monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")

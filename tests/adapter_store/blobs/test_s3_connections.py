@@ -1,4 +1,4 @@
-"""Connections are closed with their attempt, however the store is reached; botocore's internals are as we expect."""
+"""A connection is closed when its attempt ends, however the store is reached. botocore's internals are as expected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MARGIN_S = 1.0
 
 @pytest.fixture
 def aws_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set credentials and clear the machine's own settings."""
+    """Set credentials, and clear the machine's proxy, endpoint and certificate settings."""
     for name in ("AWS_ENDPOINT_URL_S3", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
         monkeypatch.delenv(name, raising=False)
     for name in ("NO_PROXY", "no_proxy", "REQUESTS_CA_BUNDLE", "AWS_CA_BUNDLE"):

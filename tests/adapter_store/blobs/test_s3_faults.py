@@ -1,4 +1,4 @@
-"""The S3 store behind a failing network and server: correct bytes, or an error in time."""
+"""The S3 store with a failing network and server: it returns correct bytes, or an error in time."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_one_range_that_fails_is_had_again(
 
 
 def put_in_parts(raw_bucket: Any, data: bytes) -> None:
-    """Upload in parts as other tools do, which leaves an object without a checksum that we could compare."""
+    """Upload in parts as other tools do, which leaves an object without a comparable checksum."""
     config = TransferConfig(multipart_threshold=MIN_PART_BYTES, multipart_chunksize=MIN_PART_BYTES)
     raw_bucket.upload_fileobj(io.BytesIO(data), "p/k/large", Config=config)
 

@@ -1,4 +1,4 @@
-"""A blob store that tests observe, delay and break."""
+"""A blob store that tests can observe, delay and break."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loramux.adapter_store.errors import BlobStoreUnavailable
 
 
 class WatchedBlobStore(MemoryBlobStore):
-    """Counts reads; a test can hold it up or take it down."""
+    """Counts reads. A test can delay the store's answers or take the store down."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Equal adapters have the same digest, however their files are spelled."""
+"""Equal adapters have the same digest, however their files are written."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _TEXT = st.text(st.characters(codec="utf-8"), max_size=12)
 
 @st.composite
 def valid_files(draw: st.DrawFn) -> tuple[bytes, bytes]:
-    """The header and data of a file of matrices, as any writer may produce them."""
+    """The header and data of a file of matrices, in any valid spelling."""
     names = draw(st.lists(_TEXT.filter(lambda name: name != "__metadata__"), max_size=5, unique=True))
     entries: dict[str, Any] = {}
     position = 0
@@ -59,7 +59,7 @@ def mutated_files(draw: st.DrawFn) -> bytes:
         odd = draw(st.sampled_from(_ODD_TEXTS) | st.binary(max_size=3))
         header = header[:begin] + odd + header[begin + length :]
     if draw(st.booleans()):
-        # The same change, aimed at a number.
+        # Also replace a digit, so that numbers change more often.
         starts = [i for i, byte in enumerate(header) if chr(byte).isdigit()]
         if starts:
             at = draw(st.sampled_from(starts))
@@ -71,7 +71,7 @@ def mutated_files(draw: st.DrawFn) -> bytes:
 
 
 def is_accepted_alike(content: bytes) -> bool:
-    """Whether we accept the file; if so, check that the library reads the same tensors from it."""
+    """Return whether we accept the file. If we do, check that the library reads the same tensors."""
     try:
         with TensorFile(content) as ours:
             found = {

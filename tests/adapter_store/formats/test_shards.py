@@ -1,4 +1,4 @@
-"""An adapter's shards on several GPUs add up to the whole adapter and compute the same result."""
+"""An adapter's shards for several GPUs together form the whole adapter and compute the same result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLAIN = llama_linears(HIDDEN, QUERIES, KEYS, INTERMEDIATE)
 FUSED = fused_linears(HIDDEN, QUERIES, KEYS, INTERMEDIATE)
 OUTER = outer_linears(VOCAB_SIZE, HIDDEN)
 
-# Modules whose outputs are split part by part, and modules whose inputs are split.
+# Fused modules, with the parts whose outputs are split separately, and modules whose inputs are split.
 FUSED_PARTS = {"qkv_proj": (QUERIES, KEYS, KEYS), "gate_up_proj": (INTERMEDIATE, INTERMEDIATE)}
 SUMMED = ("o_proj", "down_proj", "embed_tokens")
 
@@ -73,7 +73,7 @@ def changes(packed: PackedAdapter, target: PackTarget, layer: int | None, m: int
 
 
 def own(values: Any, parts: tuple[int, ...], tp_size: int, tp_rank: int) -> Any:
-    """A rank's share of each part of a vector."""
+    """A rank's share of each of a vector's parts."""
     pieces = np.split(values, np.cumsum(parts)[:-1])
     return np.concatenate([np.split(piece, tp_size)[tp_rank] for piece in pieces])
 

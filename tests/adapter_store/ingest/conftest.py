@@ -1,4 +1,4 @@
-"""Ingestion in this process, for one tenant's adapter."""
+"""Fixtures for ingestion in this process, with one tenant's adapter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.adapter_store.ingest.ingest_world import DirectValidator, IngestWorld
 def open_world(
     database: Database, target: PackTarget, tmp_path: Path, make_tenant: Callable[[str], str]
 ) -> Callable[..., IngestWorld]:
-    """Open a world with one tenant's adapter."""
+    """Opens an ingestion world with one tenant's adapter."""
 
     def open_one(blobs: BlobStore, validator: Validator | None = None) -> IngestWorld:
         registry = AdapterRegistry(database)
@@ -32,5 +32,5 @@ def open_world(
 
 @pytest.fixture
 def world(open_world: Callable[..., IngestWorld], memory_blobs: MemoryBlobStore) -> IngestWorld:
-    """A world with its blobs in memory."""
+    """An ingestion world whose blobs are in memory."""
     return open_world(memory_blobs)

@@ -1,9 +1,10 @@
-"""Real processes that ingest adapters, and die or stop at a given step.
+"""Real processes that ingest adapters and die or stop at a given step.
 
 python -m tests.adapter_store.ingest.ingest_process
 
 reads commands from standard input, one JSON object per line, and answers each with one. It imports everything once and
-forks a process for each job, so that a process costs milliseconds. See `tests/adapter_store/ingest/process_lab.py`.
+forks a process for each job, so that starting a process takes milliseconds. See
+`tests/adapter_store/ingest/process_lab.py`.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ __all__ = ["S3BlobStore"]
 
 
 class DirectValidator:
-    """Validates in this process, which is faster."""
+    """Validates in the calling process, which is faster."""
 
     def validate(self, job: ValidationJob, target: PackTarget) -> Accepted:
         return run_job(job, target)
 
 
 class Server:
-    """One server's ingestion, as `job` describes it."""
+    """A server's ingestion, configured by `job`."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._job = job
@@ -69,7 +70,7 @@ class Server:
         getattr(self, f"_{self._job['kind']}")()
 
     def _push(self) -> None:
-        """Act as a client that uploads an adapter, then as a worker."""
+        """Act as a client that uploads an adapter, and then as a worker."""
         self._ingest.process(self._upload())
 
     def _upload(self) -> str:
@@ -85,13 +86,13 @@ class Server:
         return version.id
 
     def _register(self) -> None:
-        """Act as an operator who registers a source, then as a worker."""
+        """Act as an operator who registers a source, and then as a worker."""
         version = self._ingest.create_version_from(self._job["adapter_id"], "s3://operator/adapters/one")
         self._acknowledge("version", version.id)
         self._ingest.process(version.id)
 
     def _recover(self) -> None:
-        """Act as a server does at startup and periodically afterwards."""
+        """Recover, as a server does at startup and periodically afterwards."""
         self._ingest.recover()
         while (version_id := self._ingest.next_waiting()) is not None:
             self._ingest.process(version_id)
@@ -145,7 +146,7 @@ def start(job: dict[str, Any]) -> int:
 def main() -> None:
     assert "torch" not in sys.modules, "every child would pay for it"
     answers = os.fdopen(os.dup(1), "w")
-    # Keep the children's output out of the answers.
+    # Keep the children's output separate from the answers.
     os.dup2(2, 1)
     for line in sys.stdin:
         command = json.loads(line)

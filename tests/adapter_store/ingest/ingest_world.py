@@ -1,4 +1,4 @@
-"""Everything that ingestion works on, in one process, with parts that tests can make fail."""
+"""An ingestion with its registry and blob store in one process, with parts that tests can make fail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SECOND_US = 1_000_000
 
 
 class DirectValidator:
-    """Validates in this process, which is faster; tests can break it."""
+    """Validates in the calling process, which is faster. Tests can make it fail."""
 
     def __init__(self) -> None:
         self.is_broken = False
@@ -49,7 +49,7 @@ class DirectValidator:
 
 
 class FailingDatabase(Database):
-    """Refuses writes while it is down."""
+    """A database that refuses writes while `is_down` is set."""
 
     is_down = False
 
@@ -62,7 +62,7 @@ class FailingDatabase(Database):
 
 
 class FailingBlobStore(MemoryBlobStore):
-    """Accepts `num_calls` more changes, then is down."""
+    """A blob store that accepts `num_calls` more changes and then fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class FailingBlobStore(MemoryBlobStore):
 
 @dataclass
 class IngestWorld:
-    """Everything that ingestion works on."""
+    """An ingestion, its registry and blob store, and checks of their contents."""
 
     registry: AdapterRegistry
     blobs: BlobStore
@@ -101,13 +101,13 @@ class IngestWorld:
         return self.ingest
 
     def another(self, scratch: Path, at_failpoint: FailpointHook = no_op, lease_s: float = 30.0) -> Ingest:
-        """Another server on the same database and blob store."""
+        """The ingestion of another server on the same database and blob store."""
         return Ingest(
             self.registry, self.blobs, self.target, scratch, self.validator, lease_s=lease_s, at_failpoint=at_failpoint
         )
 
     def aliases(self) -> dict[str, dict[int, int]]:
-        """The weight of each version, by alias."""
+        """The weight of each version number, by alias."""
         named = AdapterAliases(self.registry.database).of([self.adapter_id])[self.adapter_id]
         return {name: {target.number: target.weight for target in alias.targets} for name, alias in named.items()}
 
@@ -130,7 +130,7 @@ class IngestWorld:
         return self.ingest.process(version.id) if version.state == "pending" else version
 
     def assert_nothing_left_over(self, *versions: AdapterVersion) -> None:
-        """Check that the store has exactly these ready versions' blobs; their packed files are optional."""
+        """Check that the store has exactly the blobs of these ready versions. Packed files are optional."""
         needed, packed = set(), set()
         for version in versions:
             assert version.digest is not None

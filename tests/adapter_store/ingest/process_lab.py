@@ -28,7 +28,7 @@ AWS = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DE
 
 
 class ProcessMaker:
-    """The process that forks all the others; see `ingest_process.py`."""
+    """The process that forks all other processes; see `ingest_process.py`."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -51,7 +51,7 @@ class ProcessMaker:
         self._process.stdout.close()
 
     def start(self, job: Mapping[str, Any]) -> int:
-        """Start a process and return its identifier."""
+        """Start a process and return its process ID."""
         return int(self._ask(do="start", job=dict(job))["process"])
 
     def signal(self, process: int, number: int) -> None:
@@ -72,7 +72,7 @@ class ProcessMaker:
 
 @dataclass
 class Lab:
-    """A database, a blob store, an adapter's files, the processes that work on them, and checks of the outcome."""
+    """A database, a blob store, an adapter's files, the processes that use them, and checks of the outcome."""
 
     makers: ProcessMaker
     database_url: str
@@ -97,13 +97,13 @@ class Lab:
         self._database.close()
 
     def replace_files(self, files: Mapping[str, bytes]) -> None:
-        """Have the next processes upload another adapter."""
+        """Replace the adapter that the next processes upload."""
         self.files = files
         for name, data in files.items():
             (self.files_directory / name).write_bytes(data)
 
     def start(self, kind: str, **details: Any) -> int:
-        """Start a server with a scratch directory of its own."""
+        """Start a server with its own scratch directory."""
         self.num_servers += 1
         job = {
             "kind": kind,
@@ -127,7 +127,7 @@ class Lab:
         return self.makers.wait(self.start(kind, **details))
 
     def acknowledged(self, what: str) -> list[str]:
-        """The identifiers or names that were acknowledged to clients."""
+        """The identifiers or names of this kind that were acknowledged to clients."""
         if not self.acknowledged_path.exists():
             return []
         pairs = [line.split(" ") for line in self.acknowledged_path.read_text().splitlines()]
@@ -155,7 +155,7 @@ class Lab:
         return version
 
     def check_blobs(self) -> None:
-        """Check that the store has exactly the blobs that ready versions need; their packed files are optional."""
+        """Check that the store has exactly the blobs that ready versions need. Packed files are optional."""
         needed, packed = set(), set()
         for version in self.versions():
             if version.state == "ready":

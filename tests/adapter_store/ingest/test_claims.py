@@ -1,4 +1,4 @@
-"""One server at a time validates a version, another takes over from a silent one, and only one verdict is written."""
+"""Only one server at a time validates a version, another can take over from a silent server, and one verdict counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.adapter_store.ingest.ingest_world import SECOND_US, DirectValidator, 
 
 @dataclass
 class Clock:
-    """The database's clock, advanced by tests."""
+    """The database's clock, which only tests advance."""
 
     now_us: int = 1_000_000 * SECOND_US
 
@@ -207,7 +207,7 @@ def test_a_version_that_could_not_be_given_back_waits_for_its_claim_to_expire(
 def test_a_long_validation_keeps_its_claim(
     migrated_url: str, make_adapter: Any, target: PackTarget, tmp_path: Path, make_tenant: Callable[[str], str]
 ) -> None:
-    # The host's real clock, and a lease shorter than the validation it covers.
+    # Use the host's real clock, and a lease shorter than the validation.
     database = Database(migrated_url)
     registry = AdapterRegistry(database)
     world = IngestWorld(
@@ -264,7 +264,8 @@ def test_an_equal_adapters_blobs_do_not_stand_in_for_the_files_that_a_version_ke
     files.config = dict(reversed(files.config.items()))
     upload = world.upload(files.config_bytes, files.tensor_bytes)
     second = world.ingest.create_version(world.adapter_id, upload.id)
-    # A server dies after recording that validation passed. The canonical file exists, because `first` has the same one.
+    # A server dies after recording that validation passed. The canonical file exists, because `first` has the same
+    # file.
     dead = VersionClaims(database)
     assert dead.claim_version(second.id) is not None
     assert first.digest is not None

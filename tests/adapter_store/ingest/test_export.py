@@ -34,7 +34,7 @@ def content(export: VersionExport, version: AdapterVersion, name: str) -> bytes:
 
 
 def in_order(files: Any, names: list[str], metadata: dict[str, str]) -> bytes:
-    """A safetensors file with its tensors in this order, which no library writes."""
+    """A safetensors file with tensors in the given order, which no library would write."""
     document: dict[str, Any] = {"__metadata__": metadata}
     position, data = 0, b""
     for name in names:
@@ -61,7 +61,7 @@ def with_equal_tensors(files: Any) -> bytes:
 
 
 def with_older_names(files: Any) -> bytes:
-    """Tensor names as older PEFT versions wrote them; the canonical file has the current names."""
+    """The tensors have the names that older PEFT versions wrote; the canonical file has the current names."""
     files.tensors = {
         name.replace(".weight", ".default.weight"): tensor for name, tensor in reversed(files.tensors.items())
     }

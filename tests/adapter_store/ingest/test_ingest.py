@@ -1,4 +1,4 @@
-"""From upload to version: invalid adapters are refused, nothing is left behind, and a crash loses nothing."""
+"""From upload to version: invalid adapters are refused and leave nothing behind, and a crash loses nothing."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_a_store_that_fails_at_any_point_loses_and_leaves_nothing(
     upload = world.upload(files.config_bytes, files.tensor_bytes)
     version = world.ingest.create_version(world.adapter_id, upload.id)
     blobs.num_calls = num_calls
-    # Four blobs are put and two deleted; the deletions can wait.
+    # Processing puts four blobs and deletes two. The deletions can wait.
     if num_calls < 4:
         with pytest.raises(BlobStoreUnavailable):
             world.ingest.process(version.id)

@@ -1,4 +1,4 @@
-"""A server that is killed during ingestion loses nothing that was acknowledged, and leaves nothing behind."""
+"""A server killed during ingestion loses no acknowledged upload or version, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AFTER_THE_VERDICT = (Failpoint.PUBLISHED, Failpoint.FIRST_FILE_DELETED, Failpoin
 
 @dataclass(frozen=True)
 class Crash:
-    """A server that pushes or registers an adapter dies when it has done `step` for the `nth` time."""
+    """A server that pushes or registers an adapter dies after doing `step` for the `nth` time."""
 
     kind: str
     step: Failpoint
@@ -75,7 +75,7 @@ def makers() -> Iterator[ProcessMaker]:
 
 @pytest.fixture
 def lab_directory() -> Iterator[Path]:
-    """A directory in memory if possible: a killed process's writes survive there, flushed or not."""
+    """A directory in memory if possible. A killed process's writes survive there, flushed or not."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as directory:
         yield Path(directory)
@@ -123,7 +123,7 @@ def open_lab(
 
 
 def crash_and_recover(lab: Lab, crash: Crash) -> None:
-    """Kill a server at a step, and check that the next one finds and leaves everything in order."""
+    """Kill a server at a step, and check that the next server finds and leaves everything in order."""
     scratch = lab.directory / "scratch"
     own = {"scratch": str(scratch)}
     assert lab.run(crash.kind, die_at=crash.step, nth=crash.nth, **own) == KILLED
@@ -141,7 +141,7 @@ def crash_and_recover(lab: Lab, crash: Crash) -> None:
         assert [version.state for version in versions] == ["ready" if crash.is_valid else "rejected"]
         assert set(acknowledged) <= {versions[0].id}
     assert (lab.check_served() is not None) == (crash.is_valid and versions != [])
-    # The client that got no answer retries.
+    # The client retries, because it got no answer.
     assert lab.run(crash.kind, offset_s=LEASE_S, **own) == 0
     assert [version.state for version in lab.versions()].count("ready") == crash.is_valid
     assert (lab.check_served() is not None) == crash.is_valid
@@ -205,7 +205,7 @@ def take_over(lab: Lab, step: Failpoint, is_stopped: bool) -> None:
     published = lab.check_served()
     assert published is not None
     if is_stopped:
-        # The resumed server believes that it still holds the version, and continues where it stopped.
+        # The resumed server assumes that it still holds the version, and continues where it stopped.
         lab.makers.signal(first, SIGCONT)
         assert lab.makers.wait(first) == 0
     lab.makers.signal(second, SIGTERM)

@@ -1,4 +1,4 @@
-"""Open uploads are capped per tenant even when calls race; cancelling an upload frees its slot and its bytes."""
+"""Open uploads are capped per tenant, even if calls race. Cancelling an upload frees both its slot and its bytes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_tenant_has_so_many_pending_versions_and_no_more(upload_rows: UploadRo
     same = upload_rows.add_version(first, declare(upload_rows, first, mark="a").id)
     assert same.version.number == 1, "an existing version is not counted again"
     upload_rows.add_version(other, declare(upload_rows, other, mark="c").id)
-    # Versions that an operator imports from a bucket are never refused and do not count towards the tenant's cap.
+    # Versions that an operator imports from a bucket are never refused, and do not count towards the tenant's cap.
     upload_rows.add_version_from(other, "s3://bucket/one", SECOND_US)
     upload_rows.add_version(other, declare(upload_rows, other, mark="d").id)
     upload_rows.add_version_from(other, "s3://bucket/two", SECOND_US)

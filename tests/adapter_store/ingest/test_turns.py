@@ -22,7 +22,7 @@ HOUR_US = 3600 * SECOND_US
 
 
 class Queue:
-    """Pending versions of several tenants, without any bytes, and servers that decide them."""
+    """Several tenants' pending versions, which have no bytes, and servers that decide them."""
 
     def __init__(self, database: Database, make_tenant: Callable[[str], str]) -> None:
         self._database = database
@@ -33,7 +33,7 @@ class Queue:
         self.names: dict[str, str] = {}
 
     def add(self, *names: str) -> None:
-        """Add a pending version for each name; the first letter is its tenant."""
+        """Add a pending version for each name; a name's first letter is the tenant."""
         for name in names:
             tenant = name[0]
             if tenant not in self._adapters:
@@ -84,7 +84,7 @@ def test_who_comes_later_is_next(queue: Queue, database: Database) -> None:
     assert queue.decide(turns, 2) == ["a0", "a1"]
     queue.add("b0", "b1")
     assert queue.decide(turns, 3) == ["b0", "a2", "b1"]
-    # A tenant that had no versions for a while has neither saved up turns nor lost any.
+    # A tenant that had no versions for a while has neither gained nor lost turns.
     assert queue.decide(turns, 2) == ["a3", "a4"]
     queue.add("b2", "b3", "b4")
     assert queue.decide(turns, 3) == ["b2", "a5", "b3"]

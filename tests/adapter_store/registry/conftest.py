@@ -1,4 +1,4 @@
-"""Bare versions for the registry's tests."""
+"""A fixture for bare versions in the registry's tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which version a name resolves to, on both databases."""
+"""The version that a name resolves to, on both databases."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """An engine's disk tier in its own process, driven by lines on standard input.
 
-`python disk_tier_process.py DIRECTORY MAX_BYTES` answers each line with one:
+`python disk_tier_process.py DIRECTORY MAX_BYTES` answers each line with one line:
 
     add DIGEST SIZE    add DIGEST's file, which the tier keeps or drops   -> done
     hold DIGEST        open the file until `close`                        -> size, or none
@@ -49,7 +49,7 @@ def churn(tier: DiskTier, seed: int, num_turns: int) -> str:
         held = tier.hold(digest)
         if held is None:
             num_missed += 1
-            # Files are large enough that they never all fit at the same time, so lookups keep missing.
+            # Files are so large that they never all fit at the same time. So lookups keep missing.
             put(tier, digest, rng.randint(20_000, 40_000))
             continue
         with held:

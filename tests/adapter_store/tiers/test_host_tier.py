@@ -1,4 +1,4 @@
-"""Which adapters stay in host memory when they do not all fit."""
+"""The adapters that stay in host memory when not all fit."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_floors_that_do_not_fit_together_are_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_happens_the_bound_the_leases_and_the_floors_hold(seed: int) -> None:
-    """Compares the tier with a model that does not share its accounting: it sums all sizes again after each turn."""
+    """Compares the tier with an independent model, which sums all sizes again after each turn."""
     rng = random.Random(seed)
     sizes = {chr(97 + number): rng.randint(1, 12) for number in range(20)}
     tier, leases = HostTier(60), dict.fromkeys(sizes, 0)

@@ -1,4 +1,4 @@
-"""Adapters come from the disk or the blob store, whichever has the correct bytes, within limits."""
+"""Adapters come, within limits, from the disk or the blob store, depending on which has the correct bytes."""
 
 from __future__ import annotations
 

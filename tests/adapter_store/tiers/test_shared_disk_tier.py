@@ -102,7 +102,7 @@ def test_what_one_engine_adds_another_finds_counts_and_evicts(directory: Path, s
     assert held is not None
     with held:
         assert len(os.read(held.descriptor, 1 << 20)) == 100
-    # The other engine used `A` before `B` was added, and this one has used `B` since; only a rescan shows this.
+    # The other engine used `A` before `B` was added, and this engine used `B` later. Only a rescan shows this order.
     put(tier, C, 100)
     assert (files(directory), tier.used_bytes) == ({B: 100, C: 100}, 200)
     assert other("hold", A) == "none"
@@ -130,7 +130,7 @@ def test_use_by_another_engine_counts_in_the_order_of_eviction(directory: Path, 
     tier, other = DiskTier(directory, 250, PACK_KEY), start(250)
     put(tier, A, 100)
     put(tier, B, 100)
-    # No file was added or removed since, so only the file itself shows that it was used.
+    # No file has been added or removed since, so only the file itself shows that it was used.
     assert other("hold", A) == "100"
     other("close")
     put(tier, C, 100)

@@ -1,4 +1,4 @@
-"""Fetches while the blob store fails in every way: never a wrong byte, errors in time, other callers unaffected."""
+"""Fetches during all kinds of blob store faults: no wrong byte, errors in time, and other callers unaffected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.adapter_store.stored_adapter import StoredAdapter
 from tests.adapter_store.tiers.open_source import fetch, open_source
 
 NUM_ON_DISK, NUM_COLD, NUM_THREADS = 3, 8, 6
-# A load reads the packed file once and the canonical one twice, deletes, and writes the packed file.
+# A load reads the packed file once and the canonical file twice, and deletes and rewrites the packed file.
 DEADLINE_S = 4 * HURRIED.body_s + HURRIED.call_s
 MARGIN_S = 1.0
 ON_DISK_S = 0.5
@@ -50,13 +50,13 @@ def test_no_wrong_byte_is_served_and_adapters_on_the_disk_do_not_notice(
         s3_bucket,
         "p",
         HURRIED,
-        # The breaker must let enough of these faults through and close soon; it has its own test.
+        # The circuit breaker must let enough of these faults through and close soon. It has its own test.
         CircuitBreaker(first_open_s=0.02, max_open_s=0.1),
         RetryBudget(capacity=50, refill_per_s=50),
     )
     on_disk = [store_adapter(blobs, is_packed=True, seed=number) for number in range(NUM_ON_DISK)]
     cold = [store_adapter(blobs, is_packed=number % 2 == 0, seed=100 + number) for number in range(NUM_COLD)]
-    # Without room on the disk for cold adapters, each fetch asks the blob store.
+    # Without disk space for cold adapters, each fetch reads from the blob store.
     without_disk = open_source(blobs, target, tmp_path / "cold", disk_bytes=0)
     with_disk = open_source(blobs, target, tmp_path / "warm")
     for adapter in on_disk:

@@ -1,4 +1,4 @@
-"""What is verified when: wrong bytes are never served, whatever happens to a file, and no hashing is wasted."""
+"""Verification of payloads: wrong bytes are never served, whatever happens to a file, and no hashing is wasted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lane_sums(payload: npt.NDArray[np.uint8]) -> bytes:
 
 @pytest.fixture(scope="module")
 def payload() -> npt.NDArray[np.uint8]:
-    """Two chunks and an odd remainder."""
+    """A payload of two chunks and an odd remainder."""
     return np.random.default_rng(0).integers(0, 256, 2 * CHUNK_BYTES + 70_003, np.uint8)
 
 
@@ -85,7 +85,7 @@ def test_lane_sums_notice_what_disks_and_memory_do(payload: npt.NDArray[np.uint8
 
 
 class Reader:
-    """Returns a payload in pieces, as a file may, and counts the bytes read."""
+    """Reads a payload in pieces, as from a file, and counts the bytes read."""
 
     def __init__(self, data: bytes, piece: int) -> None:
         self._data = data
@@ -196,7 +196,7 @@ def test_sha_256_is_computed_once_a_run_and_file(bench: Bench, monkeypatch: pyte
     for _ in range(2):
         bench.fetch(restarted)
     assert runs[3:] == [False, True], "files of an earlier run are verified before use"
-    # The same bytes in another file, as another engine may write it.
+    # Write the same bytes to another file, as another engine may do.
     copy = bench.path.with_suffix(".copy")
     copy.write_bytes(bench.path.read_bytes())
     copy.replace(bench.path)

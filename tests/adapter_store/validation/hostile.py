@@ -1,6 +1,6 @@
-"""A catalogue of hostile and broken uploads: the type of an entry, and the valid adapter that each entry corrupts.
+"""A catalogue of hostile and broken uploads: the type of its entries, and the valid adapter that they corrupt.
 
-Every text of an entry that a tenant could choose contains MARK, so that a message that repeats one is caught.
+Every text in an entry that a tenant could choose contains MARK, so that tests notice a message that repeats the text.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Place = Callable[[Path, bytes], None]
 
 
 def good_files(**adapter: Any) -> AdapterFiles:
-    """A valid adapter of q_proj and v_proj, by default with rank 4."""
+    """A valid adapter for q_proj and v_proj, by default with rank 4."""
     return AdapterMaker(TARGET)(**adapter)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hostile:
-    """One entry: its name, the refusal it gets, and how to make its files.
+    """One entry: its name, the expected refusal, and how to make its files.
 
     `change` corrupts a valid adapter; `config` and `tensors`, where given, replace a whole file; `place` puts the
-    tensors at their path in some other way than writing them.
+    tensors' file at its path by other means than writing.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Hostile:
 
 
 def header_file(header: object, data: bytes = b"") -> bytes:
-    """A safetensors file with this header, given as a document or as bytes, and this data."""
+    """A safetensors file with this header, given as a document or as bytes, and with this data."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
 

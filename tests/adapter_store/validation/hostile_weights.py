@@ -1,4 +1,4 @@
-"""Files that are valid alone but not as a pair, and values that cannot be served."""
+"""Files that are valid separately but not as a pair, and values that cannot be served."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _swapped(files: AdapterFiles) -> None:
 
 
 def _cut(rank: int) -> Change:
-    """Give the tensors another rank than the configuration's."""
+    """Give the tensors a rank that differs from the configuration's."""
 
     def change(files: AdapterFiles) -> None:
         for name, tensor in files.tensors.items():

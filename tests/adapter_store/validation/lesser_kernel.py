@@ -1,4 +1,4 @@
-"""Runs a program as on a kernel or in a container that lacks some sandbox measures: their system calls are refused.
+"""Runs a program as on a kernel or in a container without some sandbox measures, by refusing their system calls.
 
 Usage: python lesser_kernel.py landlock,seccomp -m loramux.adapter_store.validation.sandbox
 

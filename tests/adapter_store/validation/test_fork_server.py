@@ -1,4 +1,4 @@
-"""A process that forks for each request: forks share nothing, and no fork outlives its client."""
+"""A process that forks for each request: forks share no state, and no fork outlives its client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every entry of the catalogue is refused with its exact code and param, quickly, in little memory, without echo."""
+"""Every entry is refused with its exact code and param, quickly and in little memory, and no text is echoed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def refuse_in_a_process(hostile: Hostile, directory: Path, validator: Subprocess
 def test_what_no_upload_could_be_is_refused_by_the_process(
     hostile: Hostile, tmp_path: Path, subprocess_validator: SubprocessValidator
 ) -> None:
-    """Some of the other entries go through the process in `tests/admin/rest/adapters/test_hostile_uploads.py`."""
+    """`tests/admin/rest/adapters/test_hostile_uploads.py` runs some of the other entries through the process."""
     report = refuse_in_a_process(hostile, tmp_path, subprocess_validator)
     assert report["usage"]["max_address_bytes"] < MAX_BYTES
 

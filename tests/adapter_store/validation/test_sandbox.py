@@ -38,7 +38,7 @@ def connect(family=socket.AF_INET, address="127.0.0.1"):
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A directory with a file in it that the process was given no access to."""
+    """A directory with a file that the confined process must not access."""
     directory = tmp_path / "outside"
     directory.mkdir()
     (directory / "secret").write_text("secret")
@@ -74,7 +74,7 @@ def port() -> Any:
 def run_confined(
     code: str, scratch: Path, outside: Path, port: int, confinement: str = "sandbox.confine([scratch])"
 ) -> Any:
-    """Run `code` in a process that confines itself first, and return its `result`."""
+    """Run `code` in a process that first confines itself, and return the value of `result`."""
     program = f"{_PRELUDE}\nmissing = {confinement}\n{code}\nprint(json.dumps(result))"
     done = subprocess.run(
         [sys.executable, "-P", "-c", program, scratch, outside, str(port)],
@@ -91,7 +91,7 @@ def run_confined(
 
 @pytest.fixture(scope="module")
 def lacking() -> set[str]:
-    """The measures that this machine lacks; their tests are skipped."""
+    """The sandbox measures that this machine lacks; their tests are skipped."""
     return set(missing_measures())
 
 
@@ -225,7 +225,7 @@ result = [outcome, len(files) < 32]
 
 
 def test_it_dies_with_the_server(scratch: Path) -> None:
-    """The kernel kills the process with the thread that started it; nobody is left to wait for its verdict."""
+    """The kernel kills the process when the thread that started it ends, because no one waits for the verdict."""
     child = (
         "import sys, time; from loramux.adapter_store import sandbox; from pathlib import Path; sandbox.confine([]);"
         " print('ready', flush=True); time.sleep(60)"

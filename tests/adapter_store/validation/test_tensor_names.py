@@ -1,4 +1,4 @@
-"""Tensor names of older PEFT versions, other trainers and wrappers: equal weights are the same version."""
+"""Tensor names from older PEFT versions, other trainers and wrappers: equal weights are the same version."""
 
 from __future__ import annotations
 

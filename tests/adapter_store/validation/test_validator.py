@@ -1,4 +1,4 @@
-"""The validation process: the same verdicts, within limits, with none of the server's environment."""
+"""The validation process: the same verdicts as in the server, within limits, without the server's environment."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_too_slow_is_refused(job: ValidationJob, target: PackTarget) -> None:
 
 
 def test_too_much_memory_is_refused(tmp_path: Path, target: PackTarget, adapter_maker: Any, job: ValidationJob) -> None:
-    """Eight megabytes in one layer become half a gigabyte of pages in 64 layers."""
+    """An adapter of 8 MB for one layer becomes half a gigabyte of pages for 64 layers."""
     wide = PackTarget(
         (LinearShape("self_attn.q_proj", 4096, 4096),), replace(target.geometry, num_layers=64), "float32"
     )
@@ -130,7 +130,7 @@ def test_only_a_limit_of_its_own_is_the_adapters_fault(
 
 
 def test_a_sparse_giant_takes_no_memory(job: ValidationJob, target: PackTarget) -> None:
-    """The header matches the file's size: a terabyte of holes."""
+    """The header matches the size of the file, which is a terabyte of holes."""
     shape = (1 << 20, 1 << 18)
     header = json.dumps({"kilroy": {"dtype": "F32", "shape": shape, "data_offsets": [0, 1 << 40]}}).encode()
     with job.tensors.open("wb") as file:
@@ -196,7 +196,7 @@ def test_a_process_that_was_taken_over_is_not_believed(job: ValidationJob, targe
 def test_all_processes_of_the_group_are_killed(
     job: ValidationJob, target: PackTarget, tmp_path: Path, way: str
 ) -> None:
-    """If the machine lets the process start others, they are killed with it."""
+    """If the machine lets the process start other processes, they are killed together with it."""
     note = tmp_path / "pid"
     code = (
         "import os, time\n"
@@ -231,7 +231,7 @@ def test_all_processes_of_the_group_are_killed(
 
 
 def test_processor_time_is_bounded_as_well(job: ValidationJob, target: PackTarget) -> None:
-    """The wall-clock limit may be far away; the kernel also limits the CPU time that the process uses."""
+    """The wall-clock limit may be far away, but the kernel also limits the process's CPU time."""
     code = (
         "from loramux.adapter_store.validation.sandbox import limit_resources\n"
         "limit_resources(1 << 32, 1 << 20, 1)\n"
@@ -291,7 +291,7 @@ def test_a_process_that_cannot_work_says_nothing_about_the_adapter(job: Validati
 
 
 def fork_of(validator: SubprocessValidator) -> int:
-    """The fork that validates, once it leads its own session."""
+    """The process ID of the fork that validates, once it leads its own session."""
     while True:
         pid = validator._processes.pid
         with suppress(OSError):
@@ -331,7 +331,7 @@ def test_closing_ends_what_runs_without_a_verdict(job: ValidationJob, target: Pa
 def test_only_a_crash_or_a_limit_is_a_verdict(
     job: ValidationJob, target: PackTarget, number: signal.Signals, error: type[Exception]
 ) -> None:
-    """Stopping the whole server signals its validation process too."""
+    """A signal that stops the whole server also reaches its validation process."""
     validator = opened(command=HANGING)
 
     def end_it() -> None:

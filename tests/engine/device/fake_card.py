@@ -35,7 +35,7 @@ def out_of_memory() -> torch.OutOfMemoryError:
 
 
 class FakeCard(HostAccelerator):
-    """`broken` maps a call's name to the error it raises; `launch` stands for every kernel. `lost` fails all calls."""
+    """A fake GPU. `broken` maps a call's name (`launch` for kernels) to the error to raise; `lost` fails all calls."""
 
     def __init__(self, free: int = 60 * GIB, total: int = 80 * GIB) -> None:
         self.broken: dict[str, Exception] = {}

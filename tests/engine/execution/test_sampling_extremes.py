@@ -80,7 +80,7 @@ class Definition:
     """Whether tokens tied with the last token that top_k or top_p keeps are kept too, as on the device."""
 
     def shares(self, slack: float = 0.0) -> Floats:
-        """The probability of each distinct logit, largest first; `slack` widens what top_p and min_p keep."""
+        """The probability of each distinct logit, largest logit first. With `slack`, top_p and min_p keep more."""
         distances = self.distances
         if self.params.temperature == 0:
             return (np.arange(len(distances)) == 0).astype(float)
