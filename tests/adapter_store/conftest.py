@@ -110,7 +110,7 @@ def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def s3_resource(s3_endpoint: str) -> Any:
-    """Direct access to the server, without our code or a proxy."""
+    """Direct access to the S3 server, without our code or a proxy."""
     import boto3
 
     return boto3.resource(
@@ -132,7 +132,7 @@ def s3_bucket(s3_environment: None, s3_resource: Any) -> str:
 
 @pytest.fixture
 def raw_bucket(s3_resource: Any, s3_bucket: str) -> Any:
-    """The new bucket, accessed without our code or a proxy."""
+    """Direct access to the new bucket, without our code or a proxy."""
     return s3_resource.Bucket(s3_bucket)
 
 
@@ -192,7 +192,7 @@ def store_adapter(make_adapter: AdapterMaker, target: PackTarget, tmp_path: Path
 
 @pytest.fixture(scope="session")
 def subprocess_validator() -> Iterator[SubprocessValidator]:
-    """The real validator, at normal priority so that other tests on a busy machine do not starve it."""
+    """The real validator, at normal priority so that other tests do not starve it on a busy machine."""
     validator = SubprocessValidator(niceness=0)
     yield validator
     validator.close()

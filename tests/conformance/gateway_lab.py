@@ -135,7 +135,7 @@ class GatewayLab:
     def wait_ready(self, gateway: LabGateway) -> None:
         def is_ready() -> bool:
             if not Path(f"/proc/{gateway.pid}").exists():
-                # A gateway exits if the engine does not answer in time, as on a busy machine. An init system would
+                # On a busy machine the engine may answer too late, so that the gateway exits. An init system would
                 # restart it.
                 self.start(gateway)
             try:

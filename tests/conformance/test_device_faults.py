@@ -137,7 +137,7 @@ FAULTS = {
 def test_no_step_hides_that_its_device_failed(
     subject: Subject, card: FakeCard, strike: Callable[[FakeCard], None], num_steps: int
 ) -> None:
-    """The fault hits the first run of a step, its capture or a replay; no live sequence may wait forever."""
+    """The fault hits a step's first run, its capture or a replay. No live sequence may wait forever."""
     assembled = assemble(subject, card)
     engine = assembled.engine
     for name in ("a", "b"):

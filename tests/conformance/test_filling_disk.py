@@ -1,4 +1,4 @@
-"""Gateway processes on a disk that fills up and is freed during streams: the ledger matches the usage clients saw."""
+"""Gateway processes on a disk that fills up and is freed during streams: the ledger matches the reported usage."""
 
 from __future__ import annotations
 

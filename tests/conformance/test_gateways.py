@@ -186,7 +186,7 @@ def test_gateways_killed_at_random_moments_settle_each_request_once(lab: Gateway
     tenant, key = lab.account(f"kills-{num_kills}")
     QuotaPolicies(lab.database).set(tenant.id, "tokens_per_minute", 10**9)
     dice = random.Random(num_kills)
-    # The first gateway survives and recovers the requests of the others.
+    # The first gateway survives and recovers the other gateways' requests.
     victims = lab.gateways[1:]
 
     async def stream_and_kill(together: list[LabGateway]) -> None:

@@ -52,7 +52,7 @@ class Life:
             max_resident_adapters=3,
             max_sequences=8,
         )
-        # All bits set is NaN, so that reads of unwritten memory are noticed.
+        # Set all bits, which is NaN, so that reads of unwritten memory are noticed.
         self.assembled.views.raw.fill_(0xFF)
         self.engine = self.assembled.engine
         self.prompts = [self._tokens(self.rng.randint(1, 90)) for _ in range(3)]

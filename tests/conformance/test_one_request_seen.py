@@ -37,7 +37,7 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """A server that ran one cold request with canaries in its body, key and headers, and refused a few more."""
+    """A server after one cold request with canaries in its body, key and headers, and after a few refused requests."""
     log_file = tmp_path_factory.mktemp("log") / "stderr"
     environment = {
         "LORAMUX_TRACES": "file",

@@ -134,7 +134,7 @@ OUTER_PLANS = [
     ),
     AdapterPlan("inner", 4, ["q_proj", "down_proj"], alpha=8.0),
 ]
-"""Adapters of the embedding or the head, one adapter of all modules, and one without embedding and head."""
+"""Adapters of the embedding, of the head, of all modules, and of modules within the layers only."""
 
 UNTIED, TIED = "llama", "qwen2"
 
@@ -176,7 +176,7 @@ def test_adapters_of_the_embedding_and_the_head_equal_peft(
     assert stats.max_adapters_in_step == len(OUTER_PLANS)
     assert stats.num_adapter_pages == sum(outer_subject.num_pages.values())
 
-    # Rows of the base and of adapters without embedding and head are computed as if the other adapters were absent.
+    # Rows of the base and of adapters without embedding or head are computed as if the other adapters were absent.
     executor = recorder.executor
     assert isinstance(executor, DirectExecutor)
     tables = executor._tables

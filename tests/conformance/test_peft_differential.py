@@ -135,8 +135,8 @@ def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int)
         try:
             packed = pack_peft_directory(directory, pair.target)
         except AdapterRejected as error:
-            # peft sorts the patterns when it saves them, and the first match counts. After reloading, they may give a
-            # rank that differs from the tensors', and peft itself cannot load the directory.
+            # peft sorts the patterns when it saves them, and the first match counts. After reloading, the patterns may
+            # give a rank that differs from the tensors', and peft itself cannot load the directory.
             if error.code != "rank_mismatch":
                 raise
             with pytest.raises(RuntimeError, match="size mismatch"):

@@ -94,7 +94,7 @@ def registration(setting: Setting) -> Plan:
 
 
 def sanitized(tool: str, environment: dict[str, str]) -> Callable[[Setting], Plan]:
-    """Run the mixed step under one of the sanitizer's tools, or on its own if the sanitizer is not installed."""
+    """Run the mixed step under one of the sanitizer's tools, or without the sanitizer if it is not installed."""
 
     def plan(setting: Setting) -> Plan:
         step = module("tests.gpu.mixed_step")

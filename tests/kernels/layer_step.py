@@ -153,7 +153,7 @@ def overwrite(old: Step, new: Step) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """One implementation of the kernels over its own pool; both sides have the same weights and adapters."""
+    """One implementation of the kernels, over its own pool. Both implementations have the same weights and adapters."""
 
     kernels: Kernels
     weights: Weights

@@ -83,7 +83,7 @@ def test_a_device_without_kernels_is_refused(make_poisoned_pool: Callable[..., P
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A device that claims to be an Ampere GPU; nothing is launched on it."""
+    """A device that claims to be an Ampere GPU; no kernel is launched on the device."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     return torch.device("cuda")
@@ -202,7 +202,7 @@ SHARES = {
 def test_what_threads_add_does_not_depend_on_their_shares(
     ranks: tuple[int, ...], make_adapter_pool: Callable[..., Any]
 ) -> None:
-    """Nor do the bits depend on the number of threads. They match the reference within rounding."""
+    """The bits do not depend on the number of threads either. The results match the reference within rounding."""
     num_rows, most = len(ranks) + 1, max(ranks)
     table = np.array(ranks, np.int32).reshape(-1, 1, 1)
     adapters = make_adapter_pool([LinearShape("m", 1024, 1024)], table, PageGeometry(1, 8, 64, 4, 4), torch.float32)

@@ -55,7 +55,7 @@ def poisoned_planes(kernels: Any, call: LoraCall, num_tokens: int) -> torch.Tens
 
 
 def summed(planes: torch.Tensor) -> torch.Tensor:
-    """The planes as `[T, modules, max_rank]`; if the device splits the sum, its parts are added."""
+    """The planes as `[T, modules, max_rank]`, with the parts added if the device splits the sum."""
     return planes.sum(0) if planes.dim() == 4 else planes
 
 

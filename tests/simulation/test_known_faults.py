@@ -112,7 +112,7 @@ def test_base_traffic_never_waits_for_adapters(lookahead: bool) -> None:
 
 
 def test_a_row_that_is_not_finite_ends_alone(lookahead: bool) -> None:
-    """One broken adapter's NaN spread to its neighbours in the batch."""
+    """One broken adapter's NaN spread to neighbouring rows in the batch."""
     simulation = simulate_engine(adapters={"broken": 2, "sound": 2}, lookahead=lookahead)
     simulation.executor.not_finite_for.add("broken")
     sound = [simulation.add(f"s{i}", digest=digest, max_tokens=20) for i, digest in enumerate([None, "sound", None])]

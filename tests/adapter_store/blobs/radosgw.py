@@ -75,11 +75,11 @@ ms_mon_client_mode = crc
 
 
 class RadosgwMissing(Exception):
-    """The programs are not installed; the message says how to install them."""
+    """The server's programs are not installed; the message says how to install them."""
 
 
 class Radosgw:
-    """A running server, reached with `url`, `ACCESS_KEY` and `SECRET_KEY`. Raises RadosgwMissing or RuntimeError."""
+    """A running server, accessible with `url`, `ACCESS_KEY` and `SECRET_KEY`. Raises RadosgwMissing or RuntimeError."""
 
     def __init__(self) -> None:
         missing = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -149,7 +149,7 @@ class Radosgw:
             raise RuntimeError(f"{program} failed: {done.stderr[-2000:]}")
 
     def _spawn(self, program: str, *arguments: str) -> None:
-        # The daemons die with this process even if it is killed.
+        # The daemons die with this process, even if it is killed.
         command = ["setpriv", "--pdeathsig", "KILL", "--", program, "-c", str(self._config), *arguments]
         with (self._directory / f"{program}.out").open("wb") as out:
             self._processes.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT))

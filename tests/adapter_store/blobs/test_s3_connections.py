@@ -1,4 +1,4 @@
-"""A connection is closed when its attempt ends, however the store is reached. botocore's internals are as expected."""
+"""A connection is closed when its request attempt ends, on every route to the store. botocore's internals fit."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from loramux.adapter_store.errors import BlobStoreUnavailable
 
 
 class WatchedBlobStore(MemoryBlobStore):
-    """Counts reads. A test can delay the store's answers or take the store down."""
+    """A blob store in memory that counts reads. A test can delay its answers or take it down."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every element of a packed adapter is at its address by the formula, and all other bytes are zero."""
+"""Every element of a packed adapter is at the address that the formula gives, and all other bytes are zero."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_outer_modules_lie_before_the_layers_in_pages_seen_whole(
             np.testing.assert_array_equal(found[:, : rows.shape[1]], stored(rows, outer_target))
             num_elements += rows.size
     assert np.count_nonzero(stream) == num_elements
-    # The layers' contents are the same as without outer modules, only some pages later.
+    # The layers' contents are the same as without outer modules, but a few pages later.
     inner = tuple(name for name in modules if name.startswith(("self_attn", "mlp")))
     inner_tensors = {name: tensor for name, tensor in files.tensors.items() if ".layers." in name}
     if inner:

@@ -2,8 +2,8 @@
 
 python -m tests.adapter_store.ingest.ingest_process
 
-reads commands from standard input, one JSON object per line, and answers each with one. It imports everything once and
-forks a process for each job, so that starting a process takes milliseconds. See
+reads commands from standard input, one JSON object per line, and answers each command with one line. It imports
+everything once and forks a process for each job, so that starting a process takes milliseconds. See
 `tests/adapter_store/ingest/process_lab.py`.
 """
 

@@ -1,4 +1,4 @@
-"""An ingestion with its registry and blob store in one process, with parts that tests can make fail."""
+"""An ingestion in one process, with a registry, a blob store, and parts that tests can make fail."""
 
 from __future__ import annotations
 

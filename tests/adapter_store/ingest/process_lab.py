@@ -1,4 +1,4 @@
-"""Starts real ingesting processes, kills them, and checks the state they leave."""
+"""Starts real ingesting processes, kills them, and checks the state that they leave."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ProcessMaker:
         self._ask(do="signal", process=process, signal=number)
 
     def wait(self, process: int, is_stop_enough: bool = False) -> int:
-        """Wait for a process. Returns its exit status, or minus the number of the signal that killed or stopped it."""
+        """Wait for a process. Return its exit status or, negated, the number of the signal that ended or stopped it."""
         return int(self._ask(do="wait", process=process, is_stop_enough=is_stop_enough)["end"])
 
     def _ask(self, **command: Any) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Lab:
         return self.makers.start({**job, **details})
 
     def run(self, kind: str, **details: Any) -> int:
-        """Run a server until it ends, and return how it ended, as `wait` does."""
+        """Run a server to its end, and return the result of `wait`."""
         return self.makers.wait(self.start(kind, **details))
 
     def acknowledged(self, what: str) -> list[str]:
@@ -137,7 +137,7 @@ class Lab:
         return list(reversed(AdapterRegistry(self._database).list_versions(self.adapter_id, 100).data))
 
     def check_served(self) -> AdapterVersion | None:
-        """The version that the adapter's name resolves to, if any, after checking that all its bytes are correct."""
+        """The version that the adapter's name resolves to, or None. Checks all bytes of the version."""
         registry = AdapterRegistry(self._database)
         ref = registry.resolve("acme", "support")
         if ref is None:

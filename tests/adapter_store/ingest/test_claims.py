@@ -1,4 +1,4 @@
-"""Only one server at a time validates a version, another can take over from a silent server, and one verdict counts."""
+"""Only one server at a time validates a version. A second server replaces a silent one, and one verdict is written."""
 
 from __future__ import annotations
 

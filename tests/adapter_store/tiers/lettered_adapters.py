@@ -1,4 +1,4 @@
-"""Empty adapters named by single letters, and a host tier that holds some of them."""
+"""Empty adapters named by single letters, and a host tier that contains some of these adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapters that stay in host memory when not all fit."""
+"""The adapters that stay in host memory when not all adapters fit."""
 
 from __future__ import annotations
 

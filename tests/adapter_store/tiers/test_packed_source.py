@@ -1,4 +1,4 @@
-"""Adapters come, within limits, from the disk or the blob store, depending on which has the correct bytes."""
+"""Adapters come from the disk or the blob store, depending on which has the correct bytes, within limits."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ A, B, C, D = (digest_of(number) for number in range(4))
 
 
 class Engine:
-    """A process of its own with a disk tier."""
+    """A disk tier in a separate process."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         environment = {**os.environ, "PYTHONPATH": f"{ROOT / '.src'}{os.pathsep}{ROOT}"}
@@ -222,7 +222,7 @@ def test_engines_that_read_add_evict_and_die_at_random_never_meet_wrong_bytes(di
         num_read, num_missed = map(int, answer.split())
         assert num_read + num_missed == num_turns
         assert min(num_read, num_missed) > num_turns // 10
-    # During a scan one file may be removed and another added, so the scan counts at most both.
+    # During a scan one file may be removed and another added. At most, the scan counts both files.
     assert 0 < largest <= max_bytes + 2 * 40_000
     assert sum(files(directory).values()) <= max_bytes
     tier = DiskTier(directory, max_bytes, PACK_KEY)

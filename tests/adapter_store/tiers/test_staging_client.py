@@ -436,7 +436,7 @@ def test_a_process_that_dies_is_followed_by_one_that_is_asked_again(
     del freed
     client.request(third.digest)
     dead = process_of(client).pid
-    # The memory is freed while there is no process to notify.
+    # The memory is freed while no process exists that could be notified.
     del view
     kill(client)
     (outcome,) = results(client)

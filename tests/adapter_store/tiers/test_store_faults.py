@@ -25,7 +25,7 @@ from tests.adapter_store.stored_adapter import StoredAdapter
 from tests.adapter_store.tiers.open_source import fetch, open_source
 
 NUM_ON_DISK, NUM_COLD, NUM_THREADS = 3, 8, 6
-# A load reads the packed file once and the canonical file twice, and deletes and rewrites the packed file.
+# A load reads the packed file once and the canonical file twice, and replaces the packed file.
 DEADLINE_S = 4 * HURRIED.body_s + HURRIED.call_s
 MARGIN_S = 1.0
 ON_DISK_S = 0.5

@@ -112,7 +112,7 @@ def test_a_payload_is_read_once_and_known_again(payload: npt.NDArray[np.uint8], 
     wrong = data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]
     assert not PayloadCheck(first.proof).run(found, sha256, Reader(wrong, piece))
     assert not PayloadCheck().run(found, sha256, Reader(wrong, piece))
-    # A proof of other bytes proves nothing about these.
+    # A proof for other bytes proves nothing about these bytes.
     other = PayloadCheck(Proof("0" * 64, lane_sums(payload)))
     assert not other.run(found, sha256, Reader(wrong, piece))
     with pytest.raises(EOFError):
@@ -153,7 +153,7 @@ def test_a_packed_file_is_read_in_order_once_and_to_where_it_stays(
 
 
 class Bench:
-    """Every fetch reads the file on the disk."""
+    """A source whose fetches all read the file on the disk."""
 
     def __init__(self, target: PackTarget, tmp_path: Path, store_adapter: Any) -> None:
         self.blobs = WatchedBlobStore()

@@ -38,7 +38,7 @@ class Hostile:
     """One entry: its name, the expected refusal, and how to make its files.
 
     `change` corrupts a valid adapter; `config` and `tensors`, where given, replace a whole file; `place` puts the
-    tensors' file at its path by other means than writing.
+    tensors' file at its path by means other than writing.
     """
 
     name: str

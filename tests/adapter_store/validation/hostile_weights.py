@@ -205,7 +205,7 @@ def _scaled(name: str, code: str, param: str | None, a: float, b: float, **confi
 
 
 def _bfloat16(name: str, code: str, param: str | None, bits: int) -> Hostile:
-    """A valid adapter in bfloat16 with one value changed, given by its bits."""
+    """A valid adapter in bfloat16 with one value replaced by the given bits."""
 
     def tensors() -> bytes:
         header: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""A confined validation process is harmless: each test tries a forbidden action in a separate process."""
+"""A confined validation process can do no harm: each test tries a forbidden action in a separate process."""
 
 from __future__ import annotations
 

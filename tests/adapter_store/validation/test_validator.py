@@ -151,7 +151,7 @@ def test_a_refusal_says_what_passed_before(job: ValidationJob, target: PackTarge
 
 
 def worker(code: str) -> tuple[str, ...]:
-    """A validation process whose forks run this program."""
+    """The command for a validation process whose forks run `code`."""
     begin = "from loramux.adapter_store.validation.fork_server import fork_for_each_request\nfork_for_each_request()\n"
     return sys.executable, "-S", "-c", begin + code
 
@@ -160,7 +160,7 @@ HANGING = worker("import time; time.sleep(60)")
 
 
 def answering(**answer: Any) -> str:
-    """A program that returns this answer, together with the fields that every answer has."""
+    """A program that prints `answer`, with the fields that every answer needs."""
     return f"print({json.dumps({'missing': [], 'usage': {}, **answer})!r})"
 
 

@@ -1,4 +1,4 @@
-"""Peers are found and started, and only processes that we started are stopped."""
+"""Peers are found and started, and only processes that the benchmark started are stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load, unload and pin calls take effect, and each call is answered whatever else happens."""
+"""Load, unload and pin calls take effect, and each call gets an answer whatever else happens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def phase_of(simulation: Simulation, digest: str) -> AdapterPhase:
 
 
 def use(simulation: Simulation, *digests: str) -> None:
-    """Run a short request with each adapter, one after another."""
+    """Run one short request per adapter, one after another."""
     for digest in digests:
         name = f"use-{digest}-{len(simulation.finished)}"
         add = simulation.add(name, digest=digest, max_tokens=2)

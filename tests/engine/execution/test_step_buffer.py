@@ -260,7 +260,7 @@ def test_every_shape_fits_the_largest_buffer() -> None:
 
 
 def test_the_largest_shapes_come_first() -> None:
-    """This way memory for the largest shapes is allocated at startup, or startup fails."""
+    """Memory for the largest shapes is therefore allocated at startup, or startup fails."""
     shapes = list(reachable_shapes(2048, 256))
     assert (shapes[0].num_tokens, shapes[0].num_sequences, shapes[0].max_rank) == (2048, 512, 256)
     assert len(shapes) == len(set(shapes)) < 250

@@ -12,7 +12,7 @@ READY = EngineReady(max_model_len=512, num_pages=64, page_tokens=16, device="cpu
 
 
 class Stager:
-    """A stager whose looks complete when the test writes to its pipe, which a new pipe then replaces."""
+    """A stager that completes all looks when the test writes to its pipe, which is then replaced."""
 
     def __init__(self) -> None:
         self.looks: list[Callable[[], None]] = []

@@ -1,4 +1,4 @@
-"""Objects that exist when a process begins to serve are exempt from garbage collection; later ones are not."""
+"""Objects that exist when a process begins to serve are exempt from garbage collection; later objects are not."""
 
 from __future__ import annotations
 

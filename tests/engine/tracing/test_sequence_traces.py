@@ -24,7 +24,7 @@ FIRST, SECOND = TRACE.format("a" * 32), TRACE.format("b" * 32)
 
 
 class Spans:
-    """A sink that keeps its spans."""
+    """A sink that stores all spans."""
 
     def __init__(self) -> None:
         self.records: list[tuple[str, SpanRecord]] = []

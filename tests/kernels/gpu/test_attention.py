@@ -107,7 +107,7 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Att
 def attended(
     q: torch.Tensor, context: Context, spec: AttentionSpec, plan: AttentionPlan, batch: AttentionBatch | None = None
 ) -> torch.Tensor:
-    """The kernel's result, written to a poisoned output by way of a poisoned workspace."""
+    """The kernel's result, computed with a poisoned output and a poisoned workspace."""
     batch = batch or context.batch
     elements = plan.workspace_elements(q.shape[0], batch.seq_lens.shape[0], spec)
     workspace = torch.full((elements,), torch.nan, device=q.device)
@@ -392,7 +392,7 @@ def test_rows_are_rotated_and_stored_as_the_reference_does(
     tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2.0**-7}[dtype]
     torch.testing.assert_close(q.cpu().float()[~is_padding], rows[0][~is_padding], rtol=tolerance, atol=tolerance)
     assert torch.equal(q[is_padding], padded)
-    # Only q has changed; the elements around it have not.
+    # The kernel changed q, but not the elements around q.
     assert torch.equal(wide[:, 4 + widths[0] :], before[:, 4 + widths[0] :])
     assert torch.equal(wide[:, :4], before[:, :4])
     half = geometry.kv_elements // 2

@@ -119,7 +119,7 @@ def run_reference(logits: torch.Tensor, rows: list[Settings], uniform: torch.Ten
 
 
 def weights_of(logits: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """The weights `[V]` that the oracle keeps in one row. Rounding top_p and min_p must not change which are kept."""
+    """The weights `[V]` that the oracle keeps in one row. Rounding top_p and min_p must not change the selection."""
     settings_of = columns([settings])
     weights = kept_weights(logits[None], *settings_of)[0]
     for factor in (1 - EDGE, 1 + EDGE):
