@@ -1,4 +1,4 @@
-"""The GPU's accelerator when CUDA fails, with a fake CUDA, and with the real CUDA where available."""
+"""The GPU's accelerator when CUDA fails, with a fake CUDA and, where available, with the real one."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_refused_registration_harms_nothing_after_it(
     accelerator: CudaAccelerator, host_tier: torch.Tensor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     accelerator.pin(host_tier.flatten())
-    # CUDA refuses to register memory twice, with an error that stays pending.
+    # CUDA refuses to register the same memory twice, and the error stays pending.
     accelerator.pin(host_tier.flatten())
     assert f"{host_tier.numel()} bytes stays pageable" in capsys.readouterr().err
     require_working(accelerator, host_tier)
