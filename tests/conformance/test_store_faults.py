@@ -123,7 +123,7 @@ def suffer(
                     break
 
     def keep_streaming(name: str) -> None:
-        """Keep the adapter in use, because it is not evicted during a request, and soon after a request only last."""
+        """Keep the adapter in use: running requests' adapters stay, and recently used adapters are evicted last."""
         body = {"model": name, "prompt": "The ship", "max_tokens": 100, "ignore_eos": True, "stream": True}
         while not is_over.is_set():
             with client.stream("POST", "/v1/completions", json=body) as answer:

@@ -411,7 +411,7 @@ def test_adapters_that_nobody_wants_any_more_are_let_go(simulate: Simulate) -> N
 
 @pytest.mark.parametrize("shares", [1, 5], ids=["one account", "five accounts"])
 def test_a_long_queue_loads_adapters_about_once_a_request(simulate: Simulate, shares: int) -> None:
-    """More requests wait for resident adapters than the order lists. No other request may load an adapter in vain."""
+    """More requests wait for resident adapters than the order lists. The others must not load adapters in vain."""
     popular = [f"popular{number}" for number in range(5)]
     rare = [f"rare{number}" for number in range(20)]
     simulation = simulate(num_pages=200, num_slots=6, max_sequences=4, adapters=dict.fromkeys([*popular, *rare], 1))
