@@ -1,4 +1,4 @@
-"""A caller can cancel a blob fetch immediately without affecting other callers. Unwanted fetches are abandoned."""
+"""A caller can cancel a blob fetch immediately without affecting others; fetches that nobody wants are given up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.adapter_store.waiting import wait_until
 
 
 class Bench:
-    """A source over a blob store that tests can delay, and callers on threads."""
+    """A source over blobs that can be held up, and callers on threads."""
 
     def __init__(self, target: PackTarget, directory: Path, store_adapter: Any, pool: ThreadPoolExecutor) -> None:
         self.blobs = WatchedBlobStore()
@@ -34,7 +34,7 @@ class Bench:
         self._pool = pool
         self._lock = threading.Lock()
         self.num_downloads = 0
-        """Number of downloads in progress, including downloads without a waiting caller."""
+        """Downloads in progress, including those that nobody waits for."""
         self.source = self.reopen()
 
     def reopen(self, disk_bytes: int = PLENTY) -> PackedSource:
@@ -64,7 +64,7 @@ class Bench:
         return self._pool.submit(self.source.fetch, digest, cancellation or Cancellation())
 
     def give_up(self, digest: str) -> None:
-        """Cancel a fetch of this adapter while the blob store hangs."""
+        """Cancel a fetch of this adapter while it hangs in the blob store."""
         self.hold_up()
         cancellation = Cancellation()
         waiting = self.fetch_elsewhere(digest, cancellation)
@@ -72,6 +72,10 @@ class Bench:
         cancellation.cancel()
         with pytest.raises(LoadCancelled):
             waiting.result(10)
+
+    def joined(self, digest: str) -> bool:
+        """Whether a fetch waits for the running download of this adapter."""
+        return not self.source._running[digest][0].cancellation.is_cancelled
 
     def files(self) -> list[str]:
         return [path.stem for path in self._directory.glob("disk/*/*.packed")]
@@ -113,7 +117,7 @@ def test_what_was_left_goes_to_the_disk_and_not_to_memory(bench: Bench) -> None:
     bench.blobs.may_answer.set()
     wait_until(lambda: bench.files() == [stored.digest])
     assert taken == []
-    # The file was not verified when it was downloaded. This fetch verifies it.
+    # The file was not verified when it was downloaded; it is verified now.
     assert_right(fetch(bench.source, stored.digest), stored)
     assert bench.blobs.num_gets == {"packed": 1}
 
@@ -138,18 +142,35 @@ def test_an_adapter_that_is_to_be_packed_is_not_packed_for_nobody(bench: Bench) 
     assert bench.blobs.num_gets == {"packed": 1}, "the canonical file is not requested"
 
 
-def test_who_asks_again_before_a_fetch_is_given_up_gets_the_adapter(bench: Bench) -> None:
-    """Both downloads run to completion at the same time."""
+def test_a_fetch_after_a_cancelled_one_takes_over_its_download(bench: Bench) -> None:
     stored = bench.adapter()
     bench.give_up(stored.digest)
-    bench.blobs.asked.clear()
+    for _ in range(3):
+        cancellation = Cancellation()
+        fetching = bench.fetch_elsewhere(stored.digest, cancellation)
+        wait_until(lambda: bench.joined(stored.digest))
+        cancellation.cancel()
+        with pytest.raises(LoadCancelled):
+            fetching.result(10)
     later = bench.fetch_elsewhere(stored.digest)
-    assert bench.blobs.asked.wait(10)
+    wait_until(lambda: bench.joined(stored.digest))
     bench.blobs.may_answer.set()
     assert_right(later.result(10), stored)
     wait_until(lambda: not bench.num_downloads)
     assert bench.files() == [stored.digest]
-    assert bench.blobs.num_gets == {"packed": 2}
+    assert bench.blobs.num_gets == {"packed": 1}
+
+
+def test_concurrent_fetches_have_memory_of_their_own(bench: Bench) -> None:
+    """Each caller owns its adapter's memory, so that neither can release the other's."""
+    stored = bench.adapter()
+    fetches = [bench.fetch_elsewhere(stored.digest) for _ in range(2)]
+    assert bench.blobs.asked.wait(10)
+    bench.blobs.may_answer.set()
+    first, second = (one.result(10) for one in fetches)
+    assert_right(first, stored)
+    assert_right(second, stored)
+    assert not np.shares_memory(first.payload, second.payload)
 
 
 def test_a_fetch_that_was_cancelled_before_asks_nobody(bench: Bench) -> None:
@@ -185,7 +206,7 @@ def test_what_the_disk_has_is_read_to_its_end(bench: Bench, monkeypatch: pytest.
 def test_a_fetch_that_gets_no_thread_fails_once_and_leaves_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The executor keeps work for which it could start no thread, and runs the work when one of its threads is free."""
+    """The executor keeps work for which it could start no thread, and runs it when one of its threads is free."""
     stored = bench.adapter()
     kept: list[Callable[[], object]] = []
 
