@@ -50,13 +50,14 @@ ROUTERS = (
 ADMIN_DOCUMENT = ListenerDocument(
     description="""The administration API of loramux.
 
-Send `Authorization: Bearer KEY`. A tenant's key sees the same paths filtered to its tenant; another tenant's resource
-is the same 404 as one that does not exist. Lists are paged with `after` and `before`. A POST may be repeated with the
-same `Idempotency-Key` for 24 hours; an update sends the ETag of the state it is based on as `If-Match`. Every error has
-the same envelope, `{"error": {"message", "type", "param", "code"}}`, and every response has an `x-request-id`.""",
-    # `/metrics` may require a token of its own.
+Send `Authorization: Bearer KEY`. With a tenant's key, the same paths show only that tenant's resources; another
+tenant's resource returns the same 404 as a missing one. Lists are paged with `after` and `before`. A POST can be
+repeated with the same `Idempotency-Key` for 24 hours. An update sends the ETag of the state that it changes as
+`If-Match`. Every error has the same envelope, `{"error": {"message", "type", "param", "code"}}`, and every response has
+an `x-request-id`.""",
+    # `/metrics` can require its own token.
     public=frozenset({"/health/live", "/health/ready", "/metrics"}),
-    readers="Any key of the admin API may read it.",
+    readers="Any key of the admin API can read this document.",
     is_idempotent=True,
 )
 
@@ -67,7 +68,7 @@ def _operation_id(route: APIRoute) -> str:
 
 @cache
 def _rest_routes() -> APIRouter:
-    """The routes, which hold no state of an app: built once, because FastAPI takes a fifth of a second for it."""
+    """The routes. They hold no app state and are built once, because building them takes a fifth of a second."""
     routes = APIRouter(generate_unique_id_function=_operation_id)
     for module in ROUTERS:
         routes.include_router(module.router, prefix="/admin/v1")
@@ -76,9 +77,9 @@ def _rest_routes() -> APIRouter:
 
 
 def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
-    """The admin listener's ASGI app. Every route below `/admin/v1` declares the kind of caller that it admits.
+    """The admin listener's ASGI app. Every route under `/admin/v1` declares the kind of caller that it admits.
 
-    `root_path` is the prefix under which a proxy publishes it, such as `/loramux`.
+    `root_path` is the prefix under which a proxy publishes the app, such as `/loramux`.
     """
     app = FastAPI(
         title="loramux admin",

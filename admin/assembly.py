@@ -60,12 +60,12 @@ from loramux.platform.tokenizer.chat_template import ModelFilesError
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 NUM_THREADS = 16
-"""Threads for the SQL of inference requests; each waits for the database most of the time."""
+"""Threads for the SQL of inference requests; each spends most of its time waiting for the database."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """Both apps, their background work, and the services that the start needs."""
+    """Both apps, their background work, and the services that startup needs."""
 
     gateway_app: FastAPI
     admin_app: FastAPI
@@ -85,7 +85,7 @@ def assemble(
     engine: EngineClient,
     is_loopback: bool,
 ) -> Iterator[Assembled]:
-    """The whole process except its listeners. Raises StartRefused. Entering and leaving both block."""
+    """The whole process except its listeners. Raises StartRefused. Entering and leaving the context both block."""
     served_name = settings.resolved_served_name
     target = pack_target(model, config.dtype)
     with ExitStack() as stack:
@@ -121,7 +121,7 @@ def assemble(
         worker = IngestWorker(ingest)
         worker.start()
         stack.callback(worker.stop)
-        # Runs before the worker stops, so that stopping need not wait for a validation to finish.
+        # Runs before the worker stops, so that stopping does not have to wait for a validation to finish.
         stack.callback(validator.close)
         tenants = Tenants(database)
         api_keys = ApiKeys(database, _revealed(settings.admin_key))
@@ -202,7 +202,7 @@ def open_tracing(settings: Settings) -> Tracing | None:
     if config is None:
         return None
     try:
-        # The import takes half a second; only servers with traces pay for it.
+        # Importing OpenTelemetry takes half a second, so only servers with traces import it.
         from loramux.platform.telemetry.otel_tracing import OtelTracing
 
         return OtelTracing.open(config, settings.traces_share, settings.traces_of_clients)
@@ -213,7 +213,7 @@ def open_tracing(settings: Settings) -> Tracing | None:
 
 
 def _bring_up_to_date(database: Database, is_embedded: bool) -> None:
-    """Upgrade an embedded or empty database; any other must already have the current schema."""
+    """Upgrade an embedded or empty database; any other database must already have the current schema."""
     try:
         database.check_schema()
     except DatabaseError:

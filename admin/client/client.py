@@ -19,7 +19,7 @@ PAGE_SIZE = 100
 
 
 class AdminError(Exception):
-    """The server refused; carries the fields of its error envelope."""
+    """The server refused the call; the exception carries the fields of the error envelope."""
 
     def __init__(
         self, status: int, message: str, code: str | None, param: str | None, retry_after_s: int | None = None
@@ -40,7 +40,7 @@ class ServerUnreachable(Exception):
 
 
 class AdminClient:
-    """Calls `/admin/v1` with one key. Raises AdminError for a refusal and ServerUnreachable if no server answers."""
+    """Calls `/admin/v1` with one key. Raises AdminError for a refusal, or ServerUnreachable if no server answers."""
 
     def __init__(self, base_url: str, key: str, timeout_s: float = 30.0) -> None:
         self._base_url = base_url.rstrip("/")
@@ -116,7 +116,7 @@ class AdminClient:
         return self._document(self._send("DELETE", path))
 
     def put_bytes(self, url: str, size: int, chunks: Iterable[bytes]) -> None:
-        """Upload one file to the URL that the server returned for it; raises like every other call."""
+        """Upload one file to the URL that the server returned for it; raises the same errors as every other call."""
         headers = {"content-length": str(size), "content-type": "application/octet-stream"}
         # The server answers only once the whole file is stored.
         timeout = httpx.Timeout(300.0, connect=5.0)
@@ -142,7 +142,7 @@ class AdminClient:
             )
 
     def items(self, path: str, **params: object) -> Iterator[Document]:
-        """Every item of a list, newest first, a page at a time."""
+        """Every item of a list, newest first, fetched one page at a time."""
         after: str | None = None
         while True:
             page = self.get(path, **{**params, "limit": PAGE_SIZE, "after": after})

@@ -23,12 +23,12 @@ class NamedAdapter:
         return f"adapters/{self.document['id']}"
 
     def version_path(self, number: int | None = None) -> str:
-        """The path of a version, by default of the one given with the name."""
+        """The path of a version; the default is the version given with the name."""
         return f"{self.path}/versions/{self.version if number is None else number}"
 
 
 def find_named(client: AdminClient, name: str, *, needs_version: bool = False) -> NamedAdapter:
-    """Raises AdminError for an unknown or malformed name, or one that lacks a required version."""
+    """Raises AdminError for an unknown or malformed name, or for a name that lacks a required version."""
     match = _NAME.fullmatch(name)
     if match is None or (needs_version and match[3] is None):
         form = "tenant/adapter@version" if needs_version else "tenant/adapter or tenant/adapter@version"

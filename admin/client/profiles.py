@@ -59,7 +59,7 @@ class ProfileFile:
         return cls(Path(home) / "loramux" / "config.toml")
 
     def read(self) -> KnownProfiles:
-        """Read the profiles; a file that does not exist has none. Raises ProfileError."""
+        """Read the profiles; a missing file means that there are none. Raises ProfileError."""
         try:
             with self.path.open("rb") as file:
                 mode = os.fstat(file.fileno()).st_mode
@@ -73,12 +73,12 @@ class ProfileFile:
         try:
             return _parse(tomllib.loads(content.decode()))
         except (UnicodeDecodeError, tomllib.TOMLDecodeError, _Malformed) as error:
-            # The file may contain keys: the message holds the parser's own words, never the file's text.
+            # The file may contain keys, so the message quotes the parser, never the file's text.
             reason = str(error) if not isinstance(error, UnicodeDecodeError) else "it is not UTF-8"
             raise ProfileError(f"{self.path} is not a valid profile file: {reason}") from None
 
     def add(self, profile: Profile) -> None:
-        """Save a profile, replacing any profile of the same name; the first one becomes current."""
+        """Save a profile, replacing any profile of the same name; the first profile becomes the current one."""
         if _NAME.fullmatch(profile.name) is None:
             raise ProfileError(
                 "a profile's name has up to 63 lowercase letters, digits, '.', '_' and '-', and begins with a letter "
@@ -97,7 +97,7 @@ class ProfileFile:
         self._change(lambda known: replace(known, current=known.find(name).name))
 
     def remove(self, name: str) -> None:
-        """Remove a profile. If it was the current one, there is none until `use` selects another."""
+        """Remove a profile. If it was the current profile, no profile is current until `use` selects another."""
 
         def without(known: KnownProfiles) -> KnownProfiles:
             removed = known.find(name).name
@@ -135,7 +135,7 @@ class ProfileFile:
 
 
 class _Malformed(Exception):
-    """The file is TOML but does not hold profiles."""
+    """The file is valid TOML but does not describe profiles."""
 
 
 def _parse(document: Mapping[str, Any]) -> KnownProfiles:

@@ -35,7 +35,7 @@ def pull_version(
     may_replace: bool = False,
     progress: Progress = lambda _what, _num_bytes: None,
 ) -> PulledVersion:
-    """Write both files of a version into `directory`; without a version number, of the one that the bare name selects.
+    """Write both files of a version into `directory`; the default is the version that the bare name selects.
 
     Each file is checked against its declared SHA-256 and appears complete or not at all. Raises PullRefused.
     """

@@ -56,8 +56,8 @@ def push_adapter(
     """Upload the adapter in `directory` as the next version of `tenant/name` and wait until it is ready.
 
     `tenant` is a slug or an identifier.
-    Raises PushRefused when the directory is not an adapter, the server rejects it or `timeout_s` passes. A push that
-    fails or is interrupted cancels its upload.
+    Raises PushRefused when the directory is not an adapter, the server rejects the adapter, or `timeout_s` passes. A
+    push that fails or is interrupted cancels its upload.
     """
     paths = [_file_of(directory, file_name) for file_name in FILE_NAMES]
     files = [{"name": path.name, "size": path.stat().st_size, "sha256": _sha256(path, progress)} for path in paths]
@@ -77,7 +77,7 @@ def register_source(
 ) -> PushedVersion:
     """Have the server read the adapter from `source`, `s3://BUCKET/PREFIX`, as the next version of `tenant/name`.
 
-    Requires a platform administrator's key and a source that the operator allows. Raises PushRefused and AdminError.
+    Requires a platform administrator's key and a source that the operator allows. Raises PushRefused or AdminError.
     """
     adapter = _adapter(client, tenant, name)
     version = _make_version(client, adapter, {"source": source}, timeout_s)
@@ -104,7 +104,7 @@ def _await_room(call: Callable[[], Document], timeout_s: float) -> Document:
 
 @contextmanager
 def _cancelled_on_failure(client: AdminClient, path: str) -> Iterator[None]:
-    """Cancel the upload if the block fails or is interrupted: an open upload counts until it expires."""
+    """Cancel the upload if the block fails or is interrupted, so that it no longer counts against the tenant."""
     try:
         yield
     except BaseException:
@@ -122,7 +122,7 @@ def _ready(client: AdminClient, adapter: Document, version: Document, timeout_s:
 
 
 def num_bytes_of(directory: Path) -> int:
-    """The bytes that a push of this directory reads: each file once to hash, once to upload."""
+    """The bytes that a push of this directory reads: it reads each file once to hash it and once to upload it."""
     return 2 * sum(_file_of(directory, file_name).stat().st_size for file_name in FILE_NAMES)
 
 
@@ -147,14 +147,14 @@ def _adapter(client: AdminClient, tenant: str, name: str) -> Document:
     try:
         return client.post("adapters", {"tenant": tenant, "name": name})
     except AdminError as error:
-        # Another client created it in the meantime: use that one.
+        # Another client has created the adapter in the meantime; use that adapter.
         if error.status != 409:
             raise
     return dict(client.get("adapters", tenant=tenant, name=name)["data"][0])
 
 
 def _send(client: AdminClient, path: Path, way: Document, progress: Progress) -> None:
-    """Send a file to the server, or to the blob store where the server says so, whole or in parts."""
+    """Send a file, whole or in parts, to the server, or to the blob store if the server says so."""
     size = path.stat().st_size
     if "parts" in way:
         for number, part in enumerate(way["parts"]):
@@ -171,7 +171,7 @@ def _put_part(client: AdminClient, way: Document, path: Path, begin: int, end: i
 
 
 def _persist(send: Callable[[], None]) -> None:
-    """Retry when the server is busy or the connection breaks: uploading a file twice is safe."""
+    """Retry when the server is busy or the connection breaks, because uploading a file twice is safe."""
     for pause_s in (0.5, 2.0, 5.0):
         try:
             return send()

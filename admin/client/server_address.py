@@ -41,7 +41,7 @@ def find_server(
     try:
         if name:
             return _of_profile(file.read().find(name))
-        # A variable that was filled from a file often ends with a line break.
+        # A variable set from a file often ends with a line break.
         key, url = (environment.get(variable, "").strip() for variable in (KEY_VARIABLE, URL_VARIABLE))
         if key:
             return _checked(ServerAddress(url=url or DEFAULT_URL, key=key, source="the environment"), URL_VARIABLE)

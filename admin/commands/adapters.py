@@ -140,7 +140,7 @@ app.command()(preload)
 
 @contextmanager
 def _progress(num_bytes: int | None, as_json: bool) -> Iterator[Progress]:
-    """A progress bar on a terminal, nothing elsewhere; without `num_bytes` it shows only the bytes received."""
+    """A progress bar on a terminal, nothing elsewhere; without `num_bytes`, the bar shows only the bytes received."""
     if as_json or not sys.stderr.isatty():
         yield lambda _what, _num_bytes: None
         return

@@ -43,7 +43,7 @@ def audit(
 
 
 def _changes(entry: Document) -> str:
-    """The changes, cut to fit on a line; `--json` has all of them."""
+    """The changes, truncated to one line; `--json` prints all of them."""
     changes = entry["changes"].items()
     text = ", ".join(f"{name}: {json.dumps(old)} -> {json.dumps(new)}" for name, (old, new) in changes)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -61,7 +61,7 @@ def create(
 
 @app.command("list")
 def list_keys(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
-    """List a tenant's keys, or without --tenant the administrators' keys, including revoked ones."""
+    """List a tenant's keys or, without --tenant, the administrators' keys. Revoked keys are included."""
     with connected(as_json) as client:
         keys = client.whole_list("api_keys", tenant=tenant)
     columns: Columns = {
@@ -116,7 +116,7 @@ def rotate(
 
 @app.command()
 def revoke(key_id: KeyId, as_json: AsJson = False) -> None:
-    """Revoke a key permanently; it takes effect within five seconds."""
+    """Revoke a key permanently; the revocation takes effect within five seconds."""
     with connected(as_json) as client:
         key = client.delete(client.path("api_keys", key_id))
     tell(key, f"revoked key {key['id']}", as_json)

@@ -1,6 +1,6 @@
 """A command's output, and how a failure becomes an exit code.
 
-Exit codes: 0 success, 1 refused by the server, 2 wrong usage or settings, 3 no server answers or none is configured,
+Exit codes: 0 success, 1 refused by the server, 2 wrong usage or settings, 3 no server is configured or none answers,
 130 Ctrl-C.
 """
 
@@ -29,7 +29,7 @@ Columns = Mapping[str, str | Callable[[dict[str, Any]], object]]
 
 @contextmanager
 def connected(as_json: bool) -> Iterator[AdminClient]:
-    """A client from the environment; its errors end the program with a message and an exit code."""
+    """A client configured from the environment; its errors end the program with a message and an exit code."""
     from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable
     from loramux.admin.commands.root import chosen_profile
 
@@ -48,7 +48,7 @@ def connected(as_json: bool) -> Iterator[AdminClient]:
 def connected_to(
     model: str, as_json: bool, *, needs_version: bool = False
 ) -> Iterator[tuple[AdminClient, NamedAdapter]]:
-    """`connected`, with the adapter or version that `model` names."""
+    """Like `connected`, with the adapter or version that `model` names."""
     from loramux.admin.client.named_adapter import find_named
 
     with connected(as_json) as client:
@@ -94,7 +94,7 @@ def time_in(name: str) -> Callable[[Document], object]:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table without truncation: where the terminal is too narrow, each row is printed vertically.
+    """Print a table without truncation; on a terminal that is too narrow, print each row vertically.
 
     In a table of two columns, the second column wraps instead.
     """
@@ -103,7 +103,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
     from rich.text import Text
 
     console = Console()
-    # Names are tenants' text: show them literally, never interpret them as markup.
+    # Tenants choose the names, so show them literally and never interpret them as markup.
     cells = [[Text("-" if value is None else str(value)) for value in row] for row in rows]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for at, column in enumerate(columns):
@@ -128,7 +128,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 
 
 def print_csv(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print CSV (RFC 4180) of numbers and our own names; a missing value is an empty cell."""
+    """Print CSV (RFC 4180) of numbers and loramux's own names; a missing value is an empty cell."""
     writer = csv.writer(sys.stdout)
     writer.writerow(columns)
     writer.writerows(rows)

@@ -28,7 +28,7 @@ def add(
     ] = None,
     tenant: AnyTenant = None,
     scope: Annotated[str, typer.Option(help="all, base, adapters or an adapter's identifier.")] = "all",
-    currency: Annotated[str, typer.Option(help="Three-letter code, the same for all prices.")] = "USD",
+    currency: Annotated[str, typer.Option(help="Three-letter currency code, the same for all prices.")] = "USD",
     effective_at: Annotated[
         int | None,
         typer.Option(help="Unix time in seconds (default: as soon as every gateway can know it).", show_default=False),
@@ -83,7 +83,7 @@ def _amount_in(name: str) -> Callable[[Document], str]:
 
 
 def _nanos(amount: str) -> int:
-    """A currency amount in billionths; raises BadParameter unless it has at most nine decimal places."""
+    """A currency amount in billionths; raises BadParameter for an amount with more than nine decimal places."""
     try:
         nanos = Decimal(amount) * NANOS
         if nanos.is_finite() and nanos == nanos.to_integral_value() and abs(nanos) < 10**18:

@@ -42,10 +42,10 @@ def list_profiles(as_json: AsJson = False) -> None:
 @app.command()
 def add(
     name: Name,
-    url: Annotated[str, typer.Option(help="The URL of its admin listener.")] = "http://127.0.0.1:8001",
+    url: Annotated[str, typer.Option(help="The URL of the server's admin listener.")] = "http://127.0.0.1:8001",
     as_json: AsJson = False,
 ) -> None:
-    """Save a server's address and key; the key is prompted for or read from standard input, never an argument."""
+    """Save a server's address and key. The key is read from a prompt or standard input, never from an argument."""
     from loramux.admin.client.profiles import Profile, ProfileFile
     from loramux.admin.client.server_address import NoServerNamed, check_key, check_url
 
@@ -64,7 +64,7 @@ def add(
 
 @app.command()
 def use(name: Name, as_json: AsJson = False) -> None:
-    """Make a profile the current one, used when neither --profile nor LORAMUX_ADMIN_KEY is given."""
+    """Make a profile the current one, which is used when neither --profile nor LORAMUX_ADMIN_KEY is given."""
     from loramux.admin.client.profiles import ProfileFile
 
     with _explained(as_json):

@@ -1,4 +1,4 @@
-"""Quotas as bars in a terminal: the used, reserved and free part of each limit."""
+"""Quotas as bars in a terminal: the used, reserved and free parts of each limit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def print_plot(limits: Iterable[Mapping[str, Any]]) -> None:
 
 
 def bar(limit: Mapping[str, Any]) -> str:
-    """`BAR_WIDTH` characters; any use or reservation takes at least one, and usage above the limit fills the bar."""
+    """A bar of `BAR_WIDTH` characters. Any use or reservation takes at least one; usage over the limit fills it."""
     # A token bucket's capacity is its burst; for other limits `burst` equals the limit.
     size = limit["burst"]
     if size <= 0:

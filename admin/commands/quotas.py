@@ -1,4 +1,4 @@
-"""`loramux quotas`: limits of tenants, keys and adapters, their use, and checks of hypothetical requests."""
+"""`loramux quotas`: limits for tenants, keys and adapters, their use, and checks of hypothetical requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHOWN = (
 
 Key = Annotated[str | None, typer.Option(help="A key's identifier, key_...", show_default=False)]
 Adapter = Annotated[
-    str | None, typer.Option(help="An adapter's identifier, or with --tenant its name.", show_default=False)
+    str | None, typer.Option(help="An adapter's identifier or, with --tenant, its name.", show_default=False)
 ]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")]
 
@@ -120,7 +120,7 @@ def delete(
 def effective(
     tenant: AnyTenant = None, key: Key = None, adapter: Adapter = None, as_csv: AsCsv = False, as_json: AsJson = False
 ) -> None:
-    """Plot the limits that apply to a tenant, a key or an adapter's requests, and how much of each is used."""
+    """Plot the limits that apply to a tenant, a key or an adapter's requests, and how much of each limit is used."""
     with connected(as_json) as client:
         found = client.get("quotas/effective", tenant=tenant, key=key, adapter=adapter)
     if as_json:
@@ -147,7 +147,7 @@ def check(
     limit: Annotated[int | None, typer.Option(help="...as if its limit were this.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Report whether a request would be admitted now, and which limit decides; uses no quota. Exit code 1 if not."""
+    """Report whether a request would be admitted now, and which limit decides; uses no quota. Exits with 1 if not."""
     if (metric is None) != (limit is None):
         raise typer.BadParameter("--metric and --limit must be given together")
     whom = {"tenant": tenant, "key": key, "adapter": adapter}

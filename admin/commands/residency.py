@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 class Tier(StrEnum):
-    """Where a copy of an adapter is held."""
+    """A tier that holds copies of adapters."""
 
     POOL = "pool"
     HOST = "host"

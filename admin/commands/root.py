@@ -1,4 +1,4 @@
-"""Options before every command: `--profile` and `--version`."""
+"""Options given before the command: `--profile` and `--version`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 chosen_profile: ContextVar[str | None] = ContextVar("chosen_profile", default=None)
-"""The profile given on the command line; None means the environment or the profile file decides."""
+"""The profile given on the command line; None means that the environment or the profile file decides."""
 
 
 def _print_version(is_asked: bool) -> None:
@@ -32,7 +32,7 @@ def root(
     profile: Annotated[
         str | None,
         typer.Option(
-            help="The server to call, one of 'loramux profiles list' (or LORAMUX_PROFILE).",
+            help="Profile of the server to call; see 'loramux profiles list' (or LORAMUX_PROFILE).",
             show_default=False,
             autocompletion=_known_profiles,
         ),

@@ -85,7 +85,7 @@ def gateway(
     served_name: ServedName = None,
     reuse_port: ReusePort = None,
 ) -> None:
-    """Serve the OpenAI API of a running server's engine and database from another process, until Ctrl-C.
+    """Serve the OpenAI API from another process, using a running server's engine and database, until Ctrl-C.
 
     Give it the server's model, database and served name, but its own data directory and ports. Its admin port serves
     only metrics and health: adapters and tenants are administered at the server.

@@ -29,7 +29,7 @@ Slug = Annotated[str, typer.Argument(help="The tenant's slug or identifier.", sh
 DisplayName = Annotated[str | None, typer.Option(help="A human-readable name.", show_default=False)]
 Timezone = Annotated[
     str | None,
-    typer.Option(help="Time zone of its daily and monthly limits, such as Europe/Berlin.", show_default=False),
+    typer.Option(help="Time zone of the tenant's daily and monthly limits, such as Europe/Berlin.", show_default=False),
 ]
 
 
@@ -96,7 +96,7 @@ def set_tenant(
 
 @app.command()
 def suspend(tenant: Slug, as_json: AsJson = False) -> None:
-    """Refuse a tenant's keys within five seconds; running requests finish and nothing is lost."""
+    """Refuse a tenant's keys within five seconds; running requests finish, and nothing is lost."""
     changed = _change(tenant, {"state": "suspended"}, as_json)
     undo = f"'loramux tenants resume {changed['slug']}' undoes this"
     tell(changed, f"{changed['slug']} is {changed['state']}; {undo}", as_json)
@@ -111,7 +111,7 @@ def resume(tenant: Slug, as_json: AsJson = False) -> None:
 
 @app.command()
 def delete(tenant: Slug, as_json: AsJson = False) -> None:
-    """Delete a tenant created by mistake; one with adapters, keys or usage can only be suspended."""
+    """Delete a tenant created by mistake; a tenant with adapters, keys or usage can only be suspended."""
     with connected(as_json) as client:
         client.delete(client.path("tenants", tenant))
     tell({"object": "tenant", "slug": tenant, "deleted": True}, f"deleted tenant {tenant}", as_json)

@@ -68,7 +68,7 @@ def _verb(path: str, what: str, amounts: Sequence[str], drawn: Sequence[str]) ->
 
 
 def _report(path: str, chosen: Format, **params: Any) -> Document | None:
-    """The report for a table; in any other format it is printed here and None is returned."""
+    """The report for a table; in any other format, the report is printed here and None is returned."""
     with connected(chosen is Format.JSON) as client:
         if chosen in (Format.CSV, Format.NDJSON):
             print(client.get_text(path, **params, format=chosen.value), end="")

@@ -16,7 +16,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 class Format(StrEnum):
-    """How the report is printed."""
+    """Output format of the report."""
 
     TABLE = "table"
     JSON = "json"
@@ -25,7 +25,7 @@ class Format(StrEnum):
 
 
 class Bucket(StrEnum):
-    """The time span of one line."""
+    """The time span that one line covers."""
 
     MINUTE = "1m"
     HOUR = "1h"
@@ -49,11 +49,11 @@ GroupBy = Annotated[
     ),
 ]
 Timezone = Annotated[
-    str | None, typer.Option(help="Time zone whose midnights divide days, such as Europe/Berlin.", show_default=False)
+    str | None, typer.Option(help="Time zone that defines days, such as Europe/Berlin.", show_default=False)
 ]
 Top = Annotated[
     int | None,
-    typer.Option(help="Only this many lines, those with the most tokens, and the total of all.", min=1, max=1000),
+    typer.Option(help="Show only this many lines, those with the most tokens, and the total of all.", min=1, max=1000),
 ]
 Output = Annotated[Format, typer.Option("--format", help="Output format.")]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV: --format csv.")]
@@ -73,7 +73,7 @@ def chosen_format(output: Format, as_json: bool, as_csv: bool, as_ndjson: bool) 
 
 
 def start_of(start: int | None, end: int | None, last: str | None) -> int | None:
-    """The start of the range as a Unix time in seconds; raises BadParameter."""
+    """The start of the time range as a Unix time in seconds; raises BadParameter."""
     if last is None:
         return start
     found = _LAST.fullmatch(last)
@@ -91,7 +91,7 @@ def groups_of(group_by: list[str] | None, default: list[str]) -> list[str]:
 
 
 def bar(amount: int, most: int) -> str:
-    """A bar with a resolution of an eighth of a character, in which `most` fills the whole width."""
+    """A bar with a resolution of one eighth of a character; `most` fills the whole width."""
     if most <= 0 or amount <= 0:
         return ""
     eighths = max(1, round(amount / most * BAR_WIDTH * 8))

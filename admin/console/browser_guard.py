@@ -36,7 +36,7 @@ CSRF_HEADER = "x-csrf-token"
 
 
 class SecurityHeaders:
-    """Adds the headers to every answer; answers without `cache-control` of their own are not cached."""
+    """Adds the headers to every answer; an answer without its own `cache-control` is not cached."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -58,11 +58,11 @@ class SecurityHeaders:
 
 
 def is_from_elsewhere(request: Request) -> bool:
-    """Whether the browser reports that another site sent this. No page can make a browser report the opposite."""
+    """Whether the browser reports that another site sent the request. No page can make a browser report otherwise."""
     site = request.headers.get("sec-fetch-site")
     if site is not None:
         return site not in ("same-origin", "none")
-    # Over plain HTTP, browsers send only `Origin`. The scheme is not compared: a proxy may have terminated TLS.
+    # Over plain HTTP, browsers send only `Origin`. The scheme is not compared, because a proxy may have terminated TLS.
     origin = request.headers.get("origin")
     return origin is not None and urlsplit(origin).netloc.lower() != request.headers.get("host", "").lower()
 
@@ -72,7 +72,7 @@ def is_token_right(presented: str | None, expected: str) -> bool:
 
 
 def local_path(wanted: str) -> str | None:
-    """A path within this console, as given by a browser; None for anything that could lead elsewhere."""
+    """A path within this console, as given by a browser; None for a path that could lead elsewhere."""
     if not wanted.startswith("/") or wanted.startswith(("//", "/\\")) or "\\" in wanted:
         return None
     if len(wanted) > 1000 or not (wanted.isascii() and wanted.isprintable()):

@@ -27,7 +27,7 @@ class Confirmation:
     back_label: str
     fields: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     facts: Sequence[tuple[str, str]] = ()
-    """Further labelled facts, such as names and current use."""
+    """Additional labelled facts, such as names and current use."""
     choices: Sequence[tuple[str, str]] = ()
     """Values and labels of the one field that the reader chooses; the first is preselected."""
     choice_name: str = ""

@@ -1,4 +1,4 @@
-"""What the console's pages share; created once, together with the admin app."""
+"""Objects that the console's pages share; created once, together with the admin app."""
 
 from __future__ import annotations
 

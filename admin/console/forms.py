@@ -21,7 +21,7 @@ class Form:
         self._pairs = pairs
 
     def text(self, name: str) -> str:
-        """The field's first value; an empty string if it was not sent."""
+        """The field's first value; an empty string if the field was not sent."""
         return next((value.strip() for found, value in self._pairs if found == name), "")
 
     def all(self, name: str) -> list[str]:
@@ -42,7 +42,7 @@ class Form:
 
 
 async def read_form(request: Request) -> Form:
-    """Read the form of a request. Raises InvalidRequest and PayloadTooLarge."""
+    """Read the form of a request. Raises InvalidRequest or PayloadTooLarge."""
     body = await read_body(request, MAX_FORM_BYTES)
     try:
         pairs = parse_qsl(

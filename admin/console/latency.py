@@ -12,7 +12,7 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Quantiles over requests, in seconds; None without data. The values between tokens are each request's mean."""
+    """Quantiles over requests, in seconds; None if there is no data. The time between tokens is each request's mean."""
 
     num_requests: int
     num_failed: int
@@ -23,7 +23,7 @@ class Latency:
 
 
 def latency_of(events: Sequence[Document]) -> Latency:
-    """The latency from documents of `/usage/events`."""
+    """The latency quantiles of documents from `/usage/events`."""
     first = sorted(event["time_to_first_token_us"] / 1e6 for event in events if _has_first(event))
     between = sorted(gap for event in events if (gap := _between_tokens_s(event)) is not None)
     return Latency(

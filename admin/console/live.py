@@ -1,4 +1,4 @@
-"""Live parts of pages, sent again as server-sent events while the page is open."""
+"""Live parts of pages, updated through server-sent events while the page is open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loramux.platform.errors import RateLimited, Unavailable
 MAX_STREAMS = 200
 """Maximum streams over all sessions; a page without a stream is correct but not updated."""
 MAX_STREAMS_EACH = 10
-"""Maximum streams per tenant, over all its sessions: each renders its page every second or two."""
+"""Maximum streams per tenant, over all its sessions; each stream renders its page every second or two."""
 LIFETIME_S = 600.0
 """Length of a stream in seconds; the browser then reconnects automatically, so that no stream lasts forever."""
 
@@ -23,15 +23,15 @@ Render = Callable[[], Awaitable[str]]
 
 
 class LiveParts:
-    """Sends each part whenever it has changed, until the session ends."""
+    """Sends each part of the page whenever the part has changed, until the session ends."""
 
     def __init__(self) -> None:
         self._num_of: Counter[str] = Counter()
 
     def stream(self, visit: Visit, every_s: float, parts: Mapping[str, Render]) -> Response:
-        """Stream the parts, which are given by the names of their events.
+        """Stream the parts, a mapping from event names to parts.
 
-        Raises RateLimited if the tenant has too many live pages open, Unavailable if all tenants together do.
+        Raises RateLimited if the tenant has too many live pages open, or Unavailable if all tenants together have.
         """
         has_all = not visit.is_platform and self._num_of[visit.session.principal.holder] >= MAX_STREAMS_EACH
         if has_all or self._num_of.total() >= MAX_STREAMS:
@@ -60,7 +60,7 @@ class LiveParts:
                         return
                     now = {name: await render() for name, render in parts.items()}
                 except DATABASE_TROUBLE:
-                    # Without the database the session's rights are unknown, so nothing is shown meanwhile.
+                    # Without the database, the session's rights are unknown, so nothing is shown until it answers.
                     trouble = visit.site.templates.render("live_trouble.html", **visit.frame())
                     now = {name: trouble if number == 0 else "" for number, name in enumerate(parts)}
                 changed = [_event(name, html) for name, html in now.items() if shown.get(name) != html]

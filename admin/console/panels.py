@@ -1,4 +1,4 @@
-"""Independent parts of a page: a part that fails shows its error, and the others are shown anyway."""
+"""Independent parts of a page: a part that fails shows its error, and the other parts are still shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_KEPT = 500
 
 @dataclass(frozen=True, slots=True)
 class Panel(Generic[T]):
-    """Either `data` or the `problem` that prevented it."""
+    """Either `data` or the `problem` that prevented loading it."""
 
     data: T | None
     problem: RestError | None = None
@@ -31,14 +31,14 @@ async def panel(awaited: Awaitable[T]) -> Panel[T]:
 
 
 class Recent:
-    """A cache of recent results, so that many viewers of a page cost as much as one. Single flight per key."""
+    """A cache of recent results, so that many viewers cost as much as one. A key's concurrent calls share a result."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._kept: OrderedDict[Any, tuple[float, asyncio.Task[Any]]] = OrderedDict()
 
     async def get(self, key: Any, fresh_s: float, make: Callable[[], Awaitable[T]]) -> T:
-        """The result of `make`, from now or at most `fresh_s` ago. A failure reaches all waiters and is not cached."""
+        """The result of `make`, computed at most `fresh_s` ago. A failure reaches all waiters and is not cached."""
         made_s, task = self._kept.get(key, (0.0, None))
         if task is None or self._clock() - made_s >= fresh_s or (task.done() and not _is_good(task)):
             task = asyncio.ensure_future(make())
@@ -46,7 +46,7 @@ class Recent:
             self._kept.move_to_end(key)
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
-        # Shielded: one viewer that leaves must not cancel it for the others.
+        # Shielded, so that a viewer who leaves does not cancel the computation for the others.
         found: T = await asyncio.shield(task)
         return found
 

@@ -22,7 +22,7 @@ _UNSEEN = re.compile(
 
 
 def visible(value: Any) -> Any:
-    """Text in which invisible characters, and those that reorder their surroundings, are spelled like `\\u202e`."""
+    """The text with invisible and reordering characters spelled out, such as `\\u202e`."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
     return value
@@ -32,7 +32,7 @@ class Templates:
     """Renders the files of `templates/`."""
 
     def __init__(self) -> None:
-        # StrictUndefined: an undefined name must fail a test instead of rendering as nothing.
+        # With StrictUndefined, an undefined name fails a test instead of rendering as nothing.
         self._environment = Environment(
             loader=FileSystemLoader(FOLDER / "templates"),
             autoescape=True,

@@ -22,7 +22,7 @@ Document = dict[str, Any]
 
 
 class RestError(Exception):
-    """A route refused; carries the fields of its error."""
+    """A route refused the call; the exception carries the fields of its error."""
 
     def __init__(self, status: int, error: Mapping[str, Any], retry_after_s: int | None = None) -> None:
         super().__init__(str(error.get("message", "")))
@@ -34,7 +34,7 @@ class RestError(Exception):
 
 
 class RestCalls:
-    """Calls as one principal. `outer` is the scope of the browser's request, whose client address the calls use."""
+    """Calls routes as one principal, with the client address of the browser's request, whose scope is `outer`."""
 
     def __init__(self, app: ASGIApp, principal: Principal, outer: Mapping[str, Any]) -> None:
         self._app = app
@@ -42,7 +42,7 @@ class RestCalls:
         self._outer = outer
 
     async def get(self, path: str, **params: Any) -> Document:
-        """The document at a path below `/admin/v1`; parameters that are None are omitted. Raises RestError."""
+        """The document at a path under `/admin/v1`; parameters that are None are omitted. Raises RestError."""
         return (await self.call("GET", path, params=params))[0]
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Document:
@@ -110,7 +110,7 @@ class RestCalls:
         send: Send,
         params: Mapping[str, Any] | None = None,
     ) -> None:
-        """Let a route read the browser's body and answer it directly, for large transfers."""
+        """Let a route read the browser's request body and send its answer directly, for large transfers."""
         await self._app(self.scope(method, BASE + path, headers, params), receive, send)
 
 
@@ -129,7 +129,7 @@ class _Answer:
 
     async def receive(self) -> Message:
         if self._sent is None:
-            # The page never disconnects before it has the whole answer.
+            # The page never disconnects before it has received the whole answer.
             await anyio.sleep_forever()
         body, self._sent = self._sent, None
         return {"type": "http.request", "body": body, "more_body": False}

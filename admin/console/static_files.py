@@ -1,4 +1,4 @@
-"""The console's static files: few, public, read once, and requested with a version so that browsers can cache them."""
+"""The console's public static files, read once. Their URLs contain a version, so that browsers can cache them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEPT = "public, max-age=31536000, immutable"
 
 
 class StaticFiles:
-    """Serves exactly the files that existed at the start."""
+    """Serves exactly the files that existed at startup."""
 
     def __init__(self) -> None:
         self._files = {

@@ -1,4 +1,4 @@
-"""A signed-in request, and the two ways to answer it: a page, or an action followed by a redirect."""
+"""A signed-in request, and its two kinds of answer: a page, or an action followed by a redirect."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class Visit:
 
     @property
     def sees(self) -> tuple[Any, ...]:
-        """A key that is equal for all visitors who see the same data, and so can share figures."""
+        """A cache key that is equal for all visitors who see the same data and so can share figures."""
         principal = self.session.principal
         return (principal.tenant_id, principal.scopes, principal.adapter_ids)
 
     @property
     def may_change(self) -> bool:
-        """Whether the session may change what it sees. Routes decide; this only hides actions they would refuse."""
+        """Whether the session may make changes. The routes decide; this only hides actions that they would refuse."""
         return not self.session.principal.scopes.isdisjoint({"platform:admin", "tenant:admin"})
 
     @property
@@ -92,7 +92,7 @@ class Visit:
         return console_url(self.request, path, **params)
 
     def frame(self) -> dict[str, Any]:
-        """The values that every template may use, for templates that are rendered without a page around them."""
+        """The values that every template can use, for templates that are rendered without a surrounding page."""
         return frame(self.request, self)
 
     def page(self, template: str, /, status: int = 200, **values: Any) -> HTMLResponse:
@@ -104,7 +104,7 @@ class Visit:
         return redirect(self.request, self.url(path, **params))
 
     def done(self, text: str, path: str | None = None, undo_url: str = "") -> Response:
-        """Report success on the next page, which by default is the one with the form."""
+        """Report success on the next page, which by default is the page with the form."""
         self.session.say("done", text, undo_url=undo_url)
         return self.go(path) if path is not None else self.back()
 
@@ -138,7 +138,7 @@ def redirect(request: Request, url: str) -> Response:
 
 
 def frame(request: Request, visit: Visit | None) -> dict[str, Any]:
-    """The values that every template may use."""
+    """The values that every template can use."""
     theme = request.cookies.get(THEME)
 
     def url(path: str, **params: Any) -> str:
@@ -149,7 +149,7 @@ def frame(request: Request, visit: Visit | None) -> dict[str, Any]:
         "visit": visit,
         "path": request.scope["path"].removeprefix(request.scope["root_path"]),
         "theme": theme if theme in ("light", "dark") else "auto",
-        # Called only by whole pages: a part that is sent meanwhile must not consume the notices.
+        # Only whole pages call this, because a part that is sent meanwhile must not consume the notices.
         "now": time.time(),
         "take_notices": visit.session.take_notices if visit is not None else list,
     }
@@ -172,7 +172,7 @@ def page(site: Site, handler: Handler) -> Endpoint:
                 return await _kept(visit, await handler(visit))
         except ConfirmInBrowser:
             if request.headers.get("sec-fetch-mode", "navigate") != "navigate" and not is_htmx(request):
-                # A script's call cannot go to the provider, and would use up the attempt of a tab that can.
+                # A script's call cannot visit the provider, and would use up the attempt of a tab that can.
                 return _json_refusal(401, "your sign-in must be confirmed: reload this page")
             return _to_provider(request)
         except (RestError, ApiError) as error:
@@ -188,9 +188,9 @@ def page(site: Site, handler: Handler) -> Endpoint:
 
 
 def action(site: Site, handler: Handler, *, reads_form: bool = True) -> Endpoint:
-    """An endpoint that changes something. It requires the session's token, and shows a refusal on the originating page.
+    """An endpoint that changes something. It requires the session's token and shows a refusal on the originating page.
 
-    With `reads_form = False` the token comes in a header, and the handler reads the body.
+    With `reads_form = False`, the token comes in a header, and the handler reads the body.
     """
 
     @wraps(handler)
@@ -229,7 +229,7 @@ def action(site: Site, handler: Handler, *, reads_form: bool = True) -> Endpoint
 
 
 async def find_session(site: Site, request: Request, *, is_use: bool = True) -> Session | None:
-    """The session of a request with its current rights. Raises ConfirmInBrowser and the database's errors."""
+    """The session of a request with its current rights. Raises ConfirmInBrowser or the database's errors."""
     token = read_cookie(request, SESSION)
     if not token:
         return None
@@ -240,7 +240,7 @@ async def find_session(site: Site, request: Request, *, is_use: bool = True) -> 
 
 
 def problem(site: Site, request: Request, visit: Visit | None, status: int, message: str) -> Response:
-    """A page, or for htmx a notice, that says what is wrong and what to do; the browser retries temporary problems."""
+    """A page or, for htmx, a notice that says what is wrong and what to do; the browser retries temporary problems."""
     template = "problem_notice.html" if is_htmx(request) else "problem.html"
     html = site.templates.render(template, **frame(request, visit), status=status, message=message)
     headers = {}
@@ -270,7 +270,7 @@ async def _refused(visit: Visit, message: str) -> Response:
 
 
 def _with_wait(error: RestError | ApiError) -> str:
-    """A refusal's message, for a limit with the time to wait."""
+    """A refusal's message; for a rate limit, with the time to wait."""
     if error.status != 429 or error.retry_after_s is None:
         return error.message
     return f"{error.message}: try again in {math.ceil(error.retry_after_s)} s"

@@ -14,11 +14,11 @@ ATTEMPT_S = 600
 CLOCKS_APART_S = 60
 """Tolerated clock difference between the servers that begin and finish a sign-in, in seconds."""
 _NAMED_BY = 16
-"""Characters of the state that name its cookie."""
+"""Length of the prefix of the state that names the cookie, in characters."""
 
 
 class OidcAttempt:
-    """Parsed from a cookie: the start time, the wanted page, and a secret from which everything else is derived.
+    """The content of a cookie: the start time, the requested page, and a secret from which everything else is derived.
 
     Changing the time or the page changes the `state` that the provider must return, which invalidates the sign-in.
     """
@@ -37,7 +37,7 @@ class OidcAttempt:
 
     @classmethod
     def read(cls, cookie: str | None) -> OidcAttempt | None:
-        """Parse a cookie; None if `begin` has not created it."""
+        """Parse a cookie; None if `begin` did not create the cookie."""
         secret, _, rest = (cookie or "").partition(".")
         begun, _, path = rest.partition(".")
         if not (secret.isascii() and len(secret) >= 32 and begun.isascii() and begun.isdecimal() and len(begun) < 16):
@@ -52,11 +52,11 @@ class OidcAttempt:
 
     @property
     def name(self) -> str:
-        """Distinguishes this sign-in from those in the browser's other tabs."""
+        """A name that distinguishes this sign-in from sign-ins in the browser's other tabs."""
         return name_of(self._derived("state"))
 
     def told(self, redirect_url: str) -> Attempt:
-        """The parameters for the provider, and those that must come back."""
+        """The parameters for the provider, and the values that the provider must return."""
         return Attempt(
             state=self._derived("state"),
             nonce=self._derived("nonce"),

@@ -20,19 +20,19 @@ from joserfc.jwk import KeySet
 from loramux.admin.server.oidc_settings import OidcSettings, is_trusted_url
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
-"""Accepted signatures of ID tokens, all with keys that only the provider has: not `none`, and no shared secrets."""
+"""Accepted signature algorithms of ID tokens. Only the provider holds the keys: no `none`, and no shared secrets."""
 
 REQUIRED_ENDPOINTS = ("authorization_endpoint", "token_endpoint", "jwks_uri")
 OPTIONAL_ENDPOINTS = ("userinfo_endpoint", "end_session_endpoint")
-"""Like the required endpoints, these handle codes, tokens, keys or roles: each must be as trusted as the issuer."""
+"""Like the required endpoints, these handle codes, tokens, keys or roles, so each must be as trusted as the issuer."""
 
 TIMEOUT_S = 5.0
 METADATA_AGE_S = 3600.0
 KEYS_AGE_S = 30.0
-"""A token signed with an unknown key triggers a new read of the keys, at most once in this many seconds."""
+"""Minimum time between reads of the provider's keys, in seconds; a token with an unknown key triggers a read."""
 LEEWAY_S = 60
 
-# Authlib uses httpx2 if it is installed, and its errors are not those of httpx.
+# Authlib uses httpx2 if it is installed, and httpx2 raises other errors than httpx.
 _base = next(base for base in AsyncOAuth2Client.__mro__ if base.__name__ == "AsyncClient")
 _transport: Any = importlib.import_module(_base.__module__.partition(".")[0])
 _HTTP_ERRORS: tuple[type[Exception], ...] = (httpx.HTTPError, _transport.HTTPError)
@@ -49,7 +49,7 @@ class SignInRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A sign-in in progress: the parameters for the provider, and those that must come back."""
+    """A sign-in in progress: the parameters for the provider, and the values that the provider must return."""
 
     state: str
     nonce: str
@@ -59,7 +59,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The person who signed in: the claims of the ID token and `userinfo`, and the tokens to ask the provider again."""
+    """The person who signed in: the claims of the ID token and `userinfo`, and the tokens for asking again."""
 
     claims: dict[str, Any]
     id_token: str
@@ -69,7 +69,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """The current claims of `userinfo`, and the tokens for asking next time."""
+    """A person's current claims from `userinfo`, and the tokens for asking the provider again."""
 
     claims: dict[str, Any]
     access_token: str
@@ -104,7 +104,7 @@ class OidcProvider:
         """Exchange a code for an identity. `issuer` came with the code. Raises SignInRefused or ProviderUnavailable."""
         metadata = await self._described()
         if issuer is not None and issuer != self._settings.issuer:
-            # RFC 9207: another provider's answer.
+            # RFC 9207: the code came from another provider.
             raise SignInRefused("the code is from another issuer")
         try:
             async with self._client(attempt.redirect_url) as client:
@@ -131,7 +131,7 @@ class OidcProvider:
     async def ask_again(self, access_token: str, refresh_token: str | None, subject: str) -> Again:
         """Read a person's current claims from `userinfo`, with a new access token if the old one has expired.
 
-        Raises SignInRefused if the provider no longer answers for this person, and ProviderUnavailable.
+        Raises SignInRefused if the provider no longer answers for this person, or ProviderUnavailable.
         """
         metadata = await self._described()
         if metadata.get("userinfo_endpoint") is None:
@@ -160,7 +160,7 @@ class OidcProvider:
         return Again(about, access_token, refresh_token)
 
     async def sign_out_url(self, id_token: str) -> str | None:
-        """The URL where a browser also ends its session at the provider; None if the provider has none."""
+        """The URL where a browser also ends its session at the provider; None if the provider offers no such URL."""
         endpoint = (await self._described()).get("end_session_endpoint")
         if endpoint is None:
             return None
@@ -168,7 +168,7 @@ class OidcProvider:
         return str(httpx.URL(endpoint).copy_merge_params(params))
 
     async def _about(self, client: AsyncOAuth2Client, metadata: dict[str, Any], subject: str) -> dict[str, Any]:
-        """The provider's claims about this person in addition to the ID token."""
+        """The provider's claims about this person, in addition to those in the ID token."""
         if metadata.get("userinfo_endpoint") is None:
             return {}
         answer = await client.get(metadata["userinfo_endpoint"])

@@ -1,4 +1,4 @@
-"""Confirms the roles of single sign-ons: the provider is asked again every few minutes."""
+"""Confirms the roles of single sign-on sessions by asking the provider again every few minutes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from loramux.admin.console.sessions.sessions import ConsoleSessions, Session
 from loramux.admin.rest.services import AdminServices
 
 CONFIRMED_S = 300
-"""Age of the provider's last confirmation at which it is asked again, in seconds."""
+"""Age of the last confirmation at which the provider is asked again, in seconds."""
 ASK_EVERY_S = 30
 """Interval between attempts while the provider does not answer, in seconds."""
 UNCONFIRMED_S = 900
-"""Greatest age of a confirmation, in seconds: after that the person must return to the provider."""
+"""Maximum age of a confirmation, in seconds; after that, the person must return to the provider."""
 
 log = structlog.get_logger(__name__)
 
 
 class ConfirmInBrowser(Exception):
-    """The provider confirms the roles of this session only to the browser, which must go there again."""
+    """The provider confirms the roles of this session only through the browser, which must return to the provider."""
 
 
 class OidcConfirmation:
@@ -45,7 +45,7 @@ class OidcConfirmation:
         self._roles_claim = roles_claim
 
     async def confirmed(self, session: Session, token: str) -> Session | None:
-        """The session with roles that are at most a few minutes old; None if it has lost them.
+        """The session, with roles confirmed a few minutes ago at most; None if it has lost its roles.
 
         Raises ConfirmInBrowser.
         """

@@ -13,7 +13,7 @@ DAY_S = 86_400
 
 
 async def use_by_version(rest: RestCalls, adapter: Document, others: Sequence[str] = ()) -> dict[str, dict[str, int]]:
-    """Requests, failures and tokens of the last day by version id, for the owner and `others` with a grant."""
+    """Requests, failures and tokens of the last day by version id, for the owner and the `others` that have a grant."""
     now = int(time.time())
     pages = await asyncio.gather(
         *(
@@ -32,7 +32,7 @@ async def use_by_version(rest: RestCalls, adapter: Document, others: Sequence[st
 
 
 async def speed_by_version(rest: RestCalls, adapter: Document) -> dict[str, Latency]:
-    """Latency of the versions, from the tenant's latest requests."""
+    """Latency quantiles by version, from the tenant's latest requests."""
     events = (await rest.get("/usage/events", tenant=adapter["tenant"], limit=100))["data"]
     by_version: dict[str, list[Document]] = {}
     for event in events:
@@ -41,7 +41,7 @@ async def speed_by_version(rest: RestCalls, adapter: Document) -> dict[str, Late
 
 
 async def requests_of_adapter(rest: RestCalls, adapter: Document) -> str:
-    """The number of its recent requests as a phrase, for confirmation pages."""
+    """The number of the adapter's recent requests as a phrase, for confirmation pages."""
     now = int(time.time())
     page = await rest.get("/usage", start=now - DAY_S, end=now + 1, group_by="adapter", tenant=adapter["tenant"])
     rows = [row for bucket in page["data"] for row in bucket["results"] if row["adapter"] == adapter["id"]]

@@ -1,4 +1,4 @@
-"""Adapters: the list, the page of one adapter, taking it out of service, its grants."""
+"""Adapters: the list, the page of one adapter, its grants, and taking it out of service."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from loramux.platform.errors import InvalidRequest
 
 USE_FRESH_S = 5.0
 MAX_SUMMED = 10
-"""Most grantees of an adapter whose usage is included in the sums."""
+"""Maximum number of an adapter's grantees whose usage is included in the sums."""
 PAGE = 50
 
 
 async def show_list(visit: Visit) -> Response:
-    """List all visible adapters, those of a tenant, or the one with a name."""
+    """List all visible adapters, one tenant's adapters, or the adapter with a given name."""
     tenant, name = visit.query("tenant"), visit.query("name")
     page = await visit.rest.get("/adapters", tenant=tenant, name=name, limit=PAGE, after=visit.query("after"))
     return visit.page("adapters.html", adapters=page, tenant=tenant, name=name)
@@ -65,7 +65,7 @@ async def show(visit: Visit) -> Response:
 
 
 async def confirm_state(visit: Visit) -> Response:
-    """Show what taking the adapter out of service, or putting it back, will change."""
+    """Show the effects of taking the adapter out of service or putting it back."""
     adapter_id = visit.param("adapter_id")
     adapter = await visit.rest.get(f"/adapters/{adapter_id}")
     grants, used = await asyncio.gather(
@@ -93,7 +93,7 @@ async def confirm_state(visit: Visit) -> Response:
 
 
 async def set_disabled(visit: Visit) -> Response:
-    """Take the adapter out of service, or put it back."""
+    """Take the adapter out of service or put it back."""
     verb = "disable" if visit.form.text("state") == "disabled" else "enable"
     await visit.rest.post(f"/adapters/{visit.param('adapter_id')}/{verb}")
     done = "serves no new requests" if verb == "disable" else "serves requests again"

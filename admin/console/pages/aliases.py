@@ -1,4 +1,4 @@
-"""Aliases: their targets, moving them by weight, rolling back, deleting them."""
+"""Aliases: choosing their targets and weights, rolling them back, and deleting them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loramux.admin.console.visit import Visit
 from loramux.platform.errors import InvalidRequest
 
 MAX_CHOSEN = 100
-"""Most versions of an adapter offered as targets, newest first."""
+"""Maximum number of an adapter's versions offered as targets, newest first."""
 
 
 async def move(visit: Visit) -> Response:
@@ -121,7 +121,7 @@ def described(targets: Sequence[Mapping[str, Any]]) -> str:
 async def _change(
     visit: Visit, method: str, path: str, body: Mapping[str, Any] | None, name: str, seen_revision: str
 ) -> Document:
-    """Change an alias, unless someone else has changed it since `seen_revision`; an empty one allows any change."""
+    """Change an alias, unless someone else has changed it since `seen_revision`; an empty string skips the check."""
     try:
         etag = f'"{seen_revision}"' if seen_revision else None
         return (await visit.rest.call(method, path, body, etag=etag))[0]
@@ -135,7 +135,7 @@ async def _change(
 
 
 def _seen(visit: Visit) -> str:
-    """The revision shown on the page."""
+    """The alias's revision that the page showed."""
     return str(visit.form.integer("seen", "the revision that you saw"))
 
 

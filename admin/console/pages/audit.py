@@ -1,4 +1,4 @@
-"""Audit: who changed what, with the values before and after."""
+"""Audit: who changed what, with the values before and after the change."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Overview:
         return visit.page("overview.html", **await self._figures(visit))
 
     async def live(self, visit: Visit) -> Response:
-        """Stream the parts. Charts are separate: they change rarely, and redrawing them disturbs the reader."""
+        """Stream the parts. Charts are separate, because they change rarely and redrawing them disturbs the reader."""
 
         def part(template: str) -> Render:
             async def render() -> str:
@@ -73,7 +73,7 @@ class Overview:
 
 
 async def _minutes(rest: RestCalls) -> dict[str, Any]:
-    """Requests and tokens of the last hour by minute, including minutes without any."""
+    """Requests and tokens of the last hour by minute, including minutes without requests."""
     now = int(time.time())
     first = now // 60 * 60 - (NUM_MINUTES - 1) * 60
     page = await rest.get("/usage", bucket="1m", start=first, end=now + 1, group_by="")
@@ -94,7 +94,7 @@ async def _minutes(rest: RestCalls) -> dict[str, Any]:
 
 
 async def _top(rest: RestCalls, is_platform: bool) -> Sequence[Document]:
-    """The tenants with the most usage in the last day; for a tenant, its models instead."""
+    """The tenants with the most usage in the last day; for a tenant's viewer, its most used models instead."""
     now = int(time.time())
     group_by = "tenant" if is_platform else "model"
     page = await rest.get("/usage", start=now - DAY_S, end=now + 1, group_by=group_by, top=NUM_TOP)

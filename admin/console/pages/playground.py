@@ -79,7 +79,7 @@ async def stream(visit: Visit) -> Response:
 
 
 async def _key(visit: Visit, tenant: str) -> str:
-    """The session's key for the tenant's models, created at its first question."""
+    """The session's key for the tenant's models, created when the session asks its first question."""
     principal = visit.session.principal
     slug = principal.tenant_slug or tenant
     if not slug:
@@ -100,7 +100,7 @@ async def _key(visit: Visit, tenant: str) -> str:
 
 
 class _Asked(Response):
-    """The gateway's own answer, streamed to the browser; if the browser disconnects, the request ends."""
+    """The gateway's answer, streamed unchanged to the browser; if the browser disconnects, the request ends."""
 
     def __init__(self, gateway: Any, request: Request, body: bytes, secret: str) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ MODE_WORDS = {
     "shadow": "excess is only counted",
 }
 PROMPT_TOKENS, MAX_TOKENS = 100, 200
-"""Sizes of the dry run's request if the form gives none, in tokens."""
+"""Default prompt and completion lengths of the dry run's request, in tokens."""
 
 
 async def show_list(visit: Visit) -> Response:
@@ -45,7 +45,7 @@ async def show_list(visit: Visit) -> Response:
 
 
 async def preview(visit: Visit) -> Response:
-    """Show how a request would be judged under the limit in the form; nothing is changed."""
+    """Show whether a request would be admitted under the limit in the form; nothing is changed."""
     form = visit.form
     metric = _metric(form)
     quota: dict[str, Any] = {"tenant": form.text("tenant"), "metric": metric, "limit": _amount(form, "limit", metric)}
@@ -89,7 +89,7 @@ async def set_limit(visit: Visit) -> Response:
 
 
 async def confirm_delete(visit: Visit) -> Response:
-    """Show what removing a limit will change."""
+    """Show the effects of removing a limit."""
     quota = await visit.rest.get(f"/quotas/{visit.param('quota_id')}")
     owner = await _owner(visit, quota)
     metric, limit = quota["metric"].replace("_", " "), shown_amount(quota["limit"], quota["unit"])
@@ -135,7 +135,7 @@ async def delete(visit: Visit) -> Response:
 
 
 async def confirm_again(visit: Visit) -> Response:
-    """Show what restoring a removed limit will change."""
+    """Show the effects of restoring a removed limit."""
     asked = Form(visit.request.query_params.multi_items())
     metric, tenant = _metric(asked), asked.text("tenant")
     limit = shown_amount(_amount(asked, "limit", metric), METRICS[metric].unit)

@@ -34,7 +34,7 @@ class Requests:
 
 
 async def confirm_cancel(visit: Visit) -> Response:
-    """Show what cancelling a request will change, or that it has already ended."""
+    """Show the effects of cancelling a request, or that the request has already ended."""
     request_id = visit.param("request_id")
     try:
         found = await visit.rest.get(f"/requests/{request_id}")

@@ -61,7 +61,7 @@ async def show(visit: Visit) -> Response:
 
 
 async def change(visit: Visit) -> Response:
-    """Suspend or resume a tenant, or change its name, weight or time zone, unless someone else has just changed it."""
+    """Suspend or resume a tenant, or change its name, weight or time zone, unless someone else has changed it."""
     form = visit.form
     body: dict[str, Any] = {name: form.text(name) for name in ("state", "display_name", "timezone") if form.text(name)}
     if (weight := form.optional_integer("weight", "the weight")) is not None:
@@ -80,7 +80,7 @@ async def change(visit: Visit) -> Response:
 
 
 async def confirm_state(visit: Visit) -> Response:
-    """Show what suspending or resuming a tenant will change."""
+    """Show the effects of suspending or resuming a tenant."""
     tenant, headers = await visit.rest.call("GET", f"/tenants/{visit.param('tenant')}")
     slug, is_active = tenant["slug"], tenant["state"] == "active"
     keys, running, use = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""Usage: sums over a time range, as a chart, a table and CSV."""
+"""Usage: sums over a time range, as a chart, a table or CSV."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from loramux.admin.console.visit import Visit
 
 HOUR_S, DAY_S = 3600, 86_400
 RANGES = {"1": ("1h", HOUR_S), "7": ("1h", HOUR_S), "30": ("1d", DAY_S), "90": ("1d", DAY_S)}
-"""Days, with the bucket of the chart and its length in seconds."""
+"""The ranges by number of days: the chart's bucket, and the bucket's length in seconds."""
 BEGINS_S = {"1": HOUR_S, "7": 6 * HOUR_S, "30": DAY_S, "90": DAY_S}
-"""A range's start is rounded down to a multiple of this many seconds, to which the stored rollups are aligned."""
+"""Rounding of each range's start, in seconds, to match the alignment of the stored rollups."""
 GROUPS = ("model", "tenant", "key", "endpoint", "status")
 MAX_SERIES = 6
 MAX_ROWS = 100
 MAX_CHARTED = 30
 FRESH_S = 10.0
-"""Greatest age of cached sums, in seconds: a month of many requests is expensive to sum."""
+"""Maximum age of cached sums, in seconds; summing a busy month is expensive."""
 
 
 async def show(visit: Visit) -> Response:
@@ -52,7 +52,7 @@ async def show(visit: Visit) -> Response:
     )
     found = sums.data or {"data": [], "num_results": 0, "total": None}
     rows = [row for page in found["data"] for row in page["results"]]
-    # A thousand lines would be unreadable and slow: above MAX_CHARTED, show one line for all.
+    # A thousand lines would be unreadable and slow, so above MAX_CHARTED the chart shows one line for all groups.
     charted = params["group_by"] if found["num_results"] <= MAX_CHARTED else ""
     lines = await series(charted) if charted else together
     return visit.page(
@@ -73,7 +73,7 @@ async def show(visit: Visit) -> Response:
 
 
 async def download(visit: Visit) -> Response:
-    """The same as CSV, streamed from the REST API."""
+    """The usage report as CSV, streamed from the REST API."""
     return _Csv(visit, _params(visit))
 
 
@@ -87,7 +87,7 @@ def _params(visit: Visit) -> dict[str, Any]:
         "group_by": group_by if group_by in GROUPS else "model",
         "tenant": visit.query("tenant"),
         "start": (now - int(days) * DAY_S) // BEGINS_S[days] * BEGINS_S[days],
-        # The end of today: nothing has finished after now.
+        # The end of today; no request has finished after now.
         "end": (now // DAY_S + 1) * DAY_S,
         "now": now,
     }

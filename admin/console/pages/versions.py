@@ -1,4 +1,4 @@
-"""One version of an adapter: its validation report and possible changes; and uploading a new version."""
+"""One version of an adapter: its validation report, its possible changes, and the upload of a new version."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def show(visit: Visit) -> Response:
 
 
 async def confirm_move(visit: Visit) -> Response:
-    """Show what a change of the version's state affects."""
+    """Show the effects of a change to the version's state."""
     adapter_id, number, verb = visit.param("adapter_id"), visit.param("number"), visit.param("verb")
     adapter = await visit.rest.get(f"/adapters/{adapter_id}")
     version = await visit.rest.get(f"/adapters/{adapter_id}/versions/{number}")
@@ -103,7 +103,7 @@ async def create(visit: Visit) -> Response:
 
 
 class Forwarded(Response):
-    """Lets a REST route read the browser's body and answer it directly, as a stream."""
+    """Lets a REST route read the browser's request body and send its answer directly, as a stream."""
 
     def __init__(self, visit: Visit, method: str, path: str) -> None:
         super().__init__()

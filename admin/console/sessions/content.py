@@ -35,36 +35,36 @@ class PlaygroundKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignOn:
-    """A single sign-on: the provider's statements about the person, their time, and the tokens to renew them with."""
+    """A single sign-on: the person's roles, the times of their confirmation, and the tokens for renewing them."""
 
     subject: str
     held: tuple[str, ...]
     """The values of role rules that the person has."""
     confirmed_us: int
-    """When the provider last confirmed them."""
+    """When the provider last confirmed the roles."""
     asked_us: int
-    """When the provider was last asked."""
+    """When the provider was last asked for the roles."""
     id_token: str
-    """Sent to the provider when the person signs out there too."""
+    """The ID token, sent to the provider when the person signs out there too."""
     access_token: str
     refresh_token: str | None
     needs_browser: bool = False
-    """Whether the provider confirms the roles only to the browser, which must go there again."""
+    """Whether the provider confirms the roles only through the browser, which must return to the provider."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionContent:
-    """Either the SHA-256 of the key that opened the session or a single sign-on, and the pages' own data."""
+    """Either the SHA-256 of the key that opened the session or a single sign-on; and the pages' own data."""
 
     key_sha256: bytes | None = None
     sign_on: SignOn | None = None
     notices: tuple[Notice, ...] = ()
     playground_keys: dict[str, PlaygroundKey] = field(default_factory=dict)
-    """Keys by tenant slug."""
+    """The playground's keys by tenant slug."""
 
 
 class SessionSeal:
-    """Everything derived from the token in a session's cookie, which has the entropy of a key and is never stored."""
+    """Values derived from the token in a session's cookie. The token has the entropy of a key and is never stored."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode("utf-8", "surrogatepass")
@@ -90,7 +90,7 @@ class SessionSeal:
         return nonce + self._cipher().encrypt(nonce, msgspec.msgpack.encode(content), self.id_sha256)
 
     def open(self, sealed: bytes) -> SessionContent:
-        """Decrypt the output of `close`. Raises InvalidTag for anything else, DecodeError for another release's."""
+        """Decrypt the output of `close`. Raises InvalidTag, or DecodeError for content in another release's format."""
         content = self._cipher().decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], self.id_sha256)
         return msgspec.msgpack.decode(content, type=SessionContent)
 

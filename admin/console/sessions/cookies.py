@@ -9,7 +9,7 @@ SESSION = "loramux_console"
 LOGIN = "loramux_login"
 """The cookie from which the login form's token is derived, before sign-in."""
 OIDC = "loramux_oidc_"
-"""Name prefix of the cookies of a browser's sign-ins in progress through a provider, one per tab."""
+"""Name prefix of the cookies for a browser's sign-ins in progress through a provider, one cookie per tab."""
 
 
 def read_cookie(request: Request, name: str) -> str | None:
@@ -23,7 +23,7 @@ def read_cookies(request: Request, prefix: str) -> dict[str, str]:
 
 
 def set_cookie(request: Request, response: Response, name: str, value: str, max_age_s: int | None = None) -> None:
-    """Set a cookie for this host only; over TLS under a name that the browser accepts from no other host."""
+    """Set a cookie for this host only; over TLS, use a name that the browser accepts from no other host."""
     response.set_cookie(
         _full_name(request, name),
         value,
@@ -40,7 +40,7 @@ def delete_cookie(request: Request, response: Response, name: str) -> None:
 
 
 def _is_secure(request: Request) -> bool:
-    # For a trusted proxy, the server has set this from X-Forwarded-Proto.
+    # For a trusted proxy, the server has set the scheme from X-Forwarded-Proto.
     return request.url.scheme == "https"
 
 

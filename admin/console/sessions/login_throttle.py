@@ -17,7 +17,7 @@ _REFILL_US = REFILL_S * 1_000_000
 
 
 class LoginThrottle:
-    """Counts attempts by client address; for IPv6 by /64, the smallest network that one client has. Blocking.
+    """Counts attempts by client address; for IPv6, by /64, the smallest network that one client has. Blocking.
 
     An attempt counts as failed until it succeeds, so that concurrent attempts cannot slip through together.
     """
@@ -30,14 +30,14 @@ class LoginThrottle:
         try:
             return self._begin(origin_of(address))
         except IntegrityError:
-            # The address's first two attempts came at the same time.
+            # The first two attempts from this address came at the same time.
             return self._begin(origin_of(address))
 
     def _begin(self, origin: str) -> int:
         table = login_failures
         query = select(table.c.forgiven_us).where(table.c.origin == origin)
         with self._database.read() as connection:
-            # Most attempts of a flood end here, so callers without a key do not take the database's write lock.
+            # Most attempts in a flood end here, so callers without a key do not take the database's write lock.
             if wait_s := _wait_s(connection.execute(query).scalar_one_or_none(), self._database.now_us(connection)):
                 return wait_s
         with self._database.write() as connection:
@@ -71,5 +71,5 @@ def _wait_s(forgiven_us: int | None, now_us: int) -> int:
 def _owed_us(forgiven_us: int | None, now_us: int) -> int:
     """Time until all attempts of an address are forgiven."""
     owed_us = max(0, (forgiven_us or 0) - now_us)
-    # More than this is never owed: the row was written before the clock was set back. Allow the next attempt.
+    # No address owes more time than this, so the clock was set back after the write. Allow the next attempt.
     return owed_us if owed_us <= BURST * _REFILL_US else (BURST - 1) * _REFILL_US

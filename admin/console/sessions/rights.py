@@ -1,4 +1,4 @@
-"""The current rights of a session: read on each use, so that revoked rights are lost immediately."""
+"""The current rights of a session, read on each use, so that revocations take effect immediately."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SessionRights:
         return None
 
     def known(self, values: Iterable[str]) -> tuple[str, ...]:
-        """The values that a rule names; no others need to be stored."""
+        """The values that a rule names; other values do not have to be stored."""
         held = frozenset(values)
         return tuple(sorted({rule.value for rule in self._rules if rule.value in held}))
 

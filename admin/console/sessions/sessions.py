@@ -1,4 +1,4 @@
-"""Console sessions in the database, which are shared by all its servers and survive a restart."""
+"""Console sessions in the database. All servers on the database share the sessions, which survive a restart."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from loramux.platform.accounts.principals import Principal
 IDLE_S = 3600
 LIFETIME_S = 12 * 3600
 TOUCH_S = 60
-"""Smallest extension of a session that is written, in seconds, so that not every page causes a write."""
+"""Smallest extension of a session that is written, in seconds, so that most page views cause no write."""
 MAX_AHEAD_US = (IDLE_S + TOUCH_S) * 1_000_000
-"""Latest expiry of a session, in microseconds from now. A later one was written before the clock was set back."""
+"""Latest expiry of a session, in microseconds from now. A later expiry was written before the clock was set back."""
 MAX_OF_ONE = 50
-"""Most sessions per key or person; the oldest is ended."""
+"""Maximum sessions per key or person; the oldest session is ended."""
 MAX_NOTICES = 5
 UNREADABLE = (InvalidTag, msgspec.DecodeError)
 """The stored content was edited by hand, or another release wrote a different format."""
@@ -43,7 +43,7 @@ class Session:
 
     @property
     def csrf(self) -> str:
-        """The token that each of its forms must send."""
+        """The token that each form of the session must send."""
         return self.seal.csrf
 
     @property
@@ -56,7 +56,7 @@ class Session:
         self._change(lambda content: replace(content, notices=(*content.notices, notice)[-MAX_NOTICES:]))
 
     def take_notices(self) -> tuple[Notice, ...]:
-        """Remove and return the notices; only this page shows them."""
+        """Remove and return the notices, which only this page shows."""
         taken = self.content.notices
         if taken:
             self._change(
@@ -69,7 +69,7 @@ class Session:
         self._change(lambda content: replace(content, playground_keys={**content.playground_keys, slug: key}))
 
     def now_holds(self, secret: str) -> None:
-        """Keep the session open after a rotation of its own key, with the new secret."""
+        """Keep the session open, with the new secret, after a rotation of its own key."""
         self._change(lambda content: replace(content, key_sha256=key_sha256(secret)))
 
     def now_signed_on(self, sign_on: SignOn) -> None:
@@ -119,7 +119,8 @@ class ConsoleSessions:
     def find(self, token: str, *, is_use: bool = True) -> Session | None:
         """The session with its current rights; None if it has ended.
 
-        With `is_use = False` its expiry is not extended, for example for updates of a page that nobody may be viewing.
+        With `is_use = False`, the session is not extended, for example for updates to a page that nobody may be
+        viewing.
         """
         seal = SessionSeal(token)
         table = console_sessions
@@ -136,7 +137,7 @@ class ConsoleSessions:
             return None
         principal = self._rights.principal(row.key_id, content)
         if principal is None:
-            # Do not close it: a rotation of the session's own key is about to store the new secret.
+            # Do not close the session: a rotation of its own key is about to store the new secret.
             return None
         if is_use and (expires_us := _expires_us(row.created_us, now_us)) >= row.expires_us + TOUCH_S * 1_000_000:
             with self._database.write() as connection:

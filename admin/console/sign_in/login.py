@@ -29,7 +29,7 @@ MAX_KEY = 500
 
 
 class Login:
-    """The login form. Its token needs no session: it is derived from a separate cookie."""
+    """The login form. Its token needs no session, because the token is derived from a separate cookie."""
 
     def __init__(self, site: Site, oidc: OidcLogin | None = None) -> None:
         self._site = site
@@ -69,7 +69,7 @@ class Login:
             if principal is None:
                 return self._form(request, "This key is unknown, expired or revoked.", 401)
             if not may_enter(principal):
-                return self._form(request, "This key can call models but not administer: use another one.", 403)
+                return self._form(request, "This key can call models but not administer: use another key.", 403)
             token = await self._site.services.call(self._begin, address, principal, key, read_cookie(request, SESSION))
         except DATABASE_TROUBLE:
             return self._form(request, "The database cannot be reached: try again in a moment.", 503)
@@ -79,7 +79,7 @@ class Login:
         return response
 
     def _begin(self, address: str, principal: Principal, key: str, old: str | None) -> str:
-        """Replace the browser's old session and return the new one's token. Blocking."""
+        """Replace the browser's old session and return the new session's token. Blocking."""
         self._site.throttle.forgive(address)
         if old is not None:
             self._site.sessions.close(old)
@@ -88,7 +88,7 @@ class Login:
     async def sign_out(self, visit: Visit) -> Response:
         """End the session and revoke the keys that its playground created."""
         for key in visit.session.playground_keys.values():
-            # If the session may no longer revoke keys, they do not work either; each expires soon anyway.
+            # If the session may no longer revoke keys, the keys do not work either; each expires soon anyway.
             with suppress(RestError):
                 await visit.rest.delete(f"/api_keys/{key.id}")
         token = read_cookie(visit.request, SESSION)
@@ -122,10 +122,10 @@ class Login:
         return response
 
     def _next(self, request: Request, wanted: str) -> str:
-        # Always below the console, so that a crafted link can only lead to a path of the console.
+        # Always under the console's path, so that a crafted link can lead only to the console.
         return console_url(request, "/") if local_path(wanted) is None else request.scope["root_path"] + wanted
 
 
 def _token(cookie: str) -> str:
-    # Derived from a value that only this browser knows; any server can compute it again.
+    # Derived from a value that only this browser knows; any server can derive the token again.
     return hmac.new(cookie.encode("utf-8", "replace"), b"loramux login form", hashlib.sha256).hexdigest()

@@ -21,7 +21,7 @@ from loramux.admin.console.visit import DATABASE_TROUBLE, console_url, frame
 from loramux.admin.server.oidc_settings import OidcSettings
 
 MAX_UNDER_WAY = 4
-"""Concurrent sign-ins of one browser, one per tab; the oldest is discarded."""
+"""Maximum concurrent sign-ins per browser, one per tab; the oldest is discarded."""
 
 log = structlog.get_logger(__name__)
 
@@ -88,14 +88,14 @@ class OidcLogin:
         return response
 
     async def sign_out_url(self, id_token: str) -> str | None:
-        """The provider's sign-out URL; None if it has none or cannot be reached."""
+        """The provider's sign-out URL; None if the provider has none or cannot be reached."""
         try:
             return await self._provider.sign_out_url(id_token)
         except ProviderUnavailable:
             return None
 
     def _open(self, identity: Identity, old: str | None) -> str | None:
-        """Replace the browser's session and return the new one's token; None for a person without a role. Blocking."""
+        """Replace the browser's session and return the new token; None for a person without a role. Blocking."""
         subject = str(identity.claims["sub"])
         held = values_of(identity.claims.get(self._settings.roles_claim))
         if self._site.rights.of_person(subject, held) is None:
@@ -122,7 +122,7 @@ class OidcLogin:
     def _refusal(
         self, request: Request, error: Exception | None, message: str, status: int, over: OidcAttempt | None = None
     ) -> HTMLResponse:
-        """A page with the reason; the cookie of the sign-in `over` is deleted."""
+        """A page that shows the reason; the cookie of the sign-in `over` is deleted."""
         log.warning("sign-in refused", status=status, error=None if error is None else str(error))
         html = self._site.templates.render("oidc_problem.html", **frame(request, None), error=message)
         response = HTMLResponse(html, status)
@@ -132,7 +132,7 @@ class OidcLogin:
 
 
 def _surplus(request: Request) -> list[str]:
-    """The cookies to delete before one more sign-in: malformed ones, and all but the newest."""
+    """The cookies to delete before another sign-in begins: malformed cookies, and all but the newest."""
     attempts = {name: OidcAttempt.read(value) for name, value in read_cookies(request, OIDC).items()}
     begun_s = {name: attempt.begun_s for name, attempt in attempts.items() if attempt is not None}
     kept = sorted(begun_s, key=lambda name: begun_s[name], reverse=True)[: MAX_UNDER_WAY - 1]
