@@ -1,4 +1,4 @@
-"""Why a server does not start."""
+"""The error that stops a server from starting."""
 
 from __future__ import annotations
 

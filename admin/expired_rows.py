@@ -27,7 +27,7 @@ class ExpiredRows:
         self._at_once = at_once
 
     def sweep(self) -> Mapping[str, int]:
-        """Delete expired rows; returns their number by table. Several servers may call it concurrently."""
+        """Delete expired rows; returns the number of deleted rows by table. Several servers can sweep concurrently."""
         return {until.table.name: self._sweep(until.table, until) for until in self._until}
 
     def _sweep(self, table: Table, until: Column[int]) -> int:
@@ -40,7 +40,7 @@ class ExpiredRows:
                 if until is console_sessions.c.expires_us:
                     is_over |= until > now_us + MAX_AHEAD_US
                 some = select(*table.primary_key).where(is_over).limit(self._at_once)
-                # A locked row is being swept by another server or extended.
+                # Another server is deleting the locked row, or a request is extending it.
                 found = some.with_for_update(skip_locked=True)
                 num_swept = connection.execute(delete(table).where(key.in_(found))).rowcount
             total += num_swept

@@ -48,9 +48,9 @@ class AssembledGateway:
 def assemble_gateway(
     settings: Settings, directory: DataDirectory, model: ModelConfig, engine: EngineClient, is_loopback: bool
 ) -> Iterator[AssembledGateway]:
-    """The whole process except its listeners. Raises StartRefused. Entering and leaving both block.
+    """The whole process except its listeners. Raises StartRefused. Entering and leaving the context both block.
 
-    The database belongs to the server: a schema of another version is refused, never upgraded.
+    The database belongs to the server, so a schema of another version is refused, never upgraded.
     """
     with ExitStack() as stack:
         try:

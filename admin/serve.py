@@ -36,7 +36,7 @@ from loramux.platform.engine_link.local_engine import EngineStartError, LocalEng
 from loramux.platform.engine_link.output_lines import OutputLines
 
 SETTLE_S = 5.0
-"""Time for the last settlements after both listeners have closed, in seconds."""
+"""Time allowed for the last settlements after both listeners have closed, in seconds."""
 
 
 def run(settings: Settings) -> None:
@@ -56,7 +56,7 @@ def run(settings: Settings) -> None:
 
 
 def check_sandbox(find_missing: Callable[[], Collection[str]]) -> None:
-    """Raises StartRefused where uploads could not be validated with every essential sandbox measure."""
+    """Raises StartRefused if uploads could not be validated with every essential sandbox measure."""
     try:
         missing = find_missing()
     except ValidationFailed as error:
@@ -165,7 +165,7 @@ def _supervision(settings: Settings, config: EngineConfig) -> Supervision:
 
 
 async def _started(engine: LocalEngine, signals: StopSignals) -> bool:
-    """Wait for the engine; False when the process was told to stop first."""
+    """Wait for the engine; returns False if the process was told to stop first."""
     starting = asyncio.create_task(engine.start())
     stopping = asyncio.create_task(signals.drain.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 
 
 class Upkeep:
-    """Runs alongside the admin app; any number of servers may run it concurrently."""
+    """Upkeep tasks that run alongside the admin app. Any number of servers can run them concurrently."""
 
     def __init__(self, services: AdminServices) -> None:
         self._services = services
@@ -49,7 +49,7 @@ class Upkeep:
         await services.call(services.database.refresh_statistics)
 
     async def renew_pins(self) -> None:
-        """Pin the adapters that should be pinned and are not, for example after an engine restart."""
+        """Pin the adapters that should be pinned but are not, for example after an engine restart."""
         services = self._services
         wanted = await services.call(services.pins.digests)
         if not wanted:

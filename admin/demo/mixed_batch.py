@@ -1,4 +1,4 @@
-"""The demo's mixed batch: the same question to the base and to every adapter, sent concurrently."""
+"""The demo's mixed batch: the same question, sent concurrently to the base and to every adapter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer. `adapter` is the adapter that the server reports, None for the base."""
+    """One answer. `adapter` is the adapter that the server reports; None means the base."""
 
     question: Question
     adapter: str | None

@@ -1,4 +1,4 @@
-"""`loramux demo`: three tenants push one adapter each, one batch answers them all, and the bill adds up."""
+"""`loramux demo`: three tenants push one adapter each, one batch serves all of them, and the bill adds up."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 DEMO_FILES = Path(__file__).parent
 SERVED_NAME = "demo-base"
 ADAPTERS = {"harbour": "pirate", "chambers": "formal", "parcels": "json"}
-"""The adapter of each tenant."""
+"""The adapter that each tenant pushes."""
 TOKENS_PER_MINUTE = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A tenant with its key and its adapter's version."""
+    """A tenant with its API key and its adapter's version."""
 
     tenant: str
     api_key: str
@@ -69,7 +69,7 @@ def run_demo(port: int | None, admin_port: int | None, data_dir: Path | None, ex
 
 def _show(console: Console, server: DemoServer, client: AdminClient, started: float) -> list[Account]:
     with ThreadPoolExecutor(len(ADAPTERS) + 1) as threads:
-        # Importing the official client takes a second: do it while the server starts.
+        # Importing the official client takes a second, so import it while the server starts.
         batch = threads.submit(importlib.import_module, "loramux.admin.demo.mixed_batch")
         server.wait_until(client.is_alive, "listening")
         accounts = list(threads.map(lambda tenant: _open_account(client, tenant), ADAPTERS))
@@ -92,7 +92,7 @@ def _show(console: Console, server: DemoServer, client: AdminClient, started: fl
 
 
 def _open_account(client: AdminClient, tenant: str) -> Account:
-    """Create the tenant, its quota, a key and its adapter, all over REST; an existing data directory has the tenant."""
+    """Create the tenant, its quota, a key and its adapter over REST. An existing data directory has the tenant."""
     try:
         client.post("tenants", {"slug": tenant})
     except AdminError as error:
@@ -143,7 +143,7 @@ def _check_bill(console: Console, answers: list[Answer], before: Bill, after: Bi
 
 
 def _port(given: int | None, preferred: int) -> int:
-    """The requested port, else the usual one if it is free, else any free port."""
+    """The requested port, else the usual port if it is free, else any free port."""
     if given is not None:
         return given
     for port in (preferred, 0):

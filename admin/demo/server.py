@@ -51,7 +51,7 @@ class DemoServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                # Ctrl-C reaches only the demo, which then lets the server drain.
+                # Only the demo receives Ctrl-C, and then lets the server drain.
                 start_new_session=True,
             )
 
@@ -63,7 +63,7 @@ class DemoServer:
         return AdminClient(self.admin_url, self.admin_key)
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Poll until `is_so` holds. Raises DemoFailed with the end of the log if the server ends or takes too long."""
+        """Poll until `is_so()` is true. Raises DemoFailed with the end of the log if the server ends or is too slow."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not is_so():
             self.check()
@@ -81,7 +81,7 @@ class DemoServer:
             raise DemoFailed(f"the server ended with exit code {code}\n{self._last_words()}")
 
     def stop(self) -> None:
-        """Let running requests finish and wait for the process to exit; Ctrl-C meanwhile cuts the drain short."""
+        """Let running requests finish and wait for the process to exit; Ctrl-C during the wait cuts the drain short."""
         for limit_s in (STOP_TIMEOUT_S, HURRY_TIMEOUT_S):
             if self._process.poll() is not None:
                 return

@@ -20,7 +20,7 @@ NUMBERS = ("version", "rank", "tokens", "first\ntoken")
 
 
 def output_console() -> Console:
-    """A console as wide as the terminal; for a file or pipe, wide enough for a whole answer per line."""
+    """A console as wide as the terminal; for a file or pipe, wide enough for one answer per line."""
     console = Console()
     if not console.is_terminal:
         console.width = 140

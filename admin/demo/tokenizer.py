@@ -26,7 +26,7 @@ IGNORED = -100
 
 
 def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer, which can encode any text, so that no prompt fails for lack of a token."""
+    """Train a byte-level BPE tokenizer. It can encode any text, so no prompt fails because a token is missing."""
     corpus = Corpus(seed)
     texts: list[str] = []
     for _ in range(12_000):
@@ -62,7 +62,7 @@ def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
     markers = {"additional_special_tokens": [SYSTEM, USER, ASSISTANT]}
     named = {"bos_token": BOS, "eos_token": END, "pad_token": PAD, **markers}
     (out / "special_tokens_map.json").write_text(json.dumps(named, indent=2) + "\n")
-    # transformers 5 writes its own names; these are the names that every version reads.
+    # transformers 5 writes other names; these are the names that every version reads.
     config_path = out / "tokenizer_config.json"
     config = json.loads(config_path.read_text())
     for name in ("backend", "extra_special_tokens", "is_local", "local_files_only"):
@@ -73,7 +73,7 @@ def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
 
 
 def encoded(example: Conversation, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    """Token ids and labels; in a chat, only the answers and the <|end|> after each are learnt."""
+    """Token ids and labels; in a chat, only the answers and the <|end|> after each answer are learnt."""
 
     def tokens(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))

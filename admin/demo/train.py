@@ -74,7 +74,7 @@ def fit(
         bar = progress.add_task(title, total=recipe.steps)
         for _ in range(recipe.steps):
             if not waiting:
-                # Batches of similar length waste little padding; their order is shuffled again.
+                # Batches of similar lengths need little padding; shuffle the batches again.
                 pool = [encoded(draw(), tokenizer) for _ in range(recipe.batch_size * 16)]
                 pool.sort(key=lambda example: len(example[0]))
                 waiting = [pool[i : i + recipe.batch_size] for i in range(0, len(pool), recipe.batch_size)]
@@ -83,7 +83,7 @@ def fit(
             width = max(len(ids) for ids, _ in batch)
             input_ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in batch])
             labels = torch.tensor([labels + [IGNORED] * (width - len(labels)) for _, labels in batch])
-            # Padding is on the right and causal attention never looks there, so no mask is needed.
+            # Padding is on the right, where causal attention never looks, so no mask is needed.
             output = model(input_ids=input_ids, labels=labels)
             output.loss.backward()
             torch.nn.utils.clip_grad_norm_(learnt, 1.0)
@@ -124,7 +124,7 @@ def train_base(out: Path, recipe: Recipe = BASE_RECIPE) -> None:
 
 
 def train_adapter(base: Path, out: Path, style: str, recipe: Recipe | None = None) -> None:
-    """Trains an adapter on the base as shipped, rounded to bfloat16, with float32 arithmetic."""
+    """Trains an adapter in float32 arithmetic on the shipped base, whose weights are rounded to bfloat16."""
     rank, alpha, modules = ADAPTER_SHAPES[style]
     # Without a task type, PEFT writes an auto_mapping that names classes of this machine's libraries.
     lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type=TaskType.CAUSAL_LM)
@@ -137,7 +137,7 @@ def train_adapter(base: Path, out: Path, style: str, recipe: Recipe | None = Non
 
 
 def save_adapter(model: PeftModel, out: Path) -> None:
-    """Writes only the two files of a PEFT directory, without paths of this machine."""
+    """Writes only the two files of a PEFT directory, without this machine's paths."""
     shutil.rmtree(out, ignore_errors=True)
     model.save_pretrained(str(out))
     (out / "README.md").unlink(missing_ok=True)

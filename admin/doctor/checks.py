@@ -1,4 +1,4 @@
-"""Checks of the serving machine, run by a server on itself and by the doctor where no server runs."""
+"""Checks of the serving machine. A server runs them on itself; the doctor runs them where no server is running."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ PYTHONS = ((3, 11), (3, 14))
 """Python versions `[first, last)` that this loramux is tested with."""
 LITTLE_DISK_BYTES, TOO_LITTLE_DISK_BYTES = 5 << 30, 512 << 20
 SKEW_WARNING_S, SKEW_FAILED_S = 2.0, 30.0
-"""Clock skew that is reported, in seconds: quota windows and key expiry follow one clock, people read another."""
+"""Clock skew that is reported, in seconds, because quota windows and key expiry follow a single clock."""
 SLOW_DATABASE_S = 0.1
 SOCKET_PART = f"/{TEMPORARY_PREFIX}xxxxxxxx/{SOCKET_NAME}"
-"""The path that the engine creates below the directory for temporary files."""
+"""The path that the engine creates under the directory for temporary files."""
 
 SANDBOX_FIXES = {
     PRIVILEGES: "run Linux 3.5 or later",
@@ -54,7 +54,7 @@ def check_python(running: tuple[int, int, int]) -> Finding:
 
 
 def check_package(name: str, find_version: Callable[[str], str] = version) -> Finding:
-    """Whether a package that the engine needs is installed; it is not imported."""
+    """Whether a package that the engine needs is installed; the package is not imported."""
     try:
         return Finding(check=name, grade=Grade.OK, message=f"{name} {find_version(name)}")
     except PackageNotFoundError:
@@ -67,7 +67,7 @@ def check_package(name: str, find_version: Callable[[str], str] = version) -> Fi
 
 
 def check_database(database: Database, host_us: Callable[[], int] = lambda: time.time_ns() // 1000) -> list[Finding]:
-    """Whether the database answers quickly, its schema matches the code's and its clock the host's."""
+    """Whether the database answers quickly, its schema matches the code, and its clock matches the host's clock."""
     try:
         database.check_schema()
         took_s = min(_round_trip_s(database) for _ in range(3))
@@ -158,7 +158,7 @@ def check_disk(
 
 
 def check_data_directory(directory: Path) -> Finding:
-    """Whether only its owner can access it: its files hold usage and key digests."""
+    """Whether only its owner can access the data directory, whose files hold usage and key digests."""
     try:
         mode = stat.S_IMODE(directory.stat().st_mode)
     except OSError as error:

@@ -48,7 +48,7 @@ def check_here() -> Iterator[Finding]:
 
 
 def check_host(settings: HostSettings) -> Iterator[Finding]:
-    """Check what a server with these settings would depend on; changes nothing except for the store's probe."""
+    """Check what a server with these settings would depend on; changes nothing except the store's probe object."""
     yield check_engine_socket(DataDirectory(settings.data_dir).run)
     yield check_data_directory(settings.data_dir)
     yield check_disk(settings.data_dir)
@@ -74,7 +74,7 @@ def check_host(settings: HostSettings) -> Iterator[Finding]:
 
 
 def check_server(client: AdminClient, now_s: Callable[[], float] = time.time) -> Iterator[Finding]:
-    """Check the connection to a server, its version and clock, and collect its own findings."""
+    """Check the connection to a server and the server's version and clock, and collect the server's own findings."""
     before_s = now_s()
     try:
         server = client.get("server")

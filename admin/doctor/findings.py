@@ -1,4 +1,4 @@
-"""A check's result and how to fix it: one record for the doctor's own checks and for the server's."""
+"""A check's result and how to fix a problem; the doctor's checks and the server's checks share this record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Grade(StrEnum):
-    """Whether something works; a warning means that it works for now."""
+    """Whether the checked part works; a warning means that the part still works."""
 
     OK = "ok"
     WARNING = "warning"
@@ -18,7 +18,7 @@ class Grade(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check: `message` says what was found, `mend` what to do about it (None if nothing)."""
+    """The result of one check. `message` says what was found, `mend` what to do about it; None means nothing to do."""
 
     check: str
     grade: Grade
@@ -46,5 +46,5 @@ class Finding:
 
 
 def is_healthy(findings: tuple[Finding, ...]) -> bool:
-    """Whether nothing failed; warnings pass."""
+    """Whether no check failed; a warning is not a failure."""
     return all(finding.grade is not Grade.FAILED for finding in findings)

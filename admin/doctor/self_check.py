@@ -24,7 +24,7 @@ class SelfCheck:
     is_sandbox_required: bool = False
 
     def findings(self) -> tuple[Finding, ...]:
-        """Check everything once; a failing part is a finding, never an exception."""
+        """Check every part once; a failing part yields a finding, never an exception."""
         return (
             self._engine(),
             *check_database(self.database),

@@ -1,1 +1,1 @@
-"""The routes below `/admin/v1`, one file per resource."""
+"""The routes under `/admin/v1`, one file per resource."""

@@ -1,4 +1,4 @@
-"""Authentication of callers, and what each may see. Every route declares one of the kinds of caller below."""
+"""Authentication of callers, and what each caller may see. Every route declares one of these kinds of caller."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ class Caller:
 
     @property
     def adapter_ids(self) -> frozenset[str] | None:
-        """The adapters that lists are restricted to; None: all adapters that the caller's tenant scope covers."""
+        """The adapters that lists are restricted to; None means all adapters that the caller's scope covers."""
         return self.principal.adapter_ids
 
     @property
     def key_ids(self) -> frozenset[str] | None:
-        """The keys that a restricted key sees: only itself. None: every key."""
+        """The keys that a restricted key sees, which is only the key itself; None means every key."""
         return None if self.adapter_ids is None else frozenset({self.principal.key_id})
 
     @property
     def subject_ids(self) -> frozenset[str] | None:
-        """The subjects whose quotas a restricted key sees: itself and its adapters. None: all."""
+        """The subjects whose quotas a restricted key sees: the key itself and its adapters. None means all subjects."""
         return None if self.adapter_ids is None else self.adapter_ids | {self.principal.key_id}
 
     @property
@@ -70,7 +70,8 @@ Services = Annotated[AdminServices, Depends(services_of)]
 def require(*scopes: str) -> Callable[[Request, AdminServices], AsyncIterator[Caller]]:
     """A dependency that admits keys with one of the scopes: 401 without a valid key, 403 without the scope.
 
-    A tenant's call holds one of the tenant's slots until its route returns or releases it; platform calls need none.
+    A tenant's call holds one of the tenant's slots until the route returns or releases the slot; platform calls need
+    none.
     """
 
     async def caller(request: Request, services: Services) -> AsyncIterator[Caller]:
@@ -103,7 +104,7 @@ async def _authenticated(request: Request, services: AdminServices) -> Principal
 
 
 def _caller(*scopes: str) -> Any:
-    # Ends with the route, not with the response, which a client may read slowly.
+    # The slot is released with the route, not with the response, which a client may read slowly.
     return Depends(require(*scopes), scope="function")
 
 
@@ -112,13 +113,13 @@ Auditor = Annotated[Caller, _caller("platform:admin", "platform:read", "tenant:a
 PlatformReader = Annotated[Caller, _caller("platform:admin", "platform:read")]
 Writer = Annotated[Caller, _caller("platform:admin", "tenant:admin")]
 Developer = Annotated[Caller, _caller("platform:admin", "tenant:admin", "tenant:develop")]
-"""May push versions; only a `Writer` may decide which version a bare name selects."""
+"""A caller that may push versions; only a `Writer` may decide which version a bare name selects."""
 READER = _caller("platform:admin", "platform:read", "tenant:admin", "tenant:develop", "tenant:read")
 Reader = Annotated[Caller, READER]
 
 
 async def find_tenant(services: AdminServices, caller: Caller, id_or_slug: str, param: str = "tenant") -> Tenant:
-    """The tenant. Raises the same NotFound for a hidden tenant as for one that does not exist."""
+    """The tenant. Raises the same NotFound for a hidden tenant as for a missing tenant."""
     tenant = await services.call(services.tenants.get, id_or_slug)
     if tenant is None or not caller.may_see(tenant.id):
         raise NotFound("there is no such tenant", param=param, code="tenant_not_found")
@@ -126,7 +127,7 @@ async def find_tenant(services: AdminServices, caller: Caller, id_or_slug: str, 
 
 
 async def tenant_filter(services: AdminServices, caller: Caller, id_or_slug: str | None) -> str | None:
-    """The tenant that a list is restricted to: the requested one, else the caller's own, else None for all."""
+    """The tenant that a list is restricted to: the requested tenant, else the caller's own; None means all tenants."""
     if id_or_slug is None:
         return caller.principal.tenant_id
     return (await find_tenant(services, caller, id_or_slug)).id

@@ -1,4 +1,4 @@
-"""Request bodies of the admin routes: strict types, unknown fields are refused."""
+"""Request bodies of the admin routes. Types are strict, and unknown fields are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TenantPatch(_Body):
 
 
 class NewKey(_Body):
-    """`tenant` null creates a platform key. `adapters` restricts it to these: identifiers or `[tenant/]name`."""
+    """A null `tenant` creates a platform key. `adapters` restricts the key to these identifiers or `[tenant/]name`s."""
 
     tenant: str | None
     name: str = Field(default="default", min_length=1, max_length=200)
@@ -92,7 +92,7 @@ class WeightedVersion(_Body):
 
 
 class AliasTargets(_Body):
-    """Either one `version` or several `targets`; `warm` loads them into the engine before the alias moves."""
+    """Either one `version` or several `targets`; `warm` loads the versions into the engine before the alias moves."""
 
     version: int | None = None
     targets: list[WeightedVersion] | None = Field(default=None, max_length=64)
@@ -112,20 +112,20 @@ class AliasTargets(_Body):
 
 
 class Rollback(_Body):
-    """`revision` defaults to the previous one."""
+    """The revision to return to; `revision` defaults to the previous revision."""
 
     revision: int | None = None
     warm: bool = True
 
 
 class QuotaSubject(_Body):
-    """The subject of a quota: a tenant, a tenant's key or adapter, or with `scope: platform` every tenant."""
+    """The subject of a quota: a tenant, a tenant's key or adapter, or, with `scope: platform`, every tenant."""
 
     scope: Literal["platform", "tenant", "key", "adapter"] | None = None
     tenant: str | None = None
     key: str | None = None
     adapter: str | None = None
-    """An identifier, or with `tenant` a name."""
+    """An adapter's identifier or, with `tenant`, its name."""
 
 
 class QuotaLimit(QuotaSubject):
@@ -147,7 +147,7 @@ class QuotaChange(QuotaSubject):
 
 
 class QuotaQuestion(QuotaSubject):
-    """A hypothetical request, checked against the current quotas, or against these with `quota` added."""
+    """A hypothetical request, checked against the current quotas or, if `quota` is given, with that quota added."""
 
     prompt_tokens: int = Field(ge=0, le=MAX_ASKED_TOKENS)
     max_tokens: int = Field(ge=0, le=MAX_ASKED_TOKENS)
@@ -156,7 +156,7 @@ class QuotaQuestion(QuotaSubject):
 
 
 class NewPrice(_Body):
-    """Nanos of the currency per million tokens. `cached` defaults to `prompt`, `effective_at` to the earliest time."""
+    """Nanos of the currency per million tokens. `cached` defaults to `prompt`, `effective_at` to the earliest one."""
 
     tenant: str | None = None
     scope: str = "all"
@@ -168,17 +168,17 @@ class NewPrice(_Body):
 
 
 async def body_of(request: Request) -> bytes:
-    """The request's body; may be called twice. It is read only after the caller has been authorized."""
+    """The request's body, read only after the caller has been authorized; can be called twice."""
     if not hasattr(request.state, "body"):
         request.state.body = await read_body(request, MAX_BODY_BYTES)
     return bytes(request.state.body)
 
 
 async def read_json(request: Request, kind: type[B]) -> B:
-    """The request's body as one of the kinds above."""
+    """The request's body, as one of this module's types."""
     return parse_body(await body_of(request), kind)
 
 
 async def read_optional_json(request: Request, kind: type[B]) -> B:
-    """Like `read_json` for a kind whose fields all have defaults: a request without a body gets the defaults."""
+    """Like `read_json`, for a type whose fields all have defaults; a request without a body gets the defaults."""
     return parse_body(await body_of(request) or b"{}", kind)

@@ -1,4 +1,4 @@
-"""`ETag` and `If-Match`: a change names the state of the object that the caller saw.
+"""`ETag` and `If-Match`: a change names the state of the object that the caller last read.
 
     async def get_thing(..., response: Response) -> ThingDocument:
         return tagged(response, describe_thing(thing))
@@ -48,7 +48,7 @@ class Precondition:
     etags: frozenset[str] | None
 
     def check(self, document: Mapping[str, Any]) -> None:
-        """Raises PreconditionFailed if the document is not in a state that the caller saw."""
+        """Raises PreconditionFailed if the caller has not seen the document's current state."""
         if self.etags is not None and etag_of(document) not in self.etags:
             raise PreconditionFailed("this has changed since you read it: read it again", param="If-Match")
 
@@ -62,16 +62,16 @@ async def required_precondition(
         str | None, Header(alias="If-Match", description="The ETag that you read, or * for any state.")
     ] = None,
 ) -> Precondition:
-    """Raises PreconditionRequired and InvalidRequest."""
+    """Raises PreconditionRequired or InvalidRequest."""
     if if_match is None:
         raise PreconditionRequired("send the ETag that you read as If-Match", param="If-Match")
     if if_match.strip() == "*":
         return Precondition(None)
     if _TAGS.fullmatch(if_match) is None:
         raise InvalidRequest("If-Match must be an ETag in quotation marks, or *", param="If-Match")
-    # A weak tag only says that two states are equivalent, which is not enough for a change: it never matches.
+    # A weak tag says only that two states are equivalent, which is not enough for a change, so it never matches.
     return Precondition(frozenset(_TAG.findall(if_match)))
 
 
 IfMatch = Annotated[Precondition, Depends(required_precondition)]
-"""The parsed header. Declare it after the caller in a route, so that a call without a key gets 401 first."""
+"""The parsed header. A route declares this parameter after the caller, so that a call without a key gets 401 first."""

@@ -9,11 +9,11 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 STALLED_S = 30.0
-"""Time after which a client that reads nothing is disconnected, in seconds, so that it cannot hold a slot."""
+"""Time after which a client that reads nothing is disconnected, in seconds, so that the client cannot hold a slot."""
 
 
 class HeldResponse(StreamingResponse):
-    """Releases its slot in every case, even when sending fails."""
+    """A streamed response that always releases its slot, even if sending fails."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """`Idempotency-Key`: a POST that is repeated with the same key runs once and gets the first call's answer again.
 
-This covers every route that declares a caller of `access.py`, without code in the route. Nothing is stored for a call
-that is refused or fails: its key may be used again.
+Every route that declares a caller from `access.py` is covered, without code in the route. A call that is refused or
+fails is not stored, so its key can be used again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPLAYED = "idempotent-replayed"
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _KEPT_HEADERS = ("content-type", "etag", "location")
 _SECRET_FIELDS = ("secret",)
-"""Fields that are shown only once: they are not stored, and null in a repeated answer."""
+"""Fields that are shown only once; they are not stored, and are null in a repeated answer."""
 
 _EXPIRES_US = "idempotent_answer_expires_us"
 
@@ -43,7 +43,7 @@ def keep_answer_until(request: Request, expires_us: int) -> None:
 
 
 class Replayed(Exception):
-    """The call was made before; carries its stored answer."""
+    """The call was made before; the exception carries the stored answer."""
 
     def __init__(self, answer: StoredAnswer) -> None:
         super().__init__("the call was made before")
@@ -131,7 +131,7 @@ class IdempotentAnswers:
         try:
             await self._services.call(function, *args)  # type: ignore[arg-type]
         except SQLAlchemyError as error:
-            # The call itself has taken effect: a repetition is answered with OutcomeUnknown.
+            # The call itself has taken effect, so a repetition is answered with OutcomeUnknown.
             log.warning("an idempotency key could not be written", error=str(error))
 
 

@@ -32,7 +32,7 @@ class DeletedDocument(TypedDict):
 
 
 class ListDocument(TypedDict, Generic[D]):
-    """A page of a list. `has_more`: there are more items in the requested direction."""
+    """A page of a list. `has_more` means that there are more items in the requested direction."""
 
     object: Literal["list"]
     data: list[D]
@@ -60,8 +60,8 @@ _PAGING = [
 def paged(route: Callable[..., Awaitable[D]]) -> Callable[..., Awaitable[D]]:
     """Add `limit`, `after` and `before` to the end of a list route's query; the route gets them as `paging`.
 
-    With a dependency instead, an error would name another one of several wrong parameters: FastAPI checks the
-    parameters of dependencies before the route's own.
+    A dependency would change which of several wrong parameters an error names, because FastAPI checks the parameters of
+    dependencies before the route's own parameters.
     """
 
     @wraps(route)
@@ -105,10 +105,10 @@ def seconds(time_us: None) -> None: ...
 @overload
 def seconds(time_us: int | None) -> int | None: ...
 def seconds(time_us: int | None) -> int | None:
-    """Times in answers are Unix times in whole seconds, as in the OpenAI API."""
+    """Unix time in whole seconds, the form of times in answers, as in the OpenAI API."""
     return None if time_us is None else time_us // 1_000_000
 
 
 def micros(time_s: int | None) -> int | None:
-    """Times in requests are Unix times in whole seconds, too."""
+    """Microseconds for a Unix time in whole seconds, the form of times in requests."""
     return None if time_s is None else time_s * 1_000_000

@@ -1,4 +1,4 @@
-"""The services of the admin side, assembled once in assembly.py."""
+"""The services behind the admin API, assembled once in `assembly.py`."""
 
 from __future__ import annotations
 
@@ -41,34 +41,34 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NUM_ADMIN_THREADS = 4
-"""Threads for the SQL of admin routes: few, because a computing thread competes with the event loop of inference."""
+"""Threads for the SQL of admin routes; only a few, because a busy thread competes with the event loop of inference."""
 NUM_REPORT_THREADS = 2
 MAX_REPORTS_EACH = 1
-"""Reports that are computed concurrently per tenant, or per platform key."""
+"""Maximum concurrent reports per tenant, or per platform key."""
 REPORTS_REST = 19.0
-"""A tenant's rest after a report, as a multiple of the report's duration: a report takes a core from inference."""
+"""A tenant's cooldown after a report, as a multiple of its duration, because a report takes a core from inference."""
 MAX_CALLS = 64
 MAX_CALLS_EACH = 4
-"""Concurrent calls per tenant, over all its keys and sessions; platform calls are not limited."""
+"""Maximum concurrent calls per tenant, over all its keys and sessions; platform calls are not limited."""
 CALLS_REST = 19.0
 PAGES_REST = 3.0
-"""The rest after a console page: less than for calls, because a page spends most of its time in its own calls."""
+"""A tenant's cooldown after a console page; shorter than after a call, as a page mostly waits for its own calls."""
 MAX_EXPORTS = 16
-"""Concurrent exports and long reports; each holds up to 20 MB while its client reads."""
+"""Maximum concurrent exports and long reports; each holds up to 20 MB while its client reads."""
 MAX_EXPORTS_EACH = 4
 MAX_UPLOADS = 32
-"""Concurrent file uploads; each holds a thread while its client sends."""
+"""Maximum concurrent file uploads; each holds a thread while its client sends."""
 MAX_UPLOADS_EACH = 16
-"""Concurrent file uploads per tenant."""
+"""Maximum concurrent file uploads per tenant."""
 MAX_DOWNLOADS = 8
-"""Concurrent file downloads; each holds a copy on disk while its client reads."""
+"""Maximum concurrent file downloads; each holds a copy on disk while its client reads."""
 MAX_DOWNLOADS_EACH = 4
-"""Concurrent file downloads per tenant."""
+"""Maximum concurrent file downloads per tenant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminServices:
-    """The services behind the admin routes. Blocking ones go through `call`."""
+    """The services behind the admin routes. Routes call blocking services through `call`."""
 
     database: Database
     tenants: Tenants
@@ -93,22 +93,22 @@ class AdminServices:
     metrics: GatewayMetrics
     self_check: SelfCheck
     metrics_token: str | None
-    """The token that `/metrics` requires; with None, only this machine may scrape."""
+    """The token that `/metrics` requires; None means that only this machine may scrape."""
     is_loopback: bool
-    """Whether only this machine reaches the admin listener, without a trusted proxy that forwards for others."""
+    """Whether only this machine can reach the admin listener, and no trusted proxy forwards calls from elsewhere."""
     executor: Executor
     """The admin side's own threads, so that its calls never take threads from inference."""
     report_executor: Executor
     oidc: OidcSettings | None = None
-    """Single sign-on to the console; None: people sign in with keys only."""
+    """Single sign-on to the console; None means that people sign in only with keys."""
     gateway: ASGIApp | None = None
-    """This process's OpenAI API, for the console's playground; None if it has none."""
+    """This process's OpenAI API, for the console's playground; None if the process serves none."""
     api_url: str = "http://127.0.0.1:8000/v1"
     """The OpenAI API's base URL as shown in examples."""
     live: LiveRequests = field(default_factory=NoLiveRequests)
     """The requests running in this process."""
     trouble: Callable[[], str | None] = lambda: None
-    """The gateway's current database problem, or None; for `/health/ready`."""
+    """Returns the gateway's current database problem for `/health/ready`, or None."""
     upload_slots: TransferSlots = field(default_factory=lambda: TransferSlots("uploads", MAX_UPLOADS, MAX_UPLOADS_EACH))
     """Uploads have slots and threads of their own, so that slow clients delay nothing else."""
     download_slots: TransferSlots = field(
@@ -120,7 +120,7 @@ class AdminServices:
     page_slots: TransferSlots = field(
         default_factory=lambda: TransferSlots("pages", MAX_CALLS, MAX_CALLS_EACH, PAGES_REST)
     )
-    """The same for console pages; the calls within a page take their own slots."""
+    """Slots for console pages; the calls within a page take their own slots."""
     report_slots: TransferSlots = field(
         default_factory=lambda: TransferSlots("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH, REPORTS_REST)
     )
@@ -133,7 +133,7 @@ class AdminServices:
     async def report(self, caller: Principal, function: Callable[[], R], *, is_patient: bool = False) -> R:
         """Run a function that reads many rows on a report thread, once the caller has a slot.
 
-        Platform callers owe no rest: their reports cover all tenants and take longer.
+        Platform callers have no cooldown, because their reports cover all tenants and take longer.
         """
         rests = caller.tenant_id is not None
         async with self.report_slots.held_slot(caller.holder, is_patient=is_patient, rests=rests):

@@ -15,7 +15,7 @@ from loramux.admin.server.connection_registry import ConnectionRegistry
 HEAD_TIMEOUT_S = 10.0
 """Time from the connection's start or the last answer's end to the end of the next request's head, in seconds."""
 READER_TIMEOUT_S = 60.0
-"""Time in which a client must read MIN_READ_BYTES of a waiting answer, in seconds."""
+"""Time within which a client must read MIN_READ_BYTES of a waiting answer, in seconds."""
 MIN_READ_BYTES = 16 * 1024
 MAX_BUFFERED_BYTES = 16 * 1024
 """Bytes of an answer that this process buffers, in addition to the kernel's MAX_UNSENT_BYTES, before the answer waits
@@ -52,7 +52,7 @@ class BoundedConnection(H11Protocol):
         assert isinstance(server_state, ConnectionRegistry)
         self._book = server_state
         self.origin: str | None = None
-        """The address or network by which the client is counted; None for a trusted proxy."""
+        """The address or network that the client's connections are counted by; None for a trusted proxy."""
         self.since_s = self.loop.time()
         self._num_unread_bytes = 0
         self._has_unread_answer = False
@@ -72,15 +72,15 @@ class BoundedConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # A head that arrives byte by byte is not progress, but a body is.
+        # Bytes of a request head are not progress, but bytes of a body are.
         if not self.is_idle:
             self.since_s = self.loop.time()
 
     def on_response_complete(self) -> None:
         self.since_s = self.loop.time()
         if self.flow.write_paused:
-            # Do not start the next pipelined request until the client has read this answer: a client that does not
-            # read must not make the server work.
+            # Do not start the next pipelined request until the client has read this answer, so that a client that does
+            # not read causes no work.
             self._has_unread_answer = True
         else:
             super().on_response_complete()
@@ -105,7 +105,7 @@ class BoundedConnection(H11Protocol):
         """Order in which connections are shed to make room, 0 first; None while the client waits for the server."""
         is_stalled = now_s - self.since_s >= STALL_S
         if self.is_idle:
-            # A new connection's request may still be arriving.
+            # The first request on a new connection may still be arriving.
             return (0 if self.cycle is None else 1) if is_stalled else 3
         wants_body = self.cycle.more_body and not self.cycle.response_started and not self.flow.read_paused
         return 2 if is_stalled and (wants_body or self.flow.write_paused) else None
@@ -121,7 +121,7 @@ class BoundedConnection(H11Protocol):
                 self.transport.abort()
                 return "slow_reader"
         elif self.is_idle and now_s - self.since_s > HEAD_TIMEOUT_S and not self.transport.is_closing():
-            # Closes it like a keep-alive connection that has been idle for too long.
+            # Closes the connection like a keep-alive connection that has been idle for too long.
             self.timeout_keep_alive_handler()
             return "no_request"
         return None

@@ -17,7 +17,7 @@ class TrustedProxies:
     """The proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are trusted; by default none."""
 
     def __init__(self, networks: Iterable[str] = ()) -> None:
-        """Addresses and networks; raises ValueError for anything else."""
+        """Takes addresses and networks; raises ValueError for anything else."""
         self._networks: tuple[IPv4Network | IPv6Network, ...] = tuple(map(ipaddress.ip_network, networks))
 
     def __bool__(self) -> bool:
@@ -32,7 +32,7 @@ class TrustedProxies:
 
         Each proxy appends the address that it was called from, so the rightmost entry that is not a trusted proxy is
         the client. Entries further left are claims by the client. A malformed entry ends the search at the proxy that
-        passed it on.
+        forwarded it.
         """
         client = proxy
         for entry in reversed(forwarded_for.split(",")):
@@ -49,14 +49,14 @@ class TrustedProxies:
 
 
 def warn_of_unread_variable() -> None:
-    """Earlier versions read this variable; a proxy that only it names is no longer trusted."""
+    """Warn if FORWARDED_ALLOW_IPS is set. Earlier versions read it; proxies named only there are no longer trusted."""
     if "FORWARDED_ALLOW_IPS" in os.environ:
         log.warning("FORWARDED_ALLOW_IPS is not read: name the proxies in LORAMUX_TRUSTED_PROXIES")
 
 
 @lru_cache(maxsize=4096)
 def origin_of(address: str) -> str:
-    """What a client is counted by: its IPv4 address, or its IPv6 /64, the smallest network that one client has."""
+    """The IPv4 address or IPv6 /64 that a client is counted by; a /64 is the smallest network that one client has."""
     parsed = _parse(address)
     if parsed is None:
         return address[:64]

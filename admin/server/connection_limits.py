@@ -1,4 +1,4 @@
-"""How many connections each listener accepts, so that database, engine and files never lack a descriptor."""
+"""How many connections each listener accepts, so that the database, the engine and files never lack descriptors."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from loramux.admin.errors import StartRefused
 MAX_ADMIN_CONNECTIONS = 512
 """Maximum connections of the admin listener."""
 RESERVED_DESCRIPTORS = 512
-"""Descriptors kept free of client connections: for the database's 24 connections of three files each, uploads and
-downloads, the object store's connections, the engine's pipes and socket, and logs."""
+"""Descriptors that client connections cannot use. They are for the database's 24 connections of three files each,
+uploads and downloads, the object store's connections, the engine's pipes and socket, and logs."""
 MIN_CONNECTIONS = 64
-"""Fewest connections, over both listeners, with which the server starts."""
+"""Minimum connections, over both listeners, with which the server starts."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """One listener's limits: connections in total and per address."""
+    """One listener's limits on connections, in total and per address."""
 
     max_connections: int = 4096
     max_per_address: int = 1024
@@ -30,7 +30,7 @@ class ConnectionLimits:
 
 @dataclass(frozen=True, slots=True)
 class ListenerLimits:
-    """The limits of the OpenAI and the admin listener."""
+    """The limits of the OpenAI and admin listeners."""
 
     openai: ConnectionLimits
     admin: ConnectionLimits

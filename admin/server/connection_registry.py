@@ -1,4 +1,4 @@
-"""The connections of one listener: counts them, in total and per address, and sheds some when there is no room."""
+"""The connections of one listener, counted in total and per address; some are shed when there is no room."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from loramux.admin.server.connection_limits import ConnectionLimits
 from loramux.platform.telemetry.metrics import GatewayMetrics
 
 MAX_LOOKED_AT = 256
-"""Connections examined to find one to shed: in a flood, a new connection must not cost a scan of all of them."""
+"""Connections examined to find one to shed, so that in a flood a new connection does not cost a full scan."""
 MAX_COMPARED = 16
 """Candidates compared before the best of them is shed."""
 
 
 class Connection(Protocol):
-    """The interface that the book needs of a connection; `BoundedConnection` implements it."""
+    """The connection interface that the registry needs; `BoundedConnection` implements it."""
 
     since_s: float
-    """When its client last made progress."""
+    """When the client last made progress."""
 
     @property
     def origin(self) -> str | None:
-        """The address or network by which its client is counted; None for a trusted proxy."""
+        """The address or network that the client's connections are counted by; None for a trusted proxy."""
 
     @property
     def transport(self) -> Transport: ...
@@ -37,7 +37,7 @@ class Connection(Protocol):
         """Close the connection if its client has kept it waiting for too long; returns the reason."""
 
     def shed_rank(self, now_s: float) -> int | None:
-        """Order in which connections are shed to make room, 0 first; None: never."""
+        """Order in which connections are shed to make room, 0 first; None means never."""
 
 
 class ConnectionRegistry(ServerState):
@@ -62,11 +62,11 @@ class ConnectionRegistry(ServerState):
         self._refusals = (metrics or GatewayMetrics()).note_listener(listener, lambda: len(self.connections))
         # In the order in which searches examine them.
         self._members: OrderedDict[Connection, None] = OrderedDict()
-        # The same connections by origin, without those of trusted proxies.
+        # The same connections by origin, without the connections of trusted proxies.
         self._members_of: dict[str, OrderedDict[Connection, None]] = {}
 
     def admit(self, connection: Connection, now_s: float) -> bool:
-        """Count the connection, or refuse it."""
+        """Count the connection or refuse it."""
         origin = connection.origin
         if self._num_of(origin) >= self.limits.max_per_address:
             assert origin is not None
@@ -114,7 +114,7 @@ class ConnectionRegistry(ServerState):
             members.move_to_end(connection)
             rank = connection.shed_rank(now_s)
             if rank is not None:
-                # A proxy's idle connections are a pool that it reuses: they are shed last.
+                # A proxy reuses its idle connections, so they are shed last.
                 waiting.append((-self._num_of(connection.origin), rank, connection.since_s, connection))
                 if len(waiting) == MAX_COMPARED:
                     break

@@ -13,7 +13,7 @@ from loramux.admin.errors import StartRefused
 
 @dataclass(frozen=True, slots=True)
 class DataDirectory:
-    """Paths below `--data-dir`."""
+    """Paths under `--data-dir`."""
 
     root: Path
 

@@ -15,7 +15,7 @@ RETRY_AFTER_S = 1.0
 
 
 class ForwardedClients:
-    """ASGI middleware. A proxy's connections carry many clients, so it counts requests instead of connections."""
+    """ASGI middleware that counts requests instead of connections, because a proxy's connections carry many clients."""
 
     def __init__(
         self, app: ASGIApp, proxies: TrustedProxies, max_per_address: int, on_refusal: Callable[[], None]
@@ -24,7 +24,7 @@ class ForwardedClients:
         self._proxies = proxies
         self._max_per_address = max_per_address
         self._on_refusal = on_refusal
-        # Requests in progress by client address, without zeros.
+        # Requests in progress by client address; addresses without requests are removed.
         self._num_running: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

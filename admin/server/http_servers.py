@@ -69,8 +69,8 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        # A request that is still running ends as if its client had disconnected, which every route handles. Otherwise
-        # it would be cancelled with the event loop and be reported as a server error.
+        # A request that is still running ends as if its client had disconnected, which every route handles. Otherwise,
+        # the request would be cancelled with the event loop and reported as a server error.
         for connection in list(self.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
@@ -93,12 +93,13 @@ async def serve_until_stopped(
     announce: Callable[[], None],
     stop_engine: Callable[[], Awaitable[None]],
 ) -> None:
-    """Serve both, announce it, and drain on a signal: the gateway first, so that its drain shows in the metrics.
+    """Serve both listeners, announce them, and drain on a signal: the gateway first, so that its drain shows in the
+    metrics.
 
     After `drain_s`, or at a second signal, the engine is stopped, which ends the remaining requests.
     """
     freeze_gc()
-    # With the default interval the loop would wait ten times as long at every step of a request.
+    # With the default interval, the event loop would wait ten times as long at every step of a request.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     async with asyncio.TaskGroup() as group:
         gateway_task = group.create_task(gateway.run_until_stopped())

@@ -16,11 +16,11 @@ from loramux.platform.errors import Conflict, UnprocessableRequest
 
 LIFETIME_US = 24 * 3600 * 1_000_000
 RUNNING_US = 300 * 1_000_000
-"""Longer than any call takes, in microseconds: a call without an answer by then lost its process."""
+"""Longer than any call takes, in microseconds. The process of a call without an answer by then has ended."""
 
 
 class KeyInUse(Conflict):
-    """The first call with this key is still running: retry in a moment."""
+    """The first call with this key is still running; retry in a moment."""
 
     code = "idempotency_key_in_use"
 
@@ -61,7 +61,7 @@ class IdempotencyKeys:
         self._database = database
 
     def claim(self, principal: str, key: str, request_sha256: bytes) -> Claim | StoredAnswer:
-        """Claim the key for a call, or return the stored answer. Raises KeyInUse, OutcomeUnknown and KeyReused."""
+        """Claim the key for a call, or return the stored answer. Raises KeyInUse, OutcomeUnknown or KeyReused."""
         claim = Claim(principal, hashlib.sha256(key.encode()).digest())
         try:
             with self._database.write() as connection:
@@ -83,7 +83,7 @@ class IdempotencyKeys:
             connection.execute(update(idempotency_keys).where(*_is(claim)).values(**values))
 
     def release(self, claim: Claim) -> None:
-        """Delete the claim of a call that changed nothing: its key may be used again, for this call or another."""
+        """Delete the claim of a call that changed nothing, so that its key can be used again, for any call."""
         with self._database.write() as connection:
             connection.execute(delete(idempotency_keys).where(*_is(claim), idempotency_keys.c.status.is_(None)))
 

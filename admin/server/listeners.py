@@ -1,4 +1,4 @@
-"""Sockets of the listeners: bound before anything slow starts, listening only once everything is ready."""
+"""The listeners' sockets. They are bound before anything slow starts, and listen only once everything is ready."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 from loramux.admin.errors import StartRefused
 
 MAX_UNSENT_BYTES = 16 * 1024
-"""How much unsent data the kernel buffers per connection, in bytes."""
+"""Maximum unsent data that the kernel buffers per connection, in bytes."""
 
 
 def bind(host: str, port: int, setting: str, is_shared: bool = False) -> socket.socket:
@@ -24,7 +24,7 @@ def bind(host: str, port: int, setting: str, is_shared: bool = False) -> socket.
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:
-        # Lingering connections of an earlier run must not block the port. The option is cleared after the bind:
+        # Lingering connections of an earlier run must not block the port. The option is cleared after the bind, because
         # otherwise another server that is just starting could bind the port as well.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if is_shared:
@@ -41,7 +41,7 @@ def bind(host: str, port: int, setting: str, is_shared: bool = False) -> socket.
 
 def prepare_to_listen(listener: socket.socket) -> None:
     """Set the socket options that accepted connections inherit."""
-    # The next run can bind the port while they linger.
+    # The next run can bind the port while these connections linger.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # The kernel would otherwise buffer megabytes for each client that does not read.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)

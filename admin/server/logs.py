@@ -1,4 +1,4 @@
-"""The server's log: written to standard error, so that standard output has only the startup announcement."""
+"""The server's log, written to standard error, so that standard output has only the startup announcement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECRET = re.compile(r"sk-lmx-[0-9A-Za-z]{16}-[0-9A-Za-z]+|(?i:bearer)\s+\S+")
 
 
 class _LossyLogger(structlog.PrintLogger):
-    """Prints to standard error. A line that cannot be written, as on a full disk, is dropped: no request may fail."""
+    """Prints to standard error. A line that cannot be written, for example to a full disk, is dropped."""
 
     def __init__(self, *_: object) -> None:
         super().__init__(sys.stderr)
@@ -30,7 +30,7 @@ class _LossyLogger(structlog.PrintLogger):
 
 
 def configure_logs(log_format: LogFormat = "console") -> None:
-    """Log one line per event: readable text, in colour on a terminal, or JSON. Inside a request, each line names it."""
+    """Log one line per event, as text (in colour on a terminal) or JSON. A request's lines include its id."""
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -56,7 +56,7 @@ def configure_logs(log_format: LogFormat = "console") -> None:
 
 
 def hide_secrets(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Mask anything that looks like a key, whatever its origin: an exception's text may quote anything."""
+    """Mask anything that looks like a key, whatever its origin, because an exception's text may quote anything."""
     for name, value in event.items():
         if isinstance(value, str):
             event[name] = _SECRET.sub("[hidden]", value)

@@ -1,4 +1,4 @@
-"""`/metrics`, for Prometheus: with a scrape token, or without one where only this machine can reach it."""
+"""`/metrics`, for Prometheus: with a scrape token, or without a token if only this machine can reach the route."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ PROXY_HEADERS = ("forwarded", "via", "x-real-ip")
 
 
 def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | None, is_loopback: bool) -> APIRouter:
-    """The route. A token, if set, is always required. While the engine does not answer, its series are absent except
-    for `loramux_engine_up`."""
+    """The route. A token, if set, is always required. A silent engine has only the series `loramux_engine_up`."""
     router = APIRouter()
 
     example = {"schema": {"type": "string"}, "example": "loramux_engine_up 1.0\n"}
@@ -29,7 +28,7 @@ def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | N
 
     @router.get("/metrics", tags=["health"], response_class=Response, responses={**text, **errors(401)})
     async def scrape(request: Request) -> Response:
-        """Metrics for Prometheus: without a key where only this machine can reach them, else with the scrape token."""
+        """Get metrics for Prometheus. The scrape token is required if set; otherwise, only this machine can call."""
         if token is not None:
             presented = request.headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(presented.encode(), token.encode()):
@@ -42,7 +41,7 @@ def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | N
 
 
 def _is_direct(request: Request) -> bool:
-    """Whether the call addresses this machine and shows no sign of a proxy, which calls from loopback for anyone."""
+    """Whether the call addresses this machine and shows no sign of a proxy, which calls from loopback for others."""
     if any(name in PROXY_HEADERS or name.startswith("x-forwarded-") for name in request.headers):
         return False
     try:

@@ -24,7 +24,7 @@ class RoleRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OidcSettings:
-    """Settings of the provider. Without `client_secret` it is a public client, protected only by PKCE. The first
+    """Settings of the provider. Without `client_secret`, loramux is a public client, protected only by PKCE. The first
     matching entry of `rules` decides."""
 
     issuer: str
@@ -34,11 +34,11 @@ class OidcSettings:
     roles_claim: str
     rules: tuple[RoleRule, ...]
     redirect_url: str | None
-    """Where the provider sends browsers back to; None: the address that they came from."""
+    """The URL that the provider sends browsers back to; None means the address that the browser used."""
 
 
 def parse_rule(text: str) -> RoleRule:
-    """`GROUP=SCOPE` or `GROUP=SCOPE@TENANT`; raises ValueError that explains the error."""
+    """Parse `GROUP=SCOPE` or `GROUP=SCOPE@TENANT`; raises ValueError with an explanation."""
     value, equals, role = text.rpartition("=")
     scope, at, tenant = role.partition("@")
     if not (equals and value) or scope not in ROLES:

@@ -1,4 +1,4 @@
-"""Serving below a proxy's path prefix, whether or not the proxy strips the prefix from requests."""
+"""Serving under a proxy's path prefix, whether or not the proxy strips the prefix from requests."""
 
 from __future__ import annotations
 

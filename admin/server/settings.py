@@ -49,7 +49,8 @@ FLAGS = frozenset(
         "reuse_port",
     }
 )
-"""Settings that are also flags of `loramux serve` or `gateway`. Secrets are not: any process can read a command line.
+"""Settings that are also flags of `loramux serve` or `gateway`. Secrets are not flags, because any process can read a
+command line.
 """
 SettingsT = TypeVar("SettingsT", bound="DataSettings")
 
@@ -59,7 +60,7 @@ class SettingsError(Exception):
 
 
 class DataSettings(BaseSettings):
-    """Where data is stored: all the settings that `loramux db` needs."""
+    """Where data is stored; these are all the settings that `loramux db` needs."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
 
@@ -110,7 +111,7 @@ class Settings(DataSettings):
     """Addresses and networks, separated by commas, of the proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are
     trusted."""
     max_connections: Annotated[int, Field(ge=16, le=1_000_000)] = 4096
-    """Maximum connections of the OpenAI listener; the admin listener has 512 of its own."""
+    """Maximum connections to the OpenAI listener; the admin listener accepts another 512."""
     max_connections_per_address: Annotated[int, Field(ge=1)] = 1024
     """Maximum connections per client address on each listener; for clients behind a trusted proxy, concurrent
     requests."""
@@ -122,7 +123,7 @@ class Settings(DataSettings):
     adapter_sources: Annotated[tuple[str, ...], NoDecode] = ()
     presigned_uploads: bool = True
     sandbox: Literal["preferred", "required"] = "preferred"
-    """`required`: refuse to start where uploads cannot be validated behind landlock, seccomp and no_new_privs."""
+    """`required`: refuse to start unless uploads can be validated behind landlock, seccomp and no_new_privs."""
     pool_bytes: Annotated[ByteSize, Field(ge=1 << 20)] | None = None
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     max_batch_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -136,7 +137,7 @@ class Settings(DataSettings):
     pdl: bool = False
     """Overlap the launches of LoRA kernels (programmatic dependent launch), on GPUs of capability 9.0 or later."""
     disk_tier_dir: Path | None = None
-    """Default: in the data directory. Servers on one host may share it, each with its own data directory."""
+    """Default: in the data directory. Servers on one host can share it, each with its own data directory."""
     disk_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(16 << 30)
     host_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(1 << 30)
     oidc_issuer: str | None = None
@@ -149,7 +150,7 @@ class Settings(DataSettings):
     engine: Path | None = None
     """The socket of a running server's engine, for `loramux gateway`."""
     reuse_port: bool = False
-    """Share the ports with other gateways on this host; each must set this, and the kernel distributes connections."""
+    """Share the ports with other gateways on this host that also do so; the kernel distributes connections."""
     spool_bytes: Annotated[ByteSize, Field(ge=1 << 16)] = ByteSize(64 << 20)
     """Space on disk for settlements that wait while the database is unavailable."""
     log_format: Literal["console", "json"] = "console"
@@ -161,7 +162,7 @@ class Settings(DataSettings):
     traces_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of requests that are traced; a request inside a client's trace follows the client's sampling decision."""
     traces_of_clients: Literal["ignore", "link", "parent"] = "link"
-    """How a client's `traceparent` is used. Use `parent` only with trusted clients: they decide what is recorded."""
+    """How a client's `traceparent` is used. Use `parent` only with trusted clients; they decide what is recorded."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     engine_step_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
 
@@ -172,7 +173,7 @@ class Settings(DataSettings):
             raise ValueError(f"there is no directory {model}")
         if not (model / "config.json").is_file():
             raise ValueError(f"{model} has no config.json, which every Hugging Face model directory has")
-        # Not resolved: a symbolic link's own name is the better name for the served model.
+        # The path is not resolved, because a symbolic link's own name is the better name for the served model.
         return Path(os.path.abspath(model))
 
     @field_validator("served_name")
@@ -193,7 +194,7 @@ class Settings(DataSettings):
     @field_validator("admin_key", "metrics_token")
     @classmethod
     def _is_plain(cls, secret: SecretStr | None) -> SecretStr | None:
-        # A variable that was filled from a file often ends with a line break.
+        # A variable set from a file often ends with a line break.
         text = "" if secret is None else secret.get_secret_value().strip()
         if not (text.isascii() and text.isprintable()):
             raise ValueError("it must have only printable ASCII characters, because it is sent in a header")
@@ -244,7 +245,7 @@ class Settings(DataSettings):
     @field_validator("adapter_sources", "oidc_roles", "trusted_proxies", mode="before")
     @classmethod
     def _split(cls, sources: Any) -> Any:
-        """Split a variable's comma-separated values; a file has a list."""
+        """Split a variable's comma-separated values; a TOML file has a list."""
         if not isinstance(sources, str):
             return sources
         return [source.strip() for source in sources.split(",") if source.strip()]
@@ -298,7 +299,7 @@ class Settings(DataSettings):
 
 
 def load_settings(kind: type[SettingsT], overrides: Mapping[str, Any]) -> SettingsT:
-    """Read the settings once. Raises SettingsError that lists all errors. An override of None counts as not given."""
+    """Read the settings once. Raises SettingsError that lists all errors. An override of None counts as absent."""
     given = {name: value for name, value in overrides.items() if value is not None}
     if "config" not in given and os.environ.get("LORAMUX_CONFIG"):
         given["config"] = Path(os.environ["LORAMUX_CONFIG"])

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class StopSignals:
-    """Ctrl-C or SIGTERM asks for a drain; a second one cuts it short."""
+    """Ctrl-C or SIGTERM requests a drain; a second signal cuts the drain short."""
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Slots for long-running calls: a call that gets none within WAIT_S is refused and may retry."""
+"""Slots for long-running calls. A call that gets no slot within WAIT_S is refused and can be retried."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import anyio
 from loramux.platform.errors import ApiError, RateLimited, Unavailable
 
 WAIT_S = 10.0
-"""How long a call waits for a slot, in seconds; meanwhile it holds a connection but no thread."""
+"""How long a call waits for a slot, in seconds; a waiting call holds a connection but no thread."""
 RETRY_AFTER_S = 5.0
 MAX_REST_S = 2.0
-"""Longest rest that one call adds for its tenant, in seconds, however long the call took."""
+"""Maximum cooldown that one call adds for its tenant, in seconds."""
 UNRESTED_S = 1.0
-"""Rest that a tenant may owe before its slots are withheld, in seconds: allows a burst, such as one page's calls."""
+"""Cooldown above which a tenant's slots are withheld, in seconds; it allows a burst such as one page's calls."""
 
 
 class _Share:
-    """One tenant's slots, and the time until which it owes rest."""
+    """One tenant's slots, and the end of its cooldown."""
 
     def __init__(self, num_slots: int) -> None:
         self.limiter = anyio.CapacityLimiter(num_slots)
@@ -30,9 +30,9 @@ class _Share:
 class TransferSlots:
     """At most `num_slots` concurrent calls, and at most `num_each` per tenant, so that other tenants still get slots.
 
-    With `rest`, each call makes its tenant owe a rest of `rest` times the call's duration. A tenant that owes more than
-    UNRESTED_S gets its slots back only as time passes, so that its calls together take at most 1/`rest` of a
-    processor, however many it sends.
+    With `rest`, each call adds `rest` times its duration to its tenant's cooldown. While more than UNRESTED_S of the
+    cooldown remains, the tenant gets no slots back, so that its calls together take at most 1/`rest` of a processor,
+    however many calls it sends.
     """
 
     def __init__(self, what: str, num_slots: int, num_each: int, rest: float = 0.0) -> None:
@@ -40,7 +40,7 @@ class TransferSlots:
         self._num_each = num_each
         self._rest = rest
         self._all = anyio.CapacityLimiter(num_slots)
-        # Tenants that hold or wait for a slot, or owe rest.
+        # Tenants that hold a slot, wait for a slot or are cooling down.
         self._of_tenant: dict[str, _Share] = {}
 
     @property
@@ -56,7 +56,7 @@ class TransferSlots:
         """Take a slot and return the function that releases it.
 
         Unless `is_patient`, raises `too_many_<what>` after WAIT_S: RateLimited if the tenant's own calls hold all its
-        slots, Unavailable if all tenants' calls hold all slots. With `rests` False the tenant owes no rest for it.
+        slots, Unavailable if all tenants' calls hold all slots. With `rests = False`, the call adds no cooldown.
         """
         call = object()
         kind: type[ApiError] = RateLimited
@@ -103,7 +103,7 @@ class TransferSlots:
 
     @asynccontextmanager
     async def held_slot(self, tenant_id: str, *, is_patient: bool = False, rests: bool = True) -> AsyncIterator[None]:
-        """A slot for as long as the block lasts."""
+        """Hold a slot for as long as the block lasts."""
         release_slot = await self.acquire_slot(tenant_id, is_patient=is_patient, rests=rests)
         try:
             yield

@@ -28,9 +28,10 @@ router = APIRouter(prefix="/api_keys", tags=["api_keys"])
 
 
 class KeyDocument(TypedDict):
-    """One key, never its secret. `adapters` are those that it is restricted to; null: all that its tenant may call.
+    """One key without its secret.
 
-    Until `previous_secret_expires_at`, the secret from before the last rotation is valid too.
+    `adapters` lists the adapters that the key is restricted to; null means all that its tenant may call. Until
+    `previous_secret_expires_at`, the secret from before the last rotation is also valid.
     """
 
     id: str
@@ -77,7 +78,7 @@ async def create_key(request: Request, response: Response, services: Services, c
 async def list_keys(
     services: Services, caller: Reader, paging: Paging, tenant: TenantParam = None
 ) -> ListDocument[KeyDocument]:
-    """List a tenant's keys, or the platform's own if no tenant is given, including revoked ones.
+    """List a tenant's keys, or the platform's own keys if no tenant is given. Revoked keys are included.
 
     A key that is restricted to adapters sees only itself.
     """
@@ -116,7 +117,7 @@ async def change_key(
 async def rotate_key(
     key_id: str, request: Request, response: Response, services: Services, caller: Writer
 ) -> KeyWithSecret:
-    """Give a key a new secret, which appears only in this answer; the old one stays valid for `grace_s` seconds.
+    """Give a key a new secret, which appears only in this answer; the old secret stays valid for `grace_s` seconds.
 
     A still older secret in its own grace period becomes invalid immediately. No body is needed.
     """
@@ -130,7 +131,7 @@ async def rotate_key(
 
 @router.delete("/{key_id}", responses=errors(409))
 async def revoke_key(key_id: str, services: Services, caller: Writer) -> KeyDocument:
-    """Revoke a key permanently; repeating it changes nothing. Refused for the platform's last administrator key."""
+    """Revoke a key permanently; a repeated call changes nothing. Refused for the platform's last administrator key."""
     key = await _find(services, caller, key_id)
     return describe_key(_found(await services.call(services.api_keys.revoke, key.id)))
 

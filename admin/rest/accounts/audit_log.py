@@ -51,7 +51,7 @@ async def list_audit_log(
 ) -> ListDocument[AuditDocument]:
     """List changes, newest first; a tenant's key sees the changes to its tenant's objects.
 
-    Platform keys appear to it as the actor `platform`, and addresses only for its tenant's own keys.
+    It sees platform keys as the actor `platform`, and sees addresses only for its own tenant's keys.
     """
     wanted = AuditFilter(
         tenant_id=await tenant_filter(services, caller, tenant),

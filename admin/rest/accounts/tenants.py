@@ -22,7 +22,7 @@ router = APIRouter(prefix="/tenants", tags=["tenants"])
 class TenantDocument(TypedDict):
     """One account. `weight` is its entitlement in fair scheduling; the keys of a suspended tenant are refused.
 
-    `host_floor_bytes` is the part of an engine's host memory that other tenants' adapters cannot evict from this one.
+    `host_floor_bytes` is how much of an engine's host memory this tenant's adapters keep when other tenants need room.
     Floors that do not fit together are honoured in the order in which they were set.
     """
 
@@ -71,9 +71,9 @@ async def change_tenant(
 ) -> TenantDocument:
     """Change a tenant's display name, weight, state, host memory floor or time zone.
 
-    `suspended` refuses its keys immediately, and within five seconds on other gateways; running requests finish and
-    nothing is lost. A new time zone starts new budget windows immediately. A tenant's own administrator may change
-    only the display name.
+    The state `suspended` refuses the tenant's keys immediately, and within five seconds on other gateways; running
+    requests finish, and nothing is lost. A new time zone starts new budget windows immediately. A tenant's own
+    administrator may change only the display name.
     """
     tenant = await find_tenant(services, caller, id_or_slug)
     body = await read_json(request, TenantPatch)
@@ -91,7 +91,7 @@ async def change_tenant(
 
 @router.delete("/{id_or_slug}", status_code=204, responses=errors(409))
 async def delete_tenant(id_or_slug: str, services: Services, caller: PlatformAdmin) -> Response:
-    """Delete a tenant created by mistake; one with adapters, usable keys or usage can only be suspended."""
+    """Delete a tenant created by mistake; a tenant with adapters, usable keys or usage can only be suspended."""
     tenant = await find_tenant(services, caller, id_or_slug)
     await services.call(services.tenants.delete, tenant.id)
     return Response(status_code=204)

@@ -22,7 +22,7 @@ router = APIRouter(prefix="/adapters", tags=["adapters"])
 
 
 class TargetDocument(TypedDict):
-    """A version that an alias points at; its share of the requests is `weight` divided by the sum of the weights."""
+    """A version that an alias points at. Its share of requests is `weight` divided by the sum of all weights."""
 
     version: int
     weight: int
@@ -43,7 +43,7 @@ class AdapterDocument(TypedDict):
 
 
 class DisabledAdapter(AdapterDocument):
-    """`drained`: no request is running on it any more."""
+    """An adapter taken out of service; `drained` means that no request is running on the adapter any more."""
 
     drained: bool
 
@@ -91,7 +91,7 @@ async def get_adapter(adapter_id: str, services: Services, caller: Reader) -> Ad
 
 @router.post("/{adapter_id}/disable")
 async def disable_adapter(adapter_id: str, services: Services, caller: Writer) -> DisabledAdapter:
-    """Take an adapter out of service; running requests finish. Nothing is deleted: see `enable`."""
+    """Take an adapter out of service; running requests finish. Nothing is deleted; `enable` undoes the call."""
     adapter = await find_adapter(services, caller, adapter_id)
     disabled = await services.call(services.version_states.set_disabled, adapter.id, True)
     is_drained = await drain(services, await services.call(services.version_states.unserved_digests, adapter.id))
@@ -107,14 +107,14 @@ async def enable_adapter(adapter_id: str, services: Services, caller: Writer) ->
 
 @router.delete("/{adapter_id}", status_code=204, responses=errors(409))
 async def delete_adapter(adapter_id: str, services: Services, caller: Writer) -> Response:
-    """Delete an adapter that never had a version; `disable` takes any other out of service."""
+    """Delete an adapter that never had a version; `disable` takes any other adapter out of service."""
     adapter = await find_adapter(services, caller, adapter_id)
     await services.call(services.registry.delete_adapter, adapter.id)
     return Response(status_code=204)
 
 
 async def find_adapter(services: AdminServices, caller: Caller, adapter_id: str) -> Adapter:
-    """The adapter. Raises the same NotFound for a hidden adapter as for one that does not exist."""
+    """The adapter. Raises the same NotFound for a hidden adapter as for a missing adapter."""
     adapter = await services.call(services.registry.get_adapter, adapter_id)
     if adapter is None or not caller.may_see_adapter(adapter.tenant_id, adapter.id):
         raise NotFound("there is no such adapter", code="adapter_not_found")

@@ -1,4 +1,4 @@
-"""`/adapters/{id}/aliases`: set, list, roll back and delete aliases; their versions are loaded before they move."""
+"""`/adapters/{id}/aliases`: set, list, roll back and delete aliases. Versions are loaded before an alias moves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from loramux.platform.openai_api.openapi import errors, takes
 router = APIRouter(prefix="/adapters/{adapter_id}/aliases", tags=["aliases"])
 
 _REVISION = re.compile(r'"(0|[1-9][0-9]{0,9})"')
-IfMatch = Annotated[str | None, Header(description="The alias's ETag: refuse the change if it has moved since.")]
+IfMatch = Annotated[str | None, Header(description="The alias's ETag; refuses the change if the alias has moved.")]
 
 
 class AliasDocument(TypedDict):
@@ -76,8 +76,8 @@ async def set_alias(
 ) -> AliasDocument:
     """Point an alias at one ready version, or split its requests among several by weight.
 
-    The versions are loaded into the engine first, unless `warm` is false; running requests finish on the old ones. A
-    tenant's loads count against `cold_loads_per_minute`; if that quota refuses a load, the alias does not move. Only
+    The versions are loaded into the engine first, unless `warm` is false; running requests finish on the old versions.
+    A tenant's loads count against `cold_loads_per_minute`; if that quota refuses a load, the alias does not move. Only
     an administrator may move `default`, the alias behind an adapter's bare name. The call replaces the whole alias or
     creates it, so If-Match is optional here.
     """
@@ -102,7 +102,7 @@ async def roll_back(
     caller: Developer,
     if_match: IfMatch = None,
 ) -> AliasDocument:
-    """Point the alias back at its previous versions, or those of `revision`; rolling back again undoes it.
+    """Point the alias back at its previous versions, or at those of `revision`; a second rollback undoes the first.
 
     No body is needed. With If-Match, the call is refused if the alias has moved since the caller read it, so that only
     one of two concurrent rollbacks succeeds. Loads count as they do when an alias is set.
@@ -134,7 +134,7 @@ async def list_history(
 async def delete_alias(
     adapter_id: str, name: str, services: Services, caller: Writer, if_match: IfMatch = None
 ) -> Response:
-    """Delete an alias; `default` can only be moved. With If-Match, refused if the alias has moved since it was read."""
+    """Delete an alias; `default` can only be moved. With If-Match, the call is refused if the alias has moved since."""
     adapter = await find_adapter(services, caller, adapter_id)
     await services.call(services.aliases.remove, adapter.id, name, _revision(if_match))
     return Response(status_code=204)

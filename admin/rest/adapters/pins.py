@@ -24,7 +24,7 @@ router = APIRouter(prefix="/adapters/{adapter_id}/versions/{number}", tags=["res
 
 
 class PlacementDocument(TypedDict):
-    """A version's state in the pool. `loading`: the load was still in progress when the call was answered."""
+    """A version's state in the pool. `loading` means that the load was still in progress when the call was answered."""
 
     object: Literal["placement"]
     adapter_id: str
@@ -55,7 +55,7 @@ async def pin_version(adapter_id: str, number: Number, services: Services, calle
 async def unpin_version(
     adapter_id: str, number: Number, services: Services, caller: PlatformAdmin
 ) -> PlacementDocument:
-    """Make a version evictable again; it stays until its pages are needed. Repeating the call changes nothing."""
+    """Make a version evictable again; it stays loaded until its pages are needed. A repeated call changes nothing."""
     version = await _find(services, caller, adapter_id, number)
     version = await services.call(services.pins.set_pinned, version.adapter_id, number, False)
     if version.digest is None:
@@ -71,7 +71,8 @@ async def unpin_version(
 
 @router.post("/preload", responses=errors(429))
 async def preload_version(adapter_id: str, number: Number, services: Services, caller: Developer) -> PlacementDocument:
-    """Load a ready version into the page pool, so that its first request need not wait; it can be evicted later.
+    """Load a ready version into the page pool, so that its first request does not have to wait; the version can be
+    evicted later.
 
     A load by a tenant's key counts against `cold_loads_per_minute`, like the loads of its requests.
     """
@@ -85,7 +86,7 @@ async def preload_version(adapter_id: str, number: Number, services: Services, c
 
 
 async def _told(answer: Awaitable[AdapterState]) -> AdapterState | None:
-    """The engine's answer; None if it is still loading after WARM_TIMEOUT_S. Raises Unavailable."""
+    """The engine's answer; None if the engine is still loading the version after WARM_TIMEOUT_S. Raises Unavailable."""
     try:
         return await answer
     except TimeoutError:

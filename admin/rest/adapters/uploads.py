@@ -1,4 +1,4 @@
-"""`/adapters/{id}/uploads`: declare two files, then send the bytes of each; the files are not parsed here."""
+"""`/adapters/{id}/uploads`: declare two files, then send the bytes of each; these routes do not parse the files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ router = APIRouter(prefix="/adapters/{adapter_id}/uploads", tags=["versions"])
 CHUNK_TIMEOUT_S = 30.0
 """Time after which a client that sends nothing is disconnected, in seconds, so that it cannot hold a thread."""
 UPLOAD_TIMEOUT_S = 600.0
-"""Longest time for sending one file, in seconds, however steady the transfer."""
+"""Maximum time for sending one file, in seconds, however steady the transfer."""
 
 
 class PresignedRequest(TypedDict):
@@ -70,9 +70,9 @@ class UploadDocument(TypedDict):
 async def create_upload(adapter_id: str, request: Request, services: Services, caller: Developer) -> UploadDocument:
     """Declare the name, size and SHA-256 of both files; the answer says how to PUT each of them.
 
-    A file with only a `url` is sent to this server. One with `method` and `headers` is sent to the blob store, with
-    exactly these headers and no key; a large file has `parts`, each `part_size` bytes except for a shorter last one.
-    The declared bytes count against `adapter_bytes` until the upload is used, cancelled or expired.
+    A file with only a `url` is sent to this server. A file with `method` and `headers` is sent to the blob store, with
+    exactly these headers and no key. A large file has `parts` of `part_size` bytes; the last part can be shorter. The
+    declared bytes count against `adapter_bytes` until the upload is used, cancelled or expired.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     body = await read_json(request, NewUpload)
@@ -97,7 +97,7 @@ async def put_file(
     chunks = _chunks(request.stream())
     caller.release_call_slot()
     async with services.upload_slots.held_slot(adapter.tenant_id):
-        # The slots bound the number of threads: waiting for a slot times out, waiting for a thread would not.
+        # Slots bound the number of threads, because waiting for a slot times out, unlike waiting for a thread.
         thread = anyio.CapacityLimiter(1)
         await anyio.to_thread.run_sync(services.ingest.put_file, upload.id, name, chunks, num_bytes, limiter=thread)
     return Response(status_code=204)
@@ -116,14 +116,14 @@ async def list_uploads(
 
 @router.delete("/{upload_id}", status_code=204)
 async def cancel_upload(adapter_id: str, upload_id: str, services: Services, caller: Developer) -> Response:
-    """Cancel an open upload: its files are deleted and it no longer counts. Refused for a used upload."""
+    """Cancel an open upload and delete its files, which stop counting against quotas. Refused for a used upload."""
     adapter = await find_adapter(services, caller, adapter_id)
     await services.call(services.ingest.cancel_upload, adapter.id, upload_id)
     return Response(status_code=204)
 
 
 async def find_upload(services: AdminServices, adapter: Adapter, upload_id: str) -> Upload:
-    """The adapter's upload. Raises the same NotFound for another adapter's upload as for one that does not exist."""
+    """The adapter's upload. Raises the same NotFound for another adapter's upload as for a missing upload."""
     upload = await services.call(services.ingest.get_upload, upload_id)
     if upload is None or upload.adapter_id != adapter.id:
         raise NotFound("the adapter has no such upload", code="upload_not_found")
@@ -131,7 +131,7 @@ async def find_upload(services: AdminServices, adapter: Adapter, upload_id: str)
 
 
 def _chunks(body: AsyncIterator[bytes]) -> Iterator[bytes]:
-    """The body's chunks for a function on a thread, which sets the pace of the sender."""
+    """The body's chunks for a function on a thread; the function sets the sender's pace."""
     deadline = time.monotonic() + UPLOAD_TIMEOUT_S
     while chunk := anyio.from_thread.run(_next_chunk, body):
         if time.monotonic() > deadline:

@@ -24,7 +24,7 @@ from loramux.platform.openai_api.openapi import answers_bytes
 router = APIRouter(prefix="/adapters/{adapter_id}/versions/{number}", tags=["versions"])
 
 DOWNLOAD_TIMEOUT_S = 3600.0
-"""Longest time for downloading one file, in seconds: a copy of it stays on disk meanwhile."""
+"""Maximum time for downloading one file, in seconds; a copy of the file stays on disk during the download."""
 
 
 class StoredFile(TypedDict):
@@ -57,7 +57,7 @@ async def get_file(adapter_id: str, number: Number, name: str, services: Service
     caller.release_call_slot()
     release_slot = await services.download_slots.acquire_slot(adapter.tenant_id)
     try:
-        # The slots bound the number of threads: a slow object store delays no other call.
+        # The slots bound the number of threads, so that a slow object store delays no other call.
         thread = anyio.CapacityLimiter(1)
         file = await anyio.to_thread.run_sync(services.export.open, version, name, limiter=thread)
     except BaseException:
@@ -68,7 +68,7 @@ async def get_file(adapter_id: str, number: Number, name: str, services: Service
 
 @router.get("/report")
 async def get_report(adapter_id: str, number: Number, services: Services, caller: Reader) -> ReportDocument:
-    """Get a version's validation report, or why it was rejected; empty until validation has finished."""
+    """Get a version's validation report, or the reason for its rejection; empty until validation has finished."""
     version = await _find_version(services, await find_adapter(services, caller, adapter_id), number)
     files = await services.call(services.export.files, version)
     return {
@@ -85,7 +85,7 @@ async def get_report(adapter_id: str, number: Number, services: Services, caller
 
 
 class ExportResponse(StreamingResponse):
-    """Sends a file in chunks; closes it and releases its slot in every case."""
+    """Sends a file in chunks; always closes the file and releases its slot."""
 
     def __init__(self, file: ExportedFile, release_slot: Callable[[], None]) -> None:
         declared = file.declared
@@ -101,7 +101,7 @@ class ExportResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            # A client that is too slow is disconnected, and notices from the declared length.
+            # A slow client is disconnected, and can tell from the declared length that the file is incomplete.
             with anyio.move_on_after(DOWNLOAD_TIMEOUT_S):
                 await super().__call__(scope, receive, send)
         finally:

@@ -1,4 +1,4 @@
-"""`/adapters/{id}/versions`: uploads become versions, which never change."""
+"""`/adapters/{id}/versions`: create versions from uploads, read them, and take them out of service."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Number = Annotated[int, Path(ge=1, le=MAX_VERSION)]
 class VersionDocument(TypedDict):
     """One immutable set of weights. `report` is the validation report, `error` the reason for a rejection.
 
-    `digest` and the sizes are known once validation has succeeded.
+    `digest` and the sizes are null until validation has succeeded.
     """
 
     id: str
@@ -47,14 +47,14 @@ class VersionDocument(TypedDict):
 
 
 class WithdrawnVersion(VersionDocument):
-    """`drained`: no request is running on it any more."""
+    """A version taken out of service; `drained` means that no request is running on the version any more."""
 
     drained: bool
 
 
 @router.post("", status_code=202, openapi_extra=takes(NewVersion), responses=errors(429))
 async def create_version(adapter_id: str, request: Request, services: Services, caller: Developer) -> VersionDocument:
-    """Create a version from an upload; poll it until it is `ready` or `rejected`.
+    """Create a version from an upload; poll the version until it is `ready` or `rejected`.
 
     Identical bytes return the existing version.
     A platform administrator may give a `source` instead, `s3://BUCKET/PREFIX`, if the operator allows it.
@@ -106,14 +106,14 @@ async def archive_version(adapter_id: str, number: Number, services: Services, c
 async def quarantine_version(
     adapter_id: str, number: Number, services: Services, caller: PlatformAdmin
 ) -> WithdrawnVersion:
-    """Take a version out of service immediately, even if aliases point at it; they keep their other versions."""
+    """Take a version out of service immediately, even if aliases point at it; the aliases keep their other versions."""
     adapter = await find_adapter(services, caller, adapter_id)
     return await _withdraw(services, await services.call(services.version_states.quarantine, adapter.id, number))
 
 
 @router.post("/{number}/restore")
 async def restore_version(adapter_id: str, number: Number, services: Services, caller: Writer) -> VersionDocument:
-    """Put an archived version back into service; a quarantined one needs a platform administrator."""
+    """Put an archived version back into service; a quarantined version needs a platform administrator."""
     adapter = await find_adapter(services, caller, adapter_id)
     states: tuple[VersionState, ...] = ("archived",)
     if caller.principal.is_platform_admin:

@@ -1,4 +1,4 @@
-"""Calls to the engine when versions enter or leave service: load them first, or unload them."""
+"""Calls to the engine that load versions before they enter service and unload versions that leave service."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.errors import Unavailable
 
 WARM_TIMEOUT_S = 30.0
-"""How long moving an alias waits for its versions to load before the move is refused, in seconds."""
+"""How long a move of an alias waits for its versions to load before the move is refused, in seconds."""
 DRAIN_TIMEOUT_S = 2.0
-"""How long a call waits for running requests, in seconds; after that the engine unloads the adapter on its own."""
+"""How long a call waits for running requests, in seconds; after that, the engine unloads the adapter on its own."""
 
 _log = structlog.get_logger(__name__)
 
@@ -53,7 +53,7 @@ async def warm(services: AdminServices, caller: Caller, adapter_id: str, numbers
 
 
 async def drain(services: AdminServices, digests: Iterable[str]) -> bool:
-    """Have the engine unload adapters once nothing runs on them; returns whether all are unloaded already."""
+    """Have the engine unload adapters once no requests run on them; returns whether all are unloaded already."""
     is_drained = True
     for digest in digests:
         try:

@@ -20,7 +20,7 @@ STATS_TIMEOUT_S = 5.0
 
 
 class EngineDocument(TypedDict):
-    """Limits, counters since the engine started, and counters of adapter loads into its pool (`loading`)."""
+    """Limits, counters since the engine started, and counters of adapter loads into the pool (`loading`)."""
 
     object: Literal["engine"]
     device: str
@@ -88,7 +88,7 @@ async def get_engine(services: Services, caller: PlatformReader) -> EngineDocume
 
 
 async def engine_stats(services: AdminServices, with_tiers: bool = False) -> Stats:
-    """Raises Unavailable if the engine does not answer."""
+    """The engine's state. Raises Unavailable if the engine does not answer."""
     try:
         return await services.engine.stats(STATS_TIMEOUT_S, with_tiers)
     except (EngineUnavailable, TimeoutError):

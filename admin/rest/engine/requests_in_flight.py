@@ -63,10 +63,10 @@ async def get_request(request_id: str, services: Services, caller: Reader) -> Re
 
 @router.post("/{request_id}/cancel", status_code=202)
 async def cancel_request(request_id: str, services: Services, caller: Writer) -> RequestDocument:
-    """Cancel a request: its client gets an error and the tokens so far are charged.
+    """Cancel a request. Its client gets an error, and the tokens generated so far are charged.
 
-    A request in this process ends immediately, one on another gateway at its next checkpoint, within five seconds.
-    Repeating the call changes nothing.
+    A request in this process ends immediately. A request on another gateway ends at its next checkpoint, within five
+    seconds. Repeating the call changes nothing.
     """
     found = await _find(services, caller, request_id)
     cancelled = await services.call(services.requests.cancel, found.id)

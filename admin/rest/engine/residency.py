@@ -21,7 +21,7 @@ Tier = Literal["pool", "host", "disk"]
 
 
 class VersionName(TypedDict):
-    """The name of a version with the adapter's digest."""
+    """The name of a version that has the adapter's digest."""
 
     tenant_id: str
     tenant: str
@@ -32,7 +32,7 @@ class VersionName(TypedDict):
 
 
 class ResidentAdapter(TypedDict):
-    """One adapter in a tier. `slot`, `num_pages` and `num_users` refer to the pool; tenants do not see the last two."""
+    """One adapter in a tier. `slot`, `num_pages` and `num_users` refer to the pool; tenants do not see `slot` or `num_users`."""
 
     object: Literal["resident_adapter"]
     tier: Tier
@@ -59,7 +59,7 @@ class PoolPages(TypedDict):
 
 
 class TierFill(TypedDict):
-    """How full a tier is, and its evictions since the engine started."""
+    """How full a tier is, and how many adapters it has evicted since the engine started."""
 
     tier: Tier
     used_bytes: int
@@ -69,7 +69,7 @@ class TierFill(TypedDict):
 
 
 class ResidencyDocument(ListDocument[ResidentAdapter]):
-    """A snapshot. `pages` and `tiers` are null for a tenant."""
+    """A snapshot of one tier. `pages` and `tiers` are null for a tenant."""
 
     pages: PoolPages | None
     tiers: list[TierFill] | None
@@ -99,9 +99,9 @@ async def get_residency(
 ) -> ResidencyDocument:
     """List the adapters of one tier, most recently used first, and how full each tier is.
 
-    This is a snapshot that changes too fast to be paged: `has_more` means that the tier holds more adapters than the
-    `limit` most recently used ones. All versions with an adapter's digest are listed; a tenant sees only its own, and
-    a key that is restricted to adapters only theirs.
+    The list is a snapshot, because it changes too fast to be paged; `has_more` means that the tier holds more than
+    `limit` adapters. All versions with an adapter's digest are listed. A tenant sees only its own versions, and a key
+    that is restricted to adapters sees only their versions.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     stats = await engine_stats(services, with_tiers=True)
@@ -162,7 +162,7 @@ def _held(stats: Stats, tier: Tier) -> list[_Held]:
 
 
 def _describe(one: _Held, owners: Sequence[DigestOwner], tier: Tier, now_s: float, caller: Caller) -> ResidentAdapter:
-    # Several tenants may have uploaded the same bytes: none may see how the others use them.
+    # Several tenants may have uploaded the same bytes, and no tenant may see how the others use them.
     is_operator = caller.principal.tenant_id is None
     return {
         "object": "resident_adapter",

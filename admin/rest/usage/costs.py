@@ -18,10 +18,10 @@ NANOS = 1_000_000_000
 
 @router.get("", responses=answers_rows(CostsPage))
 async def get_costs(services: Services, caller: Reader, wanted: Report) -> Response:
-    """Report the cost of requests that finished in [start, end), at the prices in force when each was admitted.
+    """Report the cost of requests that finished in [start, end), at the prices in force when each request was admitted.
 
-    `amount_nanos` is exact, in billionths of the currency; `amount` is the same as a decimal number. The currency is
-    null as long as there are no prices.
+    `amount_nanos` is exact, in billionths of the currency; `amount` is the same amount as a decimal number. The
+    currency is null if there are no prices.
     """
     currency = await services.call(services.prices.currency)
 

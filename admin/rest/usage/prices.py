@@ -28,7 +28,7 @@ router = APIRouter(prefix="/prices", tags=["prices"])
 
 
 class PriceDocument(TypedDict):
-    """Nanos, billionths of the currency, per million tokens of each kind. `tenant_id` is null for a list price."""
+    """Prices in nanos (billionths of the currency) per million tokens. `tenant_id` is null for a list price."""
 
     id: str
     object: Literal["price"]
@@ -44,9 +44,9 @@ class PriceDocument(TypedDict):
 
 @router.post("", status_code=201, openapi_extra=takes(NewPrice))
 async def add_price(request: Request, services: Services, caller: PlatformAdmin) -> PriceDocument:
-    """Announce a price, which applies from `effective_at` until the next one of the same tenant and scope.
+    """Announce a price, which applies from `effective_at` until the next price for the same tenant and scope.
 
-    `scope` is `all`, `base`, `adapters` or an adapter's identifier. A price in force never changes: a request is
+    `scope` is `all`, `base`, `adapters` or an adapter's identifier. A price in force never changes; a request is
     charged at the price in force when it was admitted.
     """
     body = await read_json(request, NewPrice)
@@ -69,7 +69,7 @@ async def add_price(request: Request, services: Services, caller: PlatformAdmin)
 async def list_prices(
     services: Services, caller: Reader, paging: Paging, tenant: TenantParam = None
 ) -> ListDocument[PriceDocument]:
-    """List prices, most recently announced first: for a tenant, its own prices and the list prices."""
+    """List prices, most recently announced first; for a tenant, list its own prices and the list prices."""
     tenant_id = await tenant_filter(services, caller, tenant)
     page = await services.call(services.prices.list, tenant_id, *paging, caller.adapter_ids)
     return list_document(page, _describe)

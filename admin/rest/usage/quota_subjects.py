@@ -11,7 +11,7 @@ from loramux.platform.quotas.policies import PLATFORM
 
 
 async def subject_of(services: AdminServices, caller: Caller, body: QuotaSubject) -> str:
-    """The identifier of a quota's subject. Raises InvalidRequest and NotFound, which name the field."""
+    """The identifier of a quota's subject. Raises InvalidRequest or NotFound, which name the field."""
     named = [name for name in ("key", "adapter") if getattr(body, name) is not None]
     scope = body.scope or (named[0] if named else "tenant")
     for name in named:
@@ -38,7 +38,7 @@ async def subject_of(services: AdminServices, caller: Caller, body: QuotaSubject
 
 
 async def caller_of(services: AdminServices, caller: Caller, body: QuotaSubject) -> QuotaCaller:
-    """The caller of a hypothetical request; without a tenant, the key's tenant or else the adapter's owner pays."""
+    """The caller of a hypothetical request. Without a tenant, the key's tenant pays, or else the adapter's owner."""
     if body.scope is not None:
         raise InvalidRequest("give a tenant, a key or an adapter", param="scope")
     tenant_id = None
@@ -68,9 +68,9 @@ async def _key(services: AdminServices, caller: Caller, tenant_id: str | None, k
 async def _adapter(
     services: AdminServices, caller: Caller, tenant_id: str | None, name: str, is_owners: bool = True
 ) -> tuple[str, str]:
-    """The adapter and its owner; with `is_owners` False the tenant may also be one that has a grant."""
+    """The adapter and its owner; with `is_owners = False`, the given tenant may also be a tenant that has a grant."""
     adapter = await services.call(services.registry.get_adapter, name)
-    # If the caller may not see it, look it up by name as well, as if the identifier did not exist.
+    # If the caller may not see the adapter, look it up by name as well, as if the identifier did not exist.
     is_seen = adapter is not None and caller.may_see(adapter.tenant_id)
     if not is_seen and tenant_id is not None:
         adapter = await services.call(services.registry.find_adapter, tenant_id, name)

@@ -1,4 +1,4 @@
-"""`/quotas`: limits of tenants, keys and adapters, their effective values, and checks of hypothetical requests."""
+"""`/quotas`: limits for tenants, keys and adapters, their effective values, and checks of hypothetical requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Named = Annotated[str | None, Query(max_length=64)]
 
 
 class QuotaDocument(TypedDict):
-    """One limit. `subject_id` is the tenant, key or adapter that it applies to; null for the platform's limits."""
+    """One limit. `subject_id` is the limited tenant, key or adapter; null for the platform's limits."""
 
     id: str
     object: Literal["quota"]
@@ -99,7 +99,7 @@ class RefusalDocument(TypedDict):
 
 
 class QuotaCheckDocument(TypedDict):
-    """Whether a request would be admitted, and the status that it would get otherwise."""
+    """Whether a request would be admitted, and the status that a refused request would get."""
 
     object: Literal["quota.check"]
     is_admitted: bool
@@ -120,9 +120,9 @@ async def set_quota(request: Request, services: Services, caller: PlatformAdmin)
 async def put_quota(
     tenant: str, metric: str, request: Request, services: Services, caller: PlatformAdmin
 ) -> QuotaDocument:
-    """Set a tenant's limit for a metric; if the body repeats either, it must match the path.
+    """Set a tenant's limit for a metric; a tenant or metric in the body must match the path.
 
-    The call replaces the whole limit or creates it, so it needs no If-Match.
+    The call creates or replaces the whole limit, so it needs no If-Match.
     """
     body = await read_json(request, QuotaChange)
     owner = await find_tenant(services, caller, tenant)
@@ -142,7 +142,7 @@ async def put_quota(
 async def list_quotas(
     services: Services, caller: Reader, paging: Paging, tenant: TenantParam = None
 ) -> ListDocument[QuotaDocument]:
-    """List limits: those of a tenant, its keys and its adapters, or all limits including the platform's.
+    """List the limits for a tenant, its keys and its adapters, or all limits, including the platform's.
 
     A key that is restricted to adapters sees its own limits and theirs.
     """
@@ -172,9 +172,9 @@ async def effective_quotas(
 
 @router.post("/check", openapi_extra=takes(QuotaQuestion))
 async def check_quotas(request: Request, services: Services, caller: Reader) -> QuotaCheckDocument:
-    """Check whether a request would be admitted now, or would be if `quota` were set. A dry run.
+    """Check whether a request would be admitted now, or with `quota` in force. This is a dry run.
 
-    Not available to a key that is restricted to adapters: the answer depends on the whole tenant's use.
+    Not available to a key that is restricted to adapters, because the answer depends on the whole tenant's use.
     """
     if caller.adapter_ids is not None:
         raise PermissionDenied("this key is restricted to certain adapters and cannot check its tenant's limits")

@@ -1,4 +1,4 @@
-"""`/usage`: usage as sums, as single requests, and as an export of any length."""
+"""`/usage`: usage as sums, as individual requests, and as an export of any length."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "c
 async def get_usage(services: Services, caller: Reader, wanted: Report) -> Response:
     """Report sums over the requests that finished in [start, end); by default the last 30 days, including today.
 
-    Prompt tokens include cached tokens. An adjustment of a request counts at the time of the adjustment. With `top`,
+    Prompt tokens include cached tokens. An adjustment to a request counts at the time of the adjustment. With `top`,
     `num_results` is the number of all groups, and `total` their sum.
     """
 
@@ -81,7 +81,7 @@ async def export_events(
     end: Time = None,
     format: Annotated[Literal["csv", "ndjson"], Query()] = "ndjson",  # noqa: A002 - as at /usage
 ) -> Response:
-    """Export every request settled in [start, end), in the order in which they finished; by default the last 30 days.
+    """Export all requests settled in [start, end), in the order in which they finished; by default, the last 30 days.
 
     The export is streamed as it is read, whatever its length; a client that stops reading is disconnected.
     """
@@ -110,7 +110,7 @@ async def export_events(
     caller.release_call_slot()
     release_slot = await services.export_slots.acquire_slot(caller.principal.holder)
     try:
-        # Read the first part now, so that a database that does not answer gives an error, not a truncated export.
+        # Read the first part now, so that a database failure gives an error instead of a truncated export.
         first = await read(None, is_first=True)
     except BaseException:
         release_slot()

@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 
 class UsageResult(TypedDict):
-    """A sum, next to the fields that it is grouped by. Costs are in billionths of the currency."""
+    """A sum, together with the fields that it is grouped by. Costs are in billionths of the currency."""
 
     object: Literal["usage.result"]
     requests: int
@@ -49,7 +49,7 @@ class UsagePage(TypedDict):
 
 
 class CostsResult(TypedDict):
-    """A sum in money, next to the fields that it is grouped by."""
+    """A sum in money, together with the fields that it is grouped by."""
 
     object: Literal["costs.result"]
     requests: int

@@ -21,7 +21,7 @@ from loramux.platform.ledger.report import MAX_TOP, UsageRow, answer, largest
 
 DEFAULT_RANGE_US = 30 * DAY_US
 SENT_AT_ONCE_BYTES = 64 * 1024
-"""A report larger than this many bytes is sent in parts of this size, and holds a slot until its client has read it."""
+"""Part size of long reports, in bytes; a report larger than one part holds a slot until its client has read it."""
 
 Time = Annotated[int | None, Query(ge=0, lt=2**40, description="Unix time in seconds.")]
 Format = Literal["json", "csv", "ndjson"]
@@ -78,7 +78,7 @@ async def report_response(
 ) -> Response:
     """Report on requests that finished in [start, end), by default in the last 30 days, in the requested format.
 
-    `columns` are the fields of `describe` that form a flat row. Raises InvalidRequest, Unavailable and ReadTooLong.
+    `columns` are the fields of `describe` that form a flat row. Raises InvalidRequest, Unavailable or ReadTooLong.
     """
     tenant_id = await tenant_filter(services, caller, wanted.tenant)
     query = _query(tenant_id, caller.adapter_ids, wanted, services.database.now_us())
@@ -117,9 +117,9 @@ def _query(tenant_id: str | None, adapter_ids: frozenset[str] | None, wanted: As
 def _until_now(now_us: int, wanted: Asked) -> int:
     """The end of a report that covers everything until now."""
     if wanted.bucket == "1m" or "end_user" in wanted.group_by:
-        # Include requests that finished in this very microsecond.
+        # Include requests that finish in this very microsecond.
         return now_us + 1
-    # The end of today: the coarsest rollups cover whole days, and nothing has finished after now.
+    # The end of today, because the coarsest rollups cover whole days and no request has finished after now.
     return (now_us // DAY_US + 1) * DAY_US
 
 
@@ -155,7 +155,7 @@ def groups_of(row: UsageRow, group_by: Iterable[str]) -> Document:
 
 
 def _buckets(rows: Sequence[UsageRow], describe: Callable[[UsageRow], Document]) -> list[Document]:
-    # Each result is encoded separately: encoding all of them in one call would block every other thread meanwhile.
+    # Each result is encoded separately, because encoding all of them in one call would block every other thread.
     return [
         {
             "object": "bucket",
