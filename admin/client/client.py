@@ -133,7 +133,7 @@ class AdminClient:
             # The URL is a secret, and the error's text may contain it.
             raise ServerUnreachable(
                 f"the server's blob store does not answer ({type(error).__name__}): "
-                "set LORAMUX_PRESIGNED_UPLOADS=false at the server if it cannot be reached from here"
+                "if this machine cannot reach the store, set LORAMUX_PRESIGNED_UPLOADS=false on the server"
             ) from None
         # 412: an earlier attempt stored the bytes, but its response was lost.
         if not response.is_success and response.status_code != 412:

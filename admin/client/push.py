@@ -133,7 +133,7 @@ def _file_of(directory: Path, file_name: str) -> Path:
     others = sorted(found.name for found in directory.iterdir() if found.suffix in (".bin", ".pt", ".pth", ".pkl"))
     if file_name.endswith(".safetensors") and others:
         raise PushRefused(
-            f"{others[0]} is a pickle, which is never read: save the adapter again with safe_serialization=True",
+            f"{others[0]} is a pickle, which loramux never reads: save the adapter again with safe_serialization=True",
             "pickle_refused",
             others[0],
         )

@@ -72,7 +72,7 @@ def push(
         print(f"{pushed.model} version {pushed.version} is ready (rank {pushed.max_rank}, {pushed.digest[:12]})")
         if [target["version"] for target in default] != [pushed.version]:
             still = (
-                f"its bare name still selects version {shown_targets(default)}" if default else "no alias names it yet"
+                f"its bare name still selects version {shown_targets(default)}" if default else "no alias selects it"
             )
             print(f"{still}: loramux adapters promote {pushed.model}@{pushed.version}")
 

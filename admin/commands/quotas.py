@@ -142,9 +142,9 @@ def check(
     key: Key = None,
     adapter: Adapter = None,
     metric: Annotated[
-        str | None, typer.Option(help="Test a quota of the tenant (or --key) for this metric...", show_default=False)
+        str | None, typer.Option(help="Test a limit on this metric for the tenant or --key.", show_default=False)
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="...as if its limit were this.", show_default=False)] = None,
+    limit: Annotated[int | None, typer.Option(help="Value of the limit to test.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Report whether a request would be admitted now, and which limit decides; uses no quota. Exits with 1 if not."""

@@ -87,8 +87,8 @@ def gateway(
 ) -> None:
     """Serve the OpenAI API from another process, using a running server's engine and database, until Ctrl-C.
 
-    Give it the server's model, database and served name, but its own data directory and ports. Its admin port serves
-    only metrics and health: adapters and tenants are administered at the server.
+    Give the gateway the server's model, database and served name, but its own data directory and ports. Its admin port
+    serves only metrics and health; administer adapters and tenants on the server.
     """
     from loramux.admin.errors import StartRefused
     from loramux.admin.gateway import run

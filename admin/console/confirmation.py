@@ -29,7 +29,7 @@ class Confirmation:
     facts: Sequence[tuple[str, str]] = ()
     """Additional labelled facts, such as names and current use."""
     choices: Sequence[tuple[str, str]] = ()
-    """Values and labels of the one field that the reader chooses; the first is preselected."""
+    """The options of the one field that the user chooses, as values and labels; the first option is preselected."""
     choice_name: str = ""
     choice_label: str = ""
     is_danger: bool = True

@@ -36,7 +36,7 @@ class LiveParts:
         has_all = not visit.is_platform and self._num_of[visit.session.principal.holder] >= MAX_STREAMS_EACH
         if has_all or self._num_of.total() >= MAX_STREAMS:
             kind = RateLimited if has_all else Unavailable
-            raise kind("too many live pages are open; open this one again later", retry_after_s=30)
+            raise kind("too many live pages are open; open this page again later", retry_after_s=30)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(self._events(visit, every_s, parts), media_type="text/event-stream", headers=headers)
 

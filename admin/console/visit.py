@@ -259,7 +259,7 @@ async def _kept(visit: Visit, response: Response) -> Response:
     except DATABASE_TROUBLE as error:
         log.warning("a session was not kept", error=repr(error))
         if visit.request.method != "GET":
-            told = "it was done, but the database has failed since: check the result before you repeat it"
+            told = "the change was made, but then the database failed: check the result before you repeat it"
             return problem(visit.site, visit.request, None, 503, told)
     return response
 

@@ -90,7 +90,7 @@ def check_database(database: Database, host_us: Callable[[], int] = lambda: time
             check="database",
             grade=Grade.WARNING if is_slow else Grade.OK,
             message=f"{kind} answers in {1000 * took_s:.0f} ms and its schema is up to date",
-            mend="every request reserves and settles in the database: move it closer, or to faster disks"
+            mend="every request reserves and settles in the database: move the database closer, or to faster disks"
             if is_slow
             else None,
         )
@@ -146,7 +146,7 @@ def check_disk(
     """Whether the database, the disk tier and uploads have room to grow."""
     place = next(path for path in (directory, *directory.parents) if path.exists())
     free = free_bytes(place)
-    message = f"{free / (1 << 30):.1f} GiB are free below {directory}"
+    message = f"{free / (1 << 30):.1f} GiB are free in {directory}"
     if free >= LITTLE_DISK_BYTES:
         return Finding(check="disk", grade=Grade.OK, message=message)
     return Finding(

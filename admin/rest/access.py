@@ -24,7 +24,7 @@ PRINCIPAL = "loramux.principal"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """An authenticated caller. A platform key sees every tenant, a tenant's key only its own tenant."""
+    """An authenticated caller. A platform key sees every tenant; a tenant's key sees only its own tenant."""
 
     principal: Principal
     release_call_slot: Callable[[], None]

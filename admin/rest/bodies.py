@@ -59,7 +59,7 @@ class KeyPatch(_Body):
 
 
 class Rotation(_Body):
-    """How long the key's current secret stays valid after the rotation."""
+    """A key's rotation; `grace_s` is how long the current secret stays valid, in seconds."""
 
     grace_s: int = Field(default=86_400, ge=0, le=90 * 86_400)
 
@@ -129,7 +129,7 @@ class QuotaSubject(_Body):
 
 
 class QuotaLimit(QuotaSubject):
-    """`burst` defaults to the limit; `mode` defaults to its current value, or `hard` for a new quota."""
+    """A limit. `burst` defaults to `limit`; `mode` defaults to its current value, or `hard` for a new quota."""
 
     metric: str
     limit: int
@@ -138,7 +138,7 @@ class QuotaLimit(QuotaSubject):
 
 
 class QuotaChange(QuotaSubject):
-    """Absent fields stay as they are. Subject and metric cannot change: if given, they must match the quota."""
+    """Changes to a limit; absent fields stay as they are. The subject and metric, if given, must match the quota."""
 
     metric: str | None = None
     limit: int | None = None
@@ -156,7 +156,7 @@ class QuotaQuestion(QuotaSubject):
 
 
 class NewPrice(_Body):
-    """Nanos of the currency per million tokens. `cached` defaults to `prompt`, `effective_at` to the earliest one."""
+    """Prices in nanos per million tokens. `cached` defaults to `prompt`, `effective_at` to the earliest time."""
 
     tenant: str | None = None
     scope: str = "all"

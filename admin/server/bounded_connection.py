@@ -13,7 +13,7 @@ from loramux.admin.server.client_addresses import origin_of
 from loramux.admin.server.connection_registry import ConnectionRegistry
 
 HEAD_TIMEOUT_S = 10.0
-"""Time from the connection's start or the last answer's end to the end of the next request's head, in seconds."""
+"""Maximum time from the connection's start or its last answer to the end of the next request's head, in seconds."""
 READER_TIMEOUT_S = 60.0
 """Time within which a client must read MIN_READ_BYTES of a waiting answer, in seconds."""
 MIN_READ_BYTES = 16 * 1024
@@ -21,7 +21,7 @@ MAX_BUFFERED_BYTES = 16 * 1024
 """Bytes of an answer that this process buffers, in addition to the kernel's MAX_UNSENT_BYTES, before the answer waits
 for its reader."""
 STALL_S = 1.0
-"""Time that a client must have kept its connection waiting before a new connection may displace it, in seconds."""
+"""Minimum time that a client has kept its connection waiting before a new connection may displace it, in seconds."""
 
 _BODY = (
     b'{"error":{"message":"this server has reached its limit of connections; try again",'

@@ -43,8 +43,8 @@ class Connection(Protocol):
 class ConnectionRegistry(ServerState):
     """Admits or refuses new connections.
 
-    When there is no room, it sheds a connection that waits for its client: first from the address with the most
-    connections, then idle ones before those with a request in progress, then the one that has waited longest.
+    When there is no room, the registry sheds a connection that waits for its client. It prefers the address with the
+    most connections, then idle connections to connections with a request in progress, then the longest wait.
     Connections whose client waits for the server are never shed.
     """
 
@@ -107,7 +107,7 @@ class ConnectionRegistry(ServerState):
         return 0 if origin is None else len(self._members_of.get(origin, ()))
 
     def _shed(self, members: OrderedDict[Connection, None], now_s: float) -> bool:
-        """Close the best candidate among the connections examined; returns whether there was one."""
+        """Close the best candidate among the connections examined; returns whether there was a candidate."""
         waiting = []
         for connection in list(islice(members, MAX_LOOKED_AT)):
             # The next search examines other connections.

@@ -39,7 +39,7 @@ class KeyReused(UnprocessableRequest):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The right to run a call, and the duty to `complete` or `release` it."""
+    """A claimed key: the right to run the call, and the duty to `complete` or `release` the claim."""
 
     principal: str
     key_sha256: bytes

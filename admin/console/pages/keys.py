@@ -79,7 +79,7 @@ async def rotate(visit: Visit) -> Response:
     key_id = visit.param("key_id")
     made = await visit.rest.post(f"/api_keys/{key_id}/rotate", body)
     if key_id == visit.session.principal.key_id:
-        # Otherwise the session would end before the page that shows the secret.
+        # Otherwise, the session would end before the browser loads the page that shows the secret.
         visit.session.now_holds(made["secret"])
     return await _shown_once(visit, made, "Rotated")
 

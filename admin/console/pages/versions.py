@@ -51,7 +51,7 @@ async def confirm_move(visit: Visit) -> Response:
         "restore": ("Put back", "serves requests again", "Archive or quarantine it again."),
     }
     if verb not in texts:
-        raise InvalidRequest("there is no such change of a version")
+        raise InvalidRequest("there is no such action for a version")
     title, after, undo = texts[verb]
     affects = f"Callers of {called}; running requests finish."
     if named and verb == "quarantine":
@@ -77,7 +77,7 @@ async def move(visit: Visit) -> Response:
     """Change the version's state or placement."""
     adapter_id, number, verb = visit.param("adapter_id"), visit.param("number"), visit.param("verb")
     if verb not in MOVES:
-        raise InvalidRequest("there is no such change of a version")
+        raise InvalidRequest("there is no such action for a version")
     here = f"/adapters/{adapter_id}/versions/{number}"
     await visit.rest.post(f"{here}/{verb}")
     is_withdrawn = verb in ("archive", "quarantine")

@@ -86,7 +86,7 @@ class Session:
 
 
 class ConsoleSessions:
-    """The sessions of all servers on the database, found by the SHA-256 of their cookie. Blocking."""
+    """The sessions of all servers on the database, each found by the SHA-256 of its cookie. Blocking."""
 
     def __init__(self, database: Database, rights: SessionRights) -> None:
         self._database = database

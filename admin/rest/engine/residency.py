@@ -32,7 +32,10 @@ class VersionName(TypedDict):
 
 
 class ResidentAdapter(TypedDict):
-    """One adapter in a tier. `slot`, `num_pages` and `num_users` refer to the pool; tenants do not see `slot` or `num_users`."""
+    """One adapter in a tier. `slot`, `num_pages` and `num_users` refer to the pool.
+
+    `slot`, `num_users` and `last_used_at` are null for a tenant.
+    """
 
     object: Literal["resident_adapter"]
     tier: Tier
