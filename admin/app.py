@@ -52,7 +52,7 @@ ADMIN_DOCUMENT = ListenerDocument(
 
 Send `Authorization: Bearer KEY`. With a tenant's key, the same paths show only that tenant's resources; another
 tenant's resource returns the same 404 as a missing one. Lists are paged with `after` and `before`. A POST can be
-repeated with the same `Idempotency-Key` for 24 hours. An update sends the ETag of the state that it changes as
+repeated with the same `Idempotency-Key` for 24 hours. An update sends the ETag that the caller last read as
 `If-Match`. Every error has the same envelope, `{"error": {"message", "type", "param", "code"}}`, and every response has
 an `x-request-id`.""",
     # `/metrics` can require its own token.

@@ -56,7 +56,7 @@ def run(settings: Settings) -> None:
 
 
 def check_sandbox(find_missing: Callable[[], Collection[str]]) -> None:
-    """Raises StartRefused if uploads could not be validated with every essential sandbox measure."""
+    """Raise StartRefused if uploads could not be validated with every essential sandbox measure."""
     try:
         missing = find_missing()
     except ValidationFailed as error:

@@ -30,7 +30,7 @@ class Upkeep:
         """Digests that could not be pinned last time; each failure is logged once."""
 
     async def run(self) -> None:
-        """Runs forever."""
+        """Run the upkeep tasks periodically, forever."""
         swept_s = -SWEEP_INTERVAL_S
         while True:
             try:

@@ -28,7 +28,7 @@ class NamedAdapter:
 
 
 def find_named(client: AdminClient, name: str, *, needs_version: bool = False) -> NamedAdapter:
-    """Raises AdminError for an unknown or malformed name, or for a name that lacks a required version."""
+    """Find an adapter. Raises AdminError for an unknown or malformed name, or a name without a required version."""
     match = _NAME.fullmatch(name)
     if match is None or (needs_version and match[3] is None):
         form = "tenant/adapter@version" if needs_version else "tenant/adapter or tenant/adapter@version"

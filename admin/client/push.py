@@ -75,7 +75,7 @@ def push_adapter(
 def register_source(
     client: AdminClient, source: str, tenant: str, name: str, timeout_s: float = 300.0
 ) -> PushedVersion:
-    """Have the server read the adapter from `source`, `s3://BUCKET/PREFIX`, as the next version of `tenant/name`.
+    """Have the server read the adapter from `source` (`s3://BUCKET/PREFIX`) as the next version of `tenant/name`.
 
     Requires a platform administrator's key and a source that the operator allows. Raises PushRefused or AdminError.
     """
@@ -122,7 +122,7 @@ def _ready(client: AdminClient, adapter: Document, version: Document, timeout_s:
 
 
 def num_bytes_of(directory: Path) -> int:
-    """The bytes that a push of this directory reads: it reads each file once to hash it and once to upload it."""
+    """Number of bytes that a push of this directory reads; a push reads each file twice, to hash and to upload it."""
     return 2 * sum(_file_of(directory, file_name).stat().st_size for file_name in FILE_NAMES)
 
 
@@ -185,7 +185,7 @@ def _persist(send: Callable[[], None]) -> None:
 
 
 def _check_ready(version: Document) -> None:
-    """Raises PushRefused unless the version can be served."""
+    """Raise PushRefused unless the version can be served."""
     if version["state"] == "rejected":
         error = version["error"]
         raise PushRefused(error["message"], error["code"], error["param"])

@@ -33,7 +33,7 @@ def find_server(
 ) -> ServerAddress:
     """The server to call; raises NoServerNamed.
 
-    A named profile takes precedence over the environment, and the environment over the current profile. Address and
+    A named profile takes precedence over the environment, which takes precedence over the current profile. Address and
     key always come from the same source, so that a key is only ever sent to its own server.
     """
     file = file or ProfileFile.of_user(environment)
@@ -59,7 +59,7 @@ def find_server(
 
 
 def check_url(url: str, where: str) -> None:
-    """Raises NoServerNamed unless this can be an admin listener's address."""
+    """Raise NoServerNamed unless the URL can be an admin listener's address."""
     try:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
@@ -72,7 +72,7 @@ def check_url(url: str, where: str) -> None:
 
 
 def check_key(key: str, where: str) -> None:
-    """Raises NoServerNamed for text that cannot be sent in a header; the message never shows the text."""
+    """Raise NoServerNamed for a key that cannot be sent in a header; the message never shows the key."""
     if not (key and key.isascii() and key.isprintable()):
         raise NoServerNamed(f"{where} is not a key: a key has only printable ASCII characters")
 

@@ -47,7 +47,7 @@ def push(
 ) -> None:
     """Upload a PEFT directory as the adapter's next version and wait until it is ready.
 
-    The server itself reads an s3:// address, which must be one of its allowed sources.
+    An s3:// address is read by the server, which must allow it as a source.
     """
     from loramux.admin.client.named_adapter import find_named
     from loramux.admin.client.push import PushRefused, num_bytes_of, push_adapter, register_source

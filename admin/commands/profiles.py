@@ -13,7 +13,7 @@ from loramux.admin.commands.options import AsJson
 from loramux.admin.commands.output import fail, print_json, print_table, tell
 from loramux.admin.exit_codes import WRONG_CALL
 
-app = typer.Typer(no_args_is_help=True, help="Manage named servers, and choose the one that commands call.")
+app = typer.Typer(no_args_is_help=True, help="Manage named servers, and choose the server that commands call.")
 
 Name = Annotated[str, typer.Argument(help="The profile's name, such as production.", show_default=False)]
 

@@ -66,7 +66,7 @@ def set_quota(
     tenant: AnyTenant = None,
     key: Key = None,
     adapter: Adapter = None,
-    platform: Annotated[bool, typer.Option("--platform", help="For every tenant without a limit of its own.")] = False,
+    platform: Annotated[bool, typer.Option("--platform", help="For every tenant without its own limit.")] = False,
     burst: Annotated[
         int | None, typer.Option(help="For a rate, the largest burst (default: the limit).", show_default=False)
     ] = None,

@@ -68,7 +68,7 @@ def chosen_format(output: Format, as_json: bool, as_csv: bool, as_ndjson: bool) 
         if is_asked
     ]
     if len(short) > 1:
-        raise typer.BadParameter("choose one of --json, --csv and --ndjson")
+        raise typer.BadParameter("choose one of --json, --csv or --ndjson")
     return short[0] if short else output
 
 

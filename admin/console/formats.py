@@ -65,7 +65,7 @@ def duration(seconds: float | None) -> str:
 
 
 def ago(at: float | None, now: float | None = None) -> str:
-    """`3 min ago` for a Unix time in seconds; `in 2 h` for one in the future."""
+    """`3 min ago` for a Unix time in seconds; `in 2 h` for a time in the future."""
     if at is None:
         return "never"
     passed = (time.time() if now is None else now) - at

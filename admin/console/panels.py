@@ -46,7 +46,7 @@ class Recent:
             self._kept.move_to_end(key)
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
-        # Shielded, so that a viewer who leaves does not cancel the computation for the others.
+        # Shielded, so that a viewer who leaves does not cancel the computation for other viewers.
         found: T = await asyncio.shield(task)
         return found
 

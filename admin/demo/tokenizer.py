@@ -46,7 +46,7 @@ def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
             show_progress=False,
         ),
     )
-    # As in Llama's tokenizer, plain text gets its <|bos|> here; a rendered chat already has one.
+    # As in Llama's tokenizer, plain text gets its <|bos|> here; a rendered chat already has <|bos|>.
     bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bpe.token_to_id(BOS))])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,

@@ -158,7 +158,7 @@ def check_disk(
 
 
 def check_data_directory(directory: Path) -> Finding:
-    """Whether only its owner can access the data directory, whose files hold usage and key digests."""
+    """Whether only the owner can access the data directory, whose files hold usage and key digests."""
     try:
         mode = stat.S_IMODE(directory.stat().st_mode)
     except OSError as error:
@@ -212,8 +212,7 @@ def check_sandbox(is_required: bool, find_missing: Callable[[], Collection[str]]
 
 
 def check_engine_socket(run: Path) -> Finding:
-    """The directory of the engine's socket: `run` in the data directory if its path is short enough, else a temporary
-    one."""
+    """Check the engine's socket directory: `run` in the data directory, or a temporary one if that path is too long."""
     check = "socket directory"
     if len(os.fsencode(run.absolute() / SOCKET_NAME)) > MAX_SOCKET_PATH:
         return check_socket_directory(Path(tempfile.gettempdir()))

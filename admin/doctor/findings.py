@@ -36,7 +36,7 @@ class Finding:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Finding:
-        """Raises KeyError or ValueError for a document that is not a finding."""
+        """Parse a finding. Raises KeyError or ValueError for a document that is not a finding."""
         return cls(
             check=str(document["check"]),
             grade=Grade(document["grade"]),

@@ -1,4 +1,4 @@
-"""Authentication of callers, and what each caller may see. Every route declares one of these kinds of caller."""
+"""Authenticates callers and limits what each may see. Every route declares one of this module's kinds of caller."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Caller:
 
     @property
     def key_ids(self) -> frozenset[str] | None:
-        """The keys that a restricted key sees, which is only the key itself; None means every key."""
+        """The keys that a restricted key sees: only the key itself. None means every key."""
         return None if self.adapter_ids is None else frozenset({self.principal.key_id})
 
     @property

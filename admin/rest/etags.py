@@ -48,7 +48,7 @@ class Precondition:
     etags: frozenset[str] | None
 
     def check(self, document: Mapping[str, Any]) -> None:
-        """Raises PreconditionFailed if the caller has not seen the document's current state."""
+        """Raise PreconditionFailed if the caller has not seen the document's current state."""
         if self.etags is not None and etag_of(document) not in self.etags:
             raise PreconditionFailed("this has changed since you read it: read it again", param="If-Match")
 
@@ -62,7 +62,7 @@ async def required_precondition(
         str | None, Header(alias="If-Match", description="The ETag that you read, or * for any state.")
     ] = None,
 ) -> Precondition:
-    """Raises PreconditionRequired or InvalidRequest."""
+    """Parse the header. Raises PreconditionRequired or InvalidRequest."""
     if if_match is None:
         raise PreconditionRequired("send the ETag that you read as If-Match", param="If-Match")
     if if_match.strip() == "*":

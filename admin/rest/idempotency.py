@@ -53,7 +53,7 @@ class Replayed(Exception):
 async def begin(request: Request, services: AdminServices, principal: str) -> None:
     """Claim a POST's idempotency key, if it has one, for the principal.
 
-    Raises Replayed if the call was made before, and KeyInUse, OutcomeUnknown, KeyReused and InvalidRequest.
+    Raises Replayed if the call was made before; also KeyInUse, OutcomeUnknown, KeyReused or InvalidRequest.
     """
     key = request.headers.get(HEADER)
     if request.method != "POST" or key is None:

@@ -92,7 +92,7 @@ def whole_list(data: Sequence[D], has_more: bool = False) -> ListDocument[D]:
 
 
 def check_identifier(value: str, what: str) -> str:
-    """Raises NotFound for text that cannot be an identifier, so that it never reaches the database."""
+    """Raise NotFound for text that cannot be an identifier, so that such text never reaches the database."""
     if re.fullmatch(IDENTIFIER[1:-1], value) is None:
         raise NotFound(f"there is no such {what}", code=f"{what}_not_found")
     return value

@@ -18,8 +18,7 @@ READER_TIMEOUT_S = 60.0
 """Time within which a client must read MIN_READ_BYTES of a waiting answer, in seconds."""
 MIN_READ_BYTES = 16 * 1024
 MAX_BUFFERED_BYTES = 16 * 1024
-"""Bytes of an answer that this process buffers, in addition to the kernel's MAX_UNSENT_BYTES, before the answer waits
-for its reader."""
+"""Maximum bytes of an unread answer that this process buffers, in addition to the kernel's MAX_UNSENT_BYTES."""
 STALL_S = 1.0
 """Minimum time that a client has kept its connection waiting before a new connection may displace it, in seconds."""
 
@@ -31,7 +30,7 @@ REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b"content-length: " + str(len(_BODY)).encode() + b"\r\n\r\n" + _BODY
 )
-"""The answer to a connection above the limit."""
+"""The answer to a connection over the limit."""
 
 
 class BoundedConnection(H11Protocol):

@@ -1,4 +1,4 @@
-"""A server's data directory, locked by one server at a time."""
+"""A server's data directory, which only one server at a time can lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls through trusted proxies: sets the client's address and scheme, and limits concurrent calls per address."""
+"""For calls through trusted proxies: sets the client's address and scheme, and limits concurrent calls per address."""
 
 from __future__ import annotations
 

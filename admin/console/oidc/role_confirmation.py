@@ -28,7 +28,7 @@ class ConfirmInBrowser(Exception):
 
 
 class OidcConfirmation:
-    """Keeps the roles of sessions up to date. One server asks at a time; the others use the last confirmation."""
+    """Keeps the roles of sessions up to date. One server at a time asks the provider; the others use its result."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class OidcConfirmation:
         return session
 
     async def _asked(self, sign_on: SignOn, now_us: int) -> SignOn:
-        """The sign-on after asking the provider: renewed, unchanged, or marked for confirmation in the browser."""
+        """The sign-on after the provider was asked: renewed, unchanged, or marked for confirmation in the browser."""
         asked = replace(sign_on, asked_us=now_us)
         actor = actor_of(sign_on.subject)
         try:

@@ -1,4 +1,4 @@
-"""The playground: one question to one or two versions side by side, at the tenant's expense."""
+"""The playground: sends one question to one or two versions, side by side, at the tenant's expense."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live requests: the requests in flight, and cancelling one."""
+"""Live requests: the list of requests in flight, and the cancellation of a request."""
 
 from __future__ import annotations
 

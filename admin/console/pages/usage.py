@@ -98,7 +98,7 @@ def _tokens(row: Document) -> int:
 
 
 def _chart(page: Document, group: str, params: dict[str, Any], length_s: int) -> dict[str, Any]:
-    """Tokens over time: one line for each of the largest groups, and one for all others."""
+    """Tokens over time: one line for each of the largest groups, and one line for all other groups."""
     totals: dict[str, int] = {}
     points: dict[tuple[str, int], int] = {}
     for bucket in page["data"]:

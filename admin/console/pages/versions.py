@@ -85,7 +85,7 @@ async def move(visit: Visit) -> Response:
 
 
 async def declare_upload(visit: Visit) -> Response:
-    """Forward the browser's declaration of two files to the route, which answers directly."""
+    """Forward the browser's declaration of two files to the REST route, which answers the browser directly."""
     return Forwarded(visit, "POST", f"/adapters/{visit.param('adapter_id')}/uploads")
 
 

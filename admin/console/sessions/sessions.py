@@ -160,7 +160,7 @@ class ConsoleSessions:
             _put(connection, session.seal, content)
 
     def claim_asking(self, session: Session, due_us: int, retry_us: int, now_us: int) -> bool:
-        """Whether this server is the one to ask the provider now.
+        """Whether this server should ask the provider now.
 
         The provider is asked if it last confirmed the roles before `due_us` and has not been asked since `retry_us`.
         """

@@ -115,7 +115,7 @@ class OidcLogin:
         return self._site.sessions.open(actor_of(subject), SessionContent(sign_on=sign_on))
 
     def _back_to(self, request: Request) -> str:
-        """The URL that the provider redirects to. A forged host gains nothing: the provider allows only known URLs."""
+        """The URL that the provider redirects to. A forged host is harmless: the provider allows only known URLs."""
         here = f"{request.url.scheme}://{request.headers.get('host', '')}{console_url(request, '/oidc/callback')}"
         return self._settings.redirect_url or here
 

@@ -80,7 +80,7 @@ async def list_keys(
 ) -> ListDocument[KeyDocument]:
     """List a tenant's keys, or the platform's own keys if no tenant is given. Revoked keys are included.
 
-    A key that is restricted to adapters sees only itself.
+    A key that is restricted to adapters sees only its own entry.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     page = await services.call(services.api_keys.list, tenant_id, *paging, caller.key_ids)

@@ -35,7 +35,7 @@ class AliasDocument(TypedDict):
 
 
 class AliasChangeDocument(TypedDict):
-    """The versions of an alias as of one revision; `actor` is the key that moved it, or `system`."""
+    """The versions of an alias as of one revision; `actor` is the key that moved the alias, or `system`."""
 
     id: str
     object: Literal["alias_change"]
@@ -105,7 +105,7 @@ async def roll_back(
     """Point the alias back at its previous versions, or at those of `revision`; a second rollback undoes the first.
 
     No body is needed. With If-Match, the call is refused if the alias has moved since the caller read it, so that only
-    one of two concurrent rollbacks succeeds. Loads count as they do when an alias is set.
+    one of two concurrent rollbacks succeeds. Loads count against the quota as they do when an alias is set.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     _check_may_move(caller, name)
@@ -142,7 +142,7 @@ async def delete_alias(
 
 def _check_may_move(caller: Caller, name: str) -> None:
     if name == DEFAULT_ALIAS and not caller.is_administrator:
-        raise PermissionDenied("only an administrator may move the default alias: move another one")
+        raise PermissionDenied("only an administrator may move the default alias: move another alias")
 
 
 def _revision(if_match: str | None) -> int | None:

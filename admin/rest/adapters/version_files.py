@@ -51,7 +51,7 @@ class ReportDocument(TypedDict):
 
 @router.get("/files/{name}", response_class=Response, responses=answers_bytes())
 async def get_file(adapter_id: str, number: Number, name: str, services: Services, caller: Reader) -> Response:
-    """Download one file of a ready or archived version as it was uploaded; its ETag is its SHA-256."""
+    """Download one file of a ready or archived version as it was uploaded; the ETag is the file's SHA-256."""
     adapter = await find_adapter(services, caller, adapter_id)
     version = await _find_version(services, adapter, number)
     caller.release_call_slot()

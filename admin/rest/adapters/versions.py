@@ -57,7 +57,7 @@ async def create_version(adapter_id: str, request: Request, services: Services, 
     """Create a version from an upload; poll the version until it is `ready` or `rejected`.
 
     Identical bytes return the existing version.
-    A platform administrator may give a `source` instead, `s3://BUCKET/PREFIX`, if the operator allows it.
+    A platform administrator can instead give a `source` (`s3://BUCKET/PREFIX`) that the operator allows.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     body = await read_json(request, NewVersion)

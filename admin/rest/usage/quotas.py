@@ -144,7 +144,7 @@ async def list_quotas(
 ) -> ListDocument[QuotaDocument]:
     """List the limits for a tenant, its keys and its adapters, or all limits, including the platform's.
 
-    A key that is restricted to adapters sees its own limits and theirs.
+    A key that is restricted to adapters sees its own limits and its adapters' limits.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     page = await services.call(services.quotas.list, tenant_id, *paging, caller.subject_ids)
@@ -157,7 +157,8 @@ async def effective_quotas(
 ) -> EffectiveLimits:
     """List the limits that apply to a tenant, one of its keys or an adapter's requests, with their current use.
 
-    A key that is restricted to adapters sees its own limits and theirs, but not the use of the tenant's limits.
+    A key that is restricted to adapters sees its own limits and its adapters' limits, but not the use of the tenant's
+    limits.
     """
     asked = QuotaSubject(tenant=tenant or caller.principal.tenant_id, key=key, adapter=adapter)
     who = await caller_of(services, caller, asked)
