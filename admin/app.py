@@ -92,7 +92,7 @@ def create_admin_app(services: AdminServices, root_path: str = "") -> FastAPI:
     app.state.services = services
     app.add_middleware(IdempotentAnswers, services=services)
     app.add_exception_handler(Replayed, answer_again)
-    # Prometheus's own scrapes are not measured.
+    # Scrapes by Prometheus are not measured.
     app.add_middleware(HttpMetrics, count=counting_admin_calls(services.metrics), unmeasured=frozenset({"/metrics"}))
     install_error_handling(app, {StoreError: api_error})
     app.router.routes.extend(_rest_routes().routes)

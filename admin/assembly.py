@@ -1,4 +1,4 @@
-"""Assembles the gateway process: database, stores, services, both apps. Imports everything except torch."""
+"""Assembles the gateway process: database, stores, services and both apps. Imports everything except torch."""
 
 from __future__ import annotations
 

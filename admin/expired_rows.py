@@ -1,4 +1,4 @@
-"""Deletes rows whose own expiry time has passed: idempotency keys, console sessions, failed sign-ins."""
+"""Deletes rows whose own expiry time has passed: idempotency keys, console sessions and failed sign-ins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`loramux serve`: check the settings, bind the ports, start the engine, assemble the rest, listen, drain."""
+"""`loramux serve`: check the settings, bind the ports, start the engine, assemble the rest, listen and drain."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ async def _serve(
 
 
 def _supervision(settings: Settings, config: EngineConfig) -> Supervision:
-    # A first start on a GPU compiles kernels for every shape, in addition to loading a possibly large model.
+    # The first start on a GPU compiles kernels for every shape, in addition to loading a possibly large model.
     supervision = Supervision(step_timeout_s=settings.engine_step_timeout_s)
     return replace(supervision, start_timeout_s=1800.0) if config.device == "cuda" else supervision
 

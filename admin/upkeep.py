@@ -1,4 +1,4 @@
-"""Periodic background work: restore pins after an engine restart, sweep expired rows, refresh statistics."""
+"""Periodic background work: restore pins after an engine restart, sweep expired rows, and refresh statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Push a PEFT directory to the server: declare its files, upload them, wait for validation."""
+"""Push a PEFT directory to the server: declare its files, upload them, and wait for validation."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _await_room(call: Callable[[], Document], timeout_s: float) -> Document:
 
 @contextmanager
 def _cancelled_on_failure(client: AdminClient, path: str) -> Iterator[None]:
-    """Cancel the upload if the block fails or is interrupted, so that it no longer counts against the tenant."""
+    """Cancel the upload if the block fails or is interrupted, so that the upload stops counting against the tenant."""
     try:
         yield
     except BaseException:

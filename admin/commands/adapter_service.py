@@ -99,7 +99,7 @@ def _draining(answer: Document) -> str:
 
 
 def _share_out(present: list[Document], version: int, percent: int) -> list[Document]:
-    """Weights that give `percent` to the version; the others share the rest in their current proportions."""
+    """Weights that give `percent` to the version; the other versions share the rest in their current proportions."""
     others = [target for target in present if target["version"] != version]
     total = sum(target["weight"] for target in others)
     if not others:

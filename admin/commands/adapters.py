@@ -47,7 +47,7 @@ def push(
 ) -> None:
     """Upload a PEFT directory as the adapter's next version and wait until it is ready.
 
-    An s3:// address is read by the server, which must allow it as a source.
+    The server reads an s3:// address itself, and must allow the source.
     """
     from loramux.admin.client.named_adapter import find_named
     from loramux.admin.client.push import PushRefused, num_bytes_of, push_adapter, register_source

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from loramux.admin.client.named_adapter import NamedAdapter
 
 Columns = Mapping[str, str | Callable[[dict[str, Any]], object]]
-"""A table's columns: each title with an item's field name or a function of the item."""
+"""A table's columns by title; each column shows an item's field or the result of a function of the item."""
 
 
 @contextmanager

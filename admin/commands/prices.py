@@ -31,7 +31,7 @@ def add(
     currency: Annotated[str, typer.Option(help="Three-letter currency code, the same for all prices.")] = "USD",
     effective_at: Annotated[
         int | None,
-        typer.Option(help="Unix time in seconds (default: as soon as every gateway can know it).", show_default=False),
+        typer.Option(help="Unix time in seconds (default: once every gateway can know the price).", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -34,7 +34,7 @@ def print_plot(limits: Iterable[Mapping[str, Any]]) -> None:
 
 
 def bar(limit: Mapping[str, Any]) -> str:
-    """A bar of `BAR_WIDTH` characters. Any use or reservation takes at least one; usage over the limit fills it."""
+    """`BAR_WIDTH` characters. Any use or reservation takes at least one character; usage over the limit takes all."""
     # A token bucket's capacity is its burst; for other limits `burst` equals the limit.
     size = limit["burst"]
     if size <= 0:

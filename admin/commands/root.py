@@ -41,5 +41,5 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Multi-tenant LoRA serving: one resident base model, many adapters, exact quotas."""
+    """Multi-tenant LoRA serving: one resident base model, many adapters and exact quotas."""
     chosen_profile.set(profile)

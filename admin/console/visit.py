@@ -64,7 +64,7 @@ class Visit:
 
     @property
     def may_change(self) -> bool:
-        """Whether the session may make changes. The routes decide; this only hides actions that they would refuse."""
+        """Whether the session may make changes. The routes decide; this value only hides actions that would be refused."""
         return not self.session.principal.scopes.isdisjoint({"platform:admin", "tenant:admin"})
 
     @property
@@ -281,7 +281,7 @@ def _json_refusal(status: int, message: str) -> Response:
 
 
 def _to_provider(request: Request) -> Response:
-    """Redirect to the sign-on service, which returns to the page, mostly without asking the user."""
+    """Redirect to the sign-on service, which usually returns to the page without asking the user."""
     root = request.scope["root_path"]
     address = urlsplit(str(request.url) if request.method == "GET" else request.headers.get("referer", ""))
     path = address.path.removeprefix(root) or "/"

@@ -92,7 +92,7 @@ def _show(console: Console, server: DemoServer, client: AdminClient, started: fl
 
 
 def _open_account(client: AdminClient, tenant: str) -> Account:
-    """Create the tenant, its quota, a key and its adapter over REST. An existing data directory has the tenant."""
+    """Create the tenant, its quota, a key and its adapter over REST. The tenant may already exist."""
     try:
         client.post("tenants", {"slug": tenant})
     except AdminError as error:

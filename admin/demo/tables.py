@@ -28,7 +28,7 @@ def output_console() -> Console:
 
 
 def print_answers(console: Console, answers: Sequence[Answer], ranks: Mapping[str, int]) -> None:
-    """Print one row per answer; the question is the same for all."""
+    """Print one row per answer; the question is the same for all answers."""
     title = f"One batch, one question: {answers[0].question.text}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for column in ("tenant", "model", "version", "rank", "answer", "tokens", "first\ntoken"):

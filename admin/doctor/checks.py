@@ -24,7 +24,7 @@ from loramux.migrations.database import Database, DatabaseError
 from loramux.platform.engine_link.engine_socket import MAX_SOCKET_PATH, SOCKET_NAME, TEMPORARY_PREFIX
 
 PYTHONS = ((3, 11), (3, 14))
-"""Python versions `[first, last)` that this loramux is tested with."""
+"""Python versions `[first, last)` that this version of loramux is tested with."""
 LITTLE_DISK_BYTES, TOO_LITTLE_DISK_BYTES = 5 << 30, 512 << 20
 SKEW_WARNING_S, SKEW_FAILED_S = 2.0, 30.0
 """Clock skew that is reported, in seconds, because quota windows and key expiry follow a single clock."""

@@ -113,7 +113,7 @@ def check_server(client: AdminClient, now_s: Callable[[], float] = time.time) ->
 
 def _refusal(error: AdminError) -> Finding:
     mends = {
-        401: "the key is wrong, expired or revoked: use another (loramux profiles add, or LORAMUX_ADMIN_KEY)",
+        401: "the key is wrong, expired or revoked: use another key (loramux profiles add, or LORAMUX_ADMIN_KEY)",
         403: "use a key with the scope platform:read or platform:admin",
         404: "the server is older than this command line, or the address is not that of its admin listener",
     }

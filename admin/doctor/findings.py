@@ -18,7 +18,7 @@ class Grade(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check. `message` says what was found, `mend` what to do about it; None means nothing to do."""
+    """The result of one check. `message` says what was found, and `mend` says what to do; None means nothing to do."""
 
     check: str
     grade: Grade

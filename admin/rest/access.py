@@ -56,7 +56,7 @@ class Caller:
 
     @property
     def is_administrator(self) -> bool:
-        """Whether the caller administers the platform or its own tenant; a developer does not."""
+        """Whether the caller administers the platform or its own tenant; False for a developer."""
         return not self.principal.scopes.isdisjoint(("platform:admin", "tenant:admin"))
 
 
@@ -70,8 +70,8 @@ Services = Annotated[AdminServices, Depends(services_of)]
 def require(*scopes: str) -> Callable[[Request, AdminServices], AsyncIterator[Caller]]:
     """A dependency that admits keys with one of the scopes: 401 without a valid key, 403 without the scope.
 
-    A tenant's call holds one of the tenant's slots until the route returns or releases the slot; platform calls need
-    none.
+    A tenant's call holds one of the tenant's slots until the route returns or releases the slot; platform calls need no
+    slot.
     """
 
     async def caller(request: Request, services: Services) -> AsyncIterator[Caller]:

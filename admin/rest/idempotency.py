@@ -37,7 +37,7 @@ log = structlog.get_logger()
 def keep_answer_until(request: Request, expires_us: int) -> None:
     """Limit how long this call's answer is stored, because it holds secrets that expire at `expires_us`.
 
-    Repeating the call after that runs it again.
+    A call that is repeated after that time runs again.
     """
     setattr(request.state, _EXPIRES_US, expires_us)
 

@@ -105,10 +105,10 @@ def seconds(time_us: None) -> None: ...
 @overload
 def seconds(time_us: int | None) -> int | None: ...
 def seconds(time_us: int | None) -> int | None:
-    """Unix time in whole seconds, the form of times in answers, as in the OpenAI API."""
+    """Unix time in whole seconds, the format of times in answers and in the OpenAI API."""
     return None if time_us is None else time_us // 1_000_000
 
 
 def micros(time_s: int | None) -> int | None:
-    """Microseconds for a Unix time in whole seconds, the form of times in requests."""
+    """Microseconds for a Unix time in whole seconds, the format of times in requests."""
     return None if time_s is None else time_s * 1_000_000

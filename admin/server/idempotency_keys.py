@@ -16,7 +16,7 @@ from loramux.platform.errors import Conflict, UnprocessableRequest
 
 LIFETIME_US = 24 * 3600 * 1_000_000
 RUNNING_US = 300 * 1_000_000
-"""Longer than any call takes, in microseconds. The process of a call without an answer by then has ended."""
+"""Longer than any call takes, in microseconds. A call that has no answer after this time has lost its process."""
 
 
 class KeyInUse(Conflict):

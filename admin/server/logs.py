@@ -44,7 +44,7 @@ def configure_logs(log_format: LogFormat = "console") -> None:
         else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     )
     structlog.configure(processors=[*shared, renderer], logger_factory=_LossyLogger)
-    # Libraries log through the standard module; their warnings go to the same stream in the same format.
+    # Libraries log through the standard logging module; their warnings go to the same stream in the same format.
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

@@ -20,7 +20,10 @@ PROXY_HEADERS = ("forwarded", "via", "x-real-ip")
 
 
 def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | None, is_loopback: bool) -> APIRouter:
-    """The route. A token, if set, is always required. A silent engine has only the series `loramux_engine_up`."""
+    """The route. A token, if set, is always required.
+
+    While the engine does not answer, its only series is `loramux_engine_up`.
+    """
     router = APIRouter()
 
     example = {"schema": {"type": "string"}, "example": "loramux_engine_up 1.0\n"}

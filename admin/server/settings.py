@@ -60,7 +60,7 @@ class SettingsError(Exception):
 
 
 class DataSettings(BaseSettings):
-    """Where data is stored; these are all the settings that `loramux db` needs."""
+    """Settings for where data is stored, which are all that `loramux db` needs."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
 
@@ -137,7 +137,7 @@ class Settings(DataSettings):
     pdl: bool = False
     """Overlap the launches of LoRA kernels (programmatic dependent launch), on GPUs of capability 9.0 or later."""
     disk_tier_dir: Path | None = None
-    """Default: in the data directory. Servers on one host can share it, each with its own data directory."""
+    """Default: in the data directory. Servers on one host can share this tier, but not a data directory."""
     disk_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(16 << 30)
     host_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(1 << 30)
     oidc_issuer: str | None = None
@@ -150,7 +150,7 @@ class Settings(DataSettings):
     engine: Path | None = None
     """The socket of a running server's engine, for `loramux gateway`."""
     reuse_port: bool = False
-    """Share the ports with other gateways on this host that also do so; the kernel distributes connections."""
+    """Share the ports with other gateways on this host; all must set this, and the kernel distributes connections."""
     spool_bytes: Annotated[ByteSize, Field(ge=1 << 16)] = ByteSize(64 << 20)
     """Space on disk for settlements that wait while the database is unavailable."""
     log_format: Literal["console", "json"] = "console"

@@ -1,4 +1,4 @@
-"""A sign-in in progress at the provider. The browser holds its state, so that any server can finish it."""
+"""A sign-in in progress at the provider. The browser holds its state, so that any server can finish the sign-in."""
 
 from __future__ import annotations
 

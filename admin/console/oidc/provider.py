@@ -20,11 +20,11 @@ from joserfc.jwk import KeySet
 from loramux.admin.server.oidc_settings import OidcSettings, is_trusted_url
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
-"""Accepted signature algorithms of ID tokens. Only the provider holds the keys: no `none`, and no shared secrets."""
+"""Accepted signature algorithms of ID tokens; `none` and shared secrets are excluded, so only the provider can sign."""
 
 REQUIRED_ENDPOINTS = ("authorization_endpoint", "token_endpoint", "jwks_uri")
 OPTIONAL_ENDPOINTS = ("userinfo_endpoint", "end_session_endpoint")
-"""Like the required endpoints, these handle codes, tokens, keys or roles, so each must be as trusted as the issuer."""
+"""Endpoints that, like the required endpoints, handle secrets or roles, so each must be as trusted as the issuer."""
 
 TIMEOUT_S = 5.0
 METADATA_AGE_S = 3600.0
@@ -32,7 +32,7 @@ KEYS_AGE_S = 30.0
 """Minimum time between reads of the provider's keys, in seconds; a token with an unknown key triggers a read."""
 LEEWAY_S = 60
 
-# Authlib uses httpx2 if it is installed, and httpx2 raises other errors than httpx.
+# Authlib uses httpx2 if it is installed, and httpx2 raises different errors from httpx.
 _base = next(base for base in AsyncOAuth2Client.__mro__ if base.__name__ == "AsyncClient")
 _transport: Any = importlib.import_module(_base.__module__.partition(".")[0])
 _HTTP_ERRORS: tuple[type[Exception], ...] = (httpx.HTTPError, _transport.HTTPError)

@@ -193,7 +193,7 @@ def _shares(targets: Sequence[Mapping[str, Any]]) -> dict[int, Fraction]:
 
 
 def _asked_again(name: str, targets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The query of `move` that offers these targets for the alias."""
+    """The query parameters for `move` that offer these targets for the alias."""
     weights = {f"weight_{target['version']}": target["weight"] for target in targets}
     return {"alias": name, "version": [target["version"] for target in targets], **weights}
 

@@ -19,7 +19,7 @@ _REFILL_US = REFILL_S * 1_000_000
 class LoginThrottle:
     """Counts attempts by client address; for IPv6, by /64, the smallest network that one client has. Blocking.
 
-    An attempt counts as failed until it succeeds, so that concurrent attempts cannot slip through together.
+    An attempt counts as failed until it succeeds, so that concurrent attempts cannot exceed the limit.
     """
 
     def __init__(self, database: Database) -> None:

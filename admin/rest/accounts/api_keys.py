@@ -99,7 +99,7 @@ async def change_key(
 ) -> KeyDocument:
     """Change a key's name, scopes, expiry or allowed adapters.
 
-    Refused for a revoked key, and if it would leave the platform without an administrator key.
+    Refused for a revoked key, or if the change would leave the platform without an administrator key.
     """
     key = await _find(services, caller, key_id)
     body = await read_json(request, KeyPatch)

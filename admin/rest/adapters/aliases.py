@@ -74,7 +74,7 @@ async def set_alias(
     caller: Developer,
     if_match: IfMatch = None,
 ) -> AliasDocument:
-    """Point an alias at one ready version, or split its requests among several by weight.
+    """Point an alias at one ready version, or split its requests among several versions by weight.
 
     The versions are loaded into the engine first, unless `warm` is false; running requests finish on the old versions.
     A tenant's loads count against `cold_loads_per_minute`; if that quota refuses a load, the alias does not move. Only

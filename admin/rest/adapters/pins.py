@@ -74,7 +74,7 @@ async def preload_version(adapter_id: str, number: Number, services: Services, c
     """Load a ready version into the page pool, so that its first request does not have to wait; the version can be
     evicted later.
 
-    A load by a tenant's key counts against `cold_loads_per_minute`, like the loads of its requests.
+    A load by a tenant's key counts against `cold_loads_per_minute`, like the loads that the tenant's requests cause.
     """
     version = await _find_ready(services, caller, adapter_id, number)
     assert version.digest is not None

@@ -25,7 +25,7 @@ Number = Annotated[int, Path(ge=1, le=MAX_VERSION)]
 
 
 class VersionDocument(TypedDict):
-    """One immutable set of weights. `report` is the validation report, `error` the reason for a rejection.
+    """One immutable set of weights. `report` is the validation report; `error` is the reason for a rejection.
 
     `digest` and the sizes are null until validation has succeeded.
     """
@@ -87,7 +87,7 @@ async def list_versions(
 
 @router.get("/{number}")
 async def get_version(adapter_id: str, number: Number, services: Services, caller: Reader) -> VersionDocument:
-    """Get one version: its state and its validation report."""
+    """Get one version with its state and validation report."""
     adapter = await find_adapter(services, caller, adapter_id)
     version = await services.call(services.registry.get_version, adapter.id, number)
     if version is None:

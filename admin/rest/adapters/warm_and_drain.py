@@ -31,7 +31,7 @@ def load_charge(caller: Caller, adapter_id: str) -> LoadCharge | None:
 async def warm(services: AdminServices, caller: Caller, adapter_id: str, numbers: Collection[int]) -> None:
     """Load versions into the engine at the caller's expense. Unknown versions are skipped; the route reports them.
 
-    Raises QuotaExceeded, and Unavailable if a load fails; earlier versions may have been loaded by then.
+    Raises QuotaExceeded, or Unavailable if a load fails; earlier versions may have been loaded by then.
     """
     charge = load_charge(caller, adapter_id)
     for number in numbers:

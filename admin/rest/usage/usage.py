@@ -43,10 +43,10 @@ AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "c
 
 @router.get("", responses=answers_rows(UsagePage))
 async def get_usage(services: Services, caller: Reader, wanted: Report) -> Response:
-    """Report sums over the requests that finished in [start, end); by default the last 30 days, including today.
+    """Report sums over the requests that finished in [start, end); the default is the last 30 days, including today.
 
     Prompt tokens include cached tokens. An adjustment to a request counts at the time of the adjustment. With `top`,
-    `num_results` is the number of all groups, and `total` their sum.
+    `num_results` is the number of all groups, and `total` is their sum.
     """
 
     def describe(row: UsageRow) -> Document:
@@ -81,7 +81,8 @@ async def export_events(
     end: Time = None,
     format: Annotated[Literal["csv", "ndjson"], Query()] = "ndjson",  # noqa: A002 - as at /usage
 ) -> Response:
-    """Export all requests settled in [start, end), in the order in which they finished; by default, the last 30 days.
+    """Export all requests settled in [start, end), in the order in which they finished; the default is the last 30
+    days.
 
     The export is streamed as it is read, whatever its length; a client that stops reading is disconnected.
     """
