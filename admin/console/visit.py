@@ -64,7 +64,7 @@ class Visit:
 
     @property
     def may_change(self) -> bool:
-        """Whether the session may make changes. The routes decide; this value only hides actions that would be refused."""
+        """Whether the session may make changes. The routes decide; this only hides refused actions."""
         return not self.session.principal.scopes.isdisjoint({"platform:admin", "tenant:admin"})
 
     @property
