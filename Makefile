@@ -148,6 +148,9 @@ campaign-processes: $(WARM) ## Servers and engines that hang, die, restart or st
 	$(VENV)/bin/python -m pytest tests/platform/engine_link/test_supervision.py tests/platform/engine_link/test_joined_engine.py \
 		tests/admin/test_serve.py -m 'campaign or not campaign' --timeout 3600 $(ARGS)
 
+campaign-schemas: $(WARM) ## JSON Schema's own test suite against structured output (ARGS='--help' for sizes)
+	$(VENV)/bin/python -m tests.conformance.schema_suite $(ARGS)
+
 campaign-validation: $(WARM) ## The whole catalogue of hostile uploads, 20,000 headers, 300 peft configurations
 	$(VENV)/bin/python -m pytest tests/adapter_store tests/conformance/test_peft_differential.py \
 		-m campaign -k 'hostile or header or largest or peft' --timeout 3600 -s $(ARGS)

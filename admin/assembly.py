@@ -46,6 +46,7 @@ from loramux.platform.generation.maintenance import Maintenance
 from loramux.platform.generation.requests_in_flight import RequestsInFlight
 from loramux.platform.generation.running_requests import RunningRequests
 from loramux.platform.generation.settlement_spool import SettlementSpool
+from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.ledger.events import Ledger
 from loramux.platform.ledger.price_list import PriceList
 from loramux.platform.openai_api.app import create_openai_app
@@ -132,6 +133,7 @@ def assemble(
             registry=registry,
             engine=engine,
             tokenizer=tokenizer,
+            grammars=GrammarChecker(settings.model, model.vocab_size, model.eos_token_ids, metrics.note_grammar),
             model=ModelInfo(
                 served_name=served_name,
                 max_model_len=resolve_max_model_len(config, model),
@@ -145,6 +147,7 @@ def assemble(
             tracing=open_tracing(settings),
         )
         stack.callback(gateway.close)
+        gateway.grammars.preload()
         gateway_app = create_openai_app(gateway)
         admin = AdminServices(
             database=database,

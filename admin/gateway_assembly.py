@@ -24,6 +24,7 @@ from loramux.platform.engine_link.engine_client import EngineClient
 from loramux.platform.generation.maintenance import Maintenance
 from loramux.platform.generation.running_requests import RunningRequests
 from loramux.platform.generation.settlement_spool import SettlementSpool
+from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.openai_api.app import create_openai_app
 from loramux.platform.openai_api.error_responses import install_error_handling
 from loramux.platform.openai_api.health import health_router
@@ -67,6 +68,7 @@ def assemble_gateway(
         if info is None:
             raise StartRefused("the engine has just stopped: start the gateway again when its server is ready")
         executor = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="services"))
+        metrics = GatewayMetrics()
         gateway = GatewayServices.compose(
             database=database,
             tenants=Tenants(database),
@@ -74,6 +76,7 @@ def assemble_gateway(
             registry=AdapterRegistry(database, reserved_names=(settings.resolved_served_name,)),
             engine=engine,
             tokenizer=tokenizer,
+            grammars=GrammarChecker(settings.model, model.vocab_size, model.eos_token_ids, metrics.note_grammar),
             model=ModelInfo(
                 served_name=settings.resolved_served_name,
                 max_model_len=min(model.max_model_len, info.max_model_len),
@@ -81,11 +84,13 @@ def assemble_gateway(
                 created_s=int((settings.model / "config.json").stat().st_mtime),
             ),
             executor=executor,
+            metrics=metrics,
             settings=GatewaySettings(logs_answers=settings.log_answers),
             tracing=open_tracing(settings),
             spool=SettlementSpool(directory.spool, int(settings.spool_bytes)),
         )
         stack.callback(gateway.close)
+        gateway.grammars.preload()
         yield AssembledGateway(
             create_openai_app(gateway),
             _operations_app(gateway, settings, is_loopback),

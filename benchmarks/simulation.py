@@ -26,6 +26,8 @@ from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.engine import Engine, EngineParts, Observers
 from loramux.engine.engine_stats import EngineStats
 from loramux.engine.execution.simulation import GREEDY, SimulatedExecutor, SimulatedPages, simulated_adapters
+from loramux.engine.grammars.grammar_compiler import GrammarCompiler
+from loramux.engine.grammars.vocabulary import no_vocabulary
 from loramux.engine.messages import Add, Finished, StepOutput
 from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.kv_pages import KvPages
@@ -60,9 +62,10 @@ class SteadyLoad:
         self._scheduler = Scheduler(queue, kv, adapters, SchedulerLimits(256, num_running, look_ahead=num_running))
         self._executor = SimulatedExecutor(VOCAB_SIZE, PAGE_TOKENS, NUM_PAGES, adapter_pages)
         limits = EngineLimits(VOCAB_SIZE, MAX_MODEL_LEN, (), PAGE_TOKENS)
+        grammars = GrammarCompiler(no_vocabulary, VOCAB_SIZE, lambda: None)
         self._engine = Engine(
             limits,
-            EngineParts(pages, adapters, prefixes, self._scheduler, self._executor),
+            EngineParts(pages, adapters, prefixes, self._scheduler, self._executor, grammars),
             Observers(EngineStats(pages, adapters, prefixes, self._scheduler)),
             random.Random(0),
             lambda: 0.0,

@@ -36,6 +36,8 @@ from loramux.engine.execution.executor import Executor
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.execution.step_buffer import StepBuffer
 from loramux.engine.execution.step_shape import reachable_shapes
+from loramux.engine.grammars.grammar_compiler import GrammarCompiler
+from loramux.engine.grammars.vocabulary import load_vocabulary
 from loramux.engine.messages import Add, EngineReady, GraphMemory, SamplingParams
 from loramux.engine.model.decoder import Decoder
 from loramux.engine.model.model_config import ModelConfig
@@ -67,6 +69,7 @@ class AssembledEngine:
 
     engine: Engine
     adapters: AdapterPool
+    grammars: GrammarCompiler
     stager: Stager
     views: PoolViews
     ready: EngineReady
@@ -151,6 +154,8 @@ def assemble_engine(
     kv = KvPages(pages, adapters.reclaimer, prefixes, page_tokens)
     scheduler_limits = SchedulerLimits(config.max_batch_tokens, config.max_sequences, config.max_sequences)
     scheduler = Scheduler(queue, kv, adapters, scheduler_limits)
+    vocabulary = partial(load_vocabulary, Path(config.model_dir), model.vocab_size, model.eos_token_ids)
+    grammars = GrammarCompiler(vocabulary, model.vocab_size, wake)
     stats = EngineStats(
         pages,
         adapters,
@@ -160,6 +165,7 @@ def assemble_engine(
         contents=stager.contents,
         page_bytes=views.raw[0].nbytes,
         graphs=executor.graph_memory if isinstance(executor, GraphExecutor) else GraphMemory,
+        grammars=grammars.counts,
     )
     traces = None if spans is None else SequenceTraces(spans)
     engine = Engine(
@@ -172,7 +178,7 @@ def assemble_engine(
             config.max_waiting_s,
             config.max_pinned_share,
         ),
-        parts=EngineParts(pages, adapters, prefixes, scheduler, executor, protect=host.protect),
+        parts=EngineParts(pages, adapters, prefixes, scheduler, executor, grammars, protect=host.protect),
         observers=Observers(stats, traces, note_running),
         seeds=random.Random(config.seed),
         clock=time.monotonic,
@@ -187,7 +193,7 @@ def assemble_engine(
         model_sha256=model_sha256(Path(config.model_dir)),
         ran_at_death=config.ran_at_death,
     )
-    return AssembledEngine(engine, adapters, stager, views, ready)
+    return AssembledEngine(engine, adapters, grammars, stager, views, ready)
 
 
 def compile_programs(executor: Executor, config: EngineConfig, compile_ahead: CompileAhead) -> None:
@@ -215,7 +221,7 @@ def warm_up(executor: Executor, config: EngineConfig, page_tokens: int, compiles
         for num_prompt in (2, 1):
             add = Add(sequence_id="", prompt=(0,) * num_prompt, max_tokens=1, sampling=SamplingParams())
             sequence = Sequence(add=add, owner=b"", arrival=0, seed=0, slot=0, pages=page_list([0]))
-            executor.submit(build_batch([ScheduledSequence(sequence, num_prompt)], page_tokens)).tokens()
+            executor.submit(build_batch([ScheduledSequence(sequence, num_prompt)], page_tokens)).choose().tokens()
         if compiles and isinstance(executor, GraphExecutor):
             executor.warm_up(reachable_shapes(config.max_batch_tokens, config.max_sequences))
     except torch.OutOfMemoryError as error:

@@ -14,7 +14,9 @@ from loramux.engine.adapters.adapter_strikes import AdapterStrikes
 from loramux.engine.adapters.host_floors import HostFloors, Protect, no_floors
 from loramux.engine.batch import ScheduledSequence, build_batch
 from loramux.engine.engine_stats import EngineStats
-from loramux.engine.execution.executor import Executor, SubmittedStep
+from loramux.engine.execution.executor import Executor, Forward, SubmittedStep
+from loramux.engine.grammars.grammar import Grammar
+from loramux.engine.grammars.grammar_compiler import GrammarCompiler
 from loramux.engine.live_sequences import LiveSequences
 from loramux.engine.messages import (
     Abort,
@@ -59,6 +61,7 @@ class EngineParts:
     prefixes: PrefixCache
     scheduler: Scheduler
     executor: Executor
+    grammars: GrammarCompiler
     protect: Protect = no_floors
 
 
@@ -99,6 +102,7 @@ class Engine:
         self._prefixes = prefixes = parts.prefixes
         self._scheduler = scheduler = parts.scheduler
         self._executor = parts.executor
+        self._grammars = parts.grammars
         self._seeds = seeds
         self._clock = clock
         self._lookahead = lookahead
@@ -161,6 +165,8 @@ class Engine:
         self._live.add(sequence)
         if self._traces is not None:
             self._traces.added(sequence)
+        if add.grammar:
+            sequence.grammar = self._grammars.request(add.isolation_key, add.grammar)
         self._scheduler.add(sequence)
         self._set_timers(sequence)
         self._shed()
@@ -211,9 +217,10 @@ class Engine:
                 self._traces.loaded(load, self._live.of_digest(load.digest))
         self._end_failed(settled)
         self._calls.settle(settled)
+        self._end_ungrammatical(self._grammars.poll())
         scheduled = self._scheduler.schedule()
         self._end_unfit()
-        submitted = self._submit(scheduled) if scheduled else None
+        submitted = self._run(scheduled) if scheduled else None
         if self._lookahead:
             submitted, self._in_flight = self._in_flight, submitted
         if submitted is not None:
@@ -222,12 +229,26 @@ class Engine:
             self._stats.count_step_time(self._clock() - started_s)
         return submitted is not None or self._in_flight is not None
 
-    def _submit(self, scheduled: list[ScheduledSequence]) -> SubmittedStep:
+    def _run(self, scheduled: list[ScheduledSequence]) -> SubmittedStep:
+        """Submit the step and choose its tokens.
+
+        A mask follows from the token before it. Where that token is in flight, its step is committed while the device
+        computes this one's logits, so the device does not wait.
+        """
+        forward, sampling = self._submit(scheduled)
+        grammars = {row: one.grammar for row, one in enumerate(sampling) if one.grammar is not None}
+        in_flight = self._in_flight
+        if grammars and in_flight is not None:
+            self._in_flight = None
+            self._commit(in_flight)
+        return SubmittedStep(sampling, forward.choose(self._grammars.masks(grammars)))
+
+    def _submit(self, scheduled: list[ScheduledSequence]) -> tuple[Forward, list[Sequence]]:
         if self._note_running is not None:
             # Note all running sequences, not only this step's, because a fault in an earlier step may surface in this
             # one.
             self._note_running([sequence.sequence_id for sequence in self._scheduler.running])
-        result = self._executor.submit(build_batch(scheduled, self._limits.page_tokens))
+        forward = self._executor.submit(build_batch(scheduled, self._limits.page_tokens))
         self._stats.count_step(scheduled)
         self._scheduler.advance(scheduled)
         sampling: list[Sequence] = []
@@ -244,7 +265,7 @@ class Engine:
             if sequence.num_computed == sequence.num_tokens:
                 sequence.choose(len(sampling))
                 sampling.append(sequence)
-        return SubmittedStep(sampling, result)
+        return forward, sampling
 
     def _commit(self, step: SubmittedStep) -> None:
         outputs: dict[bytes, list[SequenceOutput]] = defaultdict(list)
@@ -259,6 +280,10 @@ class Engine:
             sequence.commit(token_id)
             if token_id is None:
                 ended.append((sequence, "not_finite"))
+                continue
+            grammar = sequence.grammar
+            if grammar is not None and grammar.failure is not None:
+                ended.append((sequence, "grammar_failed"))
                 continue
             committed.append(sequence)
             if traces is not None:
@@ -277,7 +302,9 @@ class Engine:
             if emitted:
                 output = SequenceOutput(sequence_id=sequence.add.sequence_id, token_ids=emitted, logprobs=logprobs)
                 outputs[sequence.owner].append(output)
-            if is_last and not self._grants.pauses(sequence):
+            if grammar is not None and grammar.is_complete:
+                ended.append((sequence, "stop"))
+            elif is_last and not self._grants.pauses(sequence):
                 ended.append((sequence, "length"))
         self._scheduler.queue.charge_outputs(committed)
         self._stats.count_completion_tokens(len(committed))
@@ -288,6 +315,10 @@ class Engine:
         for sequence, reason in ended:
             if reason == "not_finite":
                 self._end(sequence, "error", reason, "the model produced values that are not finite")
+            elif reason == "grammar_failed":
+                assert sequence.grammar is not None
+                # No mask held for its last token, which is not emitted.
+                self._end(sequence, "error", reason, sequence.grammar.failure, sequence.num_completion - 1)
             else:
                 self._end(sequence, reason)
 
@@ -399,6 +430,12 @@ class Engine:
             if load.failure is not None:
                 for sequence in self._live.of_digest(load.digest):
                     self._end(sequence, "error", "adapter_unavailable", load.failure)
+
+    def _end_ungrammatical(self, failed: set[Grammar]) -> None:
+        """End the sequences whose grammars could not be compiled."""
+        for sequence in self._live if failed else ():
+            if sequence.grammar in failed:
+                self._end(sequence, "error", "grammar_failed", sequence.grammar.failure)
 
     def _end_unfit(self) -> None:
         for sequence in self._scheduler.take_unfit():

@@ -10,7 +10,7 @@ from loramux.adapter_store.tiers.tier_figures import LoadCounts, TierFigures
 from loramux.engine.adapters.adapter_load import AdapterPhase
 from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.batch import ScheduledSequence
-from loramux.engine.messages import GraphMemory, ResidentAdapter, Stats, StepTimes, Waiting
+from loramux.engine.messages import GrammarCounts, GraphMemory, ResidentAdapter, Stats, StepTimes, Waiting
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.scheduling.scheduler import Scheduler
@@ -31,12 +31,14 @@ class EngineStats:
         contents: Callable[[], tuple[TierContents, ...]] = tuple,
         page_bytes: int = 0,
         graphs: Callable[[], GraphMemory] = GraphMemory,
+        grammars: Callable[[], GrammarCounts] = GrammarCounts,
     ) -> None:
         self._pages = pages
         self._loading = loading or TierFigures().snapshot
         self._contents = contents
         self._page_bytes = page_bytes
         self._graphs = graphs
+        self._grammars = grammars
         self._adapters = adapters
         self._prefixes = prefixes
         self._scheduler = scheduler
@@ -122,6 +124,7 @@ class EngineStats:
             page_bytes=self._page_bytes,
             num_slots=self._adapters.num_slots,
             graphs=self._graphs(),
+            grammars=self._grammars(),
             tiers=self._contents() if with_tiers else (),
         )
 

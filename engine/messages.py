@@ -13,7 +13,7 @@ import msgspec
 from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Protocol version, increased with each incompatible change to these messages."""
 
 
@@ -63,6 +63,8 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     weight: int = 1
     host_floor_bytes: int = 0
     """Bytes of the share's adapters that stay in host memory under pressure from other shares; 0: no guarantee."""
+    grammar: str = ""
+    """A grammar in llguidance's JSON or Lark form that the new tokens must follow; empty: any token can follow."""
     isolation_key: bytes = b""
     """Sequences with the same key can share the K and V of equal prefixes; an empty key means no sharing."""
     priority: int = 0
@@ -178,8 +180,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `reason` is `stop` (end of sequence or stop id), `length`, `abort` or `error`; with `error`, `code` is one of
     `adapter_unavailable`, `adapter_quarantined`, `deadline_exceeded`, `invalid_request`, `prompt_too_long`,
-    `request_too_large`, `not_finite`, `engine_unavailable` or `overloaded`. `completion_tokens` counts committed
-    tokens, including the end-of-sequence token; `prompt_tokens` is 0 if the sequence was never part of a step.
+    `request_too_large`, `not_finite`, `grammar_failed`, `engine_unavailable` or `overloaded`. `completion_tokens`
+    counts committed tokens, including the end-of-sequence token; `prompt_tokens` is 0 if the sequence was never part of
+    a step.
     """
 
     sequence_id: str
@@ -262,6 +265,17 @@ class GraphMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Device memory that the captures took: the sum of the drops in free memory across all captures."""
 
 
+class GrammarCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Grammars that were compiled, and the masks that they gave, since the engine started."""
+
+    num_compiled: int = 0
+    num_reused: int = 0
+    """Sequences whose grammar was compiled before."""
+    compile_s: float = 0.0
+    num_masks: int = 0
+    mask_s: float = 0.0
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A snapshot of the engine; counters only grow while the engine lives."""
 
@@ -304,6 +318,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_slots: int = 0
     """Number of adapters that can be resident at the same time."""
     graphs: GraphMemory = GraphMemory()
+    grammars: GrammarCounts = GrammarCounts()
     tiers: tuple[TierContents, ...] = ()
     """Contents of the tiers; empty unless the request sets `with_tiers`."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from loramux.engine.cached_page import CachedPage
+from loramux.engine.grammars.grammar import Grammar
 from loramux.engine.logit_penalties import LogitPenalties, logit_penalties
 from loramux.engine.messages import Add
 
@@ -78,6 +79,8 @@ class Sequence:
     """Sort key of the sequence's rows in a step: slot, then arrival, so that the rows of one adapter are adjacent."""
     logit_penalties: LogitPenalties | None = None
     """Bias and penalties that the settings request; None for most sequences."""
+    grammar: Grammar | None = None
+    """The grammar that new tokens must follow, for which the sequence waits; None for most sequences."""
     # These values are stored rather than computed, because each step reads them several times per sequence.
     num_prompt: int = field(init=False)
     num_reserved: int = field(init=False)
@@ -102,6 +105,8 @@ class Sequence:
             self.num_tokens -= 1
         else:
             self.tokens.append(token_id)
+            if self.grammar is not None:
+                self.grammar.accept(token_id)
 
     def emit(self, token_id: int, is_urgent: bool) -> tuple[int, ...]:
         """Add a committed token and return the tokens to emit now; empty while the output waits for more."""

@@ -176,12 +176,12 @@ def last_line(said: bytes) -> str:
     return said.decode(errors="replace").strip().rsplit("\n", 1)[-1]
 
 
-def fork_for_each_request() -> None:
+def fork_for_each_request(idle_s: float | None = IDLE_S) -> None:
     """Return in a new fork for each request of a ForkServer, whose socket is standard input.
 
     The fork leads its own session and has the request as its standard input. Its process group is killed when the fork
     exceeds its time limit or the ForkServer closes the socket. The process itself exits with the ForkServer, or after
-    IDLE_S without a request.
+    `idle_s` without a request; None means never.
     """
     link = socket.socket(fileno=os.dup(0))
     woken, waker = os.pipe()
@@ -190,7 +190,7 @@ def fork_for_each_request() -> None:
     # SIGCHLD wakes up the waits below.
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-    while select.select([link], [], [], IDLE_S)[0]:
+    while select.select([link], [], [], idle_s)[0]:
         message, files, _, _ = socket.recv_fds(link, _REQUEST.size, 3)
         if not message:
             break

@@ -23,8 +23,9 @@ from loramux.engine.batch import Batch
 from loramux.engine.config import EngineConfig
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend, DenseLinear, open_backend
-from loramux.engine.execution.executor import Executor, StepResult
+from loramux.engine.execution.executor import Executor, Forward, StepResult
 from loramux.engine.execution.sampler import SampledToken
+from loramux.engine.grammars.grammar import NO_MASKS, Masks
 from loramux.engine.messages import (
     AdapterState,
     Add,
@@ -59,9 +60,12 @@ class ObservedStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MadeUpTokens:
-    """The result of a skipped step."""
+    """A skipped step and its result."""
 
     num_samples: int
+
+    def choose(self, masks: Masks = NO_MASKS) -> MadeUpTokens:
+        return self
 
     def tokens(self) -> list[SampledToken]:
         return [SampledToken(0)] * self.num_samples
@@ -79,6 +83,20 @@ class AwaitedResult:
         tokens = self.result.tokens()
         self.observer.waited_s += time.perf_counter() - started
         return tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ObservedForward:
+    """A submitted step that records when its tokens are chosen."""
+
+    forward: Forward
+    observer: ObservedExecutor
+    end: Any
+
+    def choose(self, masks: Masks = NO_MASKS) -> AwaitedResult:
+        result = self.forward.choose(masks)
+        self.end.record()
+        return AwaitedResult(result, self.observer)
 
 
 class ObservedExecutor:
@@ -101,16 +119,15 @@ class ObservedExecutor:
         self.steps = []
         self.waited_s = 0.0
 
-    def submit(self, batch: Batch) -> StepResult:
+    def submit(self, batch: Batch) -> Forward:
         if self.skips:
             self.num_decoding = batch.num_sequences if batch.max_q == 1 else 0
             return MadeUpTokens(len(batch.samples))
         begin, end = self._bench.event(), self._bench.event()
         begin.record()
-        result = self.executor.submit(batch)
-        end.record()
+        forward = self.executor.submit(batch)
         self.steps.append(ObservedStep(batch.num_tokens, int(batch.seq_lens.sum()), begin, end))
-        return AwaitedResult(result, self)
+        return ObservedForward(forward, self, end)
 
 
 @dataclass(frozen=True, slots=True)

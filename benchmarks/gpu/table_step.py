@@ -171,10 +171,10 @@ class MetaEngine:
         if note is not None:
             step = RecordedStep(case, batch, ())
             with recording(self.card.capability, lambda launch: note(launch, step)):
-                self._executor.submit(batch)
+                self._executor.submit(batch).choose()
             return step
         with recording(self.card.capability) as launches:
-            self._executor.submit(batch)
+            self._executor.submit(batch).choose()
         return RecordedStep(case, batch, tuple(launches))
 
 

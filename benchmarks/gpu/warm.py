@@ -77,4 +77,4 @@ def warm_steps(
                 for _ in range(step.num_sequences)
             ]
             batch = build_batch([ScheduledSequence(one, step.num_rows) for one in sequences], 16)
-            engine.observed.executor.submit(batch).tokens()
+            engine.observed.executor.submit(batch).choose().tokens()

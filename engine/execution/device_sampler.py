@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from loramux.engine.batch import SamplingRow
@@ -13,6 +14,7 @@ from loramux.engine.device.backend import SampleTokens
 from loramux.engine.execution.sampler import SampledToken
 from loramux.engine.execution.step_buffer import SamplingInputs
 from loramux.engine.execution.token_marks import DeviceTokenMarks
+from loramux.engine.grammars.grammar import NO_MASKS, Masks
 from loramux.engine.logit_penalties import LogitPenalties, kept_finite, penalised
 from loramux.engine.messages import TokenLogprobs
 
@@ -90,7 +92,13 @@ class DeviceSampler:
         return torch.where(tokens < 0, chosen, tokens).clamp(min=0)
 
     @torch.inference_mode()
-    def choose(self, logits: torch.Tensor, samples: Sequence[SamplingRow], inputs: SamplingInputs) -> SampledStep:
+    def choose(
+        self,
+        logits: torch.Tensor,
+        samples: Sequence[SamplingRow],
+        inputs: SamplingInputs,
+        masks: Masks = NO_MASKS,
+    ) -> SampledStep:
         """Choose one token per row of `logits` `[num_samples, vocab_size]`, which is overwritten.
 
         Log-probabilities are the model's, before bias, penalties, temperature and truncation, as in the OpenAI API.
@@ -99,6 +107,7 @@ class DeviceSampler:
         chosen = self._chosen[:count]
         raw = self._logprobs(logits, samples)
         self._forbid_the_end(logits, samples)
+        self._forbid_by(masks, logits)
         self._sample_tokens(
             logits,
             inputs.temperature[:count],
@@ -203,3 +212,16 @@ class DeviceSampler:
         values = logits[rows, token_ids]
         # Non-finite values stay, so that the row is still detected as broken.
         logits[rows, token_ids] = torch.where(torch.isfinite(values), FORBIDDEN, values)
+
+    def _forbid_by(self, masks: Masks, logits: torch.Tensor) -> None:
+        """Forbid what the masks do not allow. Bias and penalties, added later, are too small to undo it."""
+        if not masks:
+            return
+        stage = self._accelerator.stage
+        places = stage(torch.tensor(list(masks)))
+        bits = stage(torch.from_numpy(np.stack(list(masks.values()))))
+        shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+        is_allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
+        values = logits[places]
+        # As above, what is not finite stays.
+        logits[places] = torch.where(is_allowed | ~torch.isfinite(values), values, FORBIDDEN)

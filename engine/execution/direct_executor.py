@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from loramux.engine.adapters.slot_tables import SlotTables
-from loramux.engine.batch import Batch, OuterSlots, StepInputs
+from loramux.engine.batch import Batch, OuterSlots, SamplingRow, StepInputs
 from loramux.engine.execution.sampler import FinishedStep, sample
+from loramux.engine.grammars.grammar import NO_MASKS, Masks
 from loramux.engine.model.decoder import Decoder, HeadAdapters
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AttentionBatch, Segments
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DirectForward:
+    """A step whose logits are there: float32 `[num_samples, vocab_size]`."""
+
+    logits: torch.Tensor
+    samples: tuple[SamplingRow, ...]
+    eos_token_ids: tuple[int, ...]
+
+    def choose(self, masks: Masks = NO_MASKS) -> FinishedStep:
+        return FinishedStep(sample(self.logits, self.samples, self.eos_token_ids, masks))
+
+
 class DirectExecutor:
-    """Runs batches through a decoder; the result is complete when `submit` returns."""
+    """Runs batches through a decoder; the logits are complete when `submit` returns."""
 
     def __init__(self, decoder: Decoder, kernels: Kernels, tables: SlotTables, eos_token_ids: tuple[int, ...]) -> None:
         self._decoder = decoder
@@ -24,8 +39,8 @@ class DirectExecutor:
         self._tables = tables
         self._eos_token_ids = eos_token_ids
 
-    def submit(self, batch: Batch) -> FinishedStep:
-        return FinishedStep(sample(self.logits(batch), batch.samples, self._eos_token_ids))
+    def submit(self, batch: Batch) -> DirectForward:
+        return DirectForward(self.logits(batch), batch.samples, self._eos_token_ids)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Logits of the batch's sample rows, float32 `[num_samples, vocab_size]`."""

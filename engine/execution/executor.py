@@ -7,6 +7,7 @@ from typing import Protocol
 
 from loramux.engine.batch import Batch
 from loramux.engine.execution.sampler import SampledToken
+from loramux.engine.grammars.grammar import NO_MASKS, Masks
 from loramux.engine.sequence import Sequence
 
 
@@ -18,10 +19,18 @@ class StepResult(Protocol):
         ...
 
 
+class Forward(Protocol):
+    """A step whose logits a device computes, before its tokens are chosen."""
+
+    def choose(self, masks: Masks = NO_MASKS) -> StepResult:
+        """Start to choose a token after each sample row. To be called once, before the next step is submitted."""
+        ...
+
+
 class Executor(Protocol):
     """Runs batches on a device, in submission order."""
 
-    def submit(self, batch: Batch) -> StepResult:
+    def submit(self, batch: Batch) -> Forward:
         """Start a step, which may read tokens that the previous step has not chosen yet."""
         ...
 

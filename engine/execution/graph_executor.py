@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from loramux.engine.batch import NO_ROWS, Batch, OuterSlots, SamplingRow
 from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.device.device_faults import reason_of
 from loramux.engine.execution.device_sampler import DeviceSampler, SampledStep
-from loramux.engine.execution.step_buffer import StepBuffer, StepLayout
+from loramux.engine.execution.step_buffer import SamplingInputs, StepBuffer, StepLayout
 from loramux.engine.execution.step_shape import StepShape, step_shape
+from loramux.engine.grammars.grammar import NO_MASKS, Masks
 from loramux.engine.layer_groups import LayerGroups
 from loramux.engine.logit_penalties import logit_penalties
 from loramux.engine.messages import GraphMemory, SamplingParams
@@ -30,6 +31,19 @@ MAX_GRAPHS = 192
 
 HEAD_SEGMENTS = (1, 4, 16, 64, 256)
 """Segment counts that the head's kernels are compiled for; padding is costly, as their grids span the vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphForward:
+    """A submitted step whose logits `[num_samples, vocab_size]` the device computes."""
+
+    sampler: DeviceSampler
+    logits: torch.Tensor
+    samples: tuple[SamplingRow, ...]
+    inputs: SamplingInputs
+
+    def choose(self, masks: Masks = NO_MASKS) -> SampledStep:
+        return self.sampler.choose(self.logits, self.samples, self.inputs, masks)
 
 
 class GraphExecutor:
@@ -109,14 +123,14 @@ class GraphExecutor:
                 logits = self._decoder.logits(self._hidden[: len(samples)])
                 self._sampler.choose(logits, samples, layout.sampling).tokens()
 
-    def submit(self, batch: Batch) -> SampledStep:
+    def submit(self, batch: Batch) -> GraphForward:
         outer = self._tables.outer_slots(batch.slots, batch.sample_rows)
         layout = self._buffer.load(batch, self._kept_shape(self._shape(batch, has_outer=outer is not None)), outer)
         self._run(layout)
         num_samples = len(batch.samples)
         head = None if outer is None else self._head(layout, outer)
         logits = self._decoder.logits(self._hidden[:num_samples], head)
-        return self._sampler.choose(logits, batch.samples, layout.sampling)
+        return GraphForward(self._sampler, logits, batch.samples, layout.sampling)
 
     def _shape(self, batch: Batch, has_outer: bool) -> StepShape:
         if not (batch.slots >= 0).any():

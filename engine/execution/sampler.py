@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from loramux.engine.batch import SamplingRow
+from loramux.engine.grammars.grammar import NO_MASKS, Masks, allowed_tokens
 from loramux.engine.messages import SamplingParams, TokenLogprobs
 
 NUM_LIKELIEST = 1024
@@ -44,11 +45,16 @@ class FinishedStep:
         return self.sampled
 
 
-def sample(logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: tuple[int, ...]) -> list[SampledToken]:
+def sample(
+    logits: torch.Tensor,
+    samples: Sequence[SamplingRow],
+    eos_token_ids: tuple[int, ...],
+    masks: Masks = NO_MASKS,
+) -> list[SampledToken]:
     """Sample one token per row of `logits`, float32 `[num_rows, vocab_size]`, with the settings in `samples`.
 
-    As in vLLM, the bias is applied first, then penalties, temperature, and truncation by top_k, top_p and min_p.
-    Log-probabilities are the model's before any of these changes, as in the OpenAI API.
+    As in vLLM, the bias is applied first, then penalties, the mask, temperature, and truncation by top_k, top_p and
+    min_p. Log-probabilities are the model's before any of these changes, as in the OpenAI API.
     """
     if not samples:
         return []
@@ -59,7 +65,7 @@ def sample(logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: 
         is_finite = torch.isfinite(logits).all(dim=1).tolist()
     # numpy compares eight values at once; torch takes ten times as long on a CPU.
     token_ids = torch.from_numpy(logits.numpy().argmax(axis=1))
-    changed = _changed(logits, samples, eos_token_ids)
+    changed = _changed(logits, samples, eos_token_ids, masks)
     for row, values in changed.items():
         token_ids[row] = values.argmax()
     random_rows = [row for row, one in enumerate(samples) if one.params.temperature > 0 and is_finite[row]]
@@ -86,19 +92,22 @@ def uniforms_of(samples: Sequence[SamplingRow]) -> npt.NDArray[np.float32]:
 
 
 def _changed(
-    logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: tuple[int, ...]
+    logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: tuple[int, ...], masks: Masks
 ) -> dict[int, torch.Tensor]:
     """Edited logits by row, `[vocab_size]` each, for rows whose settings change them; other rows are not copied."""
     changed: dict[int, torch.Tensor] = {}
     for row, one in enumerate(samples):
         forbidden = one.forbidden(eos_token_ids)
-        if one.logit_penalties is None and not forbidden:
+        mask = masks.get(row)
+        if one.logit_penalties is None and not forbidden and mask is None:
             continue
         values = changed[row] = logits[row].clone()
         if one.logit_penalties is not None:
             one.logit_penalties.apply(values, one.num_chosen)
         if forbidden:
             values[list(forbidden)] = -torch.inf
+        if mask is not None:
+            values[torch.from_numpy(~allowed_tokens(mask, len(values)))] = -torch.inf
     return changed
 
 

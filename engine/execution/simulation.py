@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from loramux.adapter_store.formats.packing import PackedAdapter
 from loramux.engine.adapters.adapter_load import AdapterLoad
 from loramux.engine.batch import Batch
 from loramux.engine.execution.sampler import FinishedStep, SampledToken, sample
+from loramux.engine.grammars.grammar import NO_MASKS, Masks
 from loramux.engine.messages import SamplingParams
 from loramux.kernels.layout import AdapterLayout
 
@@ -19,6 +21,19 @@ UNWRITTEN = -1
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 """Settings that always choose the most likely token and ignore the end of sequence."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SimulatedForward:
+    """A step of a SimulatedExecutor, with the likeliest token and the adapter of each sample row."""
+
+    executor: SimulatedExecutor
+    batch: Batch
+    likeliest: list[int]
+    digests: list[str | None]
+
+    def choose(self, masks: Masks = NO_MASKS) -> FinishedStep:
+        return self.executor.choose(self, masks)
 
 
 class SimulatedExecutor:
@@ -47,19 +62,23 @@ class SimulatedExecutor:
         self.not_finite_for: set[str] = set()
         self.batches: list[Batch] = []
 
-    def submit(self, batch: Batch) -> FinishedStep:
+    def submit(self, batch: Batch) -> SimulatedForward:
         self.batches.append(batch)
         slots, sample_rows = batch.slots.tolist(), batch.sample_rows.tolist()
         salts = {slot: _salt(self._adapter_pages.digest_of_slot(slot)) for slot in set(slots)}
         states = self._write(batch, slots, salts)
         chosen = [self._next_token(states[row], salts[slots[row]]) for row in sample_rows]
-        num_greedy = [one.params for one in batch.samples].count(GREEDY)
-        if num_greedy == len(batch.samples) and not self.not_finite_for:
+        digests = [self._adapter_pages.digest_of_slot(slots[row]) for row in sample_rows]
+        return SimulatedForward(self, batch, chosen, digests)
+
+    def choose(self, forward: SimulatedForward, masks: Masks) -> FinishedStep:
+        samples, chosen = forward.batch.samples, forward.likeliest
+        num_greedy = [one.params for one in samples].count(GREEDY)
+        if num_greedy == len(samples) and not self.not_finite_for and not masks:
             # The result that sampling would give, in a tenth of the time.
             sampled = [SampledToken(token) for token in chosen]
         else:
-            digests = [self._adapter_pages.digest_of_slot(slots[row]) for row in sample_rows]
-            sampled = sample(self._logits(chosen, digests), batch.samples, self._eos_token_ids)
+            sampled = sample(self._logits(chosen, forward.digests), samples, self._eos_token_ids, masks)
         self._chosen = [one.token_id for one in sampled]
         return FinishedStep(sampled)
 

@@ -215,6 +215,8 @@ class Scheduler:
             # committed.
             if sequence.state is not SequenceState.WAITING or sequence.num_in_flight or sequence.has_reached_limit:
                 continue
+            if sequence.grammar is not None and not sequence.grammar.is_ready:
+                continue
             entry = None
             if sequence.add.digest is not None:
                 entry = self._adapters.find(sequence.add.digest)

@@ -283,6 +283,7 @@ def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepR
     socket.bind(f"ipc://{path}")
     os.umask(previous)
     try:
+        assembled.grammars.preload()
         server = EngineServer(assembled, socket, wake_read, record, ended)
         freeze_gc()
         server.serve()
@@ -293,6 +294,7 @@ def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepR
         socket.close()
         context.term()
         assembled.adapters.close()
+        assembled.grammars.close()
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ class Plan:
     max_tokens: int
     granted_tokens: int
     sampling: SamplingParams
+    grammar: str
+    """What each choice must follow, in llguidance's form; empty: nothing."""
     stops: tuple[str, ...]
     tokens_at_once: int
     """Maximum number of tokens reported together; 1 if the client or a stop string needs each one immediately."""
@@ -77,6 +79,7 @@ class Plan:
             pause_s=PAUSE_S if self.granted_tokens < self.max_tokens else 0.0,
             tokens_at_once=self.tokens_at_once,
             sampling=sampling,
+            grammar=self.grammar,
             digest=adapter.digest if adapter is not None else None,
             share_key=share.key,
             weight=share.weight,

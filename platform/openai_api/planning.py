@@ -21,7 +21,12 @@ def check_untokenised(services: GatewayServices, body: GenerationRequest) -> Non
 
 
 def make_plan(
-    services: GatewayServices, endpoint: Endpoint[B], received: Received[B], target: Target, prompts: Prompts
+    services: GatewayServices,
+    endpoint: Endpoint[B],
+    received: Received[B],
+    target: Target,
+    prompts: Prompts,
+    grammar: str = "",
 ) -> Plan:
     """The plan for a request. Raises InvalidRequest if the request exceeds a limit."""
     body = received.body
@@ -43,6 +48,7 @@ def make_plan(
         max_tokens=max_tokens,
         granted_tokens=max_tokens if is_asked else min(max_tokens, max(CHUNK_TOKENS, sampling.min_tokens)),
         sampling=sampling,
+        grammar=grammar,
         stops=stops,
         tokens_at_once=1 if body.stream or stops else TOKENS_AT_ONCE,
         base=services.model.served_name,

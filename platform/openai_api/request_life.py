@@ -40,7 +40,8 @@ async def serve(request: Request, services: GatewayServices, caller: Principal, 
     received = await read(request, services, endpoint)
     target = await resolve(services, caller, received.body)
     prompts = await tokenise(services, endpoint, received)
-    plan = make_plan(services, endpoint, received, target, prompts)
+    grammar = await constrain(services, target, received.body)
+    plan = make_plan(services, endpoint, received, target, prompts, grammar)
     shape = await endpoint.shape(services, received)
     started_s = time.monotonic()
     headers = await reserve(services, plan, received.body)
@@ -97,6 +98,15 @@ async def tokenise(services: GatewayServices, endpoint: Endpoint[B], received: R
         if received.num_bytes <= MAX_TOKENISED_AT_ONCE:
             return endpoint.tokenise(services, received.body)
         return await services.compute(endpoint.tokenise, services, received.body)
+
+
+async def constrain(services: GatewayServices, target: Target, body: GenerationRequest) -> str:
+    """The grammar that the answer must follow, checked; empty without one. Raises InvalidRequest and RateLimited."""
+    constraint = body.constraint()
+    if constraint is None:
+        return ""
+    with traced("constrain"):
+        return await services.grammars.grammar(target.tenant_id, constraint)
 
 
 async def reserve(services: GatewayServices, plan: Plan, body: GenerationRequest) -> dict[str, str]:

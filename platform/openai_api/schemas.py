@@ -11,11 +11,14 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from loramux.engine.messages import SamplingParams
 from loramux.engine.scheduling.request_limits import MAX_BIAS, MAX_BIASED_TOKENS, MAX_PENALTY, REPETITION_PENALTIES
 from loramux.platform.errors import InvalidRequest
+from loramux.platform.grammars.constraint import Constraint
+from loramux.platform.openai_api.response_formats import Choices, ResponseFormat, Schema, StructuredOutputs, constraints
+from loramux.platform.openai_api.strict_model import StrictModel
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 2048
@@ -28,20 +31,6 @@ MAX_MODEL_NAME = 256
 INT64 = 2**63
 
 T = TypeVar("T")
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_one_unknown_field(cls, document: Any) -> Any:
-        # pydantic reports each unknown field as a separate error; the first is enough to refuse the body.
-        fields = cls.model_fields
-        if not isinstance(document, dict) or len(document) <= len(fields):
-            return document
-        unknown = next(name for name in document if name not in fields)
-        return {name: document[name] for name in (*fields, unknown) if name in document}
 
 
 def _one_or_many(value: Any) -> Any:
@@ -80,12 +69,12 @@ def _usable_bias(value: Any) -> Any:
     return value
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(StrictModel):
     """The fields shared by chat and completions."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -118,7 +107,16 @@ class GenerationRequest(_Strict):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=64)] | None = None
 
+    # Constraints on the answer: OpenAI's field, vLLM's field, and vLLM's older fields.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
     # These fields cannot change the answer.
+    guided_decoding_backend: str | None = None
     user: str | None = None
 
     @property
@@ -156,6 +154,16 @@ class GenerationRequest(_Strict):
         for param, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", map(int, self.logit_bias or ()))):
             if not all(0 <= token < vocab_size for token in ids or ()):
                 raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param=param)
+
+    def constraint(self) -> Constraint | None:
+        """What the answer must follow; raises InvalidRequest if the body asks for two things."""
+        guided = StructuredOutputs(
+            json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
+        )
+        found = [*constraints(self.response_format, self.structured_outputs, guided)]
+        if len(found) > 1:
+            raise InvalidRequest("the answer can follow only one of these", param=found[1].param)
+        return found[0] if found else None
 
     def sampling(self) -> SamplingParams:
         bias = sorted((int(key), value) for key, value in (self.logit_bias or {}).items())
@@ -255,7 +263,7 @@ def _content(value: Any) -> Any:
     return "\n".join(texts)
 
 
-class ChatMessage(_Strict):
+class ChatMessage(StrictModel):
     """One message. The null-only fields appear in our own answers, which clients send back."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -282,7 +290,6 @@ class ChatRequest(GenerationRequest):
         "reasoning_effort": (None,),
         "verbosity": (None,),
         "web_search_options": (None,),
-        "response_format": (None, {"type": "text"}),
     }
     PROMPT: ClassVar[str] = "messages"
 
@@ -300,7 +307,6 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Any = None
     verbosity: Any = None
     web_search_options: Any = None
-    response_format: Any = None
 
     # These fields cannot change the answer.
     metadata: Annotated[dict[str, str], BeforeValidator(_few_entries)] | None = None

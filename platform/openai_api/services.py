@@ -25,6 +25,7 @@ from loramux.platform.generation.maintenance import Maintenance
 from loramux.platform.generation.running_requests import RunningRequests
 from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.generation.settler import Settler
+from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.threads import call_on
@@ -88,6 +89,7 @@ class GatewayServices:
     spool: SettlementSpool | None
     engine: EngineClient
     tokenizer: ModelTokenizer
+    grammars: GrammarChecker
     model: ModelInfo
     metrics: GatewayMetrics
     settings: GatewaySettings
@@ -104,6 +106,7 @@ class GatewayServices:
         registry: AdapterRegistry,
         engine: EngineClient,
         tokenizer: ModelTokenizer,
+        grammars: GrammarChecker,
         model: ModelInfo,
         executor: Executor,
         settings: GatewaySettings | None = None,
@@ -146,6 +149,7 @@ class GatewayServices:
             spool=spool,
             engine=engine,
             tokenizer=tokenizer,
+            grammars=grammars,
             model=model,
             metrics=metrics,
             settings=settings if settings is not None else GatewaySettings(),
@@ -159,6 +163,7 @@ class GatewayServices:
         self.cache_invalidation.close()
         self.commit.close(CLOSE_WAIT_S)
         self.settler.close()
+        self.grammars.close()
         self.compute_executor.shutdown(cancel_futures=True)
         if self.tracing is not None:
             self.tracing.close()

@@ -58,6 +58,12 @@ def _steps(stats: Stats) -> Iterator[Metric]:
     ):
         tokens.add_metric((kind,), count)
     yield tokens
+    grammars = stats.grammars
+    yield _counter("loramux_engine_grammars_compiled", "Grammars compiled", grammars.num_compiled)
+    yield _counter("loramux_engine_grammars_reused", "Sequences whose grammar was compiled before", grammars.num_reused)
+    yield _counter("loramux_engine_grammar_compile_seconds", "Time to compile grammars", grammars.compile_s)
+    yield _counter("loramux_engine_grammar_masks", "Tokens chosen under a grammar's mask", grammars.num_masks)
+    yield _counter("loramux_engine_grammar_mask_seconds", "Time to compute masks", grammars.mask_s)
     yield _gauge("loramux_engine_graphs", "Cached CUDA graphs of steps", stats.graphs.num_graphs)
     yield _gauge("loramux_engine_graph_bytes", "Device memory taken by CUDA graphs", stats.graphs.num_bytes)
     yield _gauge("loramux_engine_running_sequences", "Running sequences", stats.num_running)

@@ -16,6 +16,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from loramux.platform.grammars.keywords import JSON_SCHEMA_KEYWORDS
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.policies import QuotaPolicy
 
@@ -63,6 +64,13 @@ class GatewayMetrics:
         self.running = self._gauge("loramux_running_requests", "Admitted requests that are not settled")
 
         self.refusals = self._counter("loramux_quota_refusals", "Requests beyond a quota, by metric", "metric", "mode")
+        self.grammar_checks = self._counter("loramux_grammar_checks", "Requests with a grammar, by outcome", "outcome")
+        self.grammar_check_seconds = self._histogram(
+            "loramux_grammar_check_seconds", "Time to check a request's grammar", COMMIT_SECONDS
+        )
+        self.grammar_refused_keywords = self._counter(
+            "loramux_grammar_refused_keywords", "Schema keywords that are not supported", "keyword"
+        )
         self.commit_seconds = self._histogram(
             "loramux_commit_seconds", "Duration of a transaction of reservations and settlements", COMMIT_SECONDS
         )
@@ -132,6 +140,14 @@ class GatewayMetrics:
         self.commit_seconds.observe(seconds)
         if has_failed:
             self.commit_failures.inc()
+
+    def note_grammar(self, outcome: str, seconds: float, keywords: tuple[str, ...]) -> None:
+        """Record a request with a grammar, and the keywords of its schema that are not supported."""
+        self.grammar_checks.labels(outcome).inc()
+        if outcome != "known":
+            self.grammar_check_seconds.observe(seconds)
+        for keyword in keywords:
+            self.grammar_refused_keywords.labels(keyword if keyword in JSON_SCHEMA_KEYWORDS else "other").inc()
 
     def note_listener(self, listener: str, num_connections: Callable[[], int]) -> Counter:
         """Report a listener's number of connections; return the counter of connections that it refuses or ends."""

@@ -235,6 +235,21 @@ def test_two_versions_answer_side_by_side(tab: Tab) -> None:
     _keep(page, "playground-answered-light-1440")
 
 
+def test_both_answers_follow_a_schema(tab: Tab) -> None:
+    page = tab.open("/playground?tenant=harbour")
+    page.fill(".lane:nth-child(1) [name=model]", "harbour/pirate@1")
+    page.fill(".lane:nth-child(2) [name=model]", "demo-base")
+    page.click("text=Structured output")
+    page.fill("[name=json_schema]", '{"enum": ["Paris", "Rome"]}')
+    page.click("text=Ask both")
+    for lane in (1, 2):
+        page.wait_for_selector(f".lane:nth-child({lane}) [data-figures]:has-text('tokens')")
+        assert page.inner_text(f".lane:nth-child({lane}) output") in ('"Paris"', '"Rome"')
+    page.fill("[name=json_schema]", '{"type": "array", "contains": {}}')
+    page.click("text=Ask both")
+    page.wait_for_selector(".lane:nth-child(1) [data-figures]:has-text('contains')")
+
+
 def test_the_theme_is_kept_and_the_menu_opens_by_keyboard(new_tab: NewTab) -> None:
     tab = new_tab(width=360)
     page = tab.page

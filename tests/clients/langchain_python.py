@@ -6,11 +6,12 @@ import asyncio
 import json
 import os
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import openai
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel
 
 URL, KEY, LIMITED_KEY, MODEL = (
     os.environ[name] for name in ("CLIENT_URL", "CLIENT_KEY", "CLIENT_LIMITED_KEY", "CLIENT_MODEL")
@@ -21,6 +22,13 @@ QUESTION = "What is the capital of France?"
 def chat(**options: Any) -> ChatOpenAI:
     given: dict[str, Any] = {"model": MODEL, "base_url": URL, "api_key": KEY, "temperature": 0, "max_tokens": 48}
     return ChatOpenAI(**{**given, "max_retries": 0, **options})
+
+
+class Fact(BaseModel):
+    """What a structured answer is made of."""
+
+    city: Literal["Paris", "Rome"]
+    is_capital: bool
 
 
 def refusal(call: Any, kind: type[openai.APIStatusError]) -> list[Any]:
@@ -67,6 +75,7 @@ def main() -> None:
         "stop": [stopped.content, stopped.response_metadata["finish_reason"]],
         "completion": completions.invoke("The capital of"),
         "batch": [one.content for one in asked.batch([QUESTION] * 3)],
+        "structured": asked.with_structured_output(Fact, method="json_schema").invoke(QUESTION).model_dump(),
         "together": [asyncio.run(asked.ainvoke(QUESTION)).content],
         "unknown model": refusal(lambda: chat(model="nobody/nothing").invoke(QUESTION), openai.NotFoundError),
         "wrong key": refusal(lambda: chat(api_key="wrong").invoke(QUESTION), openai.AuthenticationError),

@@ -6,9 +6,10 @@ import asyncio
 import json
 import os
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import litellm
+from pydantic import BaseModel
 
 URL, KEY, LIMITED_KEY, MODEL = (
     os.environ[name] for name in ("CLIENT_URL", "CLIENT_KEY", "CLIENT_LIMITED_KEY", "CLIENT_MODEL")
@@ -21,6 +22,13 @@ CHAT: Any = {
     "api_base": URL,
     "api_key": KEY,
 }
+
+
+class Fact(BaseModel):
+    """What a structured answer is made of."""
+
+    city: Literal["Paris", "Rome"]
+    is_capital: bool
 
 
 def refusal(call: Any, kind: type[Exception]) -> list[Any]:
@@ -74,6 +82,7 @@ def main() -> None:
         "n": sorted(choice.index for choice in several.choices),
         "stop": [stopped.choices[0].message.content, stopped.choices[0].finish_reason],
         "completion": text.choices[0].text,
+        "structured": json.loads(litellm.completion(**CHAT, response_format=Fact).choices[0].message.content),
         "together": asyncio.run(together()),
         "unknown model": refusal(
             lambda: litellm.completion(**{**CHAT, "model": "openai/nobody/nothing"}), litellm.NotFoundError

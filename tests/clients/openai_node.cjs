@@ -2,6 +2,8 @@
 const { createRequire } = require("node:module");
 const load = createRequire(process.env.CLIENT_MODULES + "/");
 const OpenAI = load("openai");
+const { zodResponseFormat } = load("openai/helpers/zod");
+const { z } = load("zod");
 
 const { CLIENT_URL, CLIENT_KEY, CLIENT_LIMITED_KEY, CLIENT_MODEL } = process.env;
 const chat = {
@@ -84,6 +86,8 @@ async function main() {
   const models = [];
   for await (const model of client().models.list()) models.push(model.id);
   const together = await Promise.all([1, 2, 3, 4].map(() => client().chat.completions.create(chat)));
+  const Fact = z.object({ city: z.enum(["Paris", "Rome"]), is_capital: z.boolean() });
+  const structured = await client().chat.completions.parse({ ...chat, response_format: zodResponseFormat(Fact, "fact") });
   const patient = client(CLIENT_LIMITED_KEY, 5);
   const found = {
     version: load("openai/version").VERSION,
@@ -102,6 +106,7 @@ async function main() {
     "completion stream": parts,
     models: models.sort(),
     model: (await client().models.retrieve(CLIENT_MODEL)).id,
+    structured: structured.choices[0].message.parsed,
     together: together.map((one) => one.choices[0].message.content),
     left: await leave(),
     "unknown model": await refusal(

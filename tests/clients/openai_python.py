@@ -6,16 +6,24 @@ import asyncio
 import json
 import os
 import time
-from typing import Any
+from typing import Any, Literal
 
 import openai
 from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel
 
 URL, KEY, LIMITED_KEY, MODEL = (
     os.environ[name] for name in ("CLIENT_URL", "CLIENT_KEY", "CLIENT_LIMITED_KEY", "CLIENT_MODEL")
 )
 MESSAGES: Any = [{"role": "user", "content": "What is the capital of France?"}]
 CHAT: Any = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 48}
+
+
+class Fact(BaseModel):
+    """What a structured answer is made of."""
+
+    city: Literal["Paris", "Rome"]
+    is_capital: bool
 
 
 def refusal(call: Any, kind: type[openai.APIStatusError]) -> list[Any]:
@@ -79,6 +87,11 @@ async def together() -> list[str | None]:
     return [answer.choices[0].message.content for answer in answers]
 
 
+def structured(answer: Any) -> Any:
+    fact = answer.choices[0].message.parsed
+    return fact and fact.model_dump()
+
+
 def main() -> None:
     client = OpenAI(base_url=URL, api_key=KEY, max_retries=0)
     answer = client.chat.completions.create(**CHAT)
@@ -110,6 +123,7 @@ def main() -> None:
         "completion stream": "".join(part.choices[0].text for part in parts if part.choices),
         "models": sorted(model.id for model in client.models.list()),
         "model": client.models.retrieve(MODEL).id,
+        "structured": structured(client.chat.completions.parse(**CHAT, response_format=Fact)),
         "together": asyncio.run(together()),
         "unknown model": refusal(
             lambda: client.chat.completions.create(**{**CHAT, "model": "nobody/nothing"}), openai.NotFoundError

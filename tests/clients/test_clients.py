@@ -130,6 +130,15 @@ def test_logprobs_choices_stops_and_completions_agree_with_the_plain_answer(
     assert seen.get("model", MODEL) == MODEL
 
 
+def test_a_structured_answer_is_parsed(seen: dict[str, Any]) -> None:
+    fact = seen["structured"]
+    assert (sorted(fact), fact["city"] in ("Paris", "Rome"), type(fact["is_capital"])) == (
+        ["city", "is_capital"],
+        True,
+        bool,
+    )
+
+
 @pytest.mark.parametrize(
     ("what", "kind", "status", "code"),
     [

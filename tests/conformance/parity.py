@@ -20,7 +20,7 @@ from loramux.engine.batch import Batch
 from loramux.engine.config import EngineConfig, pack_target
 from loramux.engine.device.backend import Backend
 from loramux.engine.engine import Engine
-from loramux.engine.execution.executor import StepResult
+from loramux.engine.execution.executor import Forward
 from loramux.engine.messages import Add, Finished
 from loramux.engine.model.decoder import Decoder, HeadAdapters
 from loramux.engine.model.model_config import ModelConfig
@@ -116,14 +116,14 @@ class Recorder:
 
         monkeypatch.setattr(Decoder, "logits", recording)
 
-    def submit(self, batch: Batch) -> StepResult:
-        result = self.executor.submit(batch)
+    def submit(self, batch: Batch) -> Forward:
+        forward = self.executor.submit(batch)
         self.steps.append((batch, self._logits))
         # Each sequence has its own random stream, so the seed identifies the sequence.
         ids = {one.seed: one.sequence_id for one in self._engine._live}
         for row, sample in zip(self._logits, batch.samples, strict=True):
             self.by_sequence[ids[sample.seed]].append(row)
-        return result
+        return forward
 
 
 def run(engine: Engine) -> None:

@@ -12,6 +12,7 @@ from loramux.engine.adapters.stager import MemoryStager
 from loramux.engine.engine import Engine, EngineParts, Observers
 from loramux.engine.engine_stats import EngineStats
 from loramux.engine.execution.simulation import SimulatedExecutor, SimulatedPages, simulated_adapters
+from loramux.engine.grammars.grammar_compiler import GrammarCompiler
 from loramux.engine.messages import AdapterState, Add, Finished, SamplingParams, Stats, StatsRequest, StepOutput
 from loramux.engine.pages.eviction import LeastRecentlyUsed
 from loramux.engine.pages.kv_pages import KvPages
@@ -20,6 +21,7 @@ from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.request_limits import EngineLimits
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from tests.engine.byte_vocabulary import byte_vocabulary
 
 VOCAB_SIZE = 1000
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -137,7 +139,8 @@ def simulate_engine(
     executor = SimulatedExecutor(VOCAB_SIZE, 16, num_pages, adapter_pages, eos)
     limits = EngineLimits(VOCAB_SIZE, max_model_len, eos, 16, **waiting)
     clock = Clock()
-    parts = EngineParts(pages, pool, prefixes, scheduler, executor)
+    grammars = GrammarCompiler(byte_vocabulary, VOCAB_SIZE, lambda: None)
+    parts = EngineParts(pages, pool, prefixes, scheduler, executor, grammars)
     observers = Observers(EngineStats(pages, pool, prefixes, scheduler))
     engine = Engine(limits, parts, observers, random.Random(0), clock, lookahead)
     return Simulation(engine, pages, pool, prefixes, scheduler, executor, stager, adapter_pages, clock)

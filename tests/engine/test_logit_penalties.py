@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +16,12 @@ from hypothesis import strategies as st
 from loramux.engine.batch import Batch, SamplingRow
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import SampleTokens
-from loramux.engine.execution.device_sampler import DeviceSampler, SampledStep
+from loramux.engine.execution.device_sampler import DeviceSampler
+from loramux.engine.execution.direct_executor import DirectForward
+from loramux.engine.execution.graph_executor import GraphForward
 from loramux.engine.execution.sampler import FinishedStep, SampledToken, sample, uniforms_of
 from loramux.engine.execution.step_buffer import SamplingInputs
+from loramux.engine.grammars.grammar import Masks
 from loramux.engine.logit_penalties import TokenMarks, logit_penalties
 from loramux.engine.messages import Add, SamplingParams
 from loramux.kernels.reference.sampling import reference_sample_tokens
@@ -146,8 +151,8 @@ def last_rows(batch: Batch, tokens: torch.Tensor) -> torch.Tensor:
 class HostTable:
     """A model whose logits depend only on the last token, with sampling on the host."""
 
-    def submit(self, batch: Batch) -> FinishedStep:
-        return FinishedStep(sample(TABLE[last_rows(batch, torch.from_numpy(batch.tokens))], batch.samples, ()))
+    def submit(self, batch: Batch) -> DirectForward:
+        return DirectForward(TABLE[last_rows(batch, torch.from_numpy(batch.tokens))], batch.samples, ())
 
 
 @dataclass
@@ -164,11 +169,11 @@ class DeviceTable:
         accelerator.device = DEVICE
         self.sampler = DeviceSampler(accelerator, self.sample_tokens, self.max_samples, ())
 
-    def submit(self, batch: Batch) -> SampledStep:
+    def submit(self, batch: Batch) -> GraphForward:
         self.num_unknown += int((batch.tokens < 0).sum())
         known = self.sampler.resolve(torch.from_numpy(batch.tokens).to(DEVICE))
         logits = TABLE.to(DEVICE)[last_rows(batch, known)]
-        return self.sampler.choose(logits, batch.samples, self.inputs(batch.samples))
+        return GraphForward(self.sampler, logits, batch.samples, self.inputs(batch.samples))
 
     def inputs(self, samples: Sequence[SamplingRow]) -> SamplingInputs:
         params = [one.params for one in samples]
@@ -281,13 +286,18 @@ def test_a_host_that_runs_ahead_notes_what_it_chose(monkeypatch: pytest.MonkeyPa
         def __init__(self) -> None:
             self.chosen: list[SampledToken] = []
 
-        def submit(self, batch: Batch) -> FinishedStep:
+        def submit(self, batch: Batch) -> Any:
             for place, token in enumerate(batch.tokens.tolist()):
                 if token < 0:
                     batch.tokens[place] = self.chosen[-1 - token].token_id
-            step = HostTable.submit(self, batch)
-            self.chosen = step.sampled
-            return step
+            forward = HostTable.submit(self, batch)
+
+            def choose(masks: Masks) -> FinishedStep:
+                step = forward.choose(masks)
+                self.chosen = step.sampled
+                return step
+
+            return SimpleNamespace(choose=choose)
 
     expected = generated(simulate(HostTable(), monkeypatch, lookahead=False), 12)
     assert generated(simulate(AheadTable(), monkeypatch, lookahead=True), 12) == expected

@@ -27,12 +27,14 @@ from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.generation.settlement_spool import SettlementSpool
+from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.ledger.events import Ledger, UsageEvent
 from loramux.platform.openai_api.app import create_openai_app
 from loramux.platform.openai_api.services import GatewayServices, GatewaySettings, ModelInfo
 from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from tests.demo_base import DEMO_BASE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,7 @@ async def open_gateway(
         registry=AdapterRegistry(database),
         engine=engine,
         tokenizer=tokenizer,
+        grammars=GrammarChecker(DEMO_BASE, 1024, (1,)),
         model=ModelInfo(served_name="base", max_model_len=1024, vocab_size=1024, created_s=1_700_000_000),
         executor=executor,
         settings=settings,

@@ -31,6 +31,8 @@ class Question(BaseModel):
     system: str
     max_tokens: int = Field(ge=1)
     temperature: float = Field(ge=0, le=2)
+    json_schema: str = ""
+    """What the answer must satisfy, as JSON text; empty: nothing."""
 
 
 async def show(visit: Visit) -> Response:
@@ -74,6 +76,8 @@ async def stream(visit: Visit) -> Response:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if question.json_schema.strip():
+        body["structured_outputs"] = {"json": question.json_schema}
     secret = await _key(visit, question.tenant)
     return _Asked(gateway, visit.request, msgspec.json.encode(body), secret)
 

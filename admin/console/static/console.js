@@ -138,6 +138,7 @@
           system: form.elements.system.value,
           max_tokens: Number(form.elements.max_tokens.value) || 64,
           temperature: Number(form.elements.temperature.value) || 0,
+          json_schema: form.elements.json_schema.value,
         }),
       });
       if (!response.ok) {

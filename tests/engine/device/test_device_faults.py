@@ -111,15 +111,19 @@ class Loop:
         def fail(*_: Any) -> Any:
             raise error
 
-        submitted = SimpleNamespace(tokens=fail)
-        submit = fail if fails_in == "submit" else lambda batch: submitted
+        forward = SimpleNamespace(choose=lambda masks: SimpleNamespace(tokens=fail))
+        submit = fail if fails_in == "submit" else lambda batch: forward
         self._monkeypatch.setattr(self.simulation.executor, "submit", submit)
         self.simulation.add("live")
         stager = Stager()
         wake_read, wake_write = os.pipe()
         record = StepRecord(StepRecord.new_file(max_sequences=4))
         assembled = SimpleNamespace(
-            engine=self.simulation.engine, ready=READY, stager=stager, adapters=SimpleNamespace(close=lambda: None)
+            engine=self.simulation.engine,
+            ready=READY,
+            stager=stager,
+            adapters=SimpleNamespace(close=lambda: None),
+            grammars=SimpleNamespace(preload=lambda: None, close=lambda: None),
         )
         try:
             process._serve(cast(Any, assembled), self._directory / "engine", wake_read, record, threading.Event())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -275,3 +276,38 @@ def test_submitting_a_step_never_waits_for_the_device() -> None:
         assert step.chosen.device.type == "meta"
     with pytest.raises(NotImplementedError):
         step.tokens()
+
+
+@pytest.mark.parametrize("edits", [{}, {"logit_bias": ((3, 5.0),), "presence_penalty": 1.5}], ids=["plain", "edited"])
+def test_masked_rows_choose_what_the_host_chooses_and_others_notice_nothing(
+    sampler: DeviceSampler, edits: dict[str, Any]
+) -> None:
+    params = [SamplingParams(temperature=temperature, top_p=0.9, **edits) for temperature in (0.0, 1.0) * 3]
+    rows = [SamplingRow(one, seed, 0, logit_penalties(one, [0, 1], 2)) for seed, one in enumerate(params)]
+    logits = random_logits(len(rows))
+    masks = {row: np.zeros(-(-VOCAB_SIZE // 32) * 4, np.uint8) for row in (0, 3, 4)}
+    for row, mask in masks.items():
+        # Three tokens each, the last of the vocabulary among them.
+        for token in (row, 2 * row + 1, VOCAB_SIZE - 1):
+            mask[token // 8] |= 1 << token % 8
+    found = sampler.choose(logits.clone().to(DEVICE), rows, inputs_of(rows), masks).tokens()
+    host_rows = [SamplingRow(one, seed, 0, logit_penalties(one, [0, 1], 2)) for seed, one in enumerate(params)]
+    # Greedy rows are even; random ones are drawn in another order than the host's.
+    assert found[::2] == sample(logits.clone(), host_rows, EOS, masks)[::2]
+    for row in masks:
+        assert found[row].token_id in (row, 2 * row + 1, VOCAB_SIZE - 1)
+    free_rows = [SamplingRow(one, seed, 0, logit_penalties(one, [0, 1], 2)) for seed, one in enumerate(params)]
+    free = sampler.choose(logits.clone().to(DEVICE), free_rows, inputs_of(free_rows)).tokens()
+    assert [one for row, one in enumerate(found) if row not in masks] == [
+        one for row, one in enumerate(free) if row not in masks
+    ]
+
+
+def test_a_masked_row_that_is_not_finite_is_still_found(sampler: DeviceSampler) -> None:
+    logits = random_logits(1)
+    logits[0, 5] = torch.nan
+    mask = np.zeros(-(-VOCAB_SIZE // 32) * 4, np.uint8)
+    mask[0] = 1
+    rows = rows_of(GREEDY)
+    found = sampler.choose(logits.to(DEVICE), rows, inputs_of(rows), {0: mask}).tokens()
+    assert [one.token_id for one in found] == [None]

@@ -1,0 +1,1 @@
+"""Grammars that constrain which tokens a sequence may choose."""

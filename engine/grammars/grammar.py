@@ -1,0 +1,83 @@
+"""One sequence's position in its grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+Mask = npt.NDArray[np.uint8]
+"""Which tokens may follow: bit `i % 8` of byte `i // 8` is token `i`; `[4 * ceil(vocab_size / 32)]`."""
+
+Masks = Mapping[int, Mask]
+"""The masks of a step's sample rows, by row. Other rows may choose any token."""
+
+NO_MASKS: Masks = {}
+
+
+class Grammar:
+    """Follows the committed tokens of one sequence; `mask` says which token may be next.
+
+    It is ready once it was compiled. Its state depends on the committed tokens alone, so a preempted sequence
+    continues where it was.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._matcher: LLMatcher | None = None
+        self.failure: str | None = None
+        """Why no token can follow: the grammar cannot be compiled or exceeded a limit, or no token spells what must
+        follow."""
+
+    @property
+    def is_ready(self) -> bool:
+        return self._matcher is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether only the end of the sequence can follow."""
+        return self._matcher is not None and self.failure is None and self._matcher.is_stopped()
+
+    def begin(self, matcher: LLMatcher) -> None:
+        """Take the compiled grammar, which is this sequence's own copy."""
+        self._matcher = matcher
+
+    def accept(self, token_id: int) -> None:
+        """Follow a committed token."""
+        assert self._matcher is not None
+        if self.failure is None and not self._matcher.is_stopped() and not self._matcher.consume_token(token_id):
+            self.failure = problem_of(self._matcher)
+
+    def mask(self) -> Mask | None:
+        """Which tokens may follow; None when the grammar is complete or failed, since the sequence ends anyway."""
+        assert self._matcher is not None
+        if self.failure is not None or self._matcher.is_stopped():
+            return None
+        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        # The tokenizer may have fewer tokens than the model's padded vocabulary.
+        allowed = np.zeros(-(-self._vocab_size // 32) * 4, np.uint8)
+        num_bytes = min(len(found), len(allowed))
+        allowed[:num_bytes] = found[:num_bytes]
+        if self._matcher.is_error():
+            self.failure = problem_of(self._matcher)
+        elif not allowed.any():
+            self.failure = "no token of the model's vocabulary can follow"
+        return None if self.failure is not None else allowed
+
+
+def problem_of(matcher: LLMatcher) -> str:
+    """Why a matcher failed, in one line."""
+    first, *rest = matcher.get_error().splitlines() or ["the grammar cannot be followed"]
+    # A regex's error comes last, after the pattern.
+    reason = next((line for line in reversed(rest) if line.startswith("error: ")), "")
+    return f"{first.rstrip(':')}: {reason}" if reason else first
+
+
+def allowed_tokens(mask: Mask, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """A mask as one bool per token, `[vocab_size]`."""
+    return np.unpackbits(mask, count=vocab_size, bitorder="little").view(np.bool_)

@@ -1,0 +1,37 @@
+"""The bytes of each token, in the form that grammars are compiled against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+
+class VocabularyNotUsable(Exception):
+    """The model's tokenizer cannot be used with grammars; the message says why."""
+
+
+def load_vocabulary(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """The vocabulary of a Hugging Face directory's `tokenizer.json`, padded to `vocab_size` tokens.
+
+    Takes up to a second for a vocabulary of 128,000 tokens. Raises VocabularyNotUsable.
+    """
+    try:
+        from llguidance import LLTokenizer
+    except ImportError as error:
+        raise VocabularyNotUsable("llguidance is not installed on the engine's machine") from error
+    path = model_dir / "tokenizer.json"
+    if not eos_token_ids:
+        raise VocabularyNotUsable("the model's configuration names no end-of-sequence token")
+    try:
+        return LLTokenizer(path.read_text(), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    except (OSError, ValueError) as error:
+        raise VocabularyNotUsable(f"{path} cannot be used with grammars: {error}") from error
+
+
+def no_vocabulary() -> LLTokenizer:
+    """For engines without a tokenizer. Raises VocabularyNotUsable."""
+    raise VocabularyNotUsable("this engine has no tokenizer")

@@ -1,0 +1,1 @@
+"""Grammars of requests: what a body asks for, checked in a confined process."""

@@ -1,0 +1,120 @@
+"""Turns a constraint into a grammar for the engine, and tries it out. Runs in the confined process."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import TYPE_CHECKING, Any
+
+from loramux.engine.grammars.grammar import problem_of
+from loramux.engine.grammars.limits import parser_limits
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+NUM_TRIED_TOKENS = 64
+"""Random tokens after which a grammar that met no limit is accepted."""
+
+JSON_OPTIONS: JsonCompileOptions = {
+    "item_separator": ",",
+    "key_separator": ":",
+    # One space, or a new line with its indentation: without a limit, a model could write blanks for ever.
+    "whitespace_pattern": r"( |\n {0,32})?",
+    "whitespace_flexible": True,
+    "coerce_one_of": False,
+    "lenient": False,
+}
+"""How schemas are compiled, whatever `x-guidance` in a schema says."""
+
+_KEYWORDS = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
+
+
+class GrammarRefused(Exception):
+    """The constraint cannot be compiled or followed; `keywords` are those of the schema that are not supported."""
+
+    def __init__(self, message: str, keywords: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.message = message
+        self.keywords = keywords
+
+
+def checked_grammar(kind: str, text: str, vocabulary: LLTokenizer) -> str:
+    """The grammar of a constraint, which compiles and can be followed within the limits; raises GrammarRefused."""
+    from llguidance import LLMatcher
+
+    try:
+        grammar = _grammar(kind, text)
+    except (ValueError, TypeError, KeyError, AssertionError, RecursionError) as error:
+        raise GrammarRefused(str(error) or "it is malformed") from error
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=parser_limits())
+    if matcher.is_error():
+        raise _refused(problem_of(matcher))
+    _try_out(matcher, vocabulary.vocab_size)
+    return grammar
+
+
+def _grammar(kind: str, text: str) -> str:
+    from llguidance import LLMatcher, StructTag, grammar_from
+
+    match kind:
+        case "json_schema":
+            _refuse_nested_ids(json.loads(text))
+            if text == "false":
+                raise ValueError("no value satisfies the schema false")
+            return LLMatcher.grammar_from_json_schema("{}" if text == "true" else text, overrides=JSON_OPTIONS)
+        case "regex":
+            return LLMatcher.grammar_from_regex(text)
+        case "choice":
+            return grammar_from("choice", text)
+        case "grammar":
+            return grammar_from("grammar", text)
+        case "structural_tag":
+            document = json.loads(text)
+            tags = [
+                StructTag(trigger=trigger, begin=one["begin"], grammar=one["schema"], end=one["end"])
+                for one in document["structures"]
+                for trigger in [next(t for t in document["triggers"] if one["begin"].startswith(t))]
+            ]
+            return StructTag.to_grammar(tags, assume_special=False)
+        case _:
+            raise ValueError(f"{kind} is not a kind of constraint")
+
+
+def _refuse_nested_ids(schema: Any) -> None:
+    """Raise GrammarRefused for an `$id` below the root: it moves the base of references, which llguidance ignores."""
+    waiting = list(schema.values()) if isinstance(schema, dict) else []
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            if isinstance(node.get("$id"), str):
+                raise GrammarRefused("$id is supported only at the root of a schema", ("$id",))
+            waiting += node.values()
+        elif isinstance(node, list):
+            waiting += node
+
+
+def _try_out(matcher: LLMatcher, vocab_size: int) -> None:
+    """Follow the grammar with random tokens; raises GrammarRefused where it meets a limit."""
+    import numpy as np
+
+    generator = random.Random(0)
+    for _ in range(NUM_TRIED_TOKENS):
+        if matcher.is_stopped():
+            break
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, count=vocab_size, bitorder="little"))
+        if matcher.is_error():
+            break
+        if not len(allowed):
+            raise GrammarRefused("no token of the model's vocabulary can follow")
+        matcher.consume_token(int(generator.choice(allowed)))
+    if matcher.is_error():
+        raise _refused(problem_of(matcher))
+
+
+def _refused(problem: str) -> GrammarRefused:
+    found = _KEYWORDS.search(problem)
+    keywords = tuple(re.findall(r'"([^"]*)"', found.group(1))) if found else ()
+    return GrammarRefused(problem, keywords)

@@ -1,0 +1,192 @@
+"""Checks constraints before they are admitted, so that no tenant's grammar reaches the engine unchecked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from loramux.adapter_store.validation.fork_server import ForkServer, ForkServerFailed, last_line
+from loramux.adapter_store.validation.validator import worker_environment
+from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
+from loramux.platform.grammars.constraint import Constraint
+from loramux.platform.threads import call_on
+
+CPU_S = 1
+"""Processor time of one check, in seconds. A schema of 20 kB takes a thirtieth of it."""
+
+WALL_S = 5.0
+"""Longest check, in seconds: it yields to everything else on the machine."""
+
+NUM_PROCESSES = 2
+"""Checks that run at a time. A tenant has only one of them."""
+
+MEMORY_BYTES = 1 << 30
+"""Memory that one check may take beyond what the process has before it."""
+
+ANSWER_BYTES = 4 << 20
+"""Longest grammar that a constraint may become, in bytes."""
+
+MAX_KEPT = 512
+"""Checked constraints that are kept, over all tenants."""
+
+MAX_KEPT_PER_TENANT = 32
+"""Checked constraints that are kept per tenant."""
+
+MAX_WAITING_PER_TENANT = 16
+"""Requests of one tenant that may wait for a check at a time."""
+
+NICENESS = 5
+"""Niceness of a check: the engine and the gateway go first."""
+
+RETRY_S = 5.0
+
+_WORKER = (sys.executable, "-P", "-m", "loramux.platform.grammars.worker")
+
+log = structlog.get_logger(__name__)
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """What the process says: a grammar, or why there is none."""
+
+    grammar: str | None = None
+    refused: str | None = None
+    keywords: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A tenant's requests that wait for a check; the lock admits one at a time."""
+
+    num_requests: int = 0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+Observer = Callable[[str, float, tuple[str, ...]], None]
+"""Told the outcome (`accepted`, `refused` or `known`), the seconds, and the unsupported keywords of each check."""
+
+
+class GrammarChecker:
+    """Checks each constraint once per tenant in a forked, confined process with limits on time and memory.
+
+    Tenants share no outcomes, so that nobody can learn from a fast answer what another tenant asked. A tenant has one
+    check running at a time; its other requests wait for their turn, and other tenants' checks do not wait for them.
+    Belongs to the event loop.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        observe: Observer = lambda *_: None,
+        command: Sequence[str] = _WORKER,
+    ) -> None:
+        arguments = (str(model_dir.absolute()), str(vocab_size), *map(str, eos_token_ids))
+        self._all = [ForkServer((*command, *arguments), worker_environment(), NICENESS) for _ in range(NUM_PROCESSES)]
+        self._idle: queue.SimpleQueue[ForkServer] = queue.SimpleQueue()
+        for processes in self._all:
+            self._idle.put(processes)
+        self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="grammars")
+        self._observe = observe
+        self._kept: OrderedDict[tuple[str, str, str], Checked] = OrderedDict()
+        self._waiting: dict[str, _Waiting] = {}
+
+    async def grammar(self, tenant_id: str, constraint: Constraint) -> str:
+        """The grammar for the engine; raises InvalidRequest, RateLimited and Unavailable."""
+        key = (tenant_id, constraint.kind, constraint.text)
+        started_s = time.monotonic()
+        checked = self._kept.get(key)
+        outcome = "known"
+        if checked is None:
+            checked = await self._checked_in_turn(key, constraint)
+            outcome = "refused" if checked.grammar is None else "accepted"
+        self._kept.move_to_end(key)
+        self._observe(outcome, time.monotonic() - started_s, checked.keywords)
+        if checked.grammar is None:
+            raise InvalidRequest(
+                checked.refused or "the grammar is refused", param=constraint.param, code="grammar_refused"
+            )
+        return checked.grammar
+
+    def preload(self) -> None:
+        """Start the process, so that no request waits for the vocabulary to load."""
+        for _ in range(NUM_PROCESSES):
+            self._threads.submit(self._check, Constraint("regex", "a", ""))
+
+    def close(self) -> None:
+        """End the check that runs, and start nothing more."""
+        for processes in self._all:
+            processes.close()
+        self._threads.shutdown(cancel_futures=True)
+
+    async def _checked_in_turn(self, key: tuple[str, str, str], constraint: Constraint) -> Checked:
+        tenant_id = key[0]
+        waiting = self._waiting.setdefault(tenant_id, _Waiting())
+        if waiting.num_requests >= MAX_WAITING_PER_TENANT:
+            raise RateLimited(
+                "too many new grammars of this tenant wait to be checked",
+                code="too_many_grammars",
+                retry_after_s=RETRY_S,
+            )
+        waiting.num_requests += 1
+        try:
+            async with waiting.turn:
+                # Another request may have asked for the same while this one waited.
+                checked = self._kept.get(key)
+                if checked is None:
+                    checked = await call_on(self._threads, self._check, constraint)
+                    self._keep(key, checked)
+        finally:
+            waiting.num_requests -= 1
+            if not waiting.num_requests:
+                del self._waiting[tenant_id]
+        return checked
+
+    def _keep(self, key: tuple[str, str, str], checked: Checked) -> None:
+        of_tenant = [one for one in self._kept if one[0] == key[0]]
+        if len(of_tenant) >= MAX_KEPT_PER_TENANT:
+            del self._kept[of_tenant[0]]
+        elif len(self._kept) >= MAX_KEPT:
+            self._kept.popitem(last=False)
+        self._kept[key] = checked
+
+    def _check(self, constraint: Constraint) -> Checked:
+        """Blocking. Raises Unavailable if no process can check anything."""
+        request = {
+            "kind": constraint.kind,
+            "text": constraint.text,
+            "cpu_s": CPU_S,
+            "memory_bytes": MEMORY_BYTES,
+            "file_bytes": ANSWER_BYTES,
+        }
+        processes = self._idle.get()
+        try:
+            ended = processes.run(json.dumps(request).encode(), WALL_S)
+        except ForkServerFailed as error:
+            log.warning("grammar_check_failed", error=str(error))
+            raise Unavailable(
+                "structured output is not available now", code="grammars_unavailable", retry_after_s=RETRY_S
+            ) from error
+        finally:
+            self._idle.put(processes)
+        if ended.returncode > 0:
+            log.warning("grammar_check_failed", error=last_line(ended.stderr))
+        if ended.took_too_long or ended.returncode != 0:
+            # A stack that overflows, memory or time beyond the limits: this grammar would end the next process too.
+            return Checked(refused="the grammar is too complex")
+        try:
+            checked = msgspec.json.decode(ended.stdout, type=Checked)
+        except msgspec.MsgspecError:
+            checked = Checked()
+        return checked if checked.grammar or checked.refused else Checked(refused="the grammar is too complex")

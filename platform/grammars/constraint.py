@@ -1,0 +1,43 @@
+"""What a body asks its answer to look like, before it is compiled."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from loramux.platform.errors import InvalidRequest
+
+MAX_TEXT_BYTES = 128 * 1024
+"""Longest schema, pattern, grammar or list of choices, in bytes of UTF-8."""
+
+MAX_CHOICES = 1024
+"""Most entries of `choice`."""
+
+Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """`text` is a JSON document for schemas, choices and structural tags, else the pattern or grammar itself."""
+
+    kind: Kind
+    text: str
+    param: str
+    """The field of the body that asked for it."""
+
+    @staticmethod
+    def of_json(kind: Kind, document: Any, param: str) -> Constraint:
+        """Raises InvalidRequest for a document that is too long."""
+        return Constraint.of_text(kind, json.dumps(document, ensure_ascii=False, separators=(",", ":")), param)
+
+    @staticmethod
+    def of_text(kind: Kind, text: str, param: str) -> Constraint:
+        """Raises InvalidRequest for a text that is too long or not valid UTF-8."""
+        try:
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidRequest("a lone surrogate cannot be generated", param=param, code="grammar_refused") from error
+        if num_bytes > MAX_TEXT_BYTES:
+            raise InvalidRequest(f"at most {MAX_TEXT_BYTES} bytes are allowed", param=param, code="grammar_too_large")
+        return Constraint(kind, text, param)

@@ -1,0 +1,48 @@
+"""The process that checks grammars: `python -m loramux.platform.grammars.worker MODEL_DIR VOCAB_SIZE EOS...`.
+
+It loads the vocabulary once. Each fork reads one constraint from standard input, confines itself, and answers on
+standard output. A grammar that crashes the compiler or takes too long ends its fork, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy.random  # noqa: F401 - numpy imports it late, when this process may open nothing more
+
+from loramux.adapter_store.validation.fork_server import fork_for_each_request
+from loramux.adapter_store.validation.sandbox import confine, limit_resources
+from loramux.engine.grammars.vocabulary import VocabularyNotUsable, load_vocabulary
+from loramux.platform.grammars.check import GrammarRefused, checked_grammar
+
+STACK_BYTES = 4 << 20
+"""Longest stack of a check: less than the engine has, so that what passes here cannot overflow there."""
+
+
+def main() -> int:
+    try:
+        vocabulary = load_vocabulary(Path(sys.argv[1]), int(sys.argv[2]), [int(one) for one in sys.argv[3:]])
+    except VocabularyNotUsable as error:
+        print(error, file=sys.stderr)
+        return 1
+    fork_for_each_request(idle_s=None)
+    request = json.load(sys.stdin)
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit_resources(used_bytes + request["memory_bytes"], request["file_bytes"], request["cpu_s"])
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
+    confine(())
+    answer: dict[str, Any]
+    try:
+        answer = {"grammar": checked_grammar(request["kind"], request["text"], vocabulary)}
+    except GrammarRefused as refusal:
+        answer = {"refused": refusal.message, "keywords": refusal.keywords}
+    json.dump(answer, sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

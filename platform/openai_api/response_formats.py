@@ -1,0 +1,126 @@
+"""The fields of a body that constrain its answer: OpenAI's `response_format`, and vLLM's extensions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_json
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.grammars.constraint import MAX_CHOICES, Constraint
+from loramux.platform.openai_api.strict_model import StrictModel
+
+Schema = dict[str, Any] | bool
+Structures = Annotated[list["Structure"], Field(fail_fast=True, min_length=1, max_length=64)]
+Triggers = Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=64)]
+Choices = Annotated[
+    list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)
+]
+
+ANY_OBJECT: Schema = {"type": "object"}
+
+
+class JsonSchema(StrictModel):
+    """`strict` changes nothing: answers always follow the schema."""
+
+    name: str = Field(min_length=1, max_length=64)
+    description: str | None = None
+    schema_: Schema | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class Structure(StrictModel):
+    begin: str = Field(min_length=1)
+    schema_: Schema = Field(ANY_OBJECT, alias="schema")
+    end: str = ""
+
+
+class StructuralTag(StrictModel):
+    """vLLM's structural tags: after a trigger the answer follows the structure that begins with it."""
+
+    type: Literal["structural_tag"]
+    structures: Structures
+    triggers: Triggers
+
+
+class TextFormat(StrictModel):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(StrictModel):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(StrictModel):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTag, Field(discriminator="type")
+]
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's `structured_outputs`: one of these."""
+
+    json_: Schema | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = Field(None, min_length=1)
+    choice: Choices | None = None
+    grammar: str | None = Field(None, min_length=1)
+    structural_tag: StructuralTag | None = None
+
+
+def constraints(
+    response_format: ResponseFormat | None, structured: StructuredOutputs | None, guided: StructuredOutputs
+) -> Iterator[Constraint]:
+    """Everything that these fields ask for; raises InvalidRequest for what cannot be a constraint."""
+    match response_format:
+        case JsonObjectFormat():
+            yield Constraint.of_json("json_schema", ANY_OBJECT, "response_format")
+        case JsonSchemaFormat(json_schema=wanted):
+            schema = ANY_OBJECT if wanted.schema_ is None else wanted.schema_
+            yield Constraint.of_json("json_schema", schema, "response_format.json_schema.schema")
+        case StructuralTag():
+            yield _structural_tag(response_format, "response_format")
+    if structured is not None:
+        yield from _structured(structured, "structured_outputs.")
+    yield from _structured(guided, "guided_")
+
+
+def _structured(wanted: StructuredOutputs, prefix: str) -> Iterator[Constraint]:
+    if wanted.json_ is not None:
+        yield _schema(wanted.json_, f"{prefix}json")
+    if wanted.json_object:
+        yield Constraint.of_json("json_schema", ANY_OBJECT, f"{prefix}json_object")
+    if wanted.regex is not None:
+        yield Constraint.of_text("regex", wanted.regex, f"{prefix}regex")
+    if wanted.choice is not None:
+        yield Constraint.of_json("choice", wanted.choice, f"{prefix}choice")
+    if wanted.grammar is not None:
+        yield Constraint.of_text("grammar", wanted.grammar, f"{prefix}grammar")
+    if wanted.structural_tag is not None:
+        yield _structural_tag(wanted.structural_tag, f"{prefix}structural_tag")
+
+
+def _schema(schema: Schema | str, param: str) -> Constraint:
+    """A schema as vLLM takes it: a document, or its JSON."""
+    if isinstance(schema, str):
+        try:
+            schema = parse_strict_json(schema.encode())
+        except InvalidJson as error:
+            raise InvalidRequest(f"the schema is not valid JSON: {error}", param=param) from None
+        if not isinstance(schema, (dict, bool)):
+            raise InvalidRequest("a schema is an object, true or false", param=param)
+    return Constraint.of_json("json_schema", schema, param)
+
+
+def _structural_tag(tag: StructuralTag, param: str) -> Constraint:
+    """Raises InvalidRequest for a structure that no trigger begins."""
+    for index, structure in enumerate(tag.structures):
+        if not any(structure.begin.startswith(trigger) for trigger in tag.triggers):
+            raise InvalidRequest("no trigger begins this structure", param=f"{param}.structures[{index}].begin")
+    return Constraint.of_json("structural_tag", tag.model_dump(by_alias=True), param)

@@ -1,0 +1,169 @@
+"""JSON Schema's own test suite against structured output: `make campaign-schemas`.
+
+Every schema of the suite is checked as a request's would be. For each that is accepted, random tokens are chosen under
+its grammar, and answers that end must satisfy the schema by the `jsonschema` package. The suite comes with that
+package's source distribution.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tarfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jsonschema import Draft7Validator, Draft201909Validator, Draft202012Validator, ValidationError
+from llguidance import LLMatcher, LLTokenizer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from loramux.engine.grammars.grammar import Grammar, allowed_tokens
+from loramux.engine.grammars.limits import parser_limits
+from loramux.engine.grammars.vocabulary import load_vocabulary
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.grammars.checker import GrammarChecker
+from loramux.platform.grammars.constraint import Constraint
+from tests.demo_base import DEMO_BASE
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".venv" / "schema-suite"
+VALIDATORS: dict[str, Any] = {
+    "draft7": Draft7Validator,
+    "draft2019-09": Draft201909Validator,
+    "draft2020-12": Draft202012Validator,
+}
+VOCAB_SIZE, EOS = 1024, 1
+MAX_TOKENS = 200
+END_BIAS = 0.3
+"""How often a random answer ends where its grammar lets it end."""
+
+
+@dataclass
+class Counts:
+    """The schemas of one keyword's file, and the answers of those that were accepted."""
+
+    schemas: int = 0
+    accepted: int = 0
+    ended: int = 0
+    cut: int = 0
+    refusals: Counter[str] = field(default_factory=Counter)
+    broken: list[str] = field(default_factory=list)
+    """Answers that break their schema."""
+
+
+def suite(folder: Path = FOLDER) -> Path:
+    """The suite's directory of drafts, downloaded once."""
+    drafts = next(folder.glob("*/json/tests"), None)
+    if drafts is None:
+        wanted = f"jsonschema=={version('jsonschema')}"
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", wanted]
+        subprocess.run([*command, "-d", str(folder)], check=True)
+        with tarfile.open(next(folder.glob("jsonschema-*.tar.gz"))) as archive:
+            archive.extractall(folder, filter="data")
+        drafts = next(folder.glob("*/json/tests"))
+    return drafts
+
+
+def cases(draft: str) -> Iterator[tuple[str, Any]]:
+    """The keyword and the schema of each group of the draft's tests."""
+    for path in sorted((suite() / draft).glob("*.json")):
+        for group in json.loads(path.read_text()):
+            yield path.stem, group["schema"]
+
+
+def random_answer(matcher: LLMatcher, vocabulary: LLTokenizer, generator: random.Random) -> str | None:
+    """Text of random allowed tokens; None if it did not end within MAX_TOKENS."""
+    grammar = Grammar(VOCAB_SIZE)
+    grammar.begin(matcher.deep_copy())
+    tokens: list[int] = []
+    while len(tokens) < MAX_TOKENS and not grammar.is_complete:
+        mask = grammar.mask()
+        assert mask is not None, grammar.failure
+        allowed = np.flatnonzero(allowed_tokens(mask, VOCAB_SIZE))
+        ends = EOS in allowed and (len(allowed) == 1 or generator.random() < END_BIAS)
+        token = EOS if ends else int(generator.choice([one for one in allowed.tolist() if one != EOS]))
+        grammar.accept(token)
+        if token == EOS:
+            break
+        tokens.append(token)
+    else:
+        if not grammar.is_complete:
+            return None
+    return vocabulary.decode_bytes(tokens).decode()
+
+
+async def run(num_answers: int, drafts: list[str]) -> dict[str, dict[str, Counts]]:
+    """Check every schema of the drafts; counts by draft and keyword."""
+    vocabulary = load_vocabulary(DEMO_BASE, VOCAB_SIZE, (EOS,))
+    checker = GrammarChecker(DEMO_BASE, VOCAB_SIZE, (EOS,))
+    found: dict[str, dict[str, Counts]] = {}
+    try:
+        for draft in drafts:
+            counts = found[draft] = defaultdict(Counts)
+            for index, (keyword, schema) in enumerate(track([*cases(draft)], description=draft)):
+                one = counts[keyword]
+                one.schemas += 1
+                try:
+                    constraint = Constraint.of_json("json_schema", schema, "schema")
+                    grammar = await checker.grammar(draft, constraint)
+                except InvalidRequest as refusal:
+                    one.refusals[refusal.message[:120]] += 1
+                    continue
+                one.accepted += 1
+                matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=parser_limits())
+                validator = VALIDATORS[draft](schema)
+                for number in range(num_answers):
+                    text = random_answer(matcher, vocabulary, random.Random(index * num_answers + number))
+                    if text is None:
+                        one.cut += 1
+                        continue
+                    one.ended += 1
+                    try:
+                        validator.validate(json.loads(text))
+                    except ValidationError as error:
+                        one.broken.append(f"{text!r} breaks {schema}: {error.message}")
+                        break
+    finally:
+        checker.close()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--answers", type=int, default=20, help="random answers for each accepted schema")
+    parser.add_argument("--drafts", default=",".join(VALIDATORS))
+    parser.add_argument("--out", type=Path, help="write the counts as JSON")
+    arguments = parser.parse_args()
+    found = asyncio.run(run(arguments.answers, arguments.drafts.split(",")))
+    table = Table(title=f"JSON Schema's test suite, {arguments.answers} random answers per accepted schema")
+    for heading in ("draft", "schemas", "accepted", "answers that ended", "cut", "broke their schema"):
+        table.add_column(heading, justify="left" if heading == "draft" else "right")
+    for draft, counts in found.items():
+        columns = zip(*((one.schemas, one.accepted, one.ended, one.cut, len(one.broken)) for one in counts.values()))
+        table.add_row(draft, *(str(sum(column)) for column in columns))
+    console = Console()
+    console.print(table)
+    broken = [text for counts in found.values() for one in counts.values() for text in one.broken]
+    for text in broken:
+        console.print(text)
+    if arguments.out:
+        document = {
+            draft: {keyword: asdict(one) for keyword, one in sorted(counts.items())} for draft, counts in found.items()
+        }
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Structured output through a running server: official client, real tokenizer, adapters in one batch, exact bills."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jsonschema
+import pytest
+from openai import BadRequestError, OpenAI
+
+from tests.conformance.served import Deployment, deployment
+from tests.demo_base import DEMO_BASE
+
+ADAPTERS = ("pirate", "formal", "json")
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployment, OpenAI]]:
+    made = deployment(DEMO_BASE, tmp_path_factory.mktemp("structured") / "data", (), {})
+    with made.running():
+        made.json("tenants", "create", "acme")
+        for name in ADAPTERS:
+            pushed = made.command(
+                "adapters", "push", str(DEMO_BASE.parent / "adapters" / name), "--tenant", "acme", "--name", name
+            )
+            assert pushed.returncode == 0, pushed.stderr
+        yield made, made.client(made.json("keys", "create", "--tenant", "acme")["secret"])
+
+
+def ask(client: OpenAI, model: str, seed: int, **fields: Any) -> Any:
+    return client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": f"Tell me about person {seed}"}],
+        max_tokens=200,
+        seed=seed,
+        **fields,
+    )
+
+
+def billed(made: Deployment) -> int:
+    """Completion tokens in the tenant's report."""
+    done = made.command("usage", "--tenant", "acme", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    return sum(
+        result["completion_tokens"] for bucket in json.loads(done.stdout)["data"] for result in bucket["results"]
+    )
+
+
+def test_every_adapter_of_a_batch_follows_the_schema(server: tuple[Deployment, OpenAI]) -> None:
+    _, client = server
+    models = ["demo-base", *(f"acme/{name}" for name in ADAPTERS)] * 3
+
+    def one(seed: int) -> Any:
+        return ask(client, models[seed], seed, response_format=FORMAT)
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        for answer in pool.map(one, range(len(models))):
+            assert answer.choices[0].finish_reason == "stop"
+            jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
+
+
+def test_free_requests_answer_the_same_next_to_constrained_ones(server: tuple[Deployment, OpenAI]) -> None:
+    _, client = server
+    alone = [ask(client, "acme/pirate", seed).choices[0].message.content for seed in range(4)]
+    with ThreadPoolExecutor(8) as pool:
+        constrained = [pool.submit(ask, client, "acme/formal", seed, response_format=FORMAT) for seed in range(4)]
+        free = [pool.submit(ask, client, "acme/pirate", seed) for seed in range(4)]
+        assert [one.result().choices[0].message.content for one in free] == alone
+        for one in constrained:
+            jsonschema.validate(json.loads(one.result().choices[0].message.content), SCHEMA)
+
+
+def test_choices_streams_and_log_probabilities_follow_the_schema(server: tuple[Deployment, OpenAI]) -> None:
+    _, client = server
+    answer = ask(client, "demo-base", 1, n=3, logprobs=True, top_logprobs=2, response_format=FORMAT)
+    for choice in answer.choices:
+        jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+        assert b"".join(bytes(one.bytes) for one in choice.logprobs.content).decode() == choice.message.content
+    chunks = ask(client, "demo-base", 2, stream=True, response_format=FORMAT)
+    text = "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_the_bill_counts_what_was_generated(server: tuple[Deployment, OpenAI]) -> None:
+    made, client = server
+    before = billed(made)
+    answers = [ask(client, "acme/json", seed, response_format=FORMAT) for seed in range(3)]
+    assert billed(made) - before == sum(one.usage.completion_tokens for one in answers)
+
+
+def test_a_refused_schema_costs_nothing_and_names_its_keyword(server: tuple[Deployment, OpenAI]) -> None:
+    made, client = server
+    before = billed(made)
+    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "contains": {}}}}
+    with pytest.raises(BadRequestError, match="contains") as refusal:
+        ask(client, "demo-base", 1, response_format=wrong)
+    assert (refusal.value.code, refusal.value.param) == ("grammar_refused", "response_format.json_schema.schema")
+    assert billed(made) == before

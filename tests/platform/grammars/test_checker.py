@@ -1,0 +1,193 @@
+"""Constraints are checked in a process that can die over one of them, and tenants neither wait for nor see others'."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
+from loramux.platform.grammars.checker import MAX_KEPT_PER_TENANT, MAX_WAITING_PER_TENANT, GrammarChecker
+from loramux.platform.grammars.constraint import MAX_TEXT_BYTES, Constraint
+from tests.demo_base import DEMO_BASE
+
+pytestmark = pytest.mark.anyio
+
+
+class Observed(list[tuple[str, tuple[str, ...]]]):
+    """The outcome and the unsupported keywords of each check."""
+
+    def note(self, outcome: str, seconds: float, keywords: tuple[str, ...]) -> None:
+        assert seconds >= 0
+        self.append((outcome, keywords))
+
+
+@pytest.fixture(scope="module")
+def observed() -> Observed:
+    return Observed()
+
+
+@pytest.fixture(scope="module")
+def shared_checker(observed: Observed) -> Iterator[GrammarChecker]:
+    checker = GrammarChecker(DEMO_BASE, 1024, (1,), observed.note)
+    yield checker
+    checker.close()
+
+
+@pytest.fixture
+def checker(shared_checker: GrammarChecker, observed: Observed) -> GrammarChecker:
+    shared_checker._kept.clear()
+    observed.clear()
+    return shared_checker
+
+
+def schema(document: Any) -> Constraint:
+    return Constraint.of_json("json_schema", document, "response_format")
+
+
+CHAIN = {
+    "$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"type": "null"}]} for i in range(2000)}
+    | {"d2000": {"type": "null"}},
+    "$ref": "#/$defs/d0",
+}
+"""A chain of references that overflows the compiler's stack."""
+
+ALTERNATIVES = {
+    "allOf": [{"anyOf": [{"type": "string", "pattern": f"a{i}"}, {"type": "integer", "minimum": i}]} for i in range(22)]
+}
+"""2**22 combinations."""
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        pytest.param(schema({"type": "object"}), id="any object"),
+        pytest.param(schema({"type": "string", "maxLength": 5}), id="schema"),
+        pytest.param(schema(True), id="true"),
+        pytest.param(Constraint.of_text("regex", "[a-c]{3,9}", "p"), id="regex"),
+        pytest.param(Constraint.of_json("choice", ["yes", 'a "quoted" one', "new\nline"], "p"), id="choice"),
+        pytest.param(Constraint.of_text("grammar", 'start: "a" | "b" start', "p"), id="Lark grammar"),
+        pytest.param(Constraint.of_text("grammar", 'root ::= "a" | "b" root', "p"), id="GBNF grammar"),
+    ],
+)
+async def test_a_good_constraint_becomes_a_grammar(
+    checker: GrammarChecker, observed: Observed, constraint: Constraint
+) -> None:
+    first = await checker.grammar("acme", constraint)
+    assert first
+    assert await checker.grammar("acme", constraint) == first
+    assert observed == [("accepted", ()), ("known", ())]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "said"),
+    [
+        pytest.param(schema({"type": "array", "contains": {}}), 'Unimplemented keys: ["contains"]', id="keyword"),
+        pytest.param(schema({"type": "nothing"}), "nothing", id="type"),
+        pytest.param(schema(False), "", id="false"),
+        pytest.param(schema({"items": {"$id": "https://a/b", "$ref": "c"}}), "$id is supported only", id="nested $id"),
+        pytest.param(schema({"$ref": "https://example.com/schema"}), "", id="remote reference"),
+        pytest.param(schema({"type": "string", "pattern": "(((("}), "unclosed", id="pattern"),
+        pytest.param(schema({"type": "integer", "minimum": 5, "maximum": 4}), "", id="contradiction"),
+        pytest.param(Constraint.of_text("regex", "((((", "p"), "unclosed group", id="regex"),
+        pytest.param(Constraint.of_text("grammar", "start: undefined", "p"), "undefined", id="undefined rule"),
+        pytest.param(Constraint.of_text("grammar", "", "p"), "", id="empty grammar"),
+        pytest.param(Constraint.of_text("grammar", 'start: "a" start', "p"), "Too many items", id="forced for ever"),
+        pytest.param(Constraint.of_text("grammar", "start: " + '"a"?' * 4000, "p"), "", id="ambiguous"),
+        pytest.param(schema(CHAIN), "too complex", id="overflows the stack"),
+        pytest.param(schema(ALTERNATIVES), "too complex", id="too many alternatives"),
+    ],
+)
+async def test_a_bad_constraint_is_refused_in_bounded_time(
+    checker: GrammarChecker, observed: Observed, constraint: Constraint, said: str
+) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(InvalidRequest) as refusal:
+        await checker.grammar("acme", constraint)
+    assert time.monotonic() - started_s < 30
+    assert said in refusal.value.message
+    assert (refusal.value.param, refusal.value.code) == (constraint.param, "grammar_refused")
+    assert [outcome for outcome, _ in observed] == ["refused"]
+    assert await checker.grammar("acme", Constraint.of_text("regex", "a|b", "p"))
+
+
+async def test_unsupported_keywords_are_reported(checker: GrammarChecker, observed: Observed) -> None:
+    with pytest.raises(InvalidRequest):
+        await checker.grammar("acme", schema({"type": "array", "contains": {}, "uniqueItems": True}))
+    assert observed == [("refused", ("contains", "uniqueItems"))]
+
+
+async def test_tenants_share_no_outcomes(checker: GrammarChecker, observed: Observed) -> None:
+    constraint = Constraint.of_text("regex", "a|b", "p")
+    for tenant in ("acme", "other"):
+        await checker.grammar(tenant, constraint)
+    assert [outcome for outcome, _ in observed] == ["accepted", "accepted"]
+
+
+async def test_equal_requests_of_a_tenant_are_checked_once(checker: GrammarChecker, observed: Observed) -> None:
+    checks: list[Constraint] = []
+    check = checker._check
+
+    def counted(constraint: Constraint) -> Any:
+        checks.append(constraint)
+        return check(constraint)
+
+    checker._check = counted  # type: ignore[method-assign]
+    try:
+        constraint = Constraint.of_text("regex", "once|twice", "p")
+        grammars = await asyncio.gather(*(checker.grammar("acme", constraint) for _ in range(5)))
+    finally:
+        checker._check = check  # type: ignore[method-assign]
+    assert (len(checks), len(set(grammars))) == (1, 1)
+    assert checker._waiting == {}
+
+
+async def test_one_tenants_grammars_leave_a_process_to_others(checker: GrammarChecker) -> None:
+    slow = [
+        asyncio.create_task(checker.grammar("slow", schema({**ALTERNATIVES, "title": str(index)})))
+        for index in range(MAX_WAITING_PER_TENANT)
+    ]
+    await asyncio.sleep(0.1)
+    assert await checker.grammar("quick", Constraint.of_text("regex", "a|b", "p"))
+    assert any(not one.done() for one in slow), "each takes a second of processor time"
+    for one in slow:
+        one.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+    assert checker._waiting == {}
+
+
+async def test_a_tenant_may_have_a_few_waiting_grammars(checker: GrammarChecker) -> None:
+    asked = [
+        asyncio.create_task(checker.grammar("acme", Constraint.of_text("regex", f"a{index}", "p")))
+        for index in range(MAX_WAITING_PER_TENANT)
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(RateLimited) as refusal:
+        await checker.grammar("acme", Constraint.of_text("regex", "one more", "p"))
+    assert (refusal.value.code, refusal.value.retry_after_s is not None) == ("too_many_grammars", True)
+    assert await checker.grammar("other", Constraint.of_text("regex", "a", "p"))
+    assert all(await asyncio.gather(*asked))
+
+
+async def test_a_tenant_keeps_a_bounded_number_of_outcomes(checker: GrammarChecker) -> None:
+    for index in range(MAX_KEPT_PER_TENANT + 3):
+        await checker.grammar("acme", Constraint.of_text("regex", f"b{index}", "p"))
+    assert len(checker._kept) == MAX_KEPT_PER_TENANT
+    assert ("acme", "regex", "b0") not in checker._kept
+
+
+async def test_without_a_process_the_request_is_told_to_try_again() -> None:
+    checker = GrammarChecker(DEMO_BASE, 1024, (1,), command=("/does/not/exist",))
+    with pytest.raises(Unavailable) as failure:
+        await checker.grammar("acme", Constraint.of_text("regex", "a", "p"))
+    assert failure.value.code == "grammars_unavailable"
+    checker.close()
+
+
+def test_a_constraint_has_a_bounded_length() -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        Constraint.of_text("regex", "a" * (MAX_TEXT_BYTES + 1), "guided_regex")
+    assert (refusal.value.code, refusal.value.param) == ("grammar_too_large", "guided_regex")

@@ -1,0 +1,79 @@
+"""The ways to ask for an answer of a given shape, and what is wrong with some."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.platform.gateways import Gateway
+from tests.platform.openai_api.test_bad_input import CHAT, TEXT, refused
+
+pytestmark = pytest.mark.anyio
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<call>", "schema": SCHEMA, "end": "</call>"}],
+    "triggers": ["<call>"],
+}
+FORMS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "person"}}},
+    {"response_format": TAG},
+    {"structured_outputs": {"json": SCHEMA}},
+    {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+    {"structured_outputs": {"json_object": True}},
+    {"structured_outputs": {"regex": "[a-z]+"}},
+    {"structured_outputs": {"choice": ["yes", "no"]}},
+    {"structured_outputs": {"grammar": 'start: "a"+'}},
+    {"structured_outputs": {"structural_tag": TAG}},
+    {"guided_json": SCHEMA},
+    {"guided_regex": "[a-z]+", "guided_decoding_backend": "xgrammar"},
+    {"guided_choice": ["yes", "no"]},
+    {"guided_grammar": 'root ::= "a"'},
+]
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "xml"}}, "invalid_value", "response_format"),
+    ({"response_format": "json_object"}, "invalid_type", "response_format"),
+    (
+        {"response_format": {"type": "json_schema"}},
+        "missing_required_parameter",
+        "response_format.json_schema.json_schema",
+    ),
+    ({"structured_outputs": {"yaml": "a: 1"}}, "unknown_parameter", "structured_outputs.yaml"),
+    ({"structured_outputs": {"choice": []}}, "invalid_value", "structured_outputs.choice"),
+    ({"structured_outputs": {"json": "{"}}, "invalid_value", "structured_outputs.json"),
+    ({"structured_outputs": {"json": "5"}}, "invalid_value", "structured_outputs.json"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "invalid_value", "guided_choice"),
+    ({"guided_regex": "("}, "grammar_refused", "guided_regex"),
+    ({"guided_json": {"type": "array", "contains": {}}}, "grammar_refused", "guided_json"),
+    ({"guided_regex": "a" * 200_000}, "grammar_too_large", "guided_regex"),
+    ({"response_format": {**TAG, "triggers": ["<x>"]}}, "invalid_value", "response_format.structures[0].begin"),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: json.dumps(form)[:70])
+async def test_each_form_reaches_the_engine_as_a_grammar(gateway: Gateway, form: dict[str, Any]) -> None:
+    chat = {"model": "base", "messages": [{"role": "user", "content": "Hello"}], "n": 2, **form}
+    answer = await gateway.http.post(CHAT, json=chat)
+    assert answer.status_code == 200, answer.text
+    answer = await gateway.http.post(TEXT, json={"model": "base", "prompt": "Hello", **form})
+    assert answer.status_code == 200, answer.text
+    assert len(gateway.engine.adds) == 3
+    assert len({one.grammar for one in gateway.engine.adds}) == 1
+    assert gateway.engine.adds[0].grammar
+
+
+async def test_a_text_has_no_grammar(gateway: Gateway) -> None:
+    chat = {"model": "base", "messages": [{"role": "user", "content": "Hello"}], "response_format": {"type": "text"}}
+    assert (await gateway.http.post(CHAT, json=chat)).status_code == 200
+    assert [one.grammar for one in gateway.engine.adds] == [""]
+
+
+@pytest.mark.parametrize(("change", "code", "param"), REFUSED, ids=lambda value: repr(value)[:60])
+async def test_a_bad_form_is_refused(gateway: Gateway, change: dict[str, Any], code: str, param: str) -> None:
+    body = {"model": "base", "messages": [{"role": "user", "content": "Hello"}], **change}
+    await refused(gateway, CHAT, 400, code, param, json=body)
