@@ -150,7 +150,9 @@ def main() -> int:
     for heading in ("draft", "schemas", "accepted", "answers that ended", "cut", "broke their schema"):
         table.add_column(heading, justify="left" if heading == "draft" else "right")
     for draft, counts in found.items():
-        columns = zip(*((one.schemas, one.accepted, one.ended, one.cut, len(one.broken)) for one in counts.values()))
+        columns = zip(
+            *((one.schemas, one.accepted, one.ended, one.cut, len(one.broken)) for one in counts.values()), strict=True
+        )
         table.add_row(draft, *(str(sum(column)) for column in columns))
     console = Console()
     console.print(table)
