@@ -365,7 +365,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--megabytes", type=int, default=360, help="total size of the files of each rank")
     add("--rounds", type=int, default=9, help="rounds per method; the median is reported")
     add("--loaders", type=int, default=4, help="threads of the staging process; one engine thread copies")
-    add("--skip-cold", action="store_true", help="do not ask the operating system to drop the files")
+    add("--skip-cold", action="store_true", help="measure warm loads only")
     add("--scratch", type=Path, default=SCRATCH, help="directory for the files, on the disk to measure")
     add("--out", type=Path, help="write the figures as JSON, for benchmarks/results/")
     add_allow_busy(parser)

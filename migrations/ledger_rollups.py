@@ -1,7 +1,7 @@
 """SQL that rebuilds all rollups from the ledger, as step 0011 does.
 
-Nothing else may write in the meantime, which step 0011 ensures. These statements are released and stay unchanged: a
-later step that needs other sums adds its own, as `model_spans.py` does.
+Nothing else may write in the meantime, which step 0011 ensures. These statements have been released and must not
+change: a later step that needs other sums adds its own, as `model_spans.py` does.
 """
 
 from __future__ import annotations

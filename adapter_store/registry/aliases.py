@@ -144,7 +144,7 @@ class AdapterAliases:
     def history(
         self, adapter_id: str, name: str, limit: int, after: str | None = None, before: str | None = None
     ) -> Page[AliasChange]:
-        """The changes of an alias, newest first; raises AliasNotFound."""
+        """Changes to an alias, newest first; raises AliasNotFound."""
         table = adapter_alias_history
         query = select(table).where(table.c.adapter_id == adapter_id, table.c.name == name)
         with self._database.read() as connection:

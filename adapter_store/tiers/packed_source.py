@@ -62,8 +62,8 @@ class _Download:
 class PackedSource:
     """Loads packed adapters for one target from disk, else from the blob store. Thread-safe.
 
-    Concurrent fetches of one adapter are correct but duplicate the work: an engine requests each adapter once. If it
-    requests an adapter again after a cancellation, the new fetch takes over the download that still runs, so that
+    Concurrent fetches of one adapter are correct but duplicate work; an engine requests each adapter only once. If it
+    requests an adapter again after a cancellation, the new fetch takes over the download that is still running, so that
     repeated cancellations cannot pile up downloads.
 
     What is verified, and when:

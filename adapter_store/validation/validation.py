@@ -97,7 +97,7 @@ def _check_names(entries: Mapping[str, TensorEntry], expected: Sequence[Expected
         )
     base_weights = [name for name in unexpected if _is_base_weight(name, target)]
     if base_weights:
-        # Training may have changed these weights, which cannot be checked here.
+        # Training may have changed these weights, and that cannot be checked here.
         raise AdapterRejected(
             "unexpected_tensor",
             "the file contains weights of the base itself, which an adapter must not include: "

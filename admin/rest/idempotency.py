@@ -46,14 +46,14 @@ class Replayed(Exception):
     """The call was made before; the exception carries the stored answer."""
 
     def __init__(self, answer: StoredAnswer) -> None:
-        super().__init__("the call was made before")
+        super().__init__("this call has already been made")
         self.answer = answer
 
 
 async def begin(request: Request, services: AdminServices, principal: str) -> None:
     """Claim a POST's idempotency key, if it has one, for the principal.
 
-    Raises Replayed if the call was made before; also KeyInUse, OutcomeUnknown, KeyReused or InvalidRequest.
+    Raises Replayed if this call has already been made; also KeyInUse, OutcomeUnknown, KeyReused or InvalidRequest.
     """
     key = request.headers.get(HEADER)
     if request.method != "POST" or key is None:

@@ -48,7 +48,7 @@ RETRY_AFTER_S = 5.0
 
 
 def api_error(error: Exception) -> ApiError:
-    """The API error with the status, code and parameter for a store error."""
+    """The API error for a store error, with its status, code and parameter."""
     if isinstance(error, Refused):
         return InvalidRequest(error.message, code=error.code, param=error.param)
     if isinstance(error, LimitReached):

@@ -1,4 +1,4 @@
-"""The interface of a compared system, in one dtype: it is opened on model files and then answers work."""
+"""The interface to a system under comparison, in one dtype: open it on model files, then give it work."""
 
 from __future__ import annotations
 

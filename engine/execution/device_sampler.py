@@ -223,5 +223,5 @@ class DeviceSampler:
         shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
         is_allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
         values = logits[places]
-        # As above, what is not finite stays.
+        # As above, keep non-finite values.
         logits[places] = torch.where(is_allowed | ~torch.isfinite(values), values, FORBIDDEN)

@@ -25,6 +25,9 @@ MAX_COMPILED = 64
 MAX_COMPILED_PER_KEY = 8
 """Compiled grammars that are kept per isolation key."""
 
+CLOSE_S = 0.5
+"""How long an engine that ends waits for a compilation, in seconds."""
+
 NICENESS = 10
 """Of the compiling thread: the threads that run steps go first."""
 
@@ -133,11 +136,18 @@ class GrammarCompiler:
             mask_s=self._mask_s,
         )
 
-    def close(self) -> None:
-        """Compile nothing more. A compilation that is running ends by its own limits."""
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Compile nothing more, and wait for the running compilation; False if it takes longer than `timeout_s`.
+
+        The process must not end the ordinary way then: the compiler would return into an interpreter that is gone.
+        """
         with self._lock:
             self._is_closed = True
             self._lock.notify()
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _keep(self, job: _Job, compiled: LLMatcher) -> None:
         same_key = [one for one in self._compiled if one.isolation_key == job.isolation_key]

@@ -214,7 +214,7 @@ class FairQueue:
 
     def _order(self, is_ready: bool, count: int) -> list[tuple[Turn, Sequence]]:
         """The first `count` ready or cold sequences, with their turns."""
-        # Turns end with the arrival number, which is unique, so later tuple elements are never compared.
+        # A turn's last element is the arrival number, which is unique, so comparisons never reach later tuple elements.
         heads: list[tuple[Turn, Sequence, Iterator[tuple[Turn, Sequence]]]] = []
         for share in self._late:
             if share.line(is_ready):

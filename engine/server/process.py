@@ -233,10 +233,12 @@ def main() -> None:
     except Exception as error:
         _end_for_device(error, "the GPU cannot be used", EXIT_REFUSED)
         raise
-    _serve(assembled, Path(sys.argv[1]), wake_read, record, ended)
+    has_ended = _serve(assembled, Path(sys.argv[1]), wake_read, record, ended)
     closed.set()
     if spans is not None:
         spans.close(END_GRACE_S / 4)
+    if not has_ended:
+        os._exit(0)
 
 
 def _open_spans(config: EngineConfig) -> OtelSpanSink | None:
@@ -269,7 +271,8 @@ def _end_for_device(error: Exception, what: str, code: int) -> None:
         os._exit(code)
 
 
-def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepRecord, ended: threading.Event) -> None:
+def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepRecord, ended: threading.Event) -> bool:
+    """Serve until the supervisor is gone; False if a compilation is still running that must not meet Python's end."""
     import zmq
 
     context = zmq.Context(io_threads=1)
@@ -294,7 +297,8 @@ def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepR
         socket.close()
         context.term()
         assembled.adapters.close()
-        assembled.grammars.close()
+        has_ended = assembled.grammars.close()
+    return has_ended
 
 
 if __name__ == "__main__":

@@ -22,7 +22,10 @@ REPORT_INTERVAL_S = 1.0
 REPORT_WAIT_S = 1.0
 
 STALE_S = 2 * REPORT_INTERVAL_S
-"""Maximum age of a report that can call an adapter cold, in seconds. Reports age while no requests arrive."""
+"""Maximum age of a report that can call an adapter cold, in seconds.
+
+While no requests arrive, the last report gets older.
+"""
 
 LOAD_S = 60.0
 """How long an adapter that is being loaded may be missing from the engine's reports, in seconds."""

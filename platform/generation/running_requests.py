@@ -129,7 +129,7 @@ class RunningRequests:
         return reservation
 
     def start(self, plan: Plan, life: Callable[[Generation], Coroutine[Any, Any, None]]) -> Generation:
-        """Start the `life` of a reserved request, which must run and settle it, in its own task."""
+        """Start `life`, which must run and settle the reserved request, as a task of its own."""
         gaps = self._metrics.token_gap_seconds.labels(plan.endpoint)
         generation = Generation(plan, self._engine, self._tokenizer, self._extend, self._clock, gaps.observe)
         task = asyncio.create_task(life(generation), name=plan.request_id)

@@ -20,7 +20,7 @@ NUM_TRIED_TOKENS = 64
 JSON_OPTIONS: JsonCompileOptions = {
     "item_separator": ",",
     "key_separator": ":",
-    # One space, or a new line with its indentation: without a limit, a model could write blanks for ever.
+    # One space, or a new line with its indentation: without a limit, a model could emit whitespace forever.
     "whitespace_pattern": r"( |\n {0,32})?",
     "whitespace_flexible": True,
     "coerce_one_of": False,

@@ -64,7 +64,10 @@ class Binding:
 
     @classmethod
     def of(cls, policy: QuotaPolicy, tenant_id: str, window: Window = NO_WINDOW) -> Binding:
-        """Bind a policy to a caller's tenant, which has its own counter if the policy is not the tenant's own."""
+        """Bind a policy to the caller's tenant.
+
+        If the policy belongs to another tenant, each calling tenant has a separate counter.
+        """
         subject_id = policy.subject_id if tenant_id == policy.tenant_id else tenant_id
         return cls(policy, METRICS[policy.metric], CounterKey(policy.id, subject_id, window.start_us), window)
 

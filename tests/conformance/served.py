@@ -1,4 +1,4 @@
-"""A `loramux serve` process, used as by an operator: from the command line and through official clients."""
+"""A `loramux serve` process, used as an operator would use it: from the command line and through official clients."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from tests.conformance.parity import TOLERANCE, Subject, make_subject
 from tests.conformance.tiny_models import PLANS, VOCAB_SIZE
 
 NUM_EVENTS = int(os.environ.get("LORAMUX_LIFE_EVENTS", "10000"))
-"""Number of events in the campaign: aborts, evictions, preemptions and reloads together."""
+"""Number of events in the campaign: aborts, evictions, preemptions and reloads combined."""
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 NAMES = [plan.name for plan in PLANS]

@@ -75,7 +75,7 @@ def test_each_package_has_a_line_in_the_readme_above_it(package: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["tests", "benchmarks"])
 def test_nothing_imports_from_a_conftest(folder: str) -> None:
-    """Tests share code in modules named after their content; a conftest has only fixtures."""
+    """Tests share code in modules named after their contents; a conftest has only fixtures."""
     importing = []
     for path in python_files(folder):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -88,7 +88,7 @@ def test_nothing_imports_from_a_conftest(folder: str) -> None:
 
 @pytest.mark.parametrize("folder", [*FOLDERS, "benchmarks"])
 def test_tests_lie_in_the_rooms_of_the_product(folder: str) -> None:
-    """A folder without tests contains support code and is named after its content."""
+    """A folder without tests contains support code and is named after its contents."""
     rooms = {path.parent.relative_to(ROOT / "tests") for path in python_files(f"tests/{folder}") if is_test(path)}
     assert [str(room) for room in sorted(rooms) if not (ROOT / room).is_dir()] == []
 

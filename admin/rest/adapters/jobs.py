@@ -1,4 +1,4 @@
-"""`/jobs`: validation jobs of new versions."""
+"""`/jobs`: validation jobs for new versions."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ async def unpin_version(
 
 @router.post("/preload", responses=errors(429))
 async def preload_version(adapter_id: str, number: Number, services: Services, caller: Developer) -> PlacementDocument:
-    """Load a ready version into the page pool, so that its first request does not have to wait; the version can be
+    """Load a ready version into the page pool, so that its first request need not wait; the version can be
     evicted later.
 
     A load by a tenant's key counts against `cold_loads_per_minute`, like the loads that the tenant's requests cause.

@@ -222,7 +222,7 @@ def test_engines_that_read_add_evict_and_die_at_random_never_meet_wrong_bytes(di
         num_read, num_missed = map(int, answer.split())
         assert num_read + num_missed == num_turns
         assert min(num_read, num_missed) > num_turns // 10
-    # During a scan one file may be removed and another added. At most, the scan counts both files.
+    # During a scan one file may be removed and another added. At worst, the scan counts both files.
     assert 0 < largest <= max_bytes + 2 * 40_000
     assert sum(files(directory).values()) <= max_bytes
     tier = DiskTier(directory, max_bytes, PACK_KEY)

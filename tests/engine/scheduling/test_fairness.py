@@ -1,4 +1,4 @@
-"""The order of the queue: by priority, then by the service that shares have had. No share waits forever."""
+"""The order of the queue: by priority, then by how much service each share has received. No share waits forever."""
 
 from __future__ import annotations
 
