@@ -1,9 +1,12 @@
 # Each target creates the virtual environment it needs. `make help` lists the targets.
-PYTHON ?= python3.11
-CONSTRAINTS ?= constraints.txt
+VENV ?= .venv
+# The Python and constraints that made the environment, which hold until `make clean`; absent before `make venv`.
+MADE_WITH := $(VENV)/.made-with
+-include $(MADE_WITH)
+PYTHON ?= $(or $(MADE_PYTHON),python3.11)
+CONSTRAINTS ?= $(or $(MADE_CONSTRAINTS),constraints.txt)
 LOCK := constraints.lock
 BROWSER_LOCK := constraints-browser.lock
-VENV ?= .venv
 ARGS ?=
 READY := $(VENV)/.ready
 WARM := $(VENV)/.warm
@@ -40,7 +43,19 @@ $(READY): pyproject.toml $(CONSTRAINTS) $(LOCK)
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet $(HASHED) -r $(LOCK)
 	$(VENV)/bin/python -m pip install --quiet --no-build-isolation -c $(CONSTRAINTS) -e '.[demo,dev]'
+	@printf 'MADE_PYTHON := %s\nMADE_CONSTRAINTS := %s\n' '$(PYTHON)' '$(CONSTRAINTS)' > $(MADE_WITH)
 	@touch $@
+
+# Other values are refused. A rebuild would replace a GPU's environment by surprise.
+ifdef MADE_PYTHON
+ifneq ($(PYTHON) $(CONSTRAINTS),$(MADE_PYTHON) $(MADE_CONSTRAINTS))
+$(READY): refuse-other-values
+.PHONY: refuse-other-values
+refuse-other-values:
+	@echo "$(VENV) was made with PYTHON=$(MADE_PYTHON) CONSTRAINTS=$(MADE_CONSTRAINTS): run 'make clean' first" >&2
+	@exit 2
+endif
+endif
 
 # Compile the CPU kernels once, so that servers start without waiting for them.
 $(WARM): $(READY) $(wildcard kernels/*.py kernels/cpu/*.py)

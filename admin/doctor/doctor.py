@@ -55,6 +55,7 @@ def check_host(settings: HostSettings) -> Iterator[Finding]:
     yield check_sandbox(settings.sandbox == "required")
     if settings.model is not None:
         yield _check_model(settings.model)
+        yield _check_tokenizer(settings.model)
     if settings.is_database_embedded and not (settings.data_dir / "loramux.db").exists():
         yield Finding(
             check="database",
@@ -132,7 +133,7 @@ def _check_versions(ours: str, theirs: str) -> Finding:
         check="versions",
         grade=Grade.WARNING,
         message=f"the command line is {ours}, the server {theirs}",
-        mend=f"install the server's version here: pip install loramux=={theirs}",
+        mend=f"install the server's version here: loramux {theirs}",
     )
 
 
@@ -161,3 +162,26 @@ def _check_model(directory: Path) -> Finding:
             mend="give --model a directory that Hugging Face's save_pretrained wrote, with safetensors weights",
         )
     return Finding(check="model", grade=Grade.OK, message=f"{directory} is a servable {model.architecture}")
+
+
+def _check_tokenizer(directory: Path) -> Finding:
+    from loramux.platform.tokenizer.chat_template import ModelFilesError
+    from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+
+    try:
+        tokenizer = ModelTokenizer.load(directory)
+    except (ModelFilesError, OSError) as error:
+        return Finding(
+            check="tokenizer",
+            grade=Grade.FAILED,
+            message=str(error),
+            mend="copy the model's tokenizer.json and tokenizer_config.json into the directory",
+        )
+    if not tokenizer.has_chat_template:
+        return Finding(
+            check="tokenizer",
+            grade=Grade.WARNING,
+            message=f"{directory} has no chat template, so /v1/chat/completions answers 400",
+            mend="add chat_template.jinja if clients chat; /v1/completions does not need it",
+        )
+    return Finding(check="tokenizer", grade=Grade.OK, message=f"{directory} has a tokenizer and a chat template")

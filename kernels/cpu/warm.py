@@ -63,6 +63,7 @@ def warm(dtype: torch.dtype) -> None:
 
 def main() -> None:
     begin = time.perf_counter()
+    print("compiling the CPU kernels, one or two minutes unless they are already compiled ...", flush=True)
     for dtype in (torch.float32, torch.bfloat16):
         warm(dtype)
     current = cache_directory()

@@ -19,9 +19,9 @@ router = APIRouter()
 
 @router.get("/v1/models", tags=["models"], response_model=ModelList)
 async def list_models(caller: Caller, services: Services) -> Response:
-    """List the models that the caller may name in a request: the base, and adapters by their bare names."""
+    """List the models that the caller may name in a request: the base, and adapters as `tenant/adapter`."""
     models = await services.call(services.resolver.list_models, caller)
-    data = [_body(services, model, _bare_name(model)) for model in models]
+    data = [_body(services, model, _listed_name(model)) for model in models]
     return json_response({"object": "list", "data": data})
 
 
@@ -33,7 +33,7 @@ async def retrieve_model(name: str, caller: Caller, services: Services) -> Respo
     return json_response(_body(services, model, name))
 
 
-def _bare_name(model: ResolvedModel) -> str:
+def _listed_name(model: ResolvedModel) -> str:
     adapter = model.adapter
     return model.name if adapter is None else f"{adapter.tenant_slug}/{adapter.adapter_name}"
 

@@ -60,7 +60,7 @@ class RequestTooLarge(InvalidRequest):
         amount = f"cost {cost} nanos" if metric.unit is Unit.NANOS else f"use {cost} {metric.unit}"
         super().__init__(
             f"the request may {amount}, but the {policy.scope}'s {policy.metric} admits {admitted} at once: "
-            "shorten the prompt or lower max_tokens",
+            "shorten the prompt, or set or lower max_tokens",
             param="max_tokens",
             headers=_policy_header(binding),
         )

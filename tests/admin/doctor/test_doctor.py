@@ -113,7 +113,25 @@ def test_a_machine_where_no_server_runs_is_looked_into(
     assert result.exit_code == 0, result.stdout
     checked = found(result)
     assert checked["server"]["grade"] == "warning"
-    assert {checked[name]["grade"] for name in ("model", "database", "object store", "socket directory")} == {"ok"}
+    names = ("model", "tokenizer", "database", "object store", "socket directory")
+    assert {checked[name]["grade"] for name in names} == {"ok"}
+
+
+def test_a_base_without_a_tokenizer_fails_and_one_without_a_chat_template_is_warned_about(
+    demo_base: Path, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(demo_base, base)
+    settings = HostSettings(data_dir=tmp_path / "data", model=base)
+    config = base / "tokenizer_config.json"
+    declared = json.loads(config.read_text())
+    del declared["chat_template"]
+    config.write_text(json.dumps(declared))
+    assert graded(list(check_host(settings)))["tokenizer"] == "warning"
+    (base / "tokenizer.json").unlink()
+    findings = {finding.check: finding for finding in check_host(settings)}
+    assert (findings["model"].grade, findings["tokenizer"].grade) == (Grade.OK, Grade.FAILED)
+    assert "tokenizer.json is missing" in findings["tokenizer"].message
 
 
 def test_looking_creates_no_file(tmp_path: Path) -> None:

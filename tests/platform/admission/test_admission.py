@@ -219,6 +219,8 @@ def test_a_cost_above_the_burst_is_too_large_not_too_early(
     with pytest.raises(RequestTooLarge) as caught:
         Admission(clocked).reserve(make_request(most=101))
     assert (caught.value.status, caught.value.code) == (400, "request_too_large")
+    # The caller may not have set max_tokens.
+    assert caught.value.message.endswith("shorten the prompt, or set or lower max_tokens")
 
 
 @pytest.mark.parametrize("metric", LIMITING_ANY_REQUEST)
