@@ -210,7 +210,9 @@ def open_tracing(settings: Settings) -> Tracing | None:
 
         return OtelTracing.open(config, settings.traces_share, settings.traces_of_clients)
     except ImportError:
-        raise StartRefused("traces need OpenTelemetry: pip install 'loramux[traces]', or set traces to off") from None
+        raise StartRefused(
+            "traces need OpenTelemetry: install loramux with its extra 'traces', or set traces to off"
+        ) from None
     except ConfigNotUsable as error:
         raise StartRefused(str(error)) from error
 

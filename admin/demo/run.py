@@ -46,7 +46,7 @@ def run_demo(port: int | None, admin_port: int | None, data_dir: Path | None, ex
     """Run the whole demo, and stay up until Ctrl-C unless `exit_after`. Raises DemoFailed."""
     started = time.monotonic()
     if importlib.util.find_spec("openai") is None:
-        raise DemoFailed("the demo needs the official OpenAI client: pip install 'loramux[demo]'")
+        raise DemoFailed("the demo needs the official OpenAI client: pip install openai")
     with ExitStack() as stack:
         stack.enter_context(_ended_by_signals())
         if data_dir is None:

@@ -16,9 +16,12 @@ HEAD = """# Commands
 `make docs` generates this page from the command line, and a test compares the two. `loramux COMMAND --help` shows the
 same text.
 
-`--profile NAME` and `--version` come before the command: `loramux --profile production tenants list`. Without
-`--profile`, a command calls the server at `LORAMUX_ADMIN_URL` with `LORAMUX_ADMIN_KEY`. If no key is set, it uses the
-current profile (`loramux profiles list`).
+`--profile NAME` and `--version` come before the command: `loramux --profile production tenants list`. A
+command takes the server's address and key together from the first of these that is set:
+
+1. the profile named by `--profile` or by `LORAMUX_PROFILE`;
+2. `LORAMUX_ADMIN_KEY`, with `LORAMUX_ADMIN_URL` (by default `http://127.0.0.1:8001`);
+3. the current profile (`loramux profiles list` marks it), unless only `LORAMUX_ADMIN_URL` is set, which is an error.
 
 | exit code | meaning |
 |---:|---|

@@ -24,12 +24,19 @@ Secrets have no flag, because every process on a machine can read the command li
 # loramux serve --config loramux.toml
 model = "/models/Llama-3.2-1B-Instruct"
 data_dir = "/var/lib/loramux"
-host = "0.0.0.0"
+host = "127.0.0.1"
 database_url = "postgresql://loramux@db.internal/loramux"
-blob_url = "s3://adapters/production"
+blob_url = "s3://example-adapters/production"
+trusted_proxies = ["127.0.0.1"]
+log_format = "json"
+sandbox = "required"
 max_resident_adapters = 1024
 disk_tier_bytes = "200GiB"
 ```
+
+In the file, a list is a TOML array or a text with commas. A secret can be in the file too; give a file with secrets, or
+with a password in `database_url`, mode 600. [Production](production.md#settings-and-secrets) keeps them in the
+environment.
 
 | setting | variable and flag | kind | default | what it does |
 |---|---|---|---|---|
@@ -80,7 +87,7 @@ MEANINGS = {
     "adapter_sources": "Buckets from which an operator can register adapters, separated by commas.",
     "presigned_uploads": "Whether clients upload files to the S3 bucket directly.",
     "pool_bytes": "Memory of the pool shared by adapters and KV cache; by default the memory that the model leaves "
-    "free on a GPU, or a part of main memory on a CPU.",
+    "free on a GPU, or 1 GiB on a CPU.",
     "max_model_len": "Maximum number of tokens in a prompt and its answer; by default as many as the model and the "
     "pool allow.",
     "max_batch_tokens": "Maximum number of tokens in one step.",

@@ -41,6 +41,29 @@ paths filtered to its tenant; objects of other tenants get the same 404 as objec
 - A change to an object that others can change too must name the state that it is based on: `If-Match` with the `ETag`
   from the last read, or `*`. A missing `If-Match` gets 428, and an outdated one gets 412.
 - Times are seconds since 1970. Errors are `{"error": {"message", "type", "param", "code"}}`, with an `x-request-id`.
+
+### Bad input
+
+A refused call changes nothing. Two simultaneous pushes of the same files both get 202, with the same version.
+
+| call | status | code |
+|---|---|---|
+| a name that is a path, such as `../../etc` | 400 | `invalid_slug` |
+| a name with a look-alike letter, such as a Cyrillic `а` | 400 | `invalid_name` |
+| text with bidirectional or other control characters | 400 | `invalid_value` |
+| an unknown field | 400 | `unknown_parameter` |
+| a field of the wrong type | 400 | `invalid_type` |
+| a duplicate field, or a body that is not JSON | 400 | `invalid_json` |
+| a body larger than 64 KiB | 413 | `payload_too_large` |
+| a body that does not arrive completely | 400 | `body_timeout` |
+| a change without `If-Match` | 428 | `precondition_required` |
+| a change with an outdated `If-Match` | 412 | `precondition_failed` |
+| an `Idempotency-Key` reused with another body | 422 | `idempotency_key_reused` |
+| revoking the last administrator's key | 409 | `last_admin_key` |
+| removing the administrator's scope from the last such key | 409 | `last_admin_key` |
+| deleting a tenant that has adapters, keys or usage | 409 | `tenant_in_use` |
+| deleting an adapter that has versions | 409 | `adapter_in_use` |
+| archiving a version that an alias names | 409 | `version_in_use` |
 """
 
 

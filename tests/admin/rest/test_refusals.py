@@ -1,4 +1,4 @@
-"""Bad input is answered as `docs/clients.md` says: each row of the page's table is a call here, and vice versa."""
+"""Bad input is answered as `docs/endpoints.md` says: each row of the page's table is a call here, and vice versa."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.admin.app_client import client_of
 
 pytestmark = pytest.mark.anyio
 
-PAGE = Path(__file__).parents[3] / "docs" / "clients.md"
+PAGE = Path(__file__).parents[3] / "docs" / "endpoints.md"
 BASE = "/admin/v1"
 DOCUMENTED = {
     what: (int(status), code)
