@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
@@ -97,3 +99,33 @@ def test_a_wheel_that_somebody_changed_is_refused(tmp_path: Path, target: str) -
     )
     assert done.returncode == 1
     assert "DO NOT MATCH THE HASHES" in done.stderr, done.stderr
+
+
+def test_an_environment_keeps_its_python_and_constraints_until_make_clean(tmp_path: Path) -> None:
+    """Other values are refused with the remedy; without values, targets use those that made the environment."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "constraints.txt", "constraints-cuda.txt", "constraints.lock"):
+        (tmp_path / name).touch()
+    python = tmp_path / "python"
+    # Creates an environment that holds only this program, and ignores every other call.
+    python.write_text('#!/bin/sh\nif [ "$2" = venv ]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi\n')
+    python.chmod(0o755)
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHON", "CONSTRAINTS", "MAKEFLAGS")
+    }
+
+    def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["make", *arguments], cwd=tmp_path, env=inherited, capture_output=True, text=True)
+
+    cuda = "CONSTRAINTS=constraints-cuda.txt"
+    assert "-c constraints-cuda.txt" in make("venv", f"PYTHON={python}", cuda).stdout
+    for arguments in ([], [f"PYTHON={python}", cuda]):
+        assert "Nothing to be done" in make("venv", *arguments).stdout
+    refused = make("venv", "CONSTRAINTS=constraints.txt")
+    assert refused.returncode == 2
+    assert f"PYTHON={python} {cuda}: run 'make clean' first" in refused.stderr
+    # A target that names no constraints reinstalls with the same ones.
+    os.utime(tmp_path / "pyproject.toml", (time.time() + 60,) * 2)
+    assert "-c constraints-cuda.txt" in make("--dry-run", "check").stdout
+    assert make("clean", "CONSTRAINTS=constraints.txt").returncode == 0
+    assert "-c constraints.txt" in make("venv", f"PYTHON={python}").stdout
