@@ -16,7 +16,7 @@ import sys
 import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,8 @@ def main() -> int:
         console.print(text)
     if arguments.out:
         document = {
-            draft: {keyword: asdict(one) for keyword, one in sorted(counts.items())} for draft, counts in found.items()
+            draft: {keyword: {**vars(one), "refusals": dict(one.refusals)} for keyword, one in sorted(counts.items())}
+            for draft, counts in found.items()
         }
         arguments.out.write_text(json.dumps(document, indent=1) + "\n")
     return 1 if broken else 0
