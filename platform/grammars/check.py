@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from loramux.engine.grammars.grammar import problem_of
 from loramux.engine.grammars.limits import parser_limits
+from loramux.platform.grammars.endless import is_endless_lark, is_endless_schema
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -27,6 +28,8 @@ JSON_OPTIONS: JsonCompileOptions = {
     "lenient": False,
 }
 """How schemas are compiled, whatever `x-guidance` in a schema says."""
+
+_ENDLESS = "no answer can end: it would have to contain itself without end"
 
 _KEYWORDS = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 
@@ -60,7 +63,10 @@ def _grammar(kind: str, text: str) -> str:
 
     match kind:
         case "json_schema":
-            _refuse_nested_ids(json.loads(text))
+            schema = json.loads(text)
+            _refuse_nested_ids(schema)
+            if is_endless_schema(schema):
+                raise GrammarRefused(_ENDLESS)
             if text == "false":
                 raise ValueError("no value satisfies the schema false")
             return LLMatcher.grammar_from_json_schema("{}" if text == "true" else text, overrides=JSON_OPTIONS)
@@ -69,9 +75,14 @@ def _grammar(kind: str, text: str) -> str:
         case "choice":
             return grammar_from("choice", text)
         case "grammar":
-            return grammar_from("grammar", text)
+            grammar = grammar_from("grammar", text)
+            if is_endless_lark(grammar):
+                raise GrammarRefused(_ENDLESS)
+            return grammar
         case "structural_tag":
             document = json.loads(text)
+            if any(is_endless_schema(one["schema"]) for one in document["structures"]):
+                raise GrammarRefused(_ENDLESS)
             tags = [
                 StructTag(trigger=trigger, begin=one["begin"], grammar=one["schema"], end=one["end"])
                 for one in document["structures"]

@@ -6,7 +6,7 @@ from functools import cache
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-EOS = 256
+EOS, VOCAB_SIZE = 256, 1000
 WORDS = (
     b'{"',
     b'":',
@@ -23,26 +23,47 @@ WORDS = (
     b"  ",
     b"ab",
     b"abc",
+    b'"]',
+    b'{"a',
+    b'":{"',
+    b'a"}',
+    b"],[",
+    b"\xc3\xa9",
+    b'"\xc3',
+    b'\xa9"',
 )
 """Tokens from 257 on."""
-TOKENS = [*(bytes([byte]) for byte in range(256)), b"<eos>", *WORDS]
+BYTES = [*(bytes([byte]) for byte in range(256)), b"<eos>"]
+TOKENS = [*BYTES, *WORDS]
 
 
-class _Bytes:
-    """What llguidance asks of a tokenizer."""
+class _Tokenizer:
+    """The attributes that llguidance reads."""
 
     eos_token_id = EOS
     bos_token_id = None
-    tokens = TOKENS
     special_token_ids = (EOS,)
 
+    def __init__(self, tokens: list[bytes]) -> None:
+        self.tokens = tokens
+
     def __call__(self, text: bytes | str) -> list[int]:
-        return list(text.encode() if isinstance(text, str) else text)
+        return tokenized(text.encode() if isinstance(text, str) else text, self.tokens)
+
+
+def tokenized(text: bytes, tokens: list[bytes]) -> list[int]:
+    """The longest token at each position, as most tokenizers would choose."""
+    ids = []
+    while text:
+        longest = max((one for one in tokens if text.startswith(one)), key=len)
+        ids.append(tokens.index(longest))
+        text = text[len(longest) :]
+    return ids
 
 
 @cache
-def byte_vocabulary() -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=1000, eos_token=EOS)
+def byte_vocabulary(*, has_words: bool = True) -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Tokenizer(TOKENS if has_words else BYTES)), n_vocab=VOCAB_SIZE, eos_token=EOS)
 
 
 def ids(text: str) -> list[int]:

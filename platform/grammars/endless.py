@@ -1,0 +1,175 @@
+"""Finds constraints that no finite answer can satisfy, because a schema or a rule requires itself without end.
+
+Both checks compute a least fixed point: a part can end if the parts that it requires can end. Whatever a check does
+not understand counts as able to end, so it refuses only what is certainly endless.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+_SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
+
+_LARK_RULE = re.compile(r"^[?!]*([a-zA-Z_]\w*)(?:\[[^\]\n]*\])?(?:\.-?\d+)?[ \t]*:(?!:)", re.MULTILINE)
+_LARK_OTHER_LINE = re.compile(r"^[?!\w](?![^\n]*:)|%lark|::", re.MULTILINE)
+"""What makes the rules of a grammar uncertain: rules of another syntax, nested grammars, and parametric rules."""
+
+_LARK_TOKEN = re.compile(
+    r"""(?P<comment>//[^\n]*|\#[^\n]*)
+    | (?P<literal>"(?:\\.|[^"\\])*"i?|/(?:\\.|[^/\\\n])+/[a-z]*|<[^>\n]*>)
+    | (?P<name>[a-zA-Z_]\w*)
+    | (?P<optional>\*|\?|\{\s*0?\s*,\s*\d*\s*\}|~\s*0\b)
+    | (?P<open>[(\[])
+    | (?P<close>[)\]])
+    | (?P<either>\|)
+    | (?P<other>.)""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def is_endless_schema(schema: Any) -> bool:
+    """Whether a JSON Schema requires an infinitely deep value."""
+    nodes = _reachable(schema)
+    can_end: set[int] = set()
+    while True:
+        # Children come later in the list than their parents, so that one pass settles most schemas.
+        found = {id(node) for node in reversed(nodes) if id(node) not in can_end and _ends(node, schema, can_end)}
+        can_end |= found
+        if id(schema) in can_end or not found:
+            return isinstance(schema, dict) and id(schema) not in can_end
+
+
+def _reachable(root: Any) -> list[Any]:
+    """Every subschema that the value of `root` may have to satisfy."""
+    nodes, seen = [root], {id(root)}
+    for node in nodes:
+        for child in _children(node, root):
+            if id(child) not in seen:
+                seen.add(id(child))
+                nodes.append(child)
+    return nodes
+
+
+def _children(node: Any, root: Any) -> Iterator[Any]:
+    if not isinstance(node, dict):
+        return
+    for keyword in ("allOf", "anyOf", "oneOf", "prefixItems"):
+        if isinstance(node.get(keyword), list):
+            yield from node[keyword]
+    if isinstance(node.get("properties"), dict):
+        yield from node["properties"].values()
+    items = node.get("items")
+    yield from items if isinstance(items, list) else [items] if isinstance(items, dict) else []
+    if "$ref" in node:
+        yield _target(node["$ref"], root)
+
+
+def _ends(node: Any, root: Any, can_end: set[int]) -> bool:
+    """Whether a finite value satisfies `node`, given the subschemas already known to have one."""
+    if not isinstance(node, dict):
+        return True
+
+    def ends(child: Any) -> bool:
+        return not isinstance(child, dict) or id(child) in can_end
+
+    if "$ref" in node and not ends(_target(node["$ref"], root)):
+        return False
+    for keyword, quantifier in (("allOf", all), ("anyOf", any), ("oneOf", any)):
+        if isinstance(node.get(keyword), list) and not quantifier(map(ends, node[keyword])):
+            return False
+    if "const" in node or "enum" in node or "type" not in node:
+        return True
+    types = node["type"] if isinstance(node["type"], list) else [node["type"]]
+    return any(one not in ("object", "array") or all(map(ends, _required_of(node, one))) for one in types)
+
+
+def _required_of(node: dict[str, Any], kind: str) -> list[Any]:
+    """The subschemas without which no value of the type exists."""
+    if kind == "object":
+        required, properties = node.get("required"), node.get("properties")
+        if not isinstance(required, list) or not isinstance(properties, dict):
+            return []
+        return [properties[name] for name in required if isinstance(name, str) and name in properties]
+    at_least, items = node.get("minItems"), node.get("items")
+    if not isinstance(at_least, int) or at_least < 1:
+        return []
+    first = items if isinstance(items, list) else node.get("prefixItems")
+    first = first if isinstance(first, list) else []
+    return [*first[:at_least], *([items] if at_least > len(first) and isinstance(items, dict) else [])]
+
+
+def _target(reference: Any, root: Any) -> Any:
+    """The subschema that a reference names by its JSON pointer (RFC 6901), or None for any other reference."""
+    if not isinstance(reference, str) or not re.match(r"#(/|$)", reference):
+        return None
+    node = root
+    for part in unquote(reference[1:]).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, dict) and name in node:
+            node = node[name]
+        elif isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+            node = node[int(name)]
+        else:
+            return None
+    return node
+
+
+def is_endless_lark(text: str) -> bool:
+    """Whether the rule `start` of a grammar in llguidance's Lark syntax can never end."""
+    heads = [*_LARK_RULE.finditer(text)]
+    if not heads or _LARK_OTHER_LINE.search(text):
+        return False
+    ends = [*(one.start() for one in heads[1:]), len(text)]
+    unfinished = {one.group(1): text[one.end() : end].split("\n%")[0] for one, end in zip(heads, ends, strict=True)}
+    found = ["start"]
+    while "start" in unfinished and found:
+        found = [name for name, body in unfinished.items() if _body_ends(body, unfinished)]
+        for name in found:
+            del unfinished[name]
+    return "start" in unfinished
+
+
+@dataclass(slots=True)
+class _Group:
+    """The alternatives read since an opening bracket."""
+
+    is_optional: bool = False
+    has_ending: bool = False
+    """Whether an earlier alternative can end."""
+    can_end: bool = True
+    """Whether the current alternative can end, but for its last item."""
+    last_ends: bool = True
+
+    def add(self, ends: bool) -> None:
+        self.can_end &= self.last_ends
+        self.last_ends = ends
+
+    def close(self) -> bool:
+        return self.is_optional or self.has_ending or (self.can_end and self.last_ends)
+
+
+def _body_ends(body: str, unfinished: Container[str]) -> bool:
+    """Whether an alternative of a rule's body has no part among the unfinished rules."""
+    groups = [_Group()]
+    for token in _LARK_TOKEN.finditer(body):
+        group = groups[-1]
+        match token.lastgroup:
+            case "literal":
+                group.add(True)
+            case "name":
+                group.add(token.group() not in unfinished)
+            case "optional":
+                group.last_ends = True
+            case "open":
+                groups.append(_Group(is_optional=token.group() == "["))
+            case "close" if len(groups) > 1:
+                groups.pop()
+                groups[-1].add(group.close())
+            case "either":
+                group.has_ending |= group.can_end and group.last_ends
+                group.can_end = group.last_ends = True
+    return groups[0].close()

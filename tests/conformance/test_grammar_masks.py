@@ -1,0 +1,80 @@
+"""Masks equal a brute-force oracle over the whole vocabulary.
+
+Where the grammar leaves only one text, a mask may allow only that text's usual next token: models have rarely seen
+the other ways to spell it.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from loramux.engine.grammars.grammar import Grammar, allowed_tokens
+from loramux.engine.grammars.limits import parser_limits
+from loramux.platform.grammars.check import checked_grammar
+from tests.conformance.random_languages import MAX_NESTING, Language, languages
+from tests.engine.byte_vocabulary import BYTES, EOS, TOKENS, VOCAB_SIZE, byte_vocabulary, tokenized
+
+NUM_LANGUAGES = 200
+NUM_STEPS = MAX_NESTING - 1
+
+
+def oracle(language: Language, prefix: bytes, tokens: list[bytes]) -> set[int]:
+    """Every token after which the language still contains a text, tried one by one."""
+    allowed = {index for index, token in enumerate(tokens) if index != EOS and language.may_continue(prefix + token)}
+    return allowed | ({EOS} if language.contains(prefix) else set())
+
+
+def forced_text(language: Language, prefix: bytes) -> bytes:
+    """The bytes that must follow `prefix`, at most as many as the longest token has."""
+    forced = b""
+    while len(forced) < max(map(len, TOKENS)) and not language.contains(prefix + forced):
+        following = [byte for byte in BYTES[:EOS] if language.may_continue(prefix + forced + byte)]
+        if len(following) != 1:
+            break
+        forced += following[0]
+    return forced
+
+
+def check_walk(language: Language, vocabulary: LLTokenizer, tokens: list[bytes], generator: random.Random) -> int:
+    """Compare the masks of one random answer with the oracle; the number of masks."""
+    text = checked_grammar(language.kind, language.text, vocabulary)
+    grammar = Grammar(VOCAB_SIZE)
+    grammar.begin(LLMatcher(vocabulary, text, log_level=0, limits=parser_limits()))
+    prefix, num_masks = b"", 0
+    for _ in range(NUM_STEPS):
+        expected = oracle(language, prefix, tokens)
+        if grammar.is_complete:
+            allowed = {EOS}
+        else:
+            mask = grammar.mask()
+            assert mask is not None, (language, prefix, grammar.failure)
+            allowed = set(np.flatnonzero(allowed_tokens(mask, VOCAB_SIZE)).tolist())
+        if allowed != expected:
+            forced = forced_text(language, prefix)
+            usual = tokenized(forced, tokens)[:1]
+            difference = [tokens[index] for index in allowed ^ expected]
+            assert [*allowed] == usual, (language.kind, language.text, prefix, difference, forced)
+        num_masks += 1
+        goes_on = sorted(expected - {EOS})
+        if not goes_on:
+            break
+        # Half of the steps take a long token where there is one.
+        long = [index for index in goes_on if len(tokens[index]) > 1]
+        token = generator.choice(long if long and generator.random() < 0.5 else goes_on)
+        grammar.accept(token)
+        prefix += tokens[token]
+    return num_masks
+
+
+@pytest.mark.parametrize("has_words", [pytest.param(False, id="bytes"), pytest.param(True, id="merged tokens")])
+def test_masks_equal_the_oracle(has_words: bool) -> None:
+    vocabulary, tokens = byte_vocabulary(has_words=has_words), TOKENS if has_words else BYTES
+    num_masks = sum(
+        check_walk(language, vocabulary, tokens, random.Random(number))
+        for number, language in enumerate(languages(NUM_LANGUAGES))
+    )
+    assert num_masks > 3 * NUM_LANGUAGES
