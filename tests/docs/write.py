@@ -9,6 +9,7 @@ from tests.docs.architecture_picture import architecture_picture
 from tests.docs.commands_page import commands_page
 from tests.docs.configuration_page import configuration_page
 from tests.docs.endpoints_page import endpoints_page
+from tests.docs.json_schema_page import json_schema_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES: Mapping[str, Callable[[], str]] = {
@@ -16,6 +17,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "commands.md": commands_page,
     "configuration.md": configuration_page,
     "endpoints.md": endpoints_page,
+    "json-schema.md": json_schema_page,
 }
 
 
