@@ -115,9 +115,9 @@ def assemble_engine(
 ) -> AssembledEngine:
     """Load the model and allocate the pool; raises EngineError with a message that says how to fix the problem.
 
-    `wake` is called from other threads when an idle engine has something to do. The engine belongs to the calling
-    thread. The engine passes the ids of the running sequences to `note_running` before each step, and spans of traced
-    sequences to `spans`. Tests and benchmarks can supply their own stager, weights and device.
+    Other threads call `wake` when an idle engine has something to do. The engine belongs to the calling thread. Before
+    each step, it passes the ids of the running sequences to `note_running`. `spans` receives the spans of traced
+    sequences. Tests and benchmarks can supply their own stager, weights and device.
     """
     backend = backend or open_backend(config.device, config.pdl)
     backend.set_num_threads(config.num_threads)
@@ -200,8 +200,9 @@ def compile_programs(executor: Executor, config: EngineConfig, compile_ahead: Co
     """Compile the kernels of all shapes in parallel, so that the warm-up only loads them.
 
     `executor` does not launch kernels that need compiling, so their outputs are uninitialised. This is safe because a
-    padding step uses no output as an index. The executor is useless afterwards, because it has recorded its shapes as
-    warm. A failure is only reported on standard error, because the warm-up compiles missing kernels one at a time.
+    padding step uses no output as an index. The executor must not be used afterwards, because it has recorded its
+    shapes as warm. A failure is only reported on standard error, because the warm-up compiles missing kernels one at a
+    time.
     """
     if not isinstance(executor, GraphExecutor):
         return

@@ -21,7 +21,7 @@ from loramux.kernels.tables import AttentionBatch, Segments
 class SamplingRow(msgspec.Struct, frozen=True, gc=False):
     """Everything that determines one sampled token: settings, seed, and the number of tokens chosen before it.
 
-    `logit_penalties` are the sequence's, or None if its settings request none: see `logit_penalties`.
+    `logit_penalties` belongs to the sequence; None if its settings request no bias or penalties.
     """
 
     params: SamplingParams
@@ -31,7 +31,7 @@ class SamplingRow(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_short(self) -> bool:
-        """Whether the sequence has not reached its `min_tokens`, so that no token may end it yet."""
+        """Whether the sequence is still below its `min_tokens`, so that no token may end it yet."""
         return self.num_chosen < self.params.min_tokens
 
     def forbidden(self, eos_token_ids: tuple[int, ...]) -> set[int]:
@@ -42,7 +42,7 @@ class SamplingRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
-    """The `num_tokens` tokens of a sequence that one step runs, starting at position `sequence.num_computed`."""
+    """The next `num_tokens` tokens of a sequence, run in one step, starting at position `sequence.num_computed`."""
 
     sequence: Sequence
     num_tokens: int
@@ -52,8 +52,8 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     """The host's description of one step. Sequences of the same adapter are adjacent, and so are their rows.
 
     Sequence `i` has rows `[cu_q[i], cu_q[i + 1])`, at most `max_q` of them, and a context `[0, seq_lens[i])`. The K and
-    V of position `p` are stored in `pages[page_starts[i] + p // page_tokens]`; `kv_slots` int64 `[num_tokens]` is
-    `page * page_tokens + p % page_tokens` of each row. All other arrays are int32.
+    V of position `p` are stored in `pages[page_starts[i] + p // page_tokens]`; `kv_slots` int64 `[num_tokens]` contains
+    `page * page_tokens + p % page_tokens` for each row. All other arrays are int32.
 
     `tokens` `[num_tokens]`: a negative entry `-1 - k` stands for the `k`-th token chosen by the previous step, which
     may so far exist only on the device. `positions` and `slots` `[num_tokens]`: each row's position and adapter slot,
@@ -97,7 +97,7 @@ class StepInputs:
     """Inputs of a forward pass, on its device. The axes may be padded; values in padding rows are arbitrary.
 
     `tokens`, `positions` and `sample_rows` int32. Empty `segments` disable adapters. `embedding_segments` cover the
-    rows whose adapters modify the embedding; empty or None means no row. In each layer, adapters modify only modules
+    rows whose adapters modify the embedding; empty or None means no rows. In each layer, adapters modify only modules
     in `groups`.
     """
 

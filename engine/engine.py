@@ -54,7 +54,7 @@ class Outbound:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineParts:
-    """The parts of an engine, which all share one page pool. `protect` sets how much host memory each share keeps."""
+    """The parts of an engine; they share one page pool. `protect` sets how much host memory each share keeps."""
 
     pages: PagePool
     adapters: AdapterPool
@@ -79,12 +79,12 @@ class Observers:
 
 
 class Engine:
-    """Runs sequences of many adapters on one page pool. Call `step` until `has_work` is false.
+    """Runs sequences with many different adapters on one page pool. Call `step` until `has_work` is false.
 
-    With `lookahead`, the next step is scheduled and submitted while the device still runs the current one, so that the
+    With `lookahead`, the next step is scheduled and submitted while the device is still running the current one, so the
     device never waits for the host. Tokens are then committed one `step` later, and a sequence that has just ended
-    wastes a row of the step already submitted. The sequence's pages can be reused immediately, because steps run in
-    order and all other writers of pages wait for the steps already submitted (see `PageCopier`).
+    wastes a row of the step already submitted. The sequence's pages can be reused immediately: steps run in order, and
+    all other writes to pages wait for the steps already submitted (see `PageCopier`).
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Engine:
         self._shed()
 
     def extend(self, owner: bytes, extend: Extend) -> None:
-        """Raise the limit of a sequence, as far as the context and the pool allow; a paused sequence resumes."""
+        """Raise a sequence's token limit as far as the context and the pool allow; a paused sequence resumes."""
         sequence = self._live.find(owner, extend.sequence_id)
         if sequence is not None:
             self._grants.extend(sequence, extend.max_tokens)
@@ -186,7 +186,7 @@ class Engine:
             self._end(sequence, "abort", num_billed=billed)
 
     def abort_all(self, owner: bytes | None = None) -> None:
-        """End all sequences, or only those of one lost gateway, whose waiting calls are dropped too."""
+        """End all sequences; with `owner`, end only that lost gateway's sequences and drop its waiting calls."""
         for sequence in self._live:
             if owner is None or sequence.owner == owner:
                 self._end(sequence, "abort")
@@ -205,7 +205,7 @@ class Engine:
     # Schedule, submit, commit
 
     def step(self) -> bool:
-        """Run one step; False if nothing could run, because no sequence is live or adapters are still loading."""
+        """Run one step. Returns False if nothing could run: no sequence is live, or adapters are still loading."""
         started_s = self._clock()
         self._timers.fire()
         self._end_overdue()
@@ -232,8 +232,8 @@ class Engine:
     def _run(self, scheduled: list[ScheduledSequence]) -> SubmittedStep:
         """Submit the step and choose its tokens.
 
-        A mask follows from the token before it. Where that token is in flight, its step is committed while the device
-        computes this one's logits, so the device does not wait.
+        A grammar mask depends on the previous token. If that token is in flight, its step is committed while the device
+        computes this step's logits, so the device does not wait.
         """
         forward, sampling = self._submit(scheduled)
         grammars = {row: one.grammar for row, one in enumerate(sampling) if one.grammar is not None}
@@ -245,8 +245,8 @@ class Engine:
 
     def _submit(self, scheduled: list[ScheduledSequence]) -> tuple[Forward, list[Sequence]]:
         if self._note_running is not None:
-            # Note all running sequences, not only this step's, because a fault in an earlier step may surface in this
-            # one.
+            # Record all running sequences, not only this step's, because a fault in an earlier step may surface in this
+            # step.
             self._note_running([sequence.sequence_id for sequence in self._scheduler.running])
         forward = self._executor.submit(build_batch(scheduled, self._limits.page_tokens))
         self._stats.count_step(scheduled)
@@ -261,7 +261,7 @@ class Engine:
                 if self._traces is not None:
                     self._traces.began(sequence)
                 self._grants.begin(sequence)
-            # Same condition as in `build_batch`: the step reaches the last token, so it chooses the next one.
+            # Same condition as in `build_batch`: the step reaches the last known token, so it chooses the next token.
             if sequence.num_computed == sequence.num_tokens:
                 sequence.choose(len(sampling))
                 sampling.append(sequence)
@@ -317,7 +317,7 @@ class Engine:
                 self._end(sequence, "error", reason, "the model produced values that are not finite")
             elif reason == "grammar_failed":
                 assert sequence.grammar is not None
-                # No mask held for its last token, which is not emitted.
+                # The last token was chosen without a mask, so it is not emitted.
                 self._end(sequence, "error", reason, sequence.grammar.failure, sequence.num_completion - 1)
             else:
                 self._end(sequence, reason)
@@ -367,7 +367,7 @@ class Engine:
         return own if params.ignore_eos else own.union(self._limits.eos_token_ids)
 
     def _refusal(self, add: Add) -> tuple[str, str] | None:
-        """Error code and message if the request cannot run; else None."""
+        """Error code and message if the request cannot run; otherwise None."""
         problem = request_problem(add, self._limits, self._scheduler.max_tokens())
         if problem is not None:
             return problem
@@ -398,7 +398,7 @@ class Engine:
             self._timers.after(sequence, self._limits.max_waiting_s, give_up_waiting)
 
     def _shed(self) -> None:
-        """Refuse sequences of the shares with the most waiting tokens per weight until the queue is short enough."""
+        """Refuse sequences until the queue is short enough, from the shares with the most waiting tokens per weight."""
         queue = self._scheduler.queue
         while queue.num_waiting > 1 and queue.num_waiting_tokens > self._limits.max_waiting_tokens:
             sequence = queue.shed_candidate()
@@ -446,7 +446,7 @@ class Engine:
         return self._stats.snapshot(request.call_id, request.with_tiers)
 
     def check_integrity(self) -> None:
-        """Check that, with no live sequences, each page is free or owned by an adapter or the prefix cache."""
+        """Assert that no sequences are live and that every page is free or owned by an adapter or the prefix cache."""
         self._pages.check_integrity()
         if not self._live:
             assert self._pages.num_owned(PageOwner.KV) == len(self._prefixes) == self._prefixes.num_idle

@@ -12,7 +12,7 @@ class ModelNotSupported(EngineError):
 
 
 class ConfigNotUsable(EngineError):
-    """Settings that contradict each other or lie outside their range."""
+    """Settings contradict each other or are out of range."""
 
 
 class PoolTooSmall(EngineError):

@@ -1,4 +1,4 @@
-"""Which module groups a step's adapters modify in a layer."""
+"""The module groups that a step's adapters modify in a layer."""
 
 from __future__ import annotations
 

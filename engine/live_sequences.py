@@ -1,4 +1,4 @@
-"""The sequences that have not ended, by gateway and by adapter."""
+"""Unfinished sequences, by gateway and by adapter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class LiveSequences:
 
     def __init__(self) -> None:
         self._by_key: dict[tuple[bytes, str], Sequence] = {}
-        # Dictionaries rather than sets, because the order in which sequences end must not depend on addresses.
+        # Dictionaries rather than sets, so that the order in which sequences end does not depend on memory addresses.
         self._by_digest: defaultdict[str, dict[Sequence, None]] = defaultdict(dict)
 
     def __len__(self) -> int:

@@ -31,15 +31,15 @@ class TokenMarks:
         self._marks[place] += 2
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the ids int64 and of their marks int32, `[num_distinct]` each."""
+        """Copies of the ids (int64) and their marks (int32), `[num_distinct]` each."""
         return torch.from_numpy(np.array(self._ids)), torch.from_numpy(np.array(self._marks))
 
 
 class LogitPenalties:
-    """One sequence's bias and penalties; as each sequence has its own, this object also identifies the sequence.
+    """One sequence's bias and penalties. Each sequence has its own object, so the object also identifies the sequence.
 
-    `tokens` is the sequence's own list, prompt first, which grows as tokens are committed. `bias_ids` int64 and
-    `bias` float32 `[num_biased]`; `penalties` float32 `[3, 1]` are the repetition, presence and frequency penalty.
+    `tokens` is the sequence's own list, prompt first, which grows as tokens are committed. `bias_ids` int64 and `bias`
+    float32 `[num_biased]`; `penalties` float32 `[3, 1]` are the repetition, presence and frequency penalties.
     """
 
     def __init__(self, params: SamplingParams, tokens: list[int], num_prompt: int) -> None:
@@ -55,7 +55,7 @@ class LogitPenalties:
         self._num_marked = 0
 
     def marks(self, num_chosen: int) -> TokenMarks:
-        """Marks of the prompt and the first `num_chosen` new tokens, each of which must be committed or noted."""
+        """Marks of the prompt and the first `num_chosen` new tokens, all of which must be committed or noted."""
         if self._marks is None or self._num_marked > num_chosen:
             self._marks = TokenMarks(self._tokens[: self._num_prompt])
             self._num_marked = 0
@@ -65,7 +65,7 @@ class LogitPenalties:
         return self._marks
 
     def note(self, token_id: int, num_chosen: int) -> None:
-        """Mark the token that the host chose after the first `num_chosen`; the token need not be committed yet."""
+        """Mark the token that the host chose after the first `num_chosen` tokens; it need not be committed yet."""
         if self.has_penalties and self._num_marked == num_chosen:
             self._note(token_id)
 
@@ -86,7 +86,7 @@ class LogitPenalties:
 
 
 def logit_penalties(params: SamplingParams, tokens: list[int], num_prompt: int) -> LogitPenalties | None:
-    """The bias and penalties of a sequence; None, at no cost per step, if its settings request none."""
+    """A sequence's bias and penalties; None, with no cost per step, if its settings request none."""
     return LogitPenalties(params, tokens, num_prompt) if params.logit_bias or params.has_penalties else None
 
 

@@ -1,7 +1,7 @@
-"""Messages between a gateway and an engine, with one record type for each.
+"""Messages between a gateway and an engine, one record type per message.
 
-The gateway sends Add. The engine answers with StepOutput messages, which hold the new token ids of all the gateway's
-sequences, and finally with Finished. The engine knows digests, never tenants.
+The gateway sends Add. The engine answers with StepOutput messages, which contain the new token ids of all the gateway's
+sequences, and finally with Finished. The engine sees adapter digests, never tenants.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     """0 means that every token is considered."""
     min_p: float = 0.0
-    """Drops tokens whose probability is below this fraction of the most likely token's; 0 drops none."""
+    """Drops tokens less likely than this fraction of the most likely token's probability; 0 drops none."""
     repetition_penalty: float = 1.0
     """Divides positive logits and multiplies negative logits of tokens in the prompt or the answer; 1 is neutral."""
     presence_penalty: float = 0.0
@@ -62,13 +62,13 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     share_key: str = ""
     weight: int = 1
     host_floor_bytes: int = 0
-    """Bytes of the share's adapters that stay in host memory under pressure from other shares; 0: no guarantee."""
+    """Bytes of host memory that the share's adapters keep under pressure from other shares; 0: no guarantee."""
     grammar: str = ""
-    """A grammar in llguidance's JSON or Lark form that the new tokens must follow; empty: any token can follow."""
+    """A grammar for the new tokens, in llguidance's JSON or Lark form; empty: no constraint."""
     isolation_key: bytes = b""
     """Sequences with the same key can share the K and V of equal prefixes; an empty key means no sharing."""
     priority: int = 0
-    """Higher priorities go first, even before fairness between shares."""
+    """Higher priorities run first, regardless of fairness between shares."""
     timeout_s: float | None = None
     """The sequence ends with `deadline_exceeded` after this time; None: no deadline."""
     traceparent: str | None = None
@@ -76,16 +76,16 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pause_s: float = 0.0
     """How long the sequence waits at `max_tokens` for an Extend before it ends with `length`."""
     tokens_at_once: int = 1
-    """Number of tokens per output, for an answer that nobody reads before it ends. The first token and each token with
-    log-probabilities are sent immediately; the last tokens are sent before Finished. When an engine dies, up to
-    `tokens_at_once - 1` committed tokens have not been sent, and nobody is billed for them."""
+    """Number of tokens per output. Values above 1 suit answers that are not streamed. The first token and each token
+    with log-probabilities are sent immediately; the last tokens are sent before Finished. If the engine dies, up to
+    `tokens_at_once - 1` committed tokens are lost unsent and are not billed."""
 
 
 class Extend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Raise a sequence's limit to `max_tokens`; no effect on a sequence that has already ended.
 
-    The limit is capped by the context length and by the pool space that the sequence's adapter and pinned adapters
-    leave. A sequence with an adapter gets the higher limit no earlier than its first step.
+    The limit is capped by the context length and by the pool space left by the sequence's adapter and pinned adapters.
+    For a sequence with an adapter, the higher limit takes effect no earlier than its first step.
     """
 
     sequence_id: str
@@ -110,12 +110,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Unload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Free an adapter's pages and its cached prefixes once no sequence needs it; answered by AdapterState.
+    """Free an adapter's pages and cached prefixes once no sequence needs the adapter; answered by AdapterState.
 
-    Until the answer, the adapter drains. Earlier sequences continue; with `deadline_s`, sequences that have not ended
-    by then end with `adapter_unavailable`. New sequences are refused with `adapter_unavailable`, so the pages always
-    become free. After the answer, the next sequence loads the adapter again. An unload ends the adapter's pin, and
-    answers waiting loads and pins with `superseded`.
+    Until the answer, the adapter drains. Earlier sequences continue; those still live after `deadline_s` end with
+    `adapter_unavailable`. New sequences are refused with `adapter_unavailable`, so the pages always become free. After
+    the answer, the next sequence loads the adapter again. An unload ends the adapter's pin, and answers waiting loads
+    and pins with `superseded`.
     """
 
     call_id: str
@@ -127,8 +127,8 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Load an adapter and keep it resident until a Pin with `is_pinned = False` or an Unload; answered by AdapterState.
 
     A pin outlives the gateway that requested it. An adapter that is evicted because its values were not finite is
-    loaded and pinned again. If it cannot be loaded again, it loses its pin and disappears from Stats. A pin beyond the
-    allowed share of pages or slots is answered with `pin_limit`, and so is a pin that would leave too few pages for a
+    loaded and pinned again. If it cannot be loaded again, it loses its pin and disappears from Stats. The answer is
+    `pin_limit` for a pin that exceeds the allowed share of pages or slots, or that would leave too few pages for a
     request that was already accepted.
     """
 
@@ -144,7 +144,7 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StatsRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Ask for Stats; the answer repeats `call_id`. `with_tiers` adds the contents of the host and disk tiers."""
+    """Request Stats; the answer repeats `call_id`. `with_tiers` adds the contents of the host and disk tiers."""
 
     call_id: str
     with_tiers: bool = False
@@ -159,9 +159,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """New tokens of one sequence. `logprobs` has one entry per token if they were requested, else none.
+    """New tokens of one sequence. `logprobs` has one entry per token if requested, and is empty otherwise.
 
-    The token that ends a sequence (end of sequence, stop id) is counted by Finished but not included here.
+    A token that ends the sequence (end of sequence or stop id) is counted in Finished but not included here.
     """
 
     sequence_id: str
@@ -195,9 +195,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A message that was refused and had no effect: it could not be decoded, or it added an id that is in use.
+    """Reports a message that had no effect, because it could not be decoded or it added an id that is in use.
 
-    Such an Add is not answered with Finished, which would end the stream of the running sequence.
+    An Add with such an id is not answered with Finished, which would end the stream of the running sequence.
     """
 
     message: str
@@ -207,7 +207,7 @@ class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class AdapterState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answer to Load, Unload or Pin. `state` is `resident`, `absent` or `failed`.
 
-    With `failed`, `code` is `adapter_unavailable` (it cannot be loaded), `superseded` (a later call asked for the
+    With `failed`, `code` is `adapter_unavailable` (it cannot be loaded), `superseded` (a later call requested the
     opposite), `pin_limit` or `invalid_request`.
     """
 
@@ -233,7 +233,7 @@ class ResidentAdapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Histogram of step times: `counts[i]` steps took at most `bounds_s[i]` and more than the bound before it.
+    """Histogram of step times: `counts[i]` steps took at most `bounds_s[i]` and more than the previous bound.
 
     `counts` has one more entry than `bounds_s`, for the steps beyond the last bound.
     """
@@ -245,7 +245,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of waiting sequences by what they wait for; each sequence is counted once."""
+    """Numbers of waiting sequences, by reason; each sequence is counted once."""
 
     adapter: int = 0
     """Sequences waiting for an adapter that is not in the pool yet."""
@@ -262,22 +262,22 @@ class GraphMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     num_graphs: int = 0
     num_bytes: int = 0
-    """Device memory that the captures took: the sum of the drops in free memory across all captures."""
+    """Device memory taken by the captures, measured as the drop in free memory."""
 
 
 class GrammarCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Grammars that were compiled, and the masks that they gave, since the engine started."""
+    """Counts and times of grammar compilation and mask computation since the engine started."""
 
     num_compiled: int = 0
     num_reused: int = 0
-    """Sequences whose grammar was compiled before."""
+    """Sequences whose grammar had already been compiled."""
     compile_s: float = 0.0
     num_masks: int = 0
     mask_s: float = 0.0
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A snapshot of the engine; counters only grow while the engine lives."""
+    """A snapshot of the engine. Counters never decrease while the engine is running."""
 
     call_id: str
     num_steps: int
@@ -290,7 +290,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_prefix_pages: int
     """KV pages in the prefix cache, in use or idle."""
     prompt_tokens: int
-    """Number of prompt tokens computed, each counted once."""
+    """Prompt tokens computed, each counted once."""
     completion_tokens: int
     cached_tokens: int
     """Prompt tokens that were found in the prefix cache."""
@@ -305,9 +305,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_rows: int = 0
     """Token rows computed by all steps, for prompts and answers."""
     num_step_sequences: int = 0
-    """Sum over all steps of the number of sequences in the step."""
+    """Total number of sequences per step, summed over all steps."""
     num_prefix_evictions: int = 0
-    """Number of idle prefix-cache pages that were evicted."""
+    """Idle prefix-cache pages evicted."""
     step_times: StepTimes = StepTimes()
     waiting: Waiting = Waiting()
     loading: LoadCounts = LoadCounts()
@@ -316,7 +316,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     page_bytes: int = 0
     """Bytes per page, over all layers."""
     num_slots: int = 0
-    """Number of adapters that can be resident at the same time."""
+    """Maximum number of resident adapters."""
     graphs: GraphMemory = GraphMemory()
     grammars: GrammarCounts = GrammarCounts()
     tiers: tuple[TierContents, ...] = ()
@@ -324,7 +324,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An engine's first message to each gateway, with the limits on the sequences that it can run."""
+    """An engine's first message to each gateway, with the engine's limits on sequences."""
 
     max_model_len: int
     num_pages: int
@@ -333,13 +333,13 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     dtype: str
     protocol: int = PROTOCOL
     model_sha256: str = ""
-    """SHA-256 of the files that must be identical for gateway and engine: see `model_files.py`."""
+    """SHA-256 of the files that must be identical on gateway and engine: see `model_files.py`."""
     ran_at_death: tuple[str, ...] = ()
     """Ids of the sequences, from all gateways, that the previous engine was running when it died."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Carries no data: when sending a Heartbeat fails, the engine notices that the gateway is gone."""
+    """Carries no data. If sending a Heartbeat fails, the engine knows that the gateway is gone."""
 
 
 ToEngine = Add | Extend | Abort | Load | Unload | Pin | Credit | StatsRequest

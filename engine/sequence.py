@@ -29,8 +29,8 @@ class Sequence:
 
     `tokens` are the prompt and the committed tokens. Steps in flight have chosen `num_in_flight` more tokens, and
     `num_tokens` counts all of them. The K and V of positions `[0, num_computed)` are in `pages`, or will be once the
-    steps in flight finish. The step after the one that chose the newest token computes that token's K and V. A
-    preemption resets `num_computed` to 0, and all K and V are computed again.
+    steps in flight finish. A token's K and V are computed one step after the token is chosen. A preemption resets
+    `num_computed` to 0, so that all K and V are computed again.
     """
 
     add: Add
@@ -40,10 +40,10 @@ class Sequence:
     """Order of arrival; the youngest is preempted first."""
     seed: int
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the sequence, including the model's own."""
+    """Tokens that end the sequence, including the model's own end tokens."""
     state: SequenceState = SequenceState.WAITING
     slot: int = -1
-    """The adapter's slot while running, -1 for the base."""
+    """The adapter's slot while the sequence is running; -1 for the base."""
     has_run: bool = False
     """Whether the sequence has been in a step; a sequence that never ran is not billed."""
     num_computed: int = 0
@@ -58,7 +58,7 @@ class Sequence:
     num_in_flight: int = 0
     num_tokens: int = 0
     sample_index: int = -1
-    """Index of this sequence's token among those sampled by the step in flight; valid while a step is in flight."""
+    """Index of this sequence's token in the output of the step in flight; valid only while a step is in flight."""
     page_keys: list[bytes] = field(default_factory=list)
     """Keys of the sequence's first full pages, computed when needed and kept after the pages are freed."""
     shared_pages: list[CachedPage | None] = field(default_factory=list)
@@ -66,25 +66,25 @@ class Sequence:
     num_cached: int = 0
     """Number of prompt tokens found in the prefix cache when the sequence first ran."""
     num_reached: int = 0
-    """Highest `num_computed` so far; a step that runs tokens before this position recomputes them."""
+    """Highest `num_computed` so far; tokens before this position are recomputed when they run again."""
     num_adapter_pages: int = 0
-    """Number of the adapter's pages, set when the sequence first runs and kept while the adapter is evicted."""
+    """The adapter's page count, set when the sequence first runs and kept after the adapter is evicted."""
     num_wanted: int = 0
     """Limit requested before the adapter's size was known; applied when the sequence first runs."""
     is_tainted: bool = False
     """Whether the sequence's K and V may be broken; if so, they must not enter the prefix cache."""
     is_paused: bool = False
-    """Whether the sequence has reached its limit and waits for a higher one."""
+    """Whether the sequence has reached its limit and is waiting for a higher limit."""
     row_place: tuple[int, int] = (-1, 0)
-    """Sort key of the sequence's rows in a step: slot, then arrival, so that the rows of one adapter are adjacent."""
+    """Sort key of the sequence's rows in a step: slot, then arrival, so that rows of the same adapter are adjacent."""
     logit_penalties: LogitPenalties | None = None
-    """Bias and penalties that the settings request; None for most sequences."""
+    """The requested bias and penalties; None for most sequences."""
     grammar: Grammar | None = None
-    """The grammar that new tokens must follow, for which the sequence waits; None for most sequences."""
-    # These values are stored rather than computed, because each step reads them several times per sequence.
+    """The grammar for new tokens; the sequence waits until it is compiled. None for most sequences."""
+    # Stored rather than computed, because each step reads these values several times per sequence.
     num_prompt: int = field(init=False)
     num_reserved: int = field(init=False)
-    """Limit in tokens, prompt included; initially from `Add.max_tokens`, later raised by `TokenGrants`."""
+    """Limit in tokens, including the prompt; initially from `Add.max_tokens`, later raised by `TokenGrants`."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.add.prompt)
@@ -99,7 +99,7 @@ class Sequence:
         self.sample_index = sample_index
 
     def commit(self, token_id: int | None) -> None:
-        """Record the token that the oldest step in flight chose; None if the logits were not finite."""
+        """Commit the token chosen by the oldest step in flight; None if the logits were not finite."""
         self.num_in_flight -= 1
         if token_id is None:
             self.num_tokens -= 1
@@ -109,7 +109,7 @@ class Sequence:
                 self.grammar.accept(token_id)
 
     def emit(self, token_id: int, is_urgent: bool) -> tuple[int, ...]:
-        """Add a committed token and return the tokens to emit now; empty while the output waits for more."""
+        """Add a committed token to the output and return the tokens to emit now, if any."""
         self.pending_output.append(token_id)
         if not is_urgent and self.num_completion > 1 and len(self.pending_output) < self.add.tokens_at_once:
             return ()
@@ -136,7 +136,7 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens whose K and V are still to be computed; 1 in steady decode."""
+        """Number of tokens whose K and V have not been computed yet; 1 in steady decode."""
         return self.num_tokens - self.num_computed
 
     @property

@@ -1,4 +1,4 @@
-"""Timers of sequences, on the engine's clock."""
+"""Per-sequence timers, on the engine's clock."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Action = Callable[[Sequence], None]
 class Timers:
     """Calls each action with its sequence when it is due.
 
-    Timers of ended sequences do nothing and do not keep the sequence in memory. Timers cannot be cancelled: an action
-    checks for itself whether it is still needed.
+    A timer does nothing if its sequence has ended, and does not keep the sequence in memory. Timers cannot be
+    cancelled, so each action must check whether it is still needed.
     """
 
     def __init__(self, clock: Callable[[], float], live: LiveSequences) -> None:
@@ -29,7 +29,7 @@ class Timers:
         # A single NaN would break the order of the heap and block all later timers.
         assert math.isfinite(seconds)
         self._num_added += 1
-        # An id can be reused after its sequence has ended; the arrival number tells the two apart.
+        # An id can be reused after its sequence has ended; the arrival number distinguishes the two sequences.
         identity = sequence.owner, sequence.sequence_id, sequence.arrival
         heapq.heappush(self._pending, (self._clock() + seconds, self._num_added, *identity, action))
 

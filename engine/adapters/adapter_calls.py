@@ -18,7 +18,7 @@ FIRST_CALL_POSITION = AFTER_ALL // 2
 
 @dataclass(frozen=True, slots=True)
 class PinLimits:
-    """Maximum numbers of slots and pages that pinned adapters may take."""
+    """Limits on the slots and pages that pinned adapters may take."""
 
     num_adapters: int
     num_pages: int
@@ -34,7 +34,7 @@ class WaitingCall:
 
 @dataclass(frozen=True, slots=True)
 class PendingUnload:
-    """An unload whose adapter's remaining sequences end at `due` on the engine's clock; infinity means no deadline."""
+    """An unload that ends the adapter's remaining sequences at `due` on the engine's clock; infinity means never."""
 
     owner: bytes
     unload: Unload
@@ -48,7 +48,7 @@ class AdapterCalls:
     sequences are refused, and later loads and pins wait until the adapter is unloaded. Every unload therefore completes
     eventually.
 
-    `post` sends an answer. `leaves_room` tells whether all accepted requests still fit next to the pinned adapters.
+    `post` sends an answer. `leaves_room` returns whether all accepted requests still fit next to the pinned adapters.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class AdapterCalls:
         self._unloads: dict[str, list[PendingUnload]] = {}
         # Page count of each pinned adapter.
         self._pins: dict[str, int] = {}
-        # Pinned adapters that were nevertheless evicted and must be loaded again.
+        # Adapters that were evicted despite their pins, and must be loaded and pinned again.
         self._lost_pins: dict[str, None] = {}
 
     @property
@@ -131,14 +131,14 @@ class AdapterCalls:
         return [digest for digest, pending in self._unloads.items() if any(one.due <= now for one in pending)]
 
     def add_wanted(self, wanted: dict[str, int]) -> None:
-        """Add the adapters needed by calls to `wanted`, each with the queue position of its first call."""
+        """Extend `wanted` with the adapters that calls need, each with the queue position of its first call."""
         digests = (*self._lost_pins, *(one.call.digest for one in self._waiting))
         for place, digest in enumerate(digests):
             if not self.is_draining(digest):
                 wanted.setdefault(digest, FIRST_CALL_POSITION + place)
 
     def evict_when_idle(self, digest: str) -> None:
-        """Evict an adapter as soon as no sequence uses it; a pinned adapter is then loaded and pinned again."""
+        """Evict an adapter once no sequence uses it; a pinned adapter is then loaded and pinned again."""
         adapter = self._adapters.find(digest)
         if adapter is not None and adapter.is_pinned:
             self._adapters.unpin(digest)
@@ -161,7 +161,7 @@ class AdapterCalls:
         self._waiting = [one for one in self._waiting if not self._is_done(one)]
 
     def _settle(self, adapter: AdapterLoad) -> None:
-        """Answer calls that waited for this adapter; a load succeeds even if the adapter has been evicted since."""
+        """Answer the calls waiting for this adapter; a load succeeds even if the adapter has been evicted since."""
         if self.is_draining(adapter.digest):
             return
         if adapter.failure is not None and adapter.digest in self._lost_pins:
@@ -180,7 +180,7 @@ class AdapterCalls:
         owner, call = waiting.owner, waiting.call
         if self.is_draining(call.digest):
             return False
-        # Requested again each time, because the adapter may have been loaded and evicted since the last check.
+        # Request the adapter again, because it may have been loaded and evicted since the last check.
         adapter = self._adapters.prefetch(call.digest)
         is_new = isinstance(call, Pin) and call.digest not in self._pins
         if is_new and sum(self._pins.values()) + adapter.num_pages > self._limits.num_pages:
@@ -219,7 +219,7 @@ class AdapterCalls:
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             if one.call.digest == digest and isinstance(one.call, kinds):
-                self._fail(one.owner, one.call, "superseded", "a later call asked for the opposite")
+                self._fail(one.owner, one.call, "superseded", "a later call requested the opposite")
             else:
                 self._waiting.append(one)
 
@@ -233,5 +233,5 @@ class AdapterCalls:
 
 
 def is_usable(adapter: AdapterLoad) -> bool:
-    """Whether new sequences may use this copy of the adapter."""
+    """Whether new sequences can use this copy of the adapter."""
     return adapter.phase is AdapterPhase.RESIDENT and not adapter.evict_when_idle

@@ -1,4 +1,4 @@
-"""The record of one adapter that is being loaded or is in the pool."""
+"""State of one adapter in the pool, from the request to load it until its eviction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loramux.adapter_store.tiers.staged_adapter import StagedAdapter
 from loramux.adapter_store.tiers.tier_figures import PassedStage
 
 COPY_COST = 0.5
-"""Cost of copying one adapter page relative to recomputing one KV page: an estimate for eviction policies."""
+"""Estimated cost of copying one adapter page, relative to recomputing one KV page; used by eviction policies."""
 
 
 class AdapterPhase(Enum):
@@ -25,7 +25,7 @@ class AdapterPhase(Enum):
 
 
 class LoadOwner(Protocol):
-    """The pool's interface to its loads."""
+    """The methods of the pool that its loads call."""
 
     def is_waited_for(self, load: AdapterLoad) -> bool: ...
 
@@ -46,11 +46,11 @@ class AdapterLoad:
     num_users: int = 0
     """Number of running sequences, plus one if the adapter is pinned; an adapter with users cannot be evicted."""
     evict_when_idle: bool = False
-    """Whether the adapter is evicted as soon as it has no users."""
+    """Whether to evict the adapter as soon as it has no users."""
     is_pinned: bool = False
     """Whether one of the adapter's users is a pin."""
     failure: str | None = None
-    """Why the adapter did not become resident, in which case the pool has forgotten this load."""
+    """Why the load failed, or None. The pool has already removed a failed load."""
     used_s: float = 0.0
     """When the adapter became resident, or when a sequence last started or stopped using it."""
     started_ns: int = field(default_factory=time.time_ns)

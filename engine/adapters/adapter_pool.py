@@ -1,4 +1,4 @@
-"""The resident adapters: loading adapters, holding those in use, and making room for new ones."""
+"""The pool of resident adapters: loads adapters, keeps those in use, and evicts idle ones to make room."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ NOT_SHORT = AFTER_ALL
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The sequences' demand on the pool before a step.
+    """What the sequences need from the pool before a step.
 
-    A queue position is a sequence's index in the order of waiting sequences, from 0.
+    A queue position is a sequence's index among the waiting sequences, starting at 0.
     """
 
     queue_positions: dict[str, int] = field(default_factory=dict)
-    """For each adapter, the position of the first sequence that waits for it, in ascending order."""
+    """Position of the first sequence waiting for each adapter, in ascending order."""
     short_position: int = NOT_SHORT
-    """Position of the first sequence that is short of pages; later positions get no pages."""
+    """Position of the first sequence that is short of pages; sequences after it get no pages."""
     num_free_sequence_slots: int = AFTER_ALL
-    """Sequences that could start in this step; only their adapters may evict adapters that other sequences wait for."""
+    """Sequences that could start in this step; only their adapters may evict adapters that other sequences need."""
     num_growing: int = 0
     """Pages that running sequences may soon need; adapters loaded ahead of their turn leave these pages free."""
 
 
 class AdapterPool:
-    """Adapters by digest; each has a slot and pages while resident.
+    """Adapters by digest. A resident adapter has a slot and pages.
 
-    `stager` loads adapters into host memory, `copier` copies them from there into pages, and `tables` hold their
-    locations. Idle adapters stay until their pages or slot are needed, and are evicted in the order of `policy`. The
+    `stager` loads adapters into host memory, `copier` copies them from there into pages, and `tables` record their
+    locations. Idle adapters stay until their pages or slot are needed; `policy` decides which to evict first. The
     `reclaimer` evicts adapters with waiting sequences last.
     """
 
@@ -63,7 +63,7 @@ class AdapterPool:
         self._clock = clock
         self._loads: dict[str, AdapterLoad] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        # Loads that wait for a slot and pages.
+        # Loads waiting for a slot and pages.
         self._staged: list[AdapterLoad] = []
         # The demand passed to the last `poll`.
         self._demand = Demand()
@@ -75,7 +75,7 @@ class AdapterPool:
         self.num_evictions = 0
 
     def num_pages_wanted(self, position: int) -> int:
-        """Number of pages that a sequence at `position` must leave to the first staged adapter."""
+        """Number of pages that a sequence at `position` must leave for the first staged adapter."""
         if not self._staged or self.position_of(self._staged[0]) > position:
             return 0
         return self._staged[0].num_pages
@@ -121,7 +121,7 @@ class AdapterPool:
         return any(load.phase is AdapterPhase.COPYING for load in self._loads.values())
 
     def must_yield_slot(self, load: AdapterLoad, position: int) -> bool:
-        """Whether this adapter has the fewest users and must yield its slot to an adapter needed before `position`."""
+        """Whether this adapter, as the least used one, must yield its slot to an adapter needed before `position`."""
         if not self._staged or self._free_slots or self.position_of(self._staged[0]) >= position:
             return False
         resident = (one for one in self._loads.values() if one.phase is AdapterPhase.RESIDENT and not one.is_pinned)
@@ -132,7 +132,7 @@ class AdapterPool:
         return self.reclaimer.can_make_room(num_pages + self.num_pages_wanted(position), position)
 
     def num_pages_lost_by_using(self, load: AdapterLoad | None, position: int) -> int:
-        """How many evictable pages a sequence at `position` would lose by using the adapter that holds them."""
+        """Number of pages that a sequence at `position` could no longer evict if it used this adapter."""
         if load is None or load.num_users or self.position_of(load) < position:
             return 0
         return load.num_pages
@@ -140,10 +140,9 @@ class AdapterPool:
     def poll(self, demand: Demand) -> list[AdapterLoad]:
         """Advance all loads and return the adapters that became resident or failed.
 
-        Staged adapters get room in the order of their queue positions. A staged adapter never evicts one that an
-        earlier sequence waits for, so the first in the queue always makes progress. A failed adapter is forgotten, so
-        that the next request tries again. A staged adapter that no sequence near the front of the queue needs is
-        forgotten too.
+        Staged adapters get room in queue order. A staged adapter never evicts an adapter that an earlier sequence is
+        waiting for, so the first sequence in the queue always makes progress. A failed load is removed, so that the
+        next request tries again. Staged adapters that no sequence near the front of the queue needs are removed too.
         """
         self._demand = demand
         settled: list[AdapterLoad] = []
@@ -171,7 +170,7 @@ class AdapterPool:
             load.release()
 
     def unload(self, digest: str) -> bool:
-        """Forget the adapter and return True, or return False if it is in use or being copied."""
+        """Remove the adapter and return True, or return False if the adapter is in use or being copied."""
         load = self._loads.get(digest)
         if load is None:
             return True
@@ -180,7 +179,7 @@ class AdapterPool:
             del self._loads[digest]
             return True
         if load.phase is AdapterPhase.STAGED:
-            # The load holds only host memory so far.
+            # The load has only host memory so far.
             self._staged.remove(load)
             load.release()
             del self._loads[digest]
@@ -207,20 +206,20 @@ class AdapterPool:
         return load.digest in self._demand.queue_positions
 
     def position_of(self, load: AdapterLoad) -> int:
-        """Position of the first sequence that waits for the adapter; AFTER_ALL if none does."""
+        """Position of the first sequence waiting for the adapter; AFTER_ALL if there is none."""
         return self._demand.queue_positions.get(load.digest, AFTER_ALL)
 
     def num_pages_before(self, position: int) -> int:
-        """Pages of idle adapters that a sequence before `position` in the queue waits for."""
+        """Number of pages of idle adapters that sequences before `position` are waiting for."""
         return sum(load.num_pages for load, _ in self._idle_and_wanted(before=position))
 
     def last_after(self, position: int) -> Evictable | None:
-        """The idle adapter whose first waiting sequence is last in the queue, if that sequence is after `position`."""
+        """The idle adapter that will be needed last; None if it is needed at `position` or earlier."""
         last = max(self._idle_and_wanted(), key=lambda one: one[1], default=None)
         return last[0] if last is not None and last[1] > position else None
 
     def forget(self, load: AdapterLoad) -> None:
-        """Evict an adapter that the policy no longer holds."""
+        """Evict an adapter that has already been removed from the policy."""
         assert load.num_users == 0
         assert load.phase is AdapterPhase.RESIDENT
         del self._loads[load.digest]
@@ -229,7 +228,7 @@ class AdapterPool:
         self.num_evictions += 1
 
     def _take(self, load: AdapterLoad, staged: StagedAdapter) -> str | None:
-        """Keep a staged adapter until there is room for it; return the reason if there can never be room."""
+        """Queue a staged adapter until there is room for it, or return why there can never be room."""
         load.staged = staged
         load.num_pages = staged.packed.num_pages
         if self._fits_beside_pins(load):
@@ -241,7 +240,7 @@ class AdapterPool:
         return f"the adapter is larger than {room}"
 
     def _publish(self, load: AdapterLoad) -> None:
-        """Make an adapter resident after its pages have been filled."""
+        """Mark an adapter as resident once its pages have been filled."""
         assert load.staged is not None
         self._tables.write(load.slot, load.pages, load.staged.packed)
         load.release()
@@ -251,9 +250,9 @@ class AdapterPool:
         self._rest(load)
 
     def _place(self) -> None:
-        """Give room to staged adapters in queue order; the first adapter that does not fit blocks the rest.
+        """Place staged adapters in queue order; the first adapter that does not fit blocks the rest.
 
-        An adapter that no sequence near the front waits for is not placed, because it would be evicted before use.
+        An adapter that no sequence near the front is waiting for is not placed, because it would be evicted before use.
         """
         for load in [one for one in self._staged if one.digest not in self._demand.queue_positions]:
             self.unload(load.digest)
@@ -271,8 +270,8 @@ class AdapterPool:
         if position > self._demand.short_position:
             return False
         if position >= self._demand.num_free_sequence_slots:
-            # The adapter is loaded ahead of its turn, so evict none that a sequence waits for, and leave running
-            # sequences room to grow.
+            # The adapter is loaded ahead of its turn, so evict no adapter that a sequence is waiting for, and leave
+            # running sequences room to grow.
             position = AFTER_ALL
             if not self.reclaimer.can_make_room(num_pages + self._demand.num_growing, position):
                 return False
@@ -280,7 +279,7 @@ class AdapterPool:
         return has_slot and self.reclaimer.make_room(num_pages, position)
 
     def _idle_and_wanted(self, before: int = AFTER_ALL) -> Iterator[tuple[AdapterLoad, int]]:
-        """Idle adapters that sequences wait for, with their positions in ascending order, up to `before`."""
+        """Idle adapters that sequences before `before` are waiting for, with their positions in ascending order."""
         for digest, position in self._demand.queue_positions.items():
             if position >= before:
                 return
@@ -289,7 +288,7 @@ class AdapterPool:
                 yield load, position
 
     def _rest(self, load: AdapterLoad) -> None:
-        """Evict an adapter without users if that was requested, else make it evictable."""
+        """Evict an adapter without users if requested; otherwise make it evictable."""
         load.used_s = self._clock()
         if load.evict_when_idle:
             self.forget(load)
@@ -326,7 +325,7 @@ class AdapterPool:
         self.release(digest)
 
     def num_pages_beside(self, digest: str | None, num_pages: int) -> int:
-        """Number of pages that a sequence can never get: its adapter's `num_pages` plus those of pinned adapters."""
+        """Number of pages unavailable to a sequence: its adapter's `num_pages` plus those of pinned adapters."""
         load = None if digest is None else self._loads.get(digest)
         if load is not None and load.is_pinned:
             return self.num_pinned_pages

@@ -8,7 +8,7 @@ MAX_STRIKES = 3
 """Number of steps with non-finite rows after which an adapter is refused."""
 
 MEMORY_S = 3600.0
-"""How long a strike counts, in seconds; three strikes in a month do not quarantine an adapter."""
+"""How long a strike counts, in seconds. Three strikes spread over a month do not quarantine an adapter."""
 
 
 class AdapterStrikes:

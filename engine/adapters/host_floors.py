@@ -1,4 +1,4 @@
-"""Host-memory floors set by requests: how much a share's adapters keep when other shares' adapters need room."""
+"""Per-share host-memory floors set by requests: memory that a share keeps when other shares' adapters need room."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class _Floor:
 
 
 class HostFloors:
-    """Tells the host tier which adapters each share's floor protects: those that the share's requests name.
+    """Protects each share's recently requested adapters in the host tier, up to the share's floor.
 
-    A floor that does not fit into the tier next to earlier floors is not honoured until the earlier floors are lowered.
+    A floor that does not fit next to earlier floors takes effect only after those are lowered.
     """
 
     def __init__(self, protect: Protect) -> None:

@@ -16,25 +16,25 @@ from loramux.engine.device.accelerator import Accelerator, Fence
 from loramux.engine.device.device_faults import reason_of
 
 QUICK_COPY_BYTES = 512 << 10
-"""Maximum bytes that the engine's thread itself copies between two steps if the pool is in host memory. Such a copy
-takes a tenth of a millisecond, as long as waking another thread and waiting until it releases the interpreter lock."""
+"""Maximum bytes that the engine's own thread copies between two steps if the pool is in host memory. Copying this much
+takes 0.1 ms, about as long as waking another thread and waiting for it to release the interpreter lock."""
 
 
 class Copier(Protocol):
     """Copies adapters into pages; called only by the engine's thread."""
 
     def copy(self, load: AdapterLoad) -> None:
-        """Start copying a staged adapter into its pages, or copy it immediately."""
+        """Copy a staged adapter into its pages, either immediately or in the background."""
 
     def poll(self) -> list[tuple[AdapterLoad, str | None]]:
-        """Copies that ended since the last call, each with the reason if the copy failed."""
+        """Copies that finished since the last call, each with the reason if the copy failed."""
 
     def close(self) -> None:
         """Wait for the current copy and drop the queued ones."""
 
 
 class PageCopier:
-    """Copies adapters in parallel with steps; a copy starts after the steps submitted before the copy was requested.
+    """Copies adapters in parallel with steps. A copy starts only after all steps submitted before its request.
 
     `pages` is the pool, one page per row. `wake` is called after each copy, usually from the copying thread, so that an
     idle engine polls.
@@ -54,7 +54,7 @@ class PageCopier:
 
     def copy(self, load: AdapterLoad) -> None:
         assert load.staged is not None
-        # Steps submitted so far may still read these pages for the pages' former owners.
+        # Steps already submitted may still read these pages on behalf of their previous owners.
         after = self._accelerator.fence()
         payload = torch.from_numpy(load.staged.packed.payload)
         if self._accelerator.device.type == "cpu" and payload.nbytes <= self._quick_bytes_left:

@@ -20,16 +20,16 @@ class TableWriter(Protocol):
     """The pool's interface to the tables."""
 
     def write(self, slot: int, pages: list[int], packed: PackedAdapter) -> None:
-        """Describe the adapter stored in `pages`, for steps submitted from now on."""
+        """Point the slot at the adapter stored in `pages`, for steps submitted from now on."""
 
 
 class SlotTables:
     """Tables for `num_slots` adapters, each wide enough for the highest rank on every module.
 
-    `outer_factors` are the factors that the base applies to the outputs of the outer modules. Kernels read the tables
-    in `device`. On a GPU, each slot is staged in host memory and copied in step order. A slot's staging memory can be
-    overwritten without waiting for its last copy, because two writes to a slot are separated by a complete adapter
-    load, which starts after all steps submitted before it.
+    `outer_factors` are the factors that the base applies to the outputs of the outer modules. `device` contains the
+    tables that kernels read. On a GPU, each slot is staged in host memory and copied in step order. A slot's staging
+    memory can be overwritten without waiting for its last copy, because two writes to a slot are separated by a
+    complete adapter load, which starts after all steps submitted before it.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SlotTables:
         if accelerator.device.type != "cpu":
             self.device = _on(accelerator.device, self._host)
             self._copied = list(zip(_tensors(self._host), _tensors(self.device), strict=True))
-        # numpy views of the staged tables, because numpy writes a few numbers ten times as fast as torch.
+        # numpy views of the staged tables: numpy writes a few numbers ten times as fast as torch does.
         self._written = tuple(table.numpy() for table in _tensors(self._host))
         self._max_ranks = np.zeros(num_slots, np.int32)
         self._has_module = np.zeros((num_slots, len(target.modules)), np.bool_)

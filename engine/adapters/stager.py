@@ -15,7 +15,7 @@ class Stager(Protocol):
     """Loads adapters into host memory; called only by the engine's thread, and never blocks. See `StagingClient`."""
 
     figures: TierFigures
-    """Tier figures counted in this process."""
+    """Tier statistics of this process."""
 
     def request(self, digest: str) -> None:
         """Start loading an adapter into host memory; `poll` returns the result. At most one request per digest."""
@@ -27,13 +27,13 @@ class Stager(Protocol):
         """Adapters that were staged or failed since the last call; the caller must release each staged adapter."""
 
     def fileno(self) -> int:
-        """File descriptor that an idle engine polls, calling `attend` when it is readable; -1 if there is none now."""
+        """File descriptor for an idle engine to poll, calling `attend` when it is readable; -1 if there is none."""
 
     def attend(self) -> None:
         """Receive pending messages and run callbacks of `look`; called between steps while a look is pending."""
 
     def look(self, then: Callable[[], None]) -> None:
-        """Have `attend` call `then` once `contents` is up to date, or cannot be updated."""
+        """Refresh `contents`; `attend` calls `then` once the refresh has finished or failed."""
 
     def contents(self) -> tuple[TierContents, ...]:
         """Current contents of the tiers."""

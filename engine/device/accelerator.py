@@ -32,7 +32,7 @@ class Accelerator(Protocol):
     def device(self) -> torch.device: ...
 
     def memory(self) -> DeviceMemory | None:
-        """Memory figures from the driver, as of now; None if the device has no memory of its own."""
+        """Current memory figures from the driver; None if the device has no memory of its own."""
         ...
 
     def release_unused(self) -> None:
@@ -40,7 +40,7 @@ class Accelerator(Protocol):
         ...
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """uint8 `[num_bytes]` in pinned host memory, from which the device copies without the host's help."""
+        """uint8 `[num_bytes]` in pinned host memory, which the device can read without the host's help."""
         ...
 
     def pin(self, memory: torch.Tensor) -> None:
@@ -75,7 +75,7 @@ class Accelerator(Protocol):
 
 
 class PassedFence:
-    """The fence of a device whose calls are synchronous."""
+    """The fence for a device whose calls are synchronous."""
 
     def wait(self) -> None:
         """Do nothing: all work is already finished."""

@@ -107,7 +107,7 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any, step: Callable[[], None]) -
     is_collecting = gc.isenabled()
     gc.disable()
     try:
-        # Check only this thread's calls: others may allocate memory and wait for events during the capture.
+        # Check only this thread's calls: other threads may allocate memory and wait for events during the capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             step()

@@ -12,7 +12,7 @@ MAX_FAULT = 240
 
 
 def device_fault(error: BaseException) -> str | None:
-    """One line about what failed on the device; None if the device did not cause the error.
+    """Describe a device failure in one line; None if the device did not cause the error.
 
     CUDA errors arrive as `torch.AcceleratorError`, as `torch.OutOfMemoryError`, or as a plain RuntimeError that names
     CUDA, from libraries such as cuBLAS and from Triton when it loads or launches a kernel. Triton's own errors, and
@@ -30,8 +30,8 @@ def device_fault(error: BaseException) -> str | None:
 def reason_of(error: BaseException) -> str:
     """The first line of an error's message, or its type if the message is empty.
 
-    The other lines of a CUDA error are debugging advice. For Triton's compile errors, whose text begins with an excerpt
-    of the kernel's source, the reason is taken from `error_message`.
+    The other lines of a CUDA error are debugging advice. Triton's compile errors begin with an excerpt of the kernel's
+    source, so their `error_message` is used instead.
     """
     text = getattr(error, "error_message", None) or str(error)
     line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)

@@ -19,15 +19,15 @@ from loramux.engine.logit_penalties import LogitPenalties, kept_finite, penalise
 from loramux.engine.messages import TokenLogprobs
 
 FORBIDDEN = -1e30
-"""Logit of forbidden tokens: low enough for a weight of 0, yet finite, since a non-finite row ends its sequence."""
+"""Logit for forbidden tokens: low enough for a weight of 0, but finite, because non-finite rows end their sequences."""
 
 EDITED_AT_ONCE = 16
-"""Maximum rows with a bias or penalties that are edited together; bounds the memory for their float32 copies."""
+"""Maximum number of rows with a bias or penalties to edit at a time; bounds the memory for their float32 copies."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DownloadedLogprobs:
-    """Requested log-probabilities, being copied to the host.
+    """Requested log-probabilities on their way to the host.
 
     `rows` index the step's samples. `chosen` is float32 `[num_rows]`. `values` float32 and `ids` int64
     `[num_rows, count]` belong to the most likely tokens; row `i` uses only the first `counts[i]`.
@@ -50,7 +50,7 @@ class DownloadedLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledStep:
-    """The tokens of a submitted step, being copied to the host."""
+    """The tokens of a submitted step, on their way to the host."""
 
     chosen: torch.Tensor
     logprobs: DownloadedLogprobs | None
@@ -67,7 +67,7 @@ class SampledStep:
 
 
 class DeviceSampler:
-    """Samples tokens and keeps those of the newest step on the device for the next step."""
+    """Samples tokens, and keeps the latest step's tokens on the device for the next step."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class DeviceSampler:
         return changed
 
     def _logprobs(self, logits: torch.Tensor, samples: Sequence[SamplingRow]) -> torch.Tensor | None:
-        """Log-probabilities of rows that requested them, float32 `[num_rows, vocab_size]`; None if no row did."""
+        """Log-probabilities for rows that requested them, float32 `[num_rows, vocab_size]`; None if no row did."""
         rows = [logits[row] for row, one in enumerate(samples) if one.params.num_logprobs is not None]
         return torch.log_softmax(torch.stack(rows).float(), dim=1) if rows else None
 
@@ -210,11 +210,11 @@ class DeviceSampler:
             return
         rows, token_ids = self._accelerator.stage(torch.tensor(places)).unbind(1)
         values = logits[rows, token_ids]
-        # Non-finite values stay, so that the row is still detected as broken.
+        # Keep non-finite values, so that the row is still detected as broken.
         logits[rows, token_ids] = torch.where(torch.isfinite(values), FORBIDDEN, values)
 
     def _forbid_by(self, masks: Masks, logits: torch.Tensor) -> None:
-        """Forbid what the masks do not allow. Bias and penalties, added later, are too small to undo it."""
+        """Forbid tokens that the masks do not allow. Biases and penalties, added later, are too small to undo this."""
         if not masks:
             return
         stage = self._accelerator.stage
@@ -223,5 +223,5 @@ class DeviceSampler:
         shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
         is_allowed = ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
         values = logits[places]
-        # As above, keep non-finite values.
+        # Keep non-finite values here too.
         logits[places] = torch.where(is_allowed | ~torch.isfinite(values), values, FORBIDDEN)

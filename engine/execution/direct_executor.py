@@ -20,7 +20,7 @@ from loramux.kernels.tables import AttentionBatch, Segments
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DirectForward:
-    """A step whose logits are there: float32 `[num_samples, vocab_size]`."""
+    """A step whose logits, float32 `[num_samples, vocab_size]`, are complete."""
 
     logits: torch.Tensor
     samples: tuple[SamplingRow, ...]

@@ -20,10 +20,10 @@ class StepResult(Protocol):
 
 
 class Forward(Protocol):
-    """A step whose logits a device computes, before its tokens are chosen."""
+    """A submitted step whose tokens have not been chosen yet."""
 
     def choose(self, masks: Masks = NO_MASKS) -> StepResult:
-        """Start to choose a token after each sample row. To be called once, before the next step is submitted."""
+        """Start choosing a token after each sample row; call exactly once, before submitting the next step."""
         ...
 
 

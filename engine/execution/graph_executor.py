@@ -30,12 +30,12 @@ MAX_GRAPHS = 192
 """Maximum number of captured graphs. Decodes of up to 256 sequences, with and without adapters, need 76."""
 
 HEAD_SEGMENTS = (1, 4, 16, 64, 256)
-"""Segment counts that the head's kernels are compiled for; padding is costly, as their grids span the vocabulary."""
+"""Segment counts that the head's kernels are compiled for. Padding is costly: the grids span the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphForward:
-    """A submitted step whose logits `[num_samples, vocab_size]` the device computes."""
+    """A submitted step; the device writes its logits to `logits` `[num_samples, vocab_size]`."""
 
     sampler: DeviceSampler
     logits: torch.Tensor
@@ -47,7 +47,7 @@ class GraphForward:
 
 
 class GraphExecutor:
-    """Submits steps to an asynchronous device, in order; results are read later.
+    """Submits steps to an asynchronous device in order, and reads their results later.
 
     A step consists of one copy of its metadata, the decoder up to the sample rows, the logits, and sampling. For up to
     MAX_GRAPH_TOKENS rows, the decoder part is captured the second time a shape occurs, because the first run, which is
@@ -55,10 +55,10 @@ class GraphExecutor:
     graph is dropped. A shape whose capture fails always runs uncaptured. Batches with adapters that modify the
     embedding or the head have separate shapes, so that other batches do not launch the extra kernels.
 
-    Batches whose adapters modify only some module groups of a layer also have separate shapes. Such a shape needs no
-    kernels beyond those of the shape with all groups, and is captured when it first occurs after that shape has run.
-    Once there are `max_graphs` graphs, the shape with all groups is used instead, so that shapes that differ only in
-    groups do not evict each other's graphs.
+    Batches whose adapters modify only some module groups of a layer also have separate shapes. Such a shape uses a
+    subset of the kernels of the shape with all groups, so it is captured when it first occurs after that shape has run.
+    Once there are `max_graphs` graphs, the shape with all groups is used instead. Otherwise, shapes that differ only in
+    groups would evict each other's graphs.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class GraphExecutor:
         self._graphs: OrderedDict[StepShape, Callable[[], None]] = OrderedDict()
         self._has_run: set[StepShape] = set()
         self._graph_bytes = 0
-        # Shapes whose capture failed; their capture is not retried.
+        # Shapes whose capture failed; the capture is not retried.
         self._uncapturable: set[StepShape] = set()
         # Captured steps write the normed sample rows here.
         largest = step_shape(max_sequences, max_sequences, max_q=2, max_rank=0)
@@ -115,7 +115,7 @@ class GraphExecutor:
             for params in (
                 SamplingParams(temperature=0.0),
                 SamplingParams(top_k=5, top_p=0.5),
-                # Rows with a bias or penalties are sampled from float32, which can need other kernels.
+                # Rows with a bias or penalties are sampled from float32 logits, which may require different kernels.
                 SamplingParams(top_k=5, logit_bias=((0, 1.0),)),
             ):
                 row = SamplingRow(params, 0, 0, logit_penalties(params, [0], 1))
@@ -140,7 +140,7 @@ class GraphExecutor:
         return step_shape(batch.num_tokens, batch.num_sequences, batch.max_q, max_rank, has_outer, groups)
 
     def _kept_shape(self, shape: StepShape) -> StepShape:
-        """The shape to use for a batch of `shape`: the one with all groups if there is no room for another graph."""
+        """`shape` if it has a graph, needs none, or there is room for one; otherwise the shape with all groups."""
         has_room = len(self._graphs) < self._max_graphs
         return shape if has_room or shape in self._graphs or not shape.is_captured else shape.with_all_groups
 
@@ -183,7 +183,7 @@ class GraphExecutor:
             self._has_run.add(shape)
 
     def _capture(self, layout: StepLayout) -> Callable[[], None] | None:
-        """The shape's graph; None, with a line on standard error, if the capture fails."""
+        """Capture the shape's graph. If the capture fails, report it on standard error and return None."""
         free_bytes = self._free_bytes()
         try:
             replay = self._accelerator.capture(lambda: self._forward(layout))
@@ -200,7 +200,7 @@ class GraphExecutor:
         return replay
 
     def _free_bytes(self) -> int:
-        """Free device memory in bytes. A capture takes memory for the graph's nodes and activations."""
+        """Free device memory, in bytes. Each capture takes memory for the graph's nodes and activations."""
         memory = self._accelerator.memory()
         return 0 if memory is None else memory.free
 

@@ -1,4 +1,4 @@
-"""Samples the next token of each row; the choice depends only on the row's own logits, settings and random stream."""
+"""Samples the next token of each row, based only on the row's own logits, settings and random stream."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from loramux.engine.grammars.grammar import NO_MASKS, Masks, allowed_tokens
 from loramux.engine.messages import SamplingParams, TokenLogprobs
 
 NUM_LIKELIEST = 1024
-"""Number of most likely tokens that top_k, top_p and min_p consider before sorting the whole vocabulary."""
+"""How many of the most likely tokens top_k, top_p and min_p try before they sort the whole vocabulary."""
 
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e20
-"""Clamping bounds: float32 arithmetic overflows or underflows beyond them. The kernel uses the same lower bound."""
+"""Clamping bounds, beyond which float32 arithmetic overflows or underflows. The kernel uses the same lower bound."""
 
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
 _KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)
@@ -29,7 +29,7 @@ _NUM_ROUNDS = 10
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
-    """The choice for one row. `token_id` is None if the row's logits are not finite."""
+    """The token chosen for one row. `token_id` is None if the row's logits are not finite."""
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
@@ -58,7 +58,7 @@ def sample(
     """
     if not samples:
         return []
-    # A non-finite value makes its row's sum non-finite, and a sum is far cheaper than checking each value.
+    # A non-finite value makes its row's sum non-finite, and summing is far cheaper than checking each value.
     is_finite = torch.isfinite(logits.sum(dim=1)).tolist()
     if not all(is_finite):
         # The sum of finite values can overflow, so check each value.
@@ -132,7 +132,7 @@ def _draw(logits: torch.Tensor, samples: Sequence[SamplingRow]) -> torch.Tensor:
 def _draw_cut(
     shifted: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, params: list[SamplingParams]
 ) -> torch.Tensor:
-    """Draw within top_k, top_p and min_p, which need the most likely tokens in order, but seldom all tokens."""
+    """Draw under top_k, top_p and min_p, which need the most likely tokens in order but rarely the whole vocabulary."""
     vocab_size = shifted.shape[1]
     top_k = torch.tensor([one.top_k or vocab_size for one in params])[:, None]
     top_p = torch.tensor([one.top_p for one in params], dtype=torch.float32)[:, None]
@@ -152,13 +152,13 @@ def _draw_cut(
         count = vocab_size
     before = probabilities.cumsum(dim=1) - probabilities
     keep = (torch.arange(count) < top_k) & (before < top_p) & is_likely
-    # The most likely token always stays, even with top_p = 0.
+    # Always keep the most likely token, even with top_p = 0.
     keep[:, 0] = True
     return order.gather(1, _pick(torch.where(keep, probabilities, 0.0), uniform)[:, None]).squeeze(1)
 
 
 def _pick(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Index at which the running sum of each row of `weights` exceeds the fraction `uniform` of the row's total."""
+    """For each row of `weights`, the index at which its running sum exceeds the fraction `uniform` of its total."""
     cumulative = weights.cumsum(dim=1)
     index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(1)
     # Rounding can select an index past the last token with a positive weight.
@@ -184,7 +184,7 @@ def _logprobs(logits: torch.Tensor, token_ids: list[int], samples: Sequence[Samp
 
 
 def used_temperature(temperature: float) -> float:
-    """The temperature clamped for float32; 0 stays greedy, and no other temperature becomes greedy."""
+    """The temperature, clamped for float32. Only a temperature of exactly 0 is greedy, before and after clamping."""
     return min(max(temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE) if temperature > 0 else 0.0
 
 
@@ -203,10 +203,9 @@ def philox(counters: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> np
 
 
 def uniforms(seeds: Iterable[int], counters: Iterable[int]) -> npt.NDArray[np.float32]:
-    """Random numbers in [0, 1), one for each pair of stream seed and counter, with a float32's 24 bits.
+    """Random numbers in [0, 1) with 24 bits, as in a float32: one for each pair of stream seed and counter.
 
-    A number depends only on its seed, below 2**64, and its counter; other sequences in the batch and preemptions do not
-    change it.
+    A number depends only on its seed (below 2**64) and its counter, not on preemptions or other sequences in the batch.
     """
     seed = np.array(list(seeds), np.uint64)
     place = np.array(list(counters), np.uint64)

@@ -1,4 +1,4 @@
-"""A simulated device and its pages, without a model, to run the engine's scheduling fast and deterministically."""
+"""A simulated device and its pages, without a model, for fast and deterministic tests of the engine's scheduling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedForward:
-    """A step of a SimulatedExecutor, with the likeliest token and the adapter of each sample row."""
+    """A step of a SimulatedExecutor, with the most likely token and the adapter of each sample row."""
 
     executor: SimulatedExecutor
     batch: Batch
@@ -75,7 +75,7 @@ class SimulatedExecutor:
         samples, chosen = forward.batch.samples, forward.likeliest
         num_greedy = [one.params for one in samples].count(GREEDY)
         if num_greedy == len(samples) and not self.not_finite_for and not masks:
-            # The result that sampling would give, in a tenth of the time.
+            # The same result as sampling, in a tenth of the time.
             sampled = [SampledToken(token) for token in chosen]
         else:
             sampled = sample(self._logits(chosen, forward.digests), samples, self._eos_token_ids, masks)
@@ -102,7 +102,7 @@ class SimulatedExecutor:
         return tokens[len(prompt) :]
 
     def _write(self, batch: Batch, slots: list[int], salts: dict[int, int]) -> list[int]:
-        """Compute each row's state from the previous one in its context and store it in the row's KV slot."""
+        """Compute each row's state from the previous state in its context, and store it in the row's KV slot."""
         stored, page_tokens = self._states, self._page_tokens
         pages, kv_slots = batch.pages.tolist(), batch.kv_slots.tolist()
         cu_q, seq_lens, page_starts = batch.cu_q.tolist(), batch.seq_lens.tolist(), batch.page_starts.tolist()
@@ -148,9 +148,9 @@ def simulated_adapters(num_pages: Mapping[str, int]) -> dict[str, PackedAdapter]
 
 
 class SimulatedPages:
-    """Copier and tables of an adapter pool; knows which adapter is in each slot.
+    """Copier and tables of an adapter pool; records which adapter is in each slot.
 
-    A copy finishes at the next `poll`; a copy requested while `is_holding` is set finishes after `let_go`.
+    A copy finishes at the next `poll`, or after `let_go` if it was requested while `is_holding` is set.
     """
 
     def __init__(self) -> None:

@@ -16,17 +16,17 @@ from loramux.kernels.segments import SEGMENT_ROWS, group_rows
 from loramux.kernels.tables import AttentionBatch, Segments
 
 ALIGNMENT = 16
-"""Alignment of fields in bytes, as vector loads require."""
+"""Alignment of fields, in bytes, as required by vector loads."""
 
 NUM_STAGES = 2
-"""Number of host buffers: one is filled while the other may still be in use by a copy."""
+"""Number of host buffers: one is filled while a copy may still be reading the other."""
 
 _DTYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingInputs:
-    """Sampling settings of each sample row, `[num_sequences]` each, as `kernels/gpu/sampling.py` expects them."""
+    """Sampling settings of the sample rows, `[num_sequences]` each, in the format of `kernels/gpu/sampling.py`."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor
@@ -86,7 +86,7 @@ class StepBuffer:
     def load(self, batch: Batch, shape: StepShape, outer: OuterSlots | None = None) -> StepLayout:
         """Store a batch in its shape and submit the copy; all batches of a shape get the same views.
 
-        `outer` marks the rows that need outer modules; give it if and only if the shape has outer modules. Raises
+        `outer` marks the rows that need outer modules; pass it if and only if the shape has outer modules. Raises
         ValueError if the batch does not fit into the shape.
         """
         layout = self._layouts.get(shape)
@@ -144,7 +144,7 @@ class StepBuffer:
 
 
 def _fields(shape: StepShape) -> list[_Field]:
-    """All fields except the pages, whose used length differs between batches."""
+    """All fields except the pages, whose length differs between batches."""
     sizes = {
         "kv_slots": (torch.int64, shape.num_tokens),
         "tokens": (torch.int32, shape.num_tokens),

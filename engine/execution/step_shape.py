@@ -10,7 +10,7 @@ from loramux.engine.layer_groups import ALL_GROUPS, LayerGroups
 from loramux.kernels.segments import LARGE_SEGMENT_ROWS, SEGMENT_ROWS, max_segments
 
 MAX_GRAPH_TOKENS = 1024
-"""Maximum rows in a captured step. The kernels of larger steps run longer than the host takes to launch them."""
+"""Maximum number of rows in a captured step. In larger steps, kernels run longer than the host takes to launch them."""
 
 RANK_BUCKETS = (16, 64, 256)
 
@@ -22,7 +22,7 @@ _LARGE_STEP = 256
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """All properties that are fixed when a step is captured.
+    """The properties that are fixed when a step is captured.
 
     `num_tokens` and `num_sequences` include padding. `is_decode` means one row per sequence. `max_rank` bounds the
     adapters' ranks; 0 disables adapters. Adapters modify the embedding or the head only with `has_outer`, and in each
@@ -60,7 +60,7 @@ def step_shape(
     has_outer: bool = False,
     groups: LayerGroups = ALL_GROUPS,
 ) -> StepShape:
-    """The smallest shape that holds a batch of these sizes."""
+    """The smallest shape that fits a batch of these sizes."""
     bucket = _at_least(RANK_BUCKETS, max_rank) if max_rank else 0
     if max_q == 1 and num_sequences <= _DECODE_SIZES[-1]:
         size = _at_least(_DECODE_SIZES, num_sequences)
@@ -81,7 +81,7 @@ def _mixed_shape(
 def reachable_shapes(max_tokens: int, max_sequences: int) -> Iterator[StepShape]:
     """All shapes within these limits that have their own kernels, without `has_outer`; largest first.
 
-    Shapes with fewer groups are left out: they launch a subset of the kernels of the same shape with all groups.
+    Shapes with fewer groups are left out, because they launch a subset of the kernels of the shape with all groups.
     """
     ranks = (0, *RANK_BUCKETS)
     mixed_tokens = [*(size for size in _MIXED_TOKENS if size < max_tokens), _padded(_MIXED_TOKENS, max_tokens)]

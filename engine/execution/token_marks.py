@@ -12,12 +12,12 @@ from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.logit_penalties import LogitPenalties
 
 FIRST_SLOTS = 4
-"""Number of sequences that the first allocation has room for; the memory doubles as needed."""
+"""Number of sequences in the first allocation; the memory doubles as needed."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """A sequence's slot, and the number of its new tokens that are marked there."""
+    """A sequence's slot, and how many of the sequence's new tokens are marked there."""
 
     slot: int
     num_marked: int
@@ -28,8 +28,8 @@ class DeviceTokenMarks:
 
     The host builds a sequence's marks once. Each step then marks the tokens that it chooses, which the host may not
     know yet when it submits the next step. Marks are kept as long as every step includes the sequence. When a sequence
-    returns after a step without it, its marks are rebuilt; by then all its tokens are committed. There are thus never
-    more slots in use than a step has samples, and a step without penalties frees all memory.
+    returns after missing a step, all its tokens have been committed, so its marks are rebuilt. The number of slots in
+    use therefore never exceeds a step's number of samples, and a step without penalties frees all memory.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -1,4 +1,4 @@
-"""The decoder: one transformer for all architectures, which applies all of a batch's adapters in one pass."""
+"""The decoder: one transformer for all architectures, with all of a batch's adapters applied in one pass."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from loramux.kernels.tables import AdapterTables, AttentionSpec, LoraCall, Modul
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """The weights of one layer; q/k/v form one linear, and so do gate/up.
+    """The weights of one layer. q/k/v are fused into one linear, and so are gate/up.
 
-    An output norm is applied to the output of attention or feed-forward before it is added to the residual. `rotary` is
+    Output norms apply to the outputs of attention and feed-forward before these are added to the residual. `rotary` is
     the index of the decoder's rotary tables for this layer's q and k.
     """
 
@@ -55,7 +55,7 @@ class LoraGroups:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadAdapters:
-    """Inputs of the head's adapters in a step: `segments` are the rows of `hidden` whose adapters modify the head."""
+    """Inputs for the head's adapters: `segments` cover the rows of `hidden` whose adapters modify the head."""
 
     kernels: Kernels
     tables: AdapterTables
@@ -63,7 +63,7 @@ class HeadAdapters:
 
 
 class Decoder:
-    """A decoder-only model on one device; its output depends only on its inputs, the pool and the tables.
+    """A decoder-only model on one device. Its output depends only on its inputs, the pool and the tables.
 
     Activations are float32 on a CPU and have the weights' dtype on a GPU. `hidden` can be captured as a graph.
     """
@@ -76,7 +76,7 @@ class Decoder:
         self._groups = lora_groups(config)
         place = _Placement(weights, dtype, backend, config.norm_offset)
         self._embedding = place.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        # The scale is rounded to the dtype of the weights before multiplying, as in transformers.
+        # Round the scale to the dtype of the weights before multiplying, as transformers does.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         ropes = list(dict.fromkeys(config.layer_ropes))
         self._layers = [
@@ -105,11 +105,11 @@ class Decoder:
 
     @property
     def outer_factors(self) -> tuple[float, ...]:
-        """Factors on the outputs of `config.outer_modules`, for the base and for adapters."""
+        """Factors applied to the outputs of `config.outer_modules`, for the base and for adapters."""
         return (self._embedding_scale, 1.0)
 
     def with_few_layers(self) -> Decoder:
-        """A copy with one layer of each kind, sharing the weights: running it launches every kernel sooner."""
+        """A copy that has one layer of each kind and shares the weights; running it launches every kernel sooner."""
         few = copy.copy(self)
         few._layers = list({layer.attention: layer for layer in self._layers}.values())
         return few
@@ -185,14 +185,14 @@ class Decoder:
         return kernels.add_rms_norm(x[rows], residual[rows], self._final_norm, eps)
 
     def new_hidden(self, num_rows: int) -> torch.Tensor:
-        """Memory for `num_rows` rows of the output from `hidden`."""
+        """Allocate memory for `num_rows` rows of the output of `hidden`."""
         return torch.empty(num_rows, self.config.hidden_size, dtype=self._dtype, device=self._embedding.device)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, adapters: HeadAdapters | None = None) -> torch.Tensor:
         """Logits of rows of `hidden`, `[num_rows, vocab_size]`, in the dtype of the activations.
 
-        If `adapters` is None, no row's adapter modifies the head.
+        `adapters` is None if no row's adapter modifies the head.
         """
         logits = self._head(hidden)
         if adapters is not None and adapters.segments.num_segments:
@@ -228,9 +228,9 @@ def _group(shapes: tuple[LinearShape, ...], modules: tuple[int, ...]) -> ModuleG
 
 @dataclass(frozen=True, slots=True)
 class _Placement:
-    """Moves tensors to the device, linears in the weights' dtype and norms in float32.
+    """Moves tensors to the device: linears in the weights' dtype, norms in float32.
 
-    For architectures that store norm weights minus 1, the 1 is added here, so that kernels need no special case.
+    Some architectures store norm weights minus 1; the 1 is added here, so that kernels need no special case.
     """
 
     weights: WeightSource
@@ -246,7 +246,7 @@ class _Placement:
         return weight + self.norm_offset if self.norm_offset else weight
 
     def linear(self, prefix: str, shapes: list[LinearShape], has_bias: bool) -> Linear:
-        """Linears that share an input, fused into one that concatenates their outputs."""
+        """Fuse linears that share an input into one linear that concatenates their outputs."""
         parts = [self.tensor(f"{prefix}.{one.name}.weight", (one.out_features, one.in_features)) for one in shapes]
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
         bias = None

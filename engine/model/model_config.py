@@ -43,10 +43,10 @@ _ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
 class ModelConfig:
     """Configuration of one decoder.
 
-    `layer_windows` holds each layer's sliding window in tokens, None for the whole context; `layer_ropes` holds each
-    layer's rotary embedding. `norm_offset` is added to every norm's weight. With `output_norms`, the outputs of
-    attention and feed-forward are normed before they are added to the residual. With `fused_projections`, q/k/v and
-    gate/up are one linear each, for adapters too. A soft cap of None means no cap.
+    `layer_windows` contains each layer's sliding window in tokens, or None for the whole context; `layer_ropes`
+    contains each layer's rotary embedding. `norm_offset` is added to every norm's weight. With `output_norms`, the
+    outputs of attention and feed-forward are normed before they are added to the residual. With `fused_projections`,
+    q/k/v and gate/up are one linear each, for adapters too. A soft cap of None means no cap.
     """
 
     architecture: str
@@ -127,7 +127,7 @@ class ModelConfig:
 
     @staticmethod
     def load(model_dir: Path) -> ModelConfig:
-        """Read `config.json` (and `generation_config.json`); raises ModelNotSupported with the reason."""
+        """Read `config.json` and, if present, `generation_config.json`; raises ModelNotSupported with the reason."""
         if not model_dir.is_dir():
             raise ModelNotSupported(f"the model directory {model_dir} does not exist")
         raw = _read_json(model_dir / "config.json")
@@ -148,7 +148,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise ModelNotSupported(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ModelNotSupported(f"{path} does not hold a JSON object")
+        raise ModelNotSupported(f"{path} does not contain a JSON object")
     return value
 
 
@@ -169,7 +169,7 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     has_kv_heads = raw.get("num_key_value_heads") is not None
     num_kv_heads = positive(raw, "num_key_value_heads") if has_kv_heads else num_heads
     if num_heads % num_kv_heads:
-        raise ModelNotSupported(f"{num_heads} attention heads do not divide among {num_kv_heads} key/value heads")
+        raise ModelNotSupported(f"{num_heads} attention heads cannot be divided among {num_kv_heads} key/value heads")
     attention_bias = bool(raw.get("attention_bias", False))
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
@@ -218,7 +218,7 @@ def _parse_activation(raw: dict[str, Any], name: str) -> str:
 
 
 def _parse_windows(raw: dict[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's window. For models other than Qwen and Gemma, `layer_types` must agree with the other fields."""
+    """Each layer's sliding window. Except for Qwen and Gemma, `layer_types` must agree with the other fields."""
     is_windowed = raw.get("sliding_window") is not None and architecture != LLAMA
     if architecture in QWEN:
         is_windowed = is_windowed and bool(raw.get("use_sliding_window", False))

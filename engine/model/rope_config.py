@@ -29,8 +29,8 @@ class RopeConfig:
     """Rotary position embedding of one kind of layer.
 
     `kind` is `default`, `linear` (scaled by `factor`), `llama3` (scaled by `factor` beyond `original_max_len`, with the
-    two frequency factors) or `longrope` (a factor per frequency, and cosine and sine times `attention_factor`). Only
-    the first `rotary_fraction` of a head's channels are rotated.
+    two frequency factors) or `longrope` (one factor per frequency, with cosine and sine multiplied by
+    `attention_factor`). Only the first `rotary_fraction` of a head's channels are rotated.
     """
 
     theta: float
@@ -55,7 +55,7 @@ def parse_ropes(
         theta = raw.get("rope_theta")
         rope = _parse_rope({"rope_theta": 10000.0 if theta is None else theta, **given}, raw, architecture, head_dim)
         return (rope,) * len(windows)
-    # Gemma 3 rotates its windowed layers faster, and scales only the other layers to a longer context.
+    # Gemma 3 rotates its windowed layers faster, and scales only its other layers to a longer context.
     for name in given:
         if name not in (FULL, SLIDING):
             refuse_field(f"rope_parameters.{name}", given[name], architecture)
@@ -68,7 +68,7 @@ def parse_ropes(
 def _parse_rope(given: dict[str, Any], raw: dict[str, Any], architecture: str, head_dim: int) -> RopeConfig:
     kind = given.get("rope_type") or given.get("type") or "default"
     if architecture == PHI3 and kind in ("su", "yarn"):
-        # Names for longrope in Phi-3's first configurations.
+        # Names of longrope in early Phi-3 configurations.
         kind = "longrope"
     kinds = ("default", "longrope") if architecture == PHI3 else ("default", "linear", "llama3")
     if kind not in kinds:
@@ -116,13 +116,13 @@ def _rotary_fraction(given: dict[str, Any], raw: dict[str, Any], architecture: s
 
 
 def _original_max_len(given: dict[str, Any], raw: dict[str, Any]) -> int:
-    """The context length before scaling; a value outside the rotary settings takes precedence, as in transformers."""
+    """The context length before scaling. As in transformers, a value outside the rotary settings takes precedence."""
     name = "original_max_position_embeddings"
     return positive(raw if raw.get(name) is not None else given, name)
 
 
 def _attention_factor(given: dict[str, Any], stretch: float, original: int) -> float:
-    """LongRoPE's factor on cosine and sine (Ding et al., 2024), by default derived from the context's growth."""
+    """LongRoPE's factor for cosine and sine (Ding et al., 2024); the default depends on how much the context grew."""
     if given.get("attention_factor") is not None:
         return positive_float(given, "attention_factor")
     factor = stretch if given.get("factor") is None else positive_float(given, "factor")

@@ -14,9 +14,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.
 
     `linear` divides every frequency by the factor. `llama3` divides only frequencies with a wavelength beyond the
     original context, with a smooth transition (Llama 3.1's published scaling). `longrope` divides each frequency by its
-    own factor (Ding et al., 2024), from one list for contexts up to the original length and another for longer ones.
-    `max_len`, the longest context served, selects the list once. A sequence cannot switch lists, because the K of early
-    positions stays in the cache when the sequence grows past the original length.
+    own factor (Ding et al., 2024), taken from one list for contexts up to the original length and from another for
+    longer contexts. `max_len`, the longest context served, determines which list all sequences use. A sequence cannot
+    switch lists when it grows past the original length, because the K of its early positions is already cached.
     """
     rotary_dim = int(head_dim * rope.rotary_fraction)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim

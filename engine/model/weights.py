@@ -16,11 +16,11 @@ from loramux.engine.errors import ModelNotSupported
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _DERIVED = (".rotary_emb.inv_freq",)
-"""Name suffixes of tensors that are derived from config.json; older versions of transformers stored them."""
+"""Name suffixes of tensors that can be derived from config.json; older versions of transformers stored them."""
 
 
 class WeightSource(Protocol):
-    """The source of a model's tensors."""
+    """A source of a model's tensors."""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor `name`; raises ModelNotSupported when it is missing or has another shape."""
@@ -45,9 +45,9 @@ class Weights:
         return tensor
 
     def check_all_read(self) -> None:
-        """Raise ModelNotSupported if a tensor was not read, since the model then needs an unsupported computation."""
+        """Raise ModelNotSupported if a tensor was not read, which means that a computation is not supported."""
         unread = sorted(name for name in self._unread if not name.endswith(_DERIVED))
-        # A head tied to the embedding may be stored too, if both are equal.
+        # A head tied to the embedding may be stored separately if the two are equal.
         if unread == [HEAD] and EMBEDDING in self._files:
             head, embedding = (self._files[name].get_tensor(name) for name in (HEAD, EMBEDDING))
             if not torch.equal(head, embedding):

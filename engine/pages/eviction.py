@@ -1,4 +1,4 @@
-"""Eviction when pages are needed: one order for adapters and cached prefixes, since both can be restored."""
+"""Evicts adapters and cached prefixes, in one common order, when pages are needed; both can be restored later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AFTER_ALL = 1 << 62
 """Queue position after all waiting sequences."""
 
 MAX_STALE = 1024
-"""Number of outdated heap entries that are tolerated in addition to one per item."""
+"""Number of outdated heap entries to tolerate, in addition to one per item."""
 
 
 class Evictable(Protocol):
@@ -21,7 +21,7 @@ class Evictable(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """Identifies the content; stays the same when the content is evicted and restored."""
+        """Identifies the content, even after the content has been evicted and restored."""
         ...
 
     @property
@@ -29,12 +29,12 @@ class Evictable(Protocol):
 
     @property
     def has_slot(self) -> bool:
-        """Whether the item holds an adapter slot in addition to its pages."""
+        """Whether the item occupies an adapter slot in addition to its pages."""
         ...
 
     @property
     def cost(self) -> float:
-        """Cost of restoring the item, in a unit common to all items."""
+        """Cost of restoring the item, in the same unit for all items."""
         ...
 
     @property
@@ -52,7 +52,7 @@ class EvictionPolicy(Protocol):
 
     @property
     def num_pages(self) -> int:
-        """Pages of all evictable items."""
+        """Total number of pages of the evictable items."""
         ...
 
     def add(self, item: Evictable) -> None:
@@ -104,8 +104,8 @@ class LeastRecentlyUsed:
 class GreedyDual:
     """GreedyDual-Size with frequencies (Cherkasova, 1998): evicts rarely used items that are cheap to restore first.
 
-    An item's priority is `clock + uses * cost / num_pages`. The clock is the priority of the item evicted last, so that
-    formerly valuable items age. Use counts are kept for the `memory` most recent keys.
+    An item's priority is `clock + uses * cost / num_pages`. The clock is the priority of the most recently evicted
+    item, so formerly valuable items age. Use counts are kept for the `memory` most recent keys.
     """
 
     def __init__(self, memory: int = 65536) -> None:
@@ -160,7 +160,7 @@ class GreedyDual:
             passed_over.append(entry)
             if is_allowed(entry[2]):
                 found = entry
-        # The item found stays in its heap too, because the other heap's first item may have a lower priority.
+        # The item found stays in its heap, because the other heap's first item may have a lower priority.
         for entry in passed_over:
             heapq.heappush(heap, entry)
         return found
@@ -170,22 +170,22 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed, "
 
 
 class WaitedFor(Protocol):
-    """Knows which idle items sequences wait for, and the queue position of the first sequence for each."""
+    """Tells which idle items are needed by waiting sequences, and where in the queue each item is first needed."""
 
     def num_pages_before(self, position: int) -> int:
-        """Pages of idle items that a sequence before `position` in the queue waits for."""
+        """Number of pages of idle items that sequences before `position` are waiting for."""
         ...
 
     def last_after(self, position: int) -> Evictable | None:
-        """The idle item whose first waiting sequence is last in the queue, if that is after `position`."""
+        """The idle item that will be needed last; None if it is needed at `position` or earlier."""
         ...
 
 
 class Reclaimer:
-    """Frees pages by evicting unused items: first those that no sequence waits for, in the policy's order.
+    """Frees pages by evicting unused items, starting with items that no sequence is waiting for, in the policy's order.
 
-    Items that a later sequence waits for would soon have to be restored, so they are evicted last, latest queue
-    position first.
+    Items that a sequence is waiting for would soon have to be restored, so they are evicted last. Among them, the item
+    needed last is evicted first.
     """
 
     def __init__(self, pages: PagePool, policy: EvictionPolicy, waited_for: WaitedFor | None = None) -> None:
@@ -210,7 +210,7 @@ class Reclaimer:
         return True
 
     def evict_one(self, position: int, slots_only: bool = False) -> bool:
-        """Evict one item for a sequence at queue position `position`; False if the sequence may evict no item."""
+        """Evict one item for a sequence at queue position `position`; False if no item may be evicted for it."""
         item = self.policy.take(lambda one: not one.is_waited_for, slots_only)
         if item is None and self._waited_for is not None:
             # Sequences wait only for adapters, so the item has a slot.

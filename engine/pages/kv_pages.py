@@ -1,4 +1,4 @@
-"""The pages of running sequences: first shared pages from the prefix cache, then the sequences' own."""
+"""The pages of running sequences: shared pages from the prefix cache, followed by each sequence's own pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.sequence import Sequence, page_list
 
 RUNNING = -1
-"""Queue position of running sequences: before all waiting ones."""
+"""Queue position of running sequences: ahead of all waiting sequences."""
 
 
 class KvPages:
@@ -24,7 +24,7 @@ class KvPages:
         self._page_tokens = page_tokens
 
     def find_prefix(self, sequence: Sequence) -> list[CachedPage]:
-        """The longest cached prefix that leaves at least one token to compute. Changes no state."""
+        """Find the longest cached prefix that leaves at least one token to compute, without changing any state."""
         found: list[CachedPage] = []
         for index in range((len(sequence.tokens) - 1) // self._page_tokens):
             key = self._key(sequence, index)
@@ -53,11 +53,11 @@ class KvPages:
         sequence.next_offer = 0
 
     def max_tokens(self, num_other_pages: int) -> int:
-        """How many tokens the pool can hold next to `num_other_pages` pages for other uses."""
+        """How many tokens fit into the pool if `num_other_pages` pages have other uses."""
         return (self._pages.num_pages - num_other_pages) * self._page_tokens
 
     def grow(self, sequence: Sequence, num_tokens: int, position: int = RUNNING) -> bool:
-        """Allocate pages for `num_tokens` more tokens; False if a sequence at `position` in the queue gets no room."""
+        """Allocate pages for `num_tokens` more tokens; False if there is no room at queue position `position`."""
         end = sequence.num_computed + num_tokens
         if end <= sequence.num_room:
             return True
@@ -71,7 +71,7 @@ class KvPages:
     def offer(self, sequence: Sequence) -> None:
         """Add the pages that this sequence has filled since the last call to the prefix cache.
 
-        A page can be offered as soon as the step that fills it is submitted, because the page's readers run in later
+        A page can be added as soon as the step that fills it has been submitted, because it is read only by later
         steps.
         """
         if sequence.num_computed < sequence.next_offer:
@@ -89,7 +89,7 @@ class KvPages:
         sequence.next_offer = (len(sequence.shared_pages) + 1) * self._page_tokens
 
     def detach(self, sequence: Sequence) -> None:
-        """Free all pages; cached pages stay for other sequences, and the end of the prefix is evicted first."""
+        """Free all pages. Cached pages stay available to other sequences; the end of a prefix is evicted first."""
         for cached in reversed(sequence.shared_pages):
             if cached is not None:
                 self._cache.release(cached)
@@ -99,13 +99,13 @@ class KvPages:
         sequence.num_computed = sequence.num_room = 0
 
     def disown(self, sequence: Sequence) -> None:
-        """Remove the pages of a broken sequence from the prefix cache."""
+        """Remove a broken sequence's pages from the prefix cache."""
         for cached in sequence.shared_pages:
             if cached is not None:
                 self._cache.forget(cached)
 
     def _key(self, sequence: Sequence, index: int) -> bytes | None:
-        """Key of the sequence's page `index`, whose tokens must all be known; None if there is no isolation key."""
+        """Key of the sequence's page `index`; None without an isolation key. All tokens of the page must be known."""
         keys = sequence.page_keys
         while len(keys) <= index:
             parent = keys[-1] if keys else self._cache.root(sequence.add.isolation_key)

@@ -8,22 +8,22 @@ from enum import IntEnum
 
 
 class PageOwner(IntEnum):
-    """What a page is used for. An IntEnum, because owners are hashed for every page and other enums hash in Python."""
+    """What a page is used for. An IntEnum, because owners are hashed for every page, and other enums hash in Python."""
 
     FREE = 0
     KV = 1
     ADAPTER = 2
 
 
-# Looked up once, because looking up an enum member takes as long as a function call.
+# Look up the enum member once, because the lookup takes as long as a function call.
 _FREE = PageOwner.FREE
 
 
 class PagePool:
     """Hands out page ids in `[0, num_pages)`; the memory itself is elsewhere.
 
-    `alloc` gives a page its first holder and `share` adds one; a page is free once each holder has freed it. Pages that
-    were freed longest ago are reused first, so that a bug that reads a freed page shows up late but reliably.
+    `alloc` gives a page its first holder, and `share` adds another. A page becomes free once every holder has freed it.
+    The page freed longest ago is reused first, so that a bug that reads a freed page shows up late but reliably.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -61,7 +61,7 @@ class PagePool:
         self._num_holders[page] += 1
 
     def free(self, pages: Iterable[int]) -> None:
-        """Remove one holder from each page; each page must have at least one."""
+        """Remove one holder from each page; every page must have a holder."""
         for page in pages:
             owner = self._owners[page]
             assert owner is not _FREE, f"page {page} is freed twice"
@@ -72,7 +72,7 @@ class PagePool:
                 self._free.append(page)
 
     def check_integrity(self) -> None:
-        """Check that each page is either free or held, and that no page is listed as free twice."""
+        """Assert that each page is either free or has a holder, and that no page is listed as free twice."""
         free = list(self._free)
         assert len(free) == len(set(free))
         assert all(self._owners[page] is _FREE for page in free)

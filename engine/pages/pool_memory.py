@@ -13,13 +13,13 @@ DEFAULT_BYTES = 1 << 30
 """Default size of a pool in host memory, in bytes."""
 
 GPU_RESERVE = 0.08
-"""Share of a GPU's memory kept free for other programs and for graphs, including the activations of captured steps.
+"""Share of a GPU's memory reserved for other programs and for graphs, including the activations of captured steps.
 
-Without compilation ahead of time, the activations of all other steps come out of this share too.
+Without ahead-of-time compilation, the activations of all other steps come out of this share too.
 """
 
 MIN_RESERVE_BYTES = 2 << 30
-"""Lower limit of the reserve, in bytes. This is an estimate: `Stats.graphs` reports what graphs actually take."""
+"""Smallest reserve, in bytes. This is an estimate: `Stats.graphs` reports how much memory graphs actually take."""
 
 
 def in_gib(num_bytes: int) -> str:
@@ -27,7 +27,7 @@ def in_gib(num_bytes: int) -> str:
 
 
 def pool_bytes_of(wanted: int | None, memory: DeviceMemory | None) -> int:
-    """The pool's size in bytes: `wanted`, or by default on a GPU most of the memory left by the model and activations.
+    """The pool's size in bytes: `wanted`, or by default on a GPU most of the memory that model and activations leave.
 
     Raises PoolTooSmall if nothing is left for the pool.
     """
@@ -48,7 +48,7 @@ def pool_bytes_of(wanted: int | None, memory: DeviceMemory | None) -> int:
 def allocate_pool(
     geometry: PageGeometry, pool_bytes: int, kv_dtype: torch.dtype, adapter_dtype: torch.dtype, device: torch.device
 ) -> PoolViews:
-    """Allocate as many whole pages as fit in `pool_bytes`; raises PoolTooSmall if none fits or if memory runs out.
+    """Allocate as many whole pages as fit in `pool_bytes`; raises PoolTooSmall if no page fits or memory runs out.
 
     The memory is not cleared: no page is read before its owner has written it.
     """

@@ -13,11 +13,11 @@ from loramux.engine.pages.page_pool import PagePool
 
 
 class PrefixCache:
-    """Full pages by key. Each page is held by the cache, and by the sequences that use it.
+    """Full pages by key. The cache and every sequence that uses a page hold that page.
 
-    The key of a page is `SHA-256(parent's key, adapter's digest or none, token ids)`; the parent of a first page is its
-    owner's root. Two sequences therefore share a page only if the same adapter computed the same tokens after the same
-    prefix for the same owner. Sequences without an isolation key share nothing.
+    The key of a page is `SHA-256(parent's key, adapter's digest or none, token ids)`. An owner's root is the parent of
+    its first pages. Two sequences therefore share a page only if the same adapter computed the same tokens after the
+    same prefix for the same owner. Sequences without an isolation key share nothing.
     """
 
     def __init__(self, pages: PagePool, policy: EvictionPolicy, page_tokens: int, identity: Tokens[bytes] = ()) -> None:
@@ -43,7 +43,7 @@ class PrefixCache:
         return hashlib.sha256(_tagged(isolation_key, *self._identity)).digest()
 
     def page_key(self, parent: bytes, digest: str | None, tokens: Tokens[int]) -> bytes:
-        """Key of a page that follows the page `parent` and holds `tokens`, exactly one page's worth."""
+        """Key of the page that follows the page `parent` and contains `tokens`, exactly one page's worth."""
         assert len(tokens) == self._page_tokens
         adapter = b"" if digest is None else digest.encode()
         return hashlib.sha256(_tagged(parent, adapter, array("i", tokens).tobytes())).digest()
@@ -52,7 +52,7 @@ class PrefixCache:
         return self._by_key.get(key)
 
     def acquire(self, cached: CachedPage) -> int:
-        """Use a page for one more sequence, which becomes one of the page's holders."""
+        """Add a sequence to the page's holders."""
         if cached.num_users == 0:
             self._policy.discard(cached)
         cached.num_users += 1
@@ -70,14 +70,14 @@ class PrefixCache:
         return cached
 
     def release(self, cached: CachedPage) -> None:
-        """Undo one `acquire` or the `insert`; the sequence itself must free its own hold."""
+        """Undo one `acquire` or the `insert`; the sequence must free its own hold."""
         assert cached.num_users > 0
         cached.num_users -= 1
         if cached.num_users == 0 and self._by_key.get(cached.key) is cached:
             self._policy.add(cached)
 
     def forget(self, cached: CachedPage) -> None:
-        """Remove a page from the cache; it becomes free as soon as no sequence uses it."""
+        """Remove a page from the cache; the page becomes free once no sequence uses it."""
         if self._by_key.get(cached.key) is not cached:
             return
         del self._by_key[cached.key]
@@ -90,11 +90,11 @@ class PrefixCache:
         self._pages.free([cached.page])
 
     def purge(self, digest: str) -> None:
-        """Forget every page that was computed with the adapter."""
+        """Remove every page that was computed with the adapter."""
         for cached in list(self._by_digest.get(digest, ())):
             self.forget(cached)
 
 
 def _tagged(*parts: bytes) -> bytes:
-    """Concatenate parts, each with a length prefix, so that different lists give different bytes."""
+    """Concatenate parts, each with a length prefix, so that different lists never produce the same bytes."""
     return b"".join([len(part).to_bytes(8, "little") + part for part in parts])

@@ -1,1 +1,1 @@
-"""Which sequences run in the next step: fairness, grants and limits."""
+"""Decides which sequences run in the next step: fairness, grants and limits."""

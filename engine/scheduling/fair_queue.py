@@ -13,19 +13,19 @@ from loramux.engine.scheduling.shares import INPUT_PRICE, OUTPUT_PRICE, Share, S
 from loramux.engine.sequence import Sequence
 
 MAX_ROUNDS = 64
-"""Admissions from other shares after which a waiting share goes first, regardless of its counter."""
+"""Number of admissions from other shares after which a waiting share goes first, regardless of its counter."""
 
 ROUNDS_PER_SHARE = 4
-"""The same limit per waiting share, which applies when many shares wait; strict round robin would need 1."""
+"""The same limit, per waiting share; it applies when many shares are waiting. Strict round robin would need 1."""
 
 MAX_COST_RATIO = 16
-"""How many times longer a share with expensive requests can wait than one with requests of average cost."""
+"""Upper limit on the ratio of an expensive share's wait to that of a share whose requests have average cost."""
 
 ROUNDS_BETWEEN_CHECKS = 8
-"""Admissions between two checks for shares that have waited too long."""
+"""Number of admissions between two checks for shares that have waited too long."""
 
 MAX_PASSED = 256
-"""Maximum ready sequences ahead of a cold one in its share whose prices are added to the cold sequence's turn."""
+"""Maximum number of ready sequences ahead of a cold sequence that count towards the cold sequence's turn."""
 
 MAX_IDLE_SHARES = 65536
 """Maximum number of idle shares whose counters are kept."""
@@ -36,24 +36,24 @@ _turn_of = itemgetter(0)
 class FairQueue:
     """Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", 2024), with weights.
 
-    The next sequence is the first of the share with the lowest counter, which adds up the prices of its input and
-    output tokens; ties go to the share with the fewest running sequences. A share that becomes active, or starts to
-    wait again, is raised to the lowest counter of the active or waiting shares, or of the last share that was active,
-    so that no share saves up credit while idle. Priorities come before counters; within a share, a low priority can
-    wait forever.
+    A share's counter adds up the prices of its input and output tokens. The next sequence is the first sequence of the
+    share with the lowest counter; ties go to the share with the fewest running sequences. When a share becomes active
+    or starts to wait again, its counter is raised to the lowest counter of the active or waiting shares, or to that of
+    the last active share, so that no share saves up credit while idle. Priorities come before counters; within a share,
+    a low-priority sequence can wait forever.
 
-    A share that has waited too long goes before all shares that have not. A wait is too long once two conditions have
-    been met since it began. First, other shares have had K = max(MAX_ROUNDS, ROUNDS_PER_SHARE * number of waiting
-    shares) admissions. Second, all shares together have been charged ROUNDS_PER_SHARE times what a fair order would
-    charge them before the share's next request, at its price, is due. For expensive requests, this can take more than K
-    admissions, but never more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is resident and whose
-    pages are available waits for at most ROUNDS_BETWEEN_CHECKS more admissions, plus one for each share that has waited
-    as long.
+    A share that has waited too long goes before all shares that have not. A wait is too long once two conditions are
+    met. First, since the wait began, other shares have had K = max(MAX_ROUNDS, ROUNDS_PER_SHARE * number of waiting
+    shares) admissions. Second, since then, all shares together have been charged ROUNDS_PER_SHARE times as much as they
+    would be in a fair order before the share's next request, at its price, is due. For expensive requests, this can
+    take more than K admissions, but never more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is
+    resident and whose pages are available waits for at most ROUNDS_BETWEEN_CHECKS more admissions, plus one for each
+    share that has waited just as long.
     """
 
     def __init__(self) -> None:
         self._active: dict[str, Share] = {}
-        # Longest idle first. Counters of idle shares are kept, because otherwise a short idle time would reset them.
+        # Longest idle first. Counters of idle shares are kept, so that a short idle time does not reset them.
         self._idle: OrderedDict[str, Share] = OrderedDict()
         self._resident: set[str] = set()
         self._by_digest: defaultdict[str, dict[Sequence, None]] = defaultdict(dict)
@@ -65,7 +65,7 @@ class FairQueue:
         self._least_active = ShareHeap(_served)
         self._least_waiting = ShareHeap(_served)
         self._heads = {True: ShareHeap(_ready_turn), False: ShareHeap(_cold_turn)}
-        # Shares to update in `_heads`: their waiting sequences changed, or only their counters rose.
+        # Shares to update in `_heads`, because their waiting sequences changed or only their counters rose.
         self._changed: dict[Share, None] = {}
         self._charged_more: dict[Share, None] = {}
         self._last_asked = (0, 0)
@@ -83,8 +83,8 @@ class FairQueue:
         """Enqueue a new or preempted sequence."""
         share = self._activated(sequence)
         if not share.is_waiting and not sequence.has_run:
-            # Raise the counter even if the share has running sequences, because one small endless request must not save
-            # up credit for others.
+            # Raise the counter even if the share has running sequences. Otherwise, one small endless request could save
+            # up credit for the share's other requests.
             least = self._least_waiting.least()
             share.served = max(share.served, 0.0 if least is None else least.served)
         self._count_tokens(share, sequence, 1)
@@ -98,7 +98,7 @@ class FairQueue:
         self._rest(self._take(sequence))
 
     def set_limit(self, sequence: Sequence, num_tokens: int) -> None:
-        """Change the token limit of a waiting sequence, which keeps its place in the queue."""
+        """Change the token limit of a waiting sequence without changing its place in the queue."""
         share = self._active[sequence.add.share_key]
         self._discard(share, sequence)
         self._count_tokens(share, sequence, -1)
@@ -127,7 +127,7 @@ class FairQueue:
         self._charged += OUTPUT_PRICE * len(sequences)
 
     def leave(self, sequence: Sequence) -> None:
-        """Remove a running sequence that has ended or was preempted."""
+        """Remove a running sequence that has ended or been preempted."""
         share = self._active[sequence.add.share_key]
         share.num_running -= 1
         if share.is_waiting:
@@ -161,7 +161,7 @@ class FairQueue:
             self._changed[share] = None
 
     def order(self, num_ready: int, num_cold: int, is_exact: bool = True) -> list[Sequence]:
-        """The first `num_ready` ready and `num_cold` cold sequences by turn, as if each were admitted on its turn.
+        """The first `num_ready` ready and `num_cold` cold sequences, ordered as if each were admitted on its turn.
 
         If more sequences are ready than requested, the order ends with the last ready one returned, because the turns
         behind it are unknown.
@@ -185,20 +185,20 @@ class FairQueue:
         ready = self._order(True, num_ready) if self.num_ready else []
         cold = self._order(False, num_cold) if self.num_cold else []
         if 0 < num_ready < self.num_ready:
-            # A cold sequence behind the last ready one would become ready once its adapter is loaded, but would not be
-            # in the order, so the adapter would be evicted before it is used.
+            # Leave out cold sequences behind the last ready one. Once its adapter was loaded, such a sequence would be
+            # ready but not in the order, so the adapter would be evicted before use.
             last = ready[-1][0]
             cold = [item for item in cold if item[0] <= last]
         self._last_asked = num_ready, num_cold
-        # Sorting two concatenated sorted lists takes linear time, like a merge.
+        # Sorting the concatenation of two sorted lists takes linear time, like a merge.
         self._last_order = [sequence for _, sequence in sorted(ready + cold, key=_turn_of)]
         return self._last_order
 
     def shed_candidate(self) -> Sequence | None:
         """The sequence to refuse when the queue is full; None if every waiting sequence has run before.
 
-        This is the newest sequence of lowest priority in the share with the most waiting tokens per weight; a share
-        whose sequences have all run before is passed over.
+        This is the newest of the lowest-priority sequences in the share with the most waiting tokens per weight. Shares
+        whose sequences have all run before are skipped.
         """
         waiting = [share for share in self._waiting if share.num_waiting_tokens]
         waiting.sort(key=lambda share: share.num_waiting_tokens / share.weight, reverse=True)
@@ -237,7 +237,7 @@ class FairQueue:
             turn, sequence, turns = heads[0]
             order.append((turn, sequence))
             if following is None and len(heads) == 1:
-                # No other share is left to interleave.
+                # No other shares are left to interleave.
                 order += islice(turns, count - len(order))
                 break
             after = next(turns, None)
@@ -327,7 +327,8 @@ class FairQueue:
         return share
 
     def _count_tokens(self, share: Share, sequence: Sequence, sign: int) -> None:
-        # A preempted sequence was accepted before and only has to be recomputed, so its tokens do not count as waiting.
+        # A preempted sequence has already been accepted and only has to be recomputed, so its tokens do not count as
+        # waiting.
         if not sequence.has_run:
             share.num_waiting_tokens += sign * sequence.num_reserved
             self.num_waiting_tokens += sign * sequence.num_reserved
@@ -370,16 +371,16 @@ def _cold_turn(share: Share) -> Turn:
 
 
 def _turn(sequence: Sequence, served: float, num_running: int) -> Turn:
-    # A share that was just raised ties with another share, which may have many running sequences.
+    # A share whose counter was just raised ties with another share, which may have many running sequences.
     return 1, -sequence.add.priority, served, num_running, sequence.arrival
 
 
 def _turns(share: Share, is_ready: bool, rounds: int) -> Iterator[tuple[Turn, Sequence]]:
     """One share's ready or cold sequences with their turns, as if the sequences before each had been admitted.
 
-    A cold sequence is charged for all sequences before it, and a ready one only for the ready ones, so that waiting for
-    an adapter delays no ready sequence. `rounds` is the number of admissions that the share has waited for if it has
-    waited too long, else 0.
+    The turn of a cold sequence counts all sequences before it; the turn of a ready sequence counts only the ready ones.
+    Waiting for an adapter therefore delays no ready sequence. `rounds` is the number of admissions since the share
+    began to wait if it has waited too long, otherwise 0.
     """
     served, num_running, weight = share.served, share.num_running, share.weight
     passed = iter(()) if is_ready else islice(share.ready, MAX_PASSED)
@@ -389,7 +390,7 @@ def _turns(share: Share, is_ready: bool, rounds: int) -> Iterator[tuple[Turn, Se
         while before is not None and place(before) < own_place:
             served += INPUT_PRICE * before.num_tokens / weight
             num_running += 1
-            # After one admission, the share has no longer waited too long.
+            # An admission ends the share's long wait.
             rounds = 0
             before = next(passed, None)
         if rounds:

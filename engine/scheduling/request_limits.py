@@ -10,12 +10,12 @@ MAX_BIASED_TOKENS = 300
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
 REPETITION_PENALTIES = (0.01, 100.0)
-"""Bounds wider than any practical use, yet narrow enough to keep every logit of a sane model finite."""
+"""Bounds that are wider than any practical use, but narrow enough to keep every logit of a sane model finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Limits set by the model and the operator; the scheduler knows the pool's limits."""
+    """Limits set by the model and the operator. The scheduler enforces the pool's limits."""
 
     vocab_size: int
     max_model_len: int
@@ -24,17 +24,17 @@ class EngineLimits:
     max_waiting_tokens: int = 1 << 62
     """Limit on the tokens (prompt plus grant) of all waiting requests; see `FairQueue.shed_candidate`."""
     max_waiting_s: float = float("inf")
-    """Longest time that a request may wait for its first step, in seconds."""
+    """Longest wait of a request for its first step, in seconds."""
     max_pinned_share: float = 0.5
     """Largest share of the pool's pages, and of the slots, that pinned adapters may take."""
 
 
 def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tuple[str, str] | None:
-    """Error code and message if a request can never run, else None; the pool can hold `max_pool_tokens` for it."""
+    """Error code and message if a request can never run, or None. The pool has room for `max_pool_tokens` tokens."""
     if not add.prompt or add.max_tokens < 1:
         return "invalid_request", "the prompt and max_tokens must each be at least one token"
     if not all(0 <= token < limits.vocab_size for token in add.prompt):
-        return "invalid_request", f"token ids must lie in [0, {limits.vocab_size})"
+        return "invalid_request", f"token ids must be in [0, {limits.vocab_size})"
     if not is_duration(add.timeout_s) or not is_duration(add.pause_s):
         return "invalid_request", "timeout_s and pause_s must be finite and not negative"
     if add.host_floor_bytes < 0:
@@ -51,7 +51,7 @@ def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tup
 
 
 def sampling_problem(params: SamplingParams, vocab_size: int) -> str | None:
-    """Why these settings are invalid for a model with `vocab_size` tokens, starting with the field's name; else None.
+    """Why these settings are invalid for a model with `vocab_size` tokens, starting with the field's name, or None.
 
     If the result is None, kernels can use every token id in the settings as an index.
     """

@@ -14,7 +14,7 @@ from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.sequence import Sequence, SequenceState
 
 NEW_SHARE = 4
-"""Of the rows left by decoding, one in this many is reserved for sequences that could start."""
+"""Decoding leaves some rows of a step free; one in NEW_SHARE of them is reserved for sequences that could start."""
 
 
 _row_place = attrgetter("sequence.row_place")
@@ -24,7 +24,7 @@ _row_place = attrgetter("sequence.row_place")
 class SchedulerLimits:
     """At most `max_batch_tokens` rows per step and `max_sequences` running sequences.
 
-    For the first `look_ahead` sequences that wait for an adapter, the adapter is loaded ahead of their turn.
+    The adapters of the first `look_ahead` sequences that are waiting for one are loaded ahead of the sequences' turns.
     """
 
     max_batch_tokens: int
@@ -38,8 +38,8 @@ class Scheduler:
     Decode rows come first, then chunks of running prompts, then new sequences by turn. Running prompts leave part of
     the step to new sequences, so that a short prompt does not wait for a long one. A sequence whose adapter is still
     loading is skipped and blocks no other. When a running sequence needs a page and none is left, a sequence is
-    preempted and recomputed later: the one with the lowest priority, then from the share with the highest counter, then
-    the youngest.
+    preempted, to be recomputed later. The victim has the lowest priority; ties go to the share with the highest
+    counter, then to the youngest sequence.
     """
 
     def __init__(self, queue: FairQueue, kv: KvPages, adapters: AdapterPool, limits: SchedulerLimits) -> None:
@@ -49,11 +49,10 @@ class Scheduler:
         self._limits = limits
         self.running: list[Sequence] = []
         self._order: list[Sequence] = []
-        # Page shortage in the last step: whether a running sequence found no page, else the first sequence not
-        # admitted.
+        # Page shortage in the last step: whether a running sequence found no page, and the first sequence not admitted.
         self._is_short = False
         self._short_of_pages: Sequence | None = None
-        # Sequences that, together with their adapter, need more pages than the pool has.
+        # Sequences that need more pages, including their adapter's, than the pool has.
         self._unfit: list[Sequence] = []
         self.num_preemptions = 0
 
@@ -85,12 +84,12 @@ class Scheduler:
         return Demand(queue_positions, self._short_position(), num_free_slots, len(self.running))
 
     def schedule(self) -> list[ScheduledSequence]:
-        """The next step's sequences, grouped by adapter; empty when nothing can run."""
+        """Choose the next step's sequences, grouped by adapter; empty if nothing can run."""
         budget = self._limits.max_batch_tokens
         num_preemptions = self.num_preemptions
         scheduled: dict[Sequence, ScheduledSequence] = {}
         self._is_short, self._short_of_pages = False, None
-        # Decode rows first, then prompts, each in order of admission.
+        # Decode rows come first, then prompts, each in order of admission.
         decoding: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
@@ -118,7 +117,7 @@ class Scheduler:
             if self._grow(sequence, num_tokens, scheduled):
                 scheduled[sequence] = ScheduledSequence(sequence, num_tokens)
                 budget -= num_tokens
-        # A step that had to preempt admits no sequence: the victim would immediately take its pages back.
+        # After a preemption, admit no sequence in this step: the victim would immediately take its pages back.
         if self.num_preemptions == num_preemptions and not self._is_short:
             under_way = (scheduled[one] for one in prompts if one in scheduled)
             is_midway = any(item.num_tokens < item.sequence.num_pending for item in under_way)
@@ -130,12 +129,12 @@ class Scheduler:
         return sorted(scheduled.values(), key=_row_place)
 
     def take_unfit(self) -> list[Sequence]:
-        """Waiting sequences found too large for the pool since the last call; the caller finishes them."""
+        """Waiting sequences found too large for the pool since the last call; the caller must end them."""
         unfit, self._unfit = self._unfit, []
         return unfit
 
     def advance(self, scheduled: list[ScheduledSequence]) -> None:
-        """Record that the step with these tokens was submitted."""
+        """Record that a step with these tokens was submitted."""
         for item in scheduled:
             sequence = item.sequence
             sequence.num_computed += item.num_tokens
@@ -151,7 +150,7 @@ class Scheduler:
             sequence.num_reserved = num_tokens
 
     def finish(self, sequence: Sequence, is_broken: bool = False) -> None:
-        """Remove a waiting or running sequence and free its resources; a broken sequence's K and V are not shared."""
+        """Remove a waiting or running sequence and free its resources. A broken sequence's K and V are not shared."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             if is_broken:
@@ -169,7 +168,7 @@ class Scheduler:
         return self._kv.max_tokens(self._adapters.num_pages_beside(digest, num_adapter_pages))
 
     def _fill_up(self, scheduled: dict[Sequence, ScheduledSequence], budget: int) -> None:
-        """Give rows that no new sequence used back to the running prompts."""
+        """Give rows that new sequences did not use back to the running prompts."""
         for sequence, item in scheduled.items():
             extra = min(sequence.num_pending - item.num_tokens, budget)
             if extra > 0 and self._kv.grow(sequence, item.num_tokens + extra):
@@ -182,7 +181,8 @@ class Scheduler:
             return False
         while not self._kv.grow(sequence, num_tokens):
             if self._adapters.is_copying:
-                # Pages become available once the copy is finished, so no sequence need be preempted and recomputed.
+                # Pages become available once the copy is finished, so there is no need to preempt and recompute a
+                # sequence.
                 self._is_short = True
                 return False
             victim = max(self.running, key=self._expendability)
@@ -196,7 +196,7 @@ class Scheduler:
         return -sequence.add.priority, self.queue.served(sequence), sequence.arrival
 
     def _num_free_slots(self) -> int:
-        # A paused sequence takes part in no step; if all slots are taken when it resumes, it waits for a free slot.
+        # A paused sequence needs no slot. If all slots are taken when it resumes, it waits for a free slot.
         return self._limits.max_sequences - sum([one.num_tokens < one.num_reserved for one in self.running])
 
     def _short_position(self) -> int:
@@ -206,13 +206,13 @@ class Scheduler:
         return next(positions, NOT_SHORT)
 
     def _admit(self, budget: int, num_free_slots: int, is_midway: bool) -> list[ScheduledSequence]:
-        """Admit waiting sequences; while a prompt is unfinished, only those whose whole prompt fits into this step."""
+        """Admit waiting sequences. If `is_midway`, admit only sequences whose whole prompt fits into this step."""
         admitted: list[ScheduledSequence] = []
         for position, sequence in enumerate(self._order):
             if budget == 0 or num_free_slots == 0:
                 break
-            # The sequence was preempted or paused with a step in flight; its tokens are complete only once that step is
-            # committed.
+            # Skip a sequence that was preempted or paused with a step in flight: its tokens are incomplete until that
+            # step is committed.
             if sequence.state is not SequenceState.WAITING or sequence.num_in_flight or sequence.has_reached_limit:
                 continue
             if sequence.grammar is not None and not sequence.grammar.is_ready:
@@ -245,7 +245,7 @@ class Scheduler:
         """Start a waiting sequence with at most `budget` tokens; return None and change nothing if there is no room."""
         num_pending = sequence.num_tokens - self._kv.num_tokens_in(prefix)
         num_tokens = min(num_pending, budget)
-        # A preempted sequence resumes only with room for all its tokens, so that it gets further than before.
+        # A preempted sequence resumes only if there is room for all its tokens, so that it gets further than before.
         num_held = num_pending if sequence.has_run else num_tokens
         num_pages = self._kv.num_pages_to_begin(prefix, num_held)
         num_pages += self._adapters.num_pages_lost_by_using(entry, position)
@@ -269,7 +269,7 @@ class Scheduler:
         self._kv.offer(sequence)
         self._give_back(sequence)
         sequence.state = SequenceState.WAITING
-        # Add before leaving, or a share without other sequences would be idle in between and lose its place.
+        # Add before leaving; otherwise, a share without other sequences would be idle in between and lose its place.
         self.queue.add(sequence)
         self.queue.leave(sequence)
         self.num_preemptions += 1

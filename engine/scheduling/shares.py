@@ -10,10 +10,10 @@ from loramux.engine.sequence import Sequence
 
 INPUT_PRICE = 1.0
 OUTPUT_PRICE = 2.0
-"""Prices per token: each new token needs a pass over the weights, which all tokens of a prompt chunk share."""
+"""Prices per token. Each output token needs a pass over the weights; all tokens of a prompt chunk share one pass."""
 
 MAX_STALE = 8
-"""Number of outdated heap entries that are tolerated in addition to one per share."""
+"""Number of outdated heap entries to tolerate, in addition to one per share."""
 
 Turn = tuple[float, ...]
 """Sort key of waiting sequences; the lowest goes first."""
@@ -31,13 +31,13 @@ class Share:
     cold: list[Sequence] = field(default_factory=list)
     """Waiting sequences whose adapter is not resident, in the same order."""
     parked: dict[Sequence, None] = field(default_factory=dict)
-    """Sequences that wait for a higher limit and take no turn until they get one."""
+    """Sequences waiting for a higher limit; they get no turn until then."""
     num_waiting_tokens: int = 0
     num_running: int = 0
     charged: float = 0.0
-    """Sum of all priced tokens, not divided by weight."""
+    """Sum of the prices of all tokens, not divided by weight."""
     num_admissions: int = 0
-    """Number of admissions of sequences that had not run before."""
+    """Number of sequences admitted for the first time."""
     waits_since: int = 0
     """Total admissions of all shares when this share's wait began: when it was enqueued or last admitted a sequence."""
     charged_before: float = 0.0
@@ -56,7 +56,7 @@ class Share:
 
     @property
     def typical_price(self) -> float:
-        """Estimated priced tokens of the next request: the average so far, but at least its prompt."""
+        """Estimated price of the next request: the average so far, but at least the price of its prompt."""
         head = min((line[0] for line in (self.ready, self.cold) if line), key=place)
         before = self.charged / self.num_admissions if self.num_admissions else 0.0
         return max(before, INPUT_PRICE * head.num_tokens)
@@ -73,7 +73,7 @@ class ShareHeap:
     def __init__(self, key: Callable[[Share], Turn]) -> None:
         self._key = key
         self._heap: list[tuple[Turn, int, Share]] = []
-        # The number of each share's current entry; entries with other numbers are outdated.
+        # Number of each share's current entry; entries with other numbers are outdated.
         self._current: dict[Share, int] = {}
         self._num_updates = 0
 
@@ -89,7 +89,7 @@ class ShareHeap:
         self._current.pop(share, None)
 
     def first(self) -> tuple[Turn, Share] | None:
-        """The lowest key and its share, as of the share's last update."""
+        """The lowest key and its share; keys are as of each share's last update."""
         while self._heap:
             key, number, share = self._heap[0]
             if self._current.get(share) == number:
@@ -99,7 +99,7 @@ class ShareHeap:
 
     def ascending(self) -> Iterator[tuple[Turn, Share]]:
         """Iterate over all shares by ascending key, without removing them, in logarithmic time per share."""
-        # Keys mostly rise, so outdated entries are at the front: drop them once instead of skipping them each time.
+        # Keys mostly rise, so outdated entries gather at the front. Drop them once instead of skipping them each time.
         self.first()
         frontier = [(self._heap[0], 0)] if self._heap else []
         while frontier:

@@ -1,4 +1,4 @@
-"""Raising the token limits of sequences, and pausing a sequence that has reached its limit."""
+"""Raises the token limits of sequences, and pauses sequences that have reached their limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loramux.engine.timers import Timers
 
 
 class TokenGrants:
-    """Raises limits as far as the context and the pool allow; calls `end` when a pause expires without a raise."""
+    """Raises limits as far as the context and the pool allow; calls `end` if a pause expires without a raise."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class TokenGrants:
         self._end = end
 
     def begin(self, sequence: Sequence) -> None:
-        """Apply a pending raise when a sequence first runs and the size of its adapter is known."""
+        """Apply a pending raise. Called when the sequence first runs, because its adapter's size is then known."""
         entry = None if sequence.add.digest is None else self._adapters.find(sequence.add.digest)
         if entry is not None:
             sequence.num_adapter_pages = entry.num_pages
@@ -36,7 +36,7 @@ class TokenGrants:
             self._raise(sequence, sequence.num_wanted)
 
     def extend(self, sequence: Sequence, max_tokens: int) -> None:
-        """Raise the sequence's limit, now or when it first runs; a paused sequence resumes."""
+        """Raise the sequence's limit, either now or when the sequence first runs; a paused sequence resumes."""
         num_wanted = sequence.num_prompt + max_tokens
         if sequence.add.digest is None or sequence.has_run:
             self._raise(sequence, num_wanted)
@@ -44,11 +44,11 @@ class TokenGrants:
             sequence.num_wanted = max(sequence.num_wanted, num_wanted)
 
     def fits(self, sequence: Sequence) -> bool:
-        """Whether the pool can still hold all tokens granted to the sequence."""
+        """Whether all tokens granted to the sequence still fit in the pool."""
         return sequence.num_reserved <= self._most_tokens(sequence)
 
     def pauses(self, sequence: Sequence) -> bool:
-        """Pause a sequence at its limit, if it allows pauses and its limit can still be raised."""
+        """Pause a sequence at its limit; False if the sequence allows no pauses or its limit cannot be raised."""
         if sequence.add.pause_s <= 0 or sequence.num_reserved >= self._most_tokens(sequence):
             return False
         sequence.is_paused = True

@@ -1,4 +1,4 @@
-"""The engine's link to one gateway, with credits, so that a slow gateway costs only the memory for its own tokens."""
+"""The engine's link to one gateway. Credits ensure that a slow gateway costs only the memory for its own tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Send = Callable[[FromEngine], None]
 class GatewayLink:
     """Sends at most as many StepOutput messages as the gateway has granted.
 
-    Without credit, new tokens are appended to their sequence's held tokens, and the end of the sequence waits behind
-    these tokens. The batch never waits, and nothing is dropped. Held tokens are bounded by the `max_tokens` of this
-    gateway's sequences, and appending takes the same time however many are held.
+    Without credit, new tokens are appended to their sequence's held tokens, and the end of the sequence is sent after
+    them. The batch never waits, and nothing is dropped. The `max_tokens` of this gateway's sequences bounds the number
+    of held tokens, and appending takes constant time.
     """
 
     def __init__(self, send: Send) -> None:
@@ -30,7 +30,7 @@ class GatewayLink:
     def post(self, message: FromEngine) -> None:
         match message:
             case StepOutput() if self._credit > 0 and not self._held:
-                # Nothing is held and there is credit: the common case of a gateway that keeps up.
+                # The common case: the gateway keeps up, so nothing is held and there is credit.
                 self._credit -= 1
                 self._send(message)
                 return
@@ -63,7 +63,7 @@ class GatewayLink:
 
 
 class HeldTokens:
-    """One sequence's tokens that wait for credit."""
+    """One sequence's tokens that are waiting for credit."""
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []

@@ -1,10 +1,10 @@
 """The engine's own process: `python -m loramux.engine.server.process SOCKET RECORD`.
 
-The process reads its configuration as JSON from standard input. RECORD is the file descriptor of shared memory through
-which the supervisor follows the loop's progress.
+The process reads its configuration as JSON from standard input. RECORD is the file descriptor of the shared memory in
+which the supervisor sees the loop's progress.
 
 The loop receives messages from gateways, runs one step, and sends the output; it blocks only when there is nothing to
-do. The process ends when standard input closes, so that it never outlives the supervisor that holds the other end.
+do. The process exits when standard input closes, so it never outlives the supervisor, which has the other end open.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ EXIT_DEVICE_FAILED = 4
 """Exit status if the device fails while serving; the reason is the last line on standard error."""
 
 LOADING_POLL_MS = 50
-"""Longest wait for an event while adapters load, in milliseconds; the stager usually wakes the loop sooner."""
+"""Longest wait for an event while adapters are loading, in milliseconds; the stager usually wakes the loop sooner."""
 
 IDLE_POLL_MS = 250
-"""Longest wait of an idle loop, in milliseconds; keeps `StepRecord` fresh, so that the supervisor sees a live loop."""
+"""Longest wait of an idle loop, in milliseconds. Short enough to keep `StepRecord` fresh for the supervisor."""
 
 HEARTBEAT_S = 1.0
-"""Heartbeat interval in seconds: how soon the engine notices that a gateway without pending output is gone."""
+"""Heartbeat interval, in seconds; how soon the engine notices that a gateway without pending output is gone."""
 
 END_GRACE_S = 1.0
-"""Seconds that the loop has to end once the supervisor is gone; a hanging step must not keep the device."""
+"""How long the loop may take to stop after the supervisor is gone, in seconds; a hung step must not keep the device."""
 
 
 class EngineServer:
@@ -142,7 +142,7 @@ class EngineServer:
             self._dispatch(owner, message)
 
     def _follow_stager(self) -> None:
-        """Poll the stager's file descriptor, which changes when the staging process is replaced."""
+        """Poll the stager's current file descriptor, which changes when the staging process is replaced."""
         descriptor = self._stager.fileno()
         if descriptor != self._stager_fd:
             if self._stager_fd >= 0:
@@ -154,7 +154,7 @@ class EngineServer:
     def _dispatch(self, owner: bytes, message: ToEngine) -> None:
         self._link(owner)
         if owner not in self._links:
-            # The gateway disconnected after sending the message, so nobody would receive the answer.
+            # The gateway disconnected after sending the message, so the answer could not be delivered.
             return
         match message:
             case Add():
@@ -184,7 +184,7 @@ class EngineServer:
             link.post(self._engine.stats(request))
 
     def _link(self, owner: bytes) -> GatewayLink:
-        """The gateway's link, created at its first message, which is answered with EngineReady."""
+        """The gateway's link. The gateway's first message creates the link and is answered with EngineReady."""
         link = self._links.get(owner)
         if link is None:
             link = self._links[owner] = GatewayLink(lambda message: self._send(owner, message))
@@ -195,7 +195,7 @@ class EngineServer:
         try:
             self._socket.send_multipart([owner, self._encoder.encode(message)], self._zmq.NOBLOCK)
         except self._zmq.ZMQError:
-            # ROUTER_MANDATORY reports a gateway that has gone; nobody would read the output of its sequences.
+            # ROUTER_MANDATORY reports that the gateway is gone, so nobody would read the output of its sequences.
             self._links.pop(owner, None)
             self._engine.abort_all(owner)
 
@@ -204,10 +204,10 @@ def main() -> None:
     """Assemble the engine and serve it.
 
     Exits with EXIT_REFUSED if the configuration or the device is unusable, and with EXIT_DEVICE_FAILED if the device
-    fails later, each with a one-sentence message. Running sequences end with the process; the supervisor and the
-    gateways notice that it has ended.
+    fails later, each with a one-sentence message. Running sequences end with the process. The supervisor and the
+    gateways detect that it has exited.
     """
-    # Ctrl-C reaches the whole terminal group; the supervisor decides when the engine ends.
+    # Ctrl-C is sent to the whole process group; the supervisor decides when the engine exits.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     document = sys.stdin.buffer.readline()
     wake_read, wake_write = os.pipe()
@@ -252,7 +252,7 @@ def _open_spans(config: EngineConfig) -> OtelSpanSink | None:
 def _follow_supervisor(ended: threading.Event, closed: threading.Event, wake: Callable[[], None]) -> None:
     """Stop the loop when standard input closes; kill the process if the loop does not stop. Runs on its own thread."""
     while os.read(sys.stdin.fileno(), 4096):
-        # Nothing is expected after the configuration; only the end of input matters.
+        # No input is expected after the configuration; only the end of input matters.
         continue
     ended.set()
     wake()
@@ -261,9 +261,9 @@ def _follow_supervisor(ended: threading.Event, closed: threading.Event, wake: Ca
 
 
 def _end_for_device(error: Exception, what: str, code: int) -> None:
-    """Exit with a one-sentence message if the device caused the error, else return.
+    """Exit with a one-sentence message if the device caused the error; otherwise return.
 
-    Nothing is torn down, because calls to a broken device may hang, and their output would follow the message.
+    Nothing is torn down: calls to a broken device may hang, and they would print output after the message.
     """
     fault = device_fault(error)
     if fault is not None:
@@ -272,12 +272,12 @@ def _end_for_device(error: Exception, what: str, code: int) -> None:
 
 
 def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepRecord, ended: threading.Event) -> bool:
-    """Serve until the supervisor is gone; False if a compilation is still running that must not meet Python's end."""
+    """Serve until the supervisor is gone; False if a compilation is still running, so Python must not finalize."""
     import zmq
 
     context = zmq.Context(io_threads=1)
     socket = context.socket(zmq.ROUTER)
-    # Credits bound the queues; a high-water mark would drop messages.
+    # The queues are bounded by credits; a high-water mark would drop messages.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

@@ -12,22 +12,22 @@ _LENGTH = struct.Struct("<Q")
 _IDS = _COUNTERS.size + _LENGTH.size
 
 ID_BYTES = 64
-"""Bytes reserved per sequence id and its separator; ids that do not fit are left out, never truncated."""
+"""Bytes reserved for each sequence id and its separator; ids that do not fit are left out, never truncated."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopProgress:
-    """Iterations and steps of the loop. Even an idle loop iterates a few times a second unless a step blocks it."""
+    """Counts of the loop's iterations and steps. Even an idle loop iterates a few times per second."""
 
     num_passes: int
     num_steps: int
 
 
 class StepRecord:
-    """Written only by the engine's loop, a few bytes per iteration; read by the supervisor at any time.
+    """Only the engine's loop writes the record, a few bytes per iteration; the supervisor can read it at any time.
 
-    The record is in shared memory rather than in a message, because a step can hang or crash the process before
-    anything is sent. A record written before the step survives.
+    The record is in shared memory because a step can hang or crash the process before it could send a message. A record
+    written before the step survives.
     """
 
     def __init__(self, fd: int) -> None:
@@ -44,13 +44,13 @@ class StepRecord:
         return fd
 
     def note_pass(self, ran: bool) -> None:
-        """Count one iteration of the loop; `ran` says whether the iteration ran a step."""
+        """Count one iteration of the loop; `ran` is whether the iteration ran a step."""
         self._num_passes += 1
         self._num_steps += ran
         _COUNTERS.pack_into(self._memory, 0, self._num_passes, self._num_steps)
 
     def note_running(self, sequence_ids: list[str]) -> None:
-        """Record the sequences that the device works on until the next call."""
+        """Record the sequences that the device will be working on until the next call."""
         if sequence_ids == self._running:
             return
         self._running = sequence_ids
@@ -58,8 +58,7 @@ class StepRecord:
         capacity = len(self._memory) - _IDS
         if len(data) > capacity:
             data = data[: data.rfind(b"\n", 0, capacity + 1)]
-        # The length is written last, so that a process that dies between these lines leaves no ids rather than wrong
-        # ones.
+        # Write the length last, so that a process that dies between these lines leaves no ids rather than wrong ids.
         _LENGTH.pack_into(self._memory, _COUNTERS.size, 0)
         self._memory[_IDS : _IDS + len(data)] = data
         _LENGTH.pack_into(self._memory, _COUNTERS.size, len(data))
@@ -68,10 +67,10 @@ class StepRecord:
         return LoopProgress(*_COUNTERS.unpack_from(self._memory, 0))
 
     def running(self) -> frozenset[str]:
-        """The sequences that the device worked on last."""
+        """The sequences that the device was last working on."""
         (length,) = _LENGTH.unpack_from(self._memory, _COUNTERS.size)
         data = self._memory[_IDS : _IDS + length]
-        # An id is torn only if the process died while writing it; it then matches no sequence.
+        # An id is garbled only if the process died while writing it; such an id matches no sequence.
         return frozenset(data.decode(errors="replace").split("\n")) - {""}
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ class FileSpanExporter(SpanExporter):
     """Appends each span to a file as a line of JSON; several processes can share the file."""
 
     def __init__(self, path: Path) -> None:
-        # Spans reveal who requests what, so only the owner may read the file.
+        # Spans reveal who requests what, so only the file's owner may read it.
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -45,7 +45,7 @@ class FileSpanExporter(SpanExporter):
 
 
 def open_provider(config: TraceConfig, service: str, sampler: Sampler | None = None) -> TracerProvider:
-    """Open a tracer provider that exports spans as configured; raises ConfigNotUsable if that is impossible."""
+    """Open a tracer provider that exports spans as configured; raises ConfigNotUsable if that fails."""
     resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
     provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
     processor = BatchSpanProcessor(_open_exporter(config), MAX_WAITING, EXPORT_INTERVAL_MS)
@@ -54,7 +54,7 @@ def open_provider(config: TraceConfig, service: str, sampler: Sampler | None = N
 
 
 def flush(provider: TracerProvider, timeout_s: float) -> None:
-    """Export all waiting spans, taking at most `timeout_s`."""
+    """Export all waiting spans, within `timeout_s` seconds."""
     # The SDK's own timeout does not stop an exporter that hangs.
     flushing = threading.Thread(target=provider.force_flush, name="span-flush", daemon=True)
     flushing.start()

@@ -13,7 +13,7 @@ from loramux.engine.tracing.spans import SpanRecord, SpanSink
 
 @dataclass(slots=True)
 class _Life:
-    """When a sequence reached each stage; None for stages not reached yet."""
+    """Times at which a sequence reached each stage; None for stages not reached yet."""
 
     added_ns: int
     began_ns: int | None = None
@@ -23,8 +23,8 @@ class _Life:
 class SequenceTraces:
     """Records spans as the engine's loop reports events; sequences without a `traceparent` are skipped.
 
-    A sequence has the consecutive spans `engine.queue`, `engine.prefill` and `engine.decode`. If its adapter was not in
-    the pool, a span `engine.load_adapter` runs in parallel with the first span.
+    A sequence has the consecutive spans `engine.queue`, `engine.prefill` and `engine.decode`. If the adapter was not in
+    the pool, a span `engine.load_adapter` overlaps the first span.
     """
 
     def __init__(self, sink: SpanSink, clock_ns: Callable[[], int] = time.time_ns) -> None:
@@ -92,7 +92,7 @@ class SequenceTraces:
             )
             spans.append(decode)
         if reason == "error":
-            # The failure belongs to the stage that the sequence was in when it ended.
+            # Attribute the failure to the stage in which the sequence ended.
             spans[-1] = replace(spans[-1], failure=code or reason)
         for span in spans:
             self._sink.record(traceparent, span)
@@ -113,7 +113,7 @@ def _load_span(load: AdapterLoad, added_ns: int, ended_ns: int) -> SpanRecord:
     return SpanRecord(
         name="engine.load_adapter",
         scope="loramux.engine",
-        # A sequence that arrived during the load waited only for the rest of it; its span has no stages.
+        # A sequence that arrived during the load waited only for the rest of the load, so its span has no stages.
         started_ns=max(added_ns, load.started_ns),
         ended_ns=ended_ns,
         attributes={"loramux.digest": load.digest, "loramux.pages": load.num_pages, "loramux.joined": not is_its_own},

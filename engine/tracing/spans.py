@@ -13,7 +13,7 @@ Scope = Literal["loramux.engine", "loramux.adapter_store"]
 
 
 class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where spans go: `file` appends JSON lines to the file `target`, and `otlp` posts to the URL `target`.
+    """Where to export spans: `file` appends JSON lines to the file `target`, and `otlp` posts to the URL `target`.
 
     Without a target, `otlp` uses OpenTelemetry's environment variables (such as OTEL_EXPORTER_OTLP_ENDPOINT).
     """
@@ -39,4 +39,4 @@ class SpanSink(Protocol):
     """Receives spans from the engine's loop."""
 
     def record(self, traceparent: str, span: SpanRecord) -> None:
-        """Record a child span of `traceparent` (W3C Trace Context). Never waits; may drop the span."""
+        """Record a child span of `traceparent` (W3C Trace Context). Never blocks, but may drop the span."""

@@ -208,7 +208,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": [16, 16, 32, 32]}, "head_dim is .*, not a positive integer"),
     ({"num_attention_heads": [4, 4, 8, 8]}, "num_attention_heads is .*, not a positive integer"),
     ({"num_attention_heads": 0}, "num_attention_heads is 0"),
-    ({"num_key_value_heads": 3}, "do not divide"),
+    ({"num_key_value_heads": 3}, "cannot be divided"),
     ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),
     ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
     ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
