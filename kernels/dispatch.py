@@ -12,11 +12,11 @@ from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, Modu
 
 
 class LoraKernels(Protocol):
-    """The LoRA kernels of one device; `reference.lora.ReferenceLora` specifies every method.
+    """One device's LoRA kernels; `reference.lora.ReferenceLora` specifies every method.
 
-    Activations `[T, ...]` are float32 on a CPU and have the compute dtype on a GPU. Their last axis is contiguous, and
-    their rows may be views into wider rows. On a GPU, no method waits for the device or reads a tensor on the host, so
-    a captured graph can be replayed after the tensors of its batch, segments and tables are overwritten in place.
+    Activations `[T, ...]` are float32 on a CPU and have the compute dtype on a GPU. Their last axis is contiguous; rows
+    may be views into wider rows. On a GPU, no method waits for the device or reads a tensor on the host, so a captured
+    graph can be replayed after the tensors of its batch, segments and tables are overwritten in place.
     """
 
     @property
@@ -25,7 +25,7 @@ class LoraKernels(Protocol):
         ...
 
     def lora_planes(self, call: LoraCall, num_tokens: int) -> torch.Tensor:
-        """Scratch that one `lora_shrink` or `lora_gather` fills for the following `lora_expand`.
+        """Scratch memory that `lora_shrink` or `lora_gather` fills for the following `lora_expand`.
 
         The next call may return the same memory, and `lora_add` may overwrite it.
         """
@@ -40,7 +40,7 @@ class LoraKernels(Protocol):
         ...
 
     def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
-        """`y[t, columns of i] += scale * (x[t] @ Aᵀ) @ Bᵀ`: `lora_shrink`, then `lora_expand`, with its own planes.
+        """`y[t, columns of i] += scale * (x[t] @ Aᵀ) @ Bᵀ`: `lora_shrink`, then `lora_expand`, on planes of its own.
 
         On a CPU, tables rewritten in place require a new `Segments` object.
         """
@@ -52,7 +52,7 @@ class LoraKernels(Protocol):
 
 
 class Kernels(LoraKernels, Protocol):
-    """All kernels of one device over one page pool; `reference.kernels.ReferenceKernels` specifies every method."""
+    """One device's kernels over one page pool; `reference.kernels.ReferenceKernels` specifies every method."""
 
     @property
     def outer(self) -> LoraKernels:
@@ -69,10 +69,10 @@ class Kernels(LoraKernels, Protocol):
         layer: int,
         batch: AttentionBatch,
     ) -> None:
-        """Rotate the two halves of each head of q and k by the angles of the row's position, and store each row's k and
-        v in the pool.
+        """Rotate q and k by the angles of each row's position, and store the rotated k and v in the pool.
 
-        q is changed in place. Afterwards the contents of k, and of q in padding rows, are undefined.
+        The rotation acts on the two halves of each head. q is changed in place. Afterwards, the contents of k and of
+        q's padding rows are undefined.
         """
         ...
 
@@ -91,17 +91,17 @@ class Kernels(LoraKernels, Protocol):
         ...
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up`, where each row holds gate, then up."""
+        """`silu(gate) * up`, where each row contains gate, then up."""
         ...
 
     def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`gelu(gate) * up`, where each row holds gate, then up; gelu in its tanh form."""
+        """`gelu(gate) * up`, where each row contains gate, then up; gelu in its tanh form."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KernelShapes:
-    """The shapes that a model needs, so that unsupported ones are rejected before the first step."""
+    """The shapes that a model needs; unsupported shapes are rejected before the first step."""
 
     groups: tuple[ModuleGroup, ...]
     attention: tuple[AttentionSpec, ...]
@@ -112,10 +112,11 @@ def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, 
     """The kernels for `device` over `pool`, which support all of `shapes`.
 
     `pdl` lets an expand start before its shrink has ended, on GPUs that support it (compute capability 9 or later).
-    Raises ValueError, naming the limit, if the device has no kernels, or they do not support the pool or a shape.
+    Raises ValueError, naming the limit, if the device has no kernels or its kernels do not support the pool or a shape.
     """
     if device.type == "cpu":
-        # Imported only here: a GPU needs no numba, which rejects numpy versions newer than it supports.
+        # Import numba's kernels only here: a GPU does not need numba, which rejects numpy versions newer than it
+        # supports.
         from loramux.kernels.cpu.kernels import CpuKernels
 
         return CpuKernels(pool)
@@ -126,7 +127,7 @@ def select_kernels(device: torch.device, pool: PoolViews, shapes: KernelShapes, 
     problem = capability_problem(torch.cuda.get_device_capability(device))
     if problem is not None:
         raise ValueError(problem)
-    # A machine without Triton can still serve on its CPU.
+    # Import Triton's kernels only here: a machine without Triton can still serve on its CPU.
     try:
         from loramux.kernels.gpu.kernels import GpuKernels, check_shapes
     except ImportError as error:

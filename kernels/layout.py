@@ -1,17 +1,17 @@
-"""Where each element of an adapter is stored in the pages of the pool.
+"""Where each element of an adapter is stored in the pool's pages.
 
 The pool is `uint8[P, L, page_bytes]`; its adapter view is `adapter_dtype[P, L, E]`. An adapter is one stream of
-elements per layer, packed into the adapter's pages: for each module in order, the rows of A `[rank, in_features]`,
-then the rows of B-transposed `[rank, out_features]`. Chunk `chunk` of row `row` of a stream part starts at element
+elements per layer, packed into the adapter's pages: for each module in order, the rows of A `[rank, in_features]`, then
+the rows of B transposed `[rank, out_features]`. Chunk `chunk` of row `row` of a stream part starts at element
 
     e = offset + row * padded_len + chunk * chunk_len
 
 which is stored at `pool[page_table[e // E], layer, e % E]`. A chunk never crosses a page boundary.
 
-The outer modules, which belong to no layer (`lm_head`, `embed_tokens`), form one more stream, in pages that precede the
+The outer modules (`lm_head`, `embed_tokens`) belong to no layer. They form a separate stream, in pages that precede the
 layers' pages. Each of these pages is viewed as one layer of `L * E` elements (`PageGeometry.flat`), so the same formula
-holds with that `E` and layer 0. An embedding's A is stored by token: row `t` of `[in_features, rank]` begins at
-`offset + t * rank`, is not padded, and may cross a page boundary.
+holds with that `E` and layer 0. An embedding's A is stored by token: row `t` of `[in_features, rank]` begins at `offset
++ t * rank`, is not padded, and may cross a page boundary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIN_CHUNK = 128
 MAX_RANK = 256
 
 A, B = 0, 1
-"""Indices of a module's two halves in the last axis of an offset table."""
+"""Indices of a module's two halves in an offset table's last axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class PageGeometry:
-    """Dimensions of a page, the same for every page of a pool."""
+    """Dimensions of a page; all pages of a pool have the same dimensions."""
 
     num_layers: int
     num_kv_heads: int
@@ -56,22 +56,22 @@ class PageGeometry:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page in one layer: K and V of `page_tokens` tokens."""
+        """Size in bytes of one page in one layer: K and V of `page_tokens` tokens."""
         return self.page_tokens * 2 * self.num_kv_heads * self.head_dim * self.kv_itemsize
 
     @property
     def kv_elements(self) -> int:
-        """Elements of one page in one layer, viewed as K and V."""
+        """Number of elements of one page in one layer, viewed as K and V."""
         return self.page_bytes // self.kv_itemsize
 
     @property
     def adapter_elements(self) -> int:
-        """`E`: elements of one page in one layer, viewed as adapter weights."""
+        """`E`: number of elements of one page in one layer, viewed as adapter weights."""
         return self.page_bytes // self.adapter_itemsize
 
     @property
     def total_page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
+        """Size in bytes of one page over all layers."""
         return self.page_bytes * self.num_layers
 
     @property
@@ -82,7 +82,7 @@ class PageGeometry:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Layout of one stream part's rows, in elements: row length, padded length, and chunk length, which divides it."""
+    """Layout of one stream part's rows, in elements; `chunk_len` divides `padded_len`."""
 
     row_len: int
     padded_len: int
@@ -96,7 +96,7 @@ def _largest_power_of_two_dividing(number: int) -> int:
 def row_layout(row_len: int, page_elements: int) -> RowLayout:
     """Lay out rows of `row_len` elements in pages of `page_elements`.
 
-    The chunk is the largest power of two, at most 1024, that divides both. If that power is below 128, rows are first
+    The chunk length is the largest power of two, at most 1024, that divides both. If it is below 128, rows are first
     padded to a multiple of `min(128, largest power of two dividing page_elements)`.
     """
     page_power = _largest_power_of_two_dividing(page_elements)
@@ -141,9 +141,9 @@ class AdapterLayout:
     """Where each module of one adapter is stored.
 
     `ranks` int32 `[num_layers, num_modules]` (0: the module is absent), `offsets` int32 `[num_layers, num_modules, 2]`
-    in elements of a layer. The first `num_outer_pages` of its `num_pages` hold the outer modules: `outer_ranks` int32
-    `[num_outer_modules]`, `outer_offsets` int32 `[num_outer_modules, 2]` in elements of whole pages. Both are empty if
-    the adapter's target has no outer modules.
+    in elements of a layer. The first `num_outer_pages` of the adapter's `num_pages` pages contain the outer modules:
+    `outer_ranks` int32 `[num_outer_modules]`, `outer_offsets` int32 `[num_outer_modules, 2]` in elements of whole
+    pages. Both are empty if the adapter's target has no outer modules.
     """
 
     ranks: npt.NDArray[np.int32]
@@ -154,7 +154,7 @@ class AdapterLayout:
     outer_offsets: npt.NDArray[np.int32] = field(default_factory=_no_offsets)
 
     def rank_and_offsets(self, layer: int | None, module: int) -> tuple[int, int, int]:
-        """A module's rank and the offsets of its A and B; `layer` is None for an outer module."""
+        """Rank of a module, and the offsets of its A and B; `layer` is None for an outer module."""
         if layer is None:
             a, b = self.outer_offsets[module]
             return int(self.outer_ranks[module]), int(a), int(b)
@@ -175,8 +175,8 @@ def adapter_layout(
 ) -> AdapterLayout:
     """Compute the layout of an adapter with `ranks` int32 `[num_layers, num_modules]`.
 
-    `outer_ranks` int32 `[num_outer_modules]`; None means that each is 0.
-    Raises ValueError if a rank is outside `[0, MAX_RANK]` or a table has the wrong shape.
+    `outer_ranks` is int32 `[num_outer_modules]`; None means that all are 0. Raises ValueError if a rank is outside `[0,
+    MAX_RANK]` or a table has the wrong shape.
     """
     if outer_ranks is None:
         outer_ranks = np.zeros(len(outer_modules), np.int32)
@@ -213,7 +213,7 @@ def _lay_out(
     page_elements: int,
     offsets: npt.NDArray[np.int32],
 ) -> int:
-    """Lay out modules from element `begin` on, and return the end.
+    """Lay out modules from element `begin` on, and return the end of the last one.
 
     Reads `ranks` `[num_modules]` and fills `offsets` `[num_modules, 2]`.
     """

@@ -10,10 +10,10 @@ from loramux.kernels.layout import MAX_RANK
 from loramux.kernels.tables import Segments
 
 SEGMENT_ROWS = 16
-"""Maximum rows per segment on a GPU: the smallest tile that tensor cores support."""
+"""Maximum rows per segment on a GPU; the smallest tile that tensor cores support."""
 
 LARGE_SEGMENT_ROWS = 64
-"""Maximum rows per segment on a GPU in steps with many rows per sequence: each segment reads its A and B once."""
+"""Maximum rows per segment on a GPU in steps with many rows per sequence; each segment reads its A and B once."""
 
 
 def max_segments(num_tokens: int, num_sequences: int, segment_rows: int = SEGMENT_ROWS) -> int:
@@ -39,7 +39,7 @@ def group_rows(
     index = np.arange(rows.shape[0], dtype=np.int32)
     is_first = np.ones(rows.shape[0], np.bool_)
     is_first[1:] = grouped[1:] != grouped[:-1]
-    # The position of each row among the rows of its slot.
+    # The index of each row among its slot's rows.
     place = index - np.maximum.accumulate(np.where(is_first, index, 0))
     starts = index[place % max_rows == 0]
     return rows, np.append(starts, np.int32(rows.shape[0])), grouped[starts]

@@ -1,4 +1,4 @@
-"""The tables and metadata that kernels read; allocated once and filled between steps."""
+"""The tables and metadata that kernels read; allocated once and written between steps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class PoolViews:
     """The page pool `uint8[P, L, page_bytes]` and its two typed views.
 
     `kv` is `kv_dtype[P, L, page_bytes / itemsize]`. On a CPU, the first half of a page's elements in a layer is K
-    `[num_kv_heads, head_dim, 16]`, the second half V `[num_kv_heads, 16, head_dim]`; on a GPU, K has the same layout
-    as V. `adapter` is `adapter_dtype[P, L, E]`.
+    `[num_kv_heads, head_dim, 16]`, and the second half is V `[num_kv_heads, 16, head_dim]`. On a GPU, K has the same
+    layout as V. `adapter` is `adapter_dtype[P, L, E]`.
     """
 
     raw: torch.Tensor
@@ -34,10 +34,10 @@ class PoolViews:
 class AdapterTables:
     """Where each resident adapter is stored, by slot; written only between steps.
 
-    `page_table` int32 `[num_slots, max_pages]`, `off` int32 `[num_slots, L, M, 2]` in elements,
-    `rank` int32 `[num_slots, L, M]`, `scale` float32 `[num_slots, L, M]`. `outer` holds the tables of the modules
-    outside the layers, with L = 1, offsets in elements of whole pages, and the same `page_table`. It is None if no
-    adapter has such modules.
+    `page_table` int32 `[num_slots, max_pages]`, `off` int32 `[num_slots, L, M, 2]` in elements, `rank` int32
+    `[num_slots, L, M]`, `scale` float32 `[num_slots, L, M]`. `outer` contains the tables of the modules outside the
+    layers, with L = 1, offsets in elements of whole pages, and the same `page_table`; None if no adapter has such
+    modules.
     """
 
     page_table: torch.Tensor
@@ -51,9 +51,9 @@ class AdapterTables:
 class ModuleGroup:
     """Modules that share one input and therefore one shrink and one expand: q/k/v, o, gate/up, down.
 
-    `modules` are indices into the tables' axis M. Module `i` writes columns
-    `[out_offsets[i], out_offsets[i] + out_features[i])` of the group's output. An embedding is a group of its own: its
-    input is one of `in_features` tokens, and its shrink is `lora_gather`.
+    `modules` are indices into the tables' axis M. Module `i` writes columns `[out_offsets[i], out_offsets[i] +
+    out_features[i])` of the group's output. An embedding forms its own group: its input is one of `in_features` tokens,
+    and its shrink is `lora_gather`.
     """
 
     modules: tuple[int, ...]
@@ -73,8 +73,8 @@ class Segments:
 
     `rows` int32 `[num_lora_rows]` are token rows, `starts` int32 `[num_segments + 1]` are indices into `rows`, and
     `slots` int32 `[num_segments]` are adapter slots. Segment `i` is `rows[starts[i]:starts[i + 1]]` and uses adapter
-    slot `slots[i]`. No listed adapter has a rank above `max_rank`, so planes need not be wider. `max_rows` bounds the
-    rows of a segment and determines the tile size on a GPU.
+    slot `slots[i]`. No listed adapter has a rank above `max_rank`, so planes do not have to be wider. `max_rows` bounds
+    the rows of a segment and determines the tile size on a GPU.
 
     A captured graph has a fixed number of segments: on a GPU, slot -1 marks a padding segment.
     """
@@ -92,7 +92,7 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraCall:
-    """The work of one LoRA call: `group` in `layer`, for each of `segments`, with its adapter's entries in `tables`.
+    """One LoRA call: applies `group` in `layer` to each segment, using the adapters' entries in `tables`.
 
     For modules outside the layers, `layer` is 0 and `tables` is `AdapterTables.outer`.
     """
@@ -107,17 +107,17 @@ class LoraCall:
 class AttentionBatch:
     """The sequences of a step: their query rows, context lengths and pages.
 
-    Sequence `i` has query rows `[cu_q[i], cu_q[i + 1])`, which are the last positions of its context
-    `[0, seq_lens[i])`. Position `p` of the context is in page `pages[page_starts[i] + p // page_tokens]`. The pages of
-    all sequences form one ragged list, so a step's metadata is one small copy, however long the longest context is.
+    The query rows `[cu_q[i], cu_q[i + 1])` of sequence `i` are the last positions of its context `[0, seq_lens[i])`.
+    Position `p` of the context is in page `pages[page_starts[i] + p // page_tokens]`. The pages of all sequences form
+    one ragged list, so copying a step's metadata stays cheap even if one context is very long.
 
     `cu_q` int32 `[num_sequences + 1]`, `seq_lens` int32 `[num_sequences]`, `pages` int32 `[num_listed]`, `page_starts`
-    int32 `[num_sequences]`, and `kv_slots` int64 `[num_tokens]`, which is
-    `page * page_tokens + position % page_tokens` of each row. `max_q` bounds the query rows of any sequence and is
-    known on the host; 1 guarantees pure decode.
+    int32 `[num_sequences]`, and `kv_slots` int64 `[num_tokens]`, which contains `page * page_tokens + position %
+    page_tokens` for each row. `max_q` bounds the query rows of any sequence and is known on the host; 1 guarantees pure
+    decode.
 
-    A captured graph has fixed numbers of sequences and rows. On a GPU, a padding sequence has no query rows, and a
-    padding row, which belongs to no sequence, has a negative `kv_slots`.
+    A captured graph has fixed numbers of sequences and rows. On a GPU, a padding sequence has no query rows. A padding
+    row belongs to no sequence and has a negative entry in `kv_slots`.
     """
 
     cu_q: torch.Tensor

@@ -13,10 +13,10 @@ from loramux.kernels.cpu.low_rank import low_rank
 from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, PoolViews, Segments
 
 SEGMENT_ROWS = 64
-"""Maximum rows per segment: their activations stay in the L2 cache for the products with an adapter's weights."""
+"""Maximum rows per segment; few enough for their activations to stay in the L2 cache while an adapter is applied."""
 
 NOWHERE = (0, 0)
-"""Address and row stride passed for rows that no kernel accesses."""
+"""Address and row stride to pass for rows that no kernel accesses."""
 
 MAX_VIEWS = 64
 """Maximum number of cached plane shapes: a step's shapes recur in each layer and usually in the next step."""
@@ -26,9 +26,8 @@ class CpuLora:
     """Shrink, gather and expand over one page pool in host memory.
 
     Values derived from tables and segments are cached as long as the same objects are passed, which covers all layers
-    of a step. Arrays share memory with the tensors, so tables may be rewritten between steps. The set of groups that
-    the segments' adapters change is cached per `Segments` object. Segments are new objects in each step and are not
-    padded.
+    of a step. Arrays share memory with the tensors, so tables may be rewritten between steps. The groups that the
+    segments' adapters change are cached per `Segments` object. Each step has new `Segments` objects, without padding.
     """
 
     segment_rows = SEGMENT_ROWS
@@ -51,7 +50,7 @@ class CpuLora:
         planes = self._planes.get(shape)
         if planes is None:
             size = shape[0] * shape[1] * shape[2]
-            # Fresh memory would cost a page fault per 4 KiB, in every linear of every layer.
+            # Newly allocated memory would cost a page fault per 4 KiB in every linear of every layer.
             if self._scratch.shape[0] < size:
                 self._scratch = torch.empty(size)
                 self._planes.clear()

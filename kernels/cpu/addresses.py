@@ -12,12 +12,12 @@ from loramux.kernels.layout import PageGeometry, row_layout
 from loramux.kernels.tables import ModuleGroup
 
 MODULE, IN, A_PADDED, OUT, COLUMN, B_PADDED, B_CHUNK = range(7)
-"""Columns of a plan: the module's index in the tables; row length and padded length of A; row length, first output
-column, padded length and chunk length of B."""
+"""Columns of a plan: the module's index in the tables; for A, row length and padded length; for B, row length, first
+output column, padded length and chunk length."""
 
 
 def group_plan(group: ModuleGroup, geometry: PageGeometry) -> npt.NDArray[np.int64]:
-    """The modules of a group as the kernels read them, int64 `[len(group.modules), 7]`."""
+    """A group's modules in the form that kernels read, int64 `[len(group.modules), 7]`."""
     page_elements = geometry.adapter_elements
     a = row_layout(group.in_features, page_elements)
     plan = []
@@ -29,6 +29,6 @@ def group_plan(group: ModuleGroup, geometry: PageGeometry) -> npt.NDArray[np.int
 
 @helper
 def place(pool: Any, layer: int, pages: Any, e: int) -> int:
-    """The index in the flat pool `[P, L, E]` of element `e` of the stream stored in `pages`."""
+    """Index into the flat pool `[P, L, E]` of element `e` of the stream stored in `pages`."""
     page_elements = np.int64(pool.shape[2])
     return (np.int64(pages[e // page_elements]) * pool.shape[1] + layer) * page_elements + e % page_elements

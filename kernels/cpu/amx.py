@@ -1,8 +1,9 @@
 """bfloat16 products with AMX: sixteen rows by sixteen outputs by thirty-two inputs in one instruction.
 
-The weight is laid out in the panels of `avx512_bf16`, whose 32 outputs are two tiles side by side. The sums of up to 32
-rows by the 32 outputs of a panel stay in four tiles during the loop over the inputs (Intel, "Architecture Instruction
-Set Extensions Programming Reference", on AMX). The order of a sum does not depend on the number of rows.
+The weight has the panel layout of `avx512_bf16`; the 32 outputs of a panel form two tiles side by side. During the loop
+over the inputs, the sums for up to 32 rows and the 32 outputs of a panel stay in four tiles (Intel, "Architecture
+Instruction Set Extensions Programming Reference", on AMX). The order of summation does not depend on the number of
+rows.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ TILE_INPUTS = 32
 """Inputs multiplied by one instruction: one tile row of 64 bytes."""
 
 MAX_ROWS = 2 * TILE
-"""Maximum rows per block: their sums take four of the eight tiles."""
+"""Maximum number of rows per block; their sums take four of the eight tiles."""
 
 STEP_ELEMENTS = TILE_INPUTS * OUTPUTS
 """Weights of a panel used in one step: 2 KiB."""
 
 BLOCK_STEPS = 8
-"""Steps in a block of a panel, which stays in the L1 cache while all rows are multiplied by it: 16 KiB."""
+"""Steps in a block of a panel; the block, 16 KiB, stays in the L1 cache while all rows are multiplied by it."""
 
 CHUNK_ROW_STEPS = 1 << 14
-"""Rows times steps in a chunk of the inputs, which stays in the L2 cache while all panels use it: 1 MiB."""
+"""Rows times steps in a chunk of the inputs; the chunk, 1 MiB, stays in the L2 cache while all panels use it."""
 
 STEPS_AHEAD = 2
-"""How many steps ahead weights are prefetched if each weight is read only once."""
+"""How many steps ahead to prefetch weights if each weight is read only once."""
 
 TILE_PERMISSION = (158, 0x1023, 18)
 """The system call `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)` of x86-64 (Linux,
@@ -59,7 +60,7 @@ _VOID = ir.VoidType()
 
 @functools.cache
 def has_amx() -> bool:
-    """Whether this CPU has AMX for bfloat16 and Linux grants it to this process; a grant is permanent."""
+    """Whether this CPU has AMX for bfloat16 and Linux lets this process use it; the permission is permanent."""
     if "amx-bf16" not in cpu_features() or platform.system() != "Linux":
         return False
     return bool(ctypes.CDLL(None).syscall(*TILE_PERMISSION) == 0)
@@ -75,7 +76,7 @@ class AmxPanels:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         num_rows, in_features = x.shape
-        # Many rows are padded to whole tiles, so that the tiles are configured once; the padding rows are never read.
+        # Pad large batches to whole tiles, so that the tiles are configured only once. The padding rows are never read.
         room = num_rows if num_rows <= MAX_ROWS else num_rows + -num_rows % TILE
         rounded = torch.empty(room, self._num_steps * TILE_INPUTS + ROW_PAD, dtype=torch.bfloat16)
         y = torch.empty(room, self._num_panels * OUTPUTS + ROW_PAD)
@@ -115,7 +116,7 @@ def configure_tiles(typing_context: Any, first_rows: Any, second_rows: Any) -> A
 
 @intrinsic
 def release_tiles(typing_context: Any) -> Any:
-    """Release the tiles, so that Linux need not save them on context switches."""
+    """Release the tiles, so that Linux does not have to save them on context switches."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _call(builder, "tilerelease", [])
@@ -131,8 +132,8 @@ def add_tiles(
 ) -> Any:  # fmt: skip
     """`y[r][o] = start[r][o] + sum over k of x[r][k] * panels[first + 64 * (k // 2) + 2 * o + k % 2]`.
 
-    `r` ranges over the rows that the tiles are configured for, more than sixteen if `is_wide`, and `k` over
-    32 * `num_steps` inputs, `num_steps` >= 1. `x`, `start` and `y` are addresses, with steps in bytes. If
+    `r` ranges over the rows that the tiles are configured for (more than 16 if `is_wide`), and `k` over 32 *
+    `num_steps` inputs, where `num_steps` >= 1. `x`, `start` and `y` are addresses, and their steps are in bytes. If
     `is_fetching`, weights are prefetched STEPS_AHEAD steps ahead.
     """
 
@@ -220,8 +221,8 @@ def _multiply_many_rows(
 ) -> None:  # fmt: skip
     """Compute the outputs of panels `[begin, end)` for whole tiles of rows.
 
-    All rows are multiplied by a block of a panel while it is in the L1 cache, and by all panels while a chunk of the
-    rows' inputs is in the L2 cache.
+    While a chunk of the rows' inputs is in the L2 cache, it is multiplied by all panels. While a block of a panel is in
+    the L1 cache, all rows are multiplied by it.
     """
     chunk_steps = max(BLOCK_STEPS, CHUNK_ROW_STEPS // num_rows // BLOCK_STEPS * BLOCK_STEPS)
     configure_tiles(TILE, TILE)
@@ -273,8 +274,8 @@ def multiply_tile_panels(
 
     `x` and `y` have float32 rows, `x_stride` and `y_stride` elements apart; rows of `y`, like `bias`, cover
     `num_panels` whole panels. `rounded` is scratch for rows of whole steps, `rounded_stride` bfloat16 elements apart.
-    For more than 32 rows, `y` and `rounded` have room for whole tiles of rows. Each of `num_threads` threads takes one
-    share of the panels and configures its tiles once.
+    For more than 32 rows, `y` and `rounded` have room for whole tiles of rows. Each of `num_threads` threads processes
+    one share of the panels and configures its tiles once.
     """
     rounded_step, y_step, size = 2 * rounded_stride, 4 * y_stride, num_steps * TILE_INPUTS
     round_rows(x, 4 * x_stride, num_rows, in_features, rounded, rounded_step, size)

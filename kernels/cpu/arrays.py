@@ -1,4 +1,4 @@
-"""Tensors in the forms that numba takes: arrays that share their memory, or addresses and strides."""
+"""Tensors in forms that numba accepts: arrays that share the tensors' memory, or addresses and strides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 def array(tensor: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any]:
     """The memory of a tensor as a numpy array, with bfloat16 as uint16 bits.
 
-    Any other dtype or layout would cause a kernel to be recompiled in the middle of a step.
+    A tensor with any other dtype or layout would cause a kernel to be recompiled in the middle of a step.
     """
     assert tensor.dtype is dtype, f"expected {dtype}, got {tensor.dtype}"
     assert tensor.is_contiguous()

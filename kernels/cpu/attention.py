@@ -1,8 +1,8 @@
-"""Attention on the CPU, read straight from the pages that `kv` describes.
+"""Attention on the CPU, reading K and V directly from pages; `kv` describes their layout.
 
-A tile is a few consecutive query rows of all heads that share one KV head, so each key and value is loaded and widened
-once per tile. K is transposed in its page, so the scores of sixteen tokens are sixteen lanes and neither K nor V is
-rearranged. A row's result is bitwise the same in any tile.
+A tile consists of a few consecutive query rows of all heads that share one KV head, so each key and value is loaded and
+widened once per tile. K is stored transposed in its page: the scores of sixteen tokens fill sixteen lanes, and neither
+K nor V has to be rearranged. A row's result is bitwise the same in any tile.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from loramux.kernels.cpu.vectors import (
 )
 
 TILE_ROWS = 16
-"""Maximum rows per tile (query rows times heads in a group), unless a group has more heads than this."""
+"""Maximum rows per tile (query rows times heads in a group), unless a group alone has more heads."""
 
 LINE = 32
-"""Elements from one prefetch to the next: a cache line of bfloat16."""
+"""Elements between prefetches: one cache line of bfloat16."""
 
 SERIAL_WORK = 200_000
-"""Number of multiplications below which waking the other threads costs more than it saves."""
+"""Number of multiplications below which waking other threads costs more than it saves."""
 
 
 @exact
@@ -53,9 +53,10 @@ def _cap_scores(scores: Any, num_scores: int, scale: Any, soft_cap: Any) -> None
 
 @exact
 def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, soft_cap: Any) -> Any:
-    """Turn scores `[begin, end)` into unnormalised weights and the others into 0; return the sum of the weights.
+    """Turn scores `[begin, end)` into unnormalised weights and all others into 0; return the sum of the weights.
 
-    `num_scores` is a whole number of panels. A score's lane is its token's place in the page, regardless of `begin`.
+    `num_scores` is a multiple of the panel size. A score's lane is its token's position in the page, whatever `begin`
+    is.
     """
     if soft_cap > 0:
         _cap_scores(scores, num_scores, scale, soft_cap)
@@ -73,7 +74,7 @@ def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, sof
         lanes = exponentials(times(minus(load(scores, s), top), scale))
         weights = plus(weights, lanes)
         store(scores, s, lanes)
-    # Masked scores are now exp(-87), which is negligible next to the largest weight, 1.
+    # Masked scores are now exp(-87), which is negligible compared with the largest weight, 1.
     for s in range(begin):
         scores[s] = np.float32(0)
     for s in range(end, num_scores):
@@ -117,7 +118,7 @@ def _attend_tile(
 ) -> None:
     """Attention of the last `num_tokens` rows of a context of `length`, for the `group_size` heads of KV head `head`.
 
-    `q_address` and `out_address` are those of the tile's first row and head. The sequence's pages begin at
+    `q_address` and `out_address` point to the tile's first row and head. The sequence's pages begin at
     `pages[page_begin]`. `q_tile`, `out_tile`, `scores` and `weights` are scratch for the tile's rows; a row of scores
     is `row_len` long.
     """
@@ -129,11 +130,11 @@ def _attend_tile(
         for d in range(group_size * head_dim):
             copy[d] = row[d]
             found[d] = np.float32(0)
-    # The first query row sees keys from `first_key` on; with a window, later rows begin later.
+    # The first query row sees keys from `first_key` on; with a window, later rows start at later keys.
     first_key = max(0, length - num_tokens + 1 - window)
     first_page, last_page = first_key // PAGE_TOKENS, (length + PAGE_TOKENS - 1) // PAGE_TOKENS
     for p in range(first_page, last_page):
-        # V is needed once all scores are computed.
+        # Prefetch V, which is needed once all scores have been computed.
         _fetch_page(pool, pages[page_begin + p], layer, head, num_kv_heads, head_size, 1)
         if p + 1 < last_page:
             _fetch_page(pool, pages[page_begin + p + 1], layer, head, num_kv_heads, head_size, 0)
@@ -155,7 +156,7 @@ def _attend_tile(
     by_panel = head_dim - head_dim % PANEL
     for p in range(first_page, last_page):
         v = page_start(pool, pages[page_begin + p], layer) + (num_kv_heads + head) * head_size
-        # Tokens of the page that any row of the tile sees.
+        # The page's tokens that at least one row of the tile sees.
         first, last = max(0, first_key - p * PAGE_TOKENS), min(PAGE_TOKENS, length - p * PAGE_TOKENS)
         v += first * head_dim
         s = scores + 4 * ((p - first_page) * PAGE_TOKENS + first)
@@ -183,7 +184,7 @@ def _tile_tokens(group_size: int) -> int:
 
 @helper
 def _tile_cost(num_tokens: int, length: int, window: int) -> int:
-    """Estimated cost of a tile that ends a context of `length`, in keys times query rows."""
+    """Estimated cost of a tile at the end of a context of `length`, in keys times query rows."""
     num_keys: Any = min(window + num_tokens, length)
     return num_tokens * num_keys
 
@@ -210,7 +211,7 @@ def _attend_share(
     soft_cap: Any,
     row_len: int,
 ) -> None:
-    """Compute the tiles that begin in `[low, high)`, with the costs of all tiles laid end to end."""
+    """Compute the tiles whose cumulative cost begins in `[low, high)`."""
     most = _tile_tokens(group_size)
     most_rows = most * group_size
     q_tile, out_tile = np.empty(most_rows * head_dim, np.float32), np.empty(most_rows * head_dim, np.float32)
@@ -258,8 +259,8 @@ def attend(
     """Attention of all sequences; see `ReferenceKernels.paged_attention`.
 
     The tiles are divided into `num_threads` shares of equal cost. `cu_q`, `seq_lens`, `pages` and `page_starts` are
-    int32. `window` is the number of keys that a query sees, larger than any context if there is no window. `soft_cap`
-    is 0 if there is none.
+    int32. `window` is the number of keys that a query sees; without a window, it is larger than any context. `soft_cap`
+    0 means no cap.
     """
     work: Any = 0
     row_len: Any = 0

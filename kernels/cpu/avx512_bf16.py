@@ -1,8 +1,8 @@
 """bfloat16 products with AVX512_BF16: two adjacent inputs for sixteen outputs in one instruction.
 
-A weight is laid out in panels of 32 outputs, one pair of inputs after another: `[panels, in_features / 2, 32, 2]`. A
-row's pair is then one 32-bit word, broadcast to all outputs, and the sums are float32 (Intel, "Intrinsics Guide",
-`_mm512_dpbf16_ps`). The order of a sum does not depend on the number of rows.
+A weight is laid out in panels of 32 outputs, ordered by pairs of inputs: `[panels, in_features / 2, 32, 2]`. A row's
+pair is then one 32-bit word that is broadcast to all outputs, and the sums are float32 (Intel, "Intrinsics Guide",
+`_mm512_dpbf16_ps`). The order of summation does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ OUTPUTS = 32
 """Outputs in a panel: two AVX-512 registers per row."""
 
 MAX_ROWS = 12
-"""Maximum rows per block: their sums take 24 of the 32 registers."""
+"""Maximum number of rows per block; their sums take 24 of the 32 registers."""
 
 BLOCK_INPUTS = 256
-"""Inputs in a block of a panel, which stays in the L1 cache while all rows are multiplied by it: 16 KiB."""
+"""Inputs in a block of a panel; the block, 16 KiB, stays in the L1 cache while all rows are multiplied by it."""
 
 ROW_PAD = 32
-"""Padding elements between rows of `x`, and of `y` if there are many, so that rows whose length is a power of two do
-not all map to one cache set."""
+"""Padding elements between rows of `x`, and between rows of `y` if there are many. Without padding, rows whose length
+is a power of two would all map to one cache set."""
 
 MANY_ROWS = 64
 
 SERIAL_WORK = 500_000
-"""Number of multiplications below which waking the other threads costs more than it saves."""
+"""Number of multiplications below which waking other threads costs more than it saves."""
 
 SERIAL_ROUNDING = 100_000
-"""Number of elements to round below which waking the other threads costs more than it saves."""
+"""Number of elements to round below which waking other threads costs more than it saves."""
 
 _ROW_LINES = 2 * BLOCK_INPUTS // 64
-"""Cache lines per row in a block; 12 rows have no more lines than the block has pairs of inputs."""
+"""Cache lines per row in a block. 12 rows have no more cache lines than the block has pairs of inputs."""
 
 _LANES = 16
 _FLOATS = ir.VectorType(ir.FloatType(), _LANES)
@@ -74,7 +74,7 @@ class Avx512Bf16Panels:
 def pair_panels(
     weight: torch.Tensor, bias: torch.Tensor | None, multiple: int
 ) -> tuple[npt.NDArray[np.uint16], int, torch.Tensor]:
-    """Lay out a weight `[out_features, in_features]`; return its panels, their number and its float32 bias.
+    """Lay out a weight `[out_features, in_features]`; return the panels, their number and the float32 bias.
 
     Inputs are padded with 0 to a multiple of `multiple`; outputs and bias are padded with 0 to whole panels. A bias of
     None becomes 0.
@@ -106,8 +106,8 @@ def add_pairs(
 ) -> Any:
     """`y[r][o] += sum over k of x[r][k] * panels[first + 64 * (k // 2) + 2 * o + k % 2]`, for 1 to 12 rows.
 
-    `x` and `y` are addresses, with steps in bytes; `num_pairs` >= 1 is the number of pairs of `k`. Meanwhile,
-    `num_pairs` cache lines are prefetched from each of `ahead` and `also_ahead` in `panels`.
+    `x` and `y` are addresses, with steps in bytes; `num_pairs` >= 1 is the number of pairs of `k`. Also prefetches
+    `num_pairs` cache lines of `panels` from `ahead` on and as many from `also_ahead` on.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -132,7 +132,7 @@ def _emit_block(
 ) -> None:
     """Emit code for one block of rows, whose sums stay in registers during the loop over pairs.
 
-    The data needed next is prefetched meanwhile: weights from memory and, with many rows, `x` from the L3 cache.
+    The loop also prefetches the data needed next: weights from memory and, with many rows, `x` from the L3 cache.
     """
     x_rows = [builder.inttoptr(row, _INT.as_pointer()) for row in x]
     y_rows = [builder.inttoptr(row, _FLOATS.as_pointer()) for row in y]
@@ -175,7 +175,7 @@ def _emit_block(
 
 
 def _product_of_pairs(module: Any) -> Any:
-    """`sums + a * b`, pairwise; LLVM accepts words in place of bfloat16 pairs, as its older versions declared them."""
+    """`sums + a * b`, pairwise. LLVM accepts words in place of bfloat16 pairs, as older versions required."""
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     known = module.globals.get(name)
     return known or ir.Function(module, ir.FunctionType(_FLOATS, (_FLOATS, _WORDS, _WORDS)), name)
@@ -194,7 +194,7 @@ def _round_row(x_address: int, in_features: int, out_address: int, size: int) ->
 def round_rows(
     x: int, x_step: int, num_rows: int, in_features: int, rounded: int, rounded_step: int, size: int
 ) -> None:
-    """`rounded[t] = bfloat16(x[t])`, padded with 0 to `size` elements; takes addresses, and steps in bytes."""
+    """`rounded[t] = bfloat16(x[t])`, padded with 0 to `size` elements. Arguments are addresses and steps in bytes."""
     if num_rows * in_features < SERIAL_ROUNDING:
         for t in range(num_rows):
             _round_row(x + t * x_step, in_features, rounded + t * rounded_step, size)
@@ -216,7 +216,7 @@ def _multiply_panel(
         first = (panel * num_pairs + k) * 2 * OUTPUTS
         half = size * OUTPUTS
         for block in range(num_blocks):
-            # Blocks of nearly equal size: a small block would read each weight for only a few rows.
+            # Make blocks nearly equal in size, because a small block would read each weight for only a few rows.
             begin, end = num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks
             # The first two blocks of rows each prefetch half of the next part of the weight.
             ahead = first + (2 + block) * half if block < 2 else first

@@ -1,16 +1,16 @@
-"""The innermost loops of the CPU's matrix products, as LLVM code: blocks of rows times part of a weight, K or V.
+"""LLVM code for the innermost loops of the CPU's matrix products: blocks of rows times part of a weight, K or V.
 
 The sums of a block stay in registers throughout the loop, so each weight is loaded and widened once for all rows of the
-block (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008). The order of each sum is the
-same for any number of rows, so a row's result is bitwise independent of its neighbours.
+block (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008). The order of summation is the
+same for any number of rows, so a row's result is bitwise independent of the other rows.
 
-Memory is prefetched explicitly: weights one block or two steps ahead where only a few rows share them, K and V one page
-ahead, and adapters across rank, module and adapter boundaries. On two cores of a shared machine, this made decode with
-600 tokens of context 1.9 times as fast. Adapters are still read more slowly than weights, since an adapter's part of a
-page in one layer is a short run: 32 KiB with 8 KV heads of dimension 64. On two cores with AMX, which read memory
-sequentially at 32 GB/s, such runs were read at 12 GB/s, or at 23 GB/s with prefetching.
+Memory is prefetched explicitly: weights one block or two steps ahead if only a few rows share them, K and V one page
+ahead, and adapters across rank, module and adapter boundaries. On two cores of a shared machine, prefetching made
+decode with 600 tokens of context 1.9 times as fast. Adapters are still read more slowly than weights, because a page
+stores only a short run per layer: 32 KiB with 8 KV heads of dimension 64. Two cores with AMX, which read memory
+sequentially at 32 GB/s, read such runs at 12 GB/s without prefetching and at 23 GB/s with it.
 
-Rows are float32, passed as a tuple of addresses or as the first address and a step. Weights are a flat array of float32
+Rows are float32, passed as a tuple of addresses or as a first address and a step. Weights are a flat array of float32,
 or of bfloat16 bits as uint16. Bounds are not checked.
 """
 
@@ -40,13 +40,13 @@ from loramux.kernels.cpu.vectors import (
 )
 
 MAX_ROWS = 6 if WIDTH == LANES else 12
-"""Maximum rows per block: their sums fit in the registers together with the operands."""
+"""Maximum number of rows per block; their sums fit in the registers together with the operands."""
 
 DOTS_STEP = 32
-"""Elements per step of `dots`: a cache line of bfloat16."""
+"""Elements per step of `dots`: one cache line of bfloat16."""
 
 COLUMNS_STEP = 32
-"""Outputs per step of `add_ranks_to_sums`: a cache line of bfloat16."""
+"""Outputs per step of `add_ranks_to_sums`: one cache line of bfloat16."""
 
 _FLOAT = ir.FloatType()
 _INT = ir.IntType(32)
@@ -59,7 +59,7 @@ Emit = Callable[[Any], Any]
 def emit_rows(
     builder: Any, most: int, num_rows: Any, x: Any, x_step: Any, y: Any, y_step: Any, emit: Callable[[Any, Any], None]
 ) -> None:
-    """Call `emit(x_rows, y_rows)` to generate code for each number of rows in `[1, most]`, and switch on `num_rows`.
+    """Generate code with `emit(x_rows, y_rows)` for each number of rows in `[1, most]`, and a switch on `num_rows`.
 
     Rows are addresses, `x_step` and `y_step` bytes apart.
     """
@@ -129,7 +129,7 @@ def _panel_adder(width: int) -> Any:
     ) -> None:
         num_blocks = (num_rows + MAX_ROWS - 1) // MAX_ROWS
         for block in range(num_blocks):
-            # Blocks of nearly equal size: a small block would load each weight for only a few rows.
+            # Make blocks nearly equal in size, because a small block would load each weight for only a few rows.
             begin, end = num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks
             add_block(end - begin, x + begin * x_step, x_step, weights, first, step, size, y + begin * y_step, y_step)
 
@@ -147,7 +147,7 @@ add_half_panels = _panel_adder(PANEL // 2)
 
 
 def _addresses_of(count: int) -> Any:
-    """Build a function that returns the addresses of `count` rows of a segment, as `add_ranks` and `dots` take them."""
+    """Build a function that returns the addresses of `count` rows of a segment, for `add_ranks` and `dots`."""
 
     @intrinsic
     def addresses(typing_context: Any, address: Any, step: Any, rows: Any, begin: Any) -> Any:
@@ -173,9 +173,9 @@ three_rows, four_rows, six_rows, eight_rows = (_addresses_of(count) for count in
 def add_ranks(
     typing_context: Any, x: Any, weights: Any, places: Any, offset: Any, size: Any, factor: Any, y: Any
 ) -> Any:
-    """`y[r][o] += factor * sum over k of x[r][k] * weights[places[k] + o]`, for 16 outputs `o` from `offset`.
+    """`y[r][o] += factor * sum over k of x[r][k] * weights[places[k] + o]`, for the 16 outputs `o` from `offset` on.
 
-    `size` >= 1 is the number of `k`. `x` and `y` are tuples of addresses, and `places` is an array of int64.
+    `size` >= 1 is the number of values of `k`. `x` and `y` are tuples of addresses, and `places` is an array of int64.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -204,8 +204,8 @@ def add_ranks(
 def dots(typing_context: Any, x: Any, weights: Any, a: Any, ahead: Any, size: Any) -> Any:
     """`x[r] · weights[a[c] : a[c] + size]` for all rows `r` and a tuple of places `a`, as one row-major tuple.
 
-    `size` is a multiple of 8 and may be 0. The weights at `ahead`, the places of the next call, are prefetched
-    meanwhile.
+    `size` is a multiple of 8 and may be 0. The call also prefetches the weights at `ahead`, the places of the next
+    call.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -216,7 +216,7 @@ def dots(typing_context: Any, x: Any, weights: Any, a: Any, ahead: Any, size: An
         following = [builder.gep(flat, [index]) for index in cgutils.unpack_tuple(builder, ahead)]
 
         def sums_of(width: int, begin: Any, end: Any, step_size: int) -> list[Any]:
-            """The products over elements `[begin, end)`, `step_size` at a time, in vectors of `width` lanes."""
+            """Products over the elements `[begin, end)`, `step_size` at a time, in vectors of `width` lanes."""
             lanes = ir.VectorType(_FLOAT, width)
             zeros = [ir.Constant(lanes, [0.0] * width)] * (len(x_rows) * len(columns))
 
@@ -254,8 +254,8 @@ def dots(typing_context: Any, x: Any, weights: Any, a: Any, ahead: Any, size: An
 def add_ranks_to_sums(typing_context: Any, x: Any, weights: Any, places: Any, ahead: Any, size: Any, sums: Any) -> Any:
     """`sums[o] += sum over k of x[k] * weights[places[k] + o]` for `size` outputs `o`, in the order of `k`.
 
-    `x` and `sums` are addresses, `places` and `ahead` tuples. `size` is a multiple of 16. The weights at `ahead` are
-    prefetched meanwhile.
+    `x` and `sums` are addresses; `places` and `ahead` are tuples. `size` is a multiple of 16. The call also prefetches
+    the weights at `ahead`.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -295,7 +295,7 @@ def add_ranks_to_sums(typing_context: Any, x: Any, weights: Any, places: Any, ah
 
 
 def _sums_of_products(builder: Any, x: list[Any], lanes_at: Emit, size: Any, before: list[Any]) -> list[Any]:
-    """`before[r] + sum over k of x[r][k] * lanes_at(k)` for `size` >= 1 elements `k`; `x` holds addresses."""
+    """`before[r] + sum over k of x[r][k] * lanes_at(k)` for `size` >= 1 elements `k`; `x` contains addresses."""
     x_rows = [builder.inttoptr(row, _FLOAT.as_pointer()) for row in x]
 
     def step(k: Any, sums: list[Any]) -> list[Any]:

@@ -1,9 +1,9 @@
 """How numba compiles the CPU kernels.
 
 numba compiles a kernel once for each combination of argument types. `CpuKernels` rejects unexpected dtypes and layouts,
-since they would trigger a compilation in the middle of a step. `python -m loramux.kernels.cpu.warm` compiles everything
-in advance, in about 65 s, and later processes load the result from `__pycache__`. If neither that folder nor the home
-directory is writable, set `NUMBA_CACHE_DIR`.
+because they would trigger a compilation in the middle of a step. `python -m loramux.kernels.cpu.warm` compiles
+everything in advance, in about 65 s, and later processes load the result from `__pycache__`. If neither that folder nor
+the home directory is writable, set `NUMBA_CACHE_DIR`.
 
 numba applies its fast-math flags to the code of intrinsics too, unless that code sets its own. A function that depends
 on the order of its operations, like `exponentials`, must therefore be called from an `exact` function.
@@ -27,8 +27,8 @@ FOLDER = Path(__file__).parent
 def cache_directory() -> Path:
     """Where compiled code is cached; the name includes a hash of all kernel sources.
 
-    A kernel is therefore recompiled when a helper in another file changes: numba itself checks only a kernel's own
-    file.
+    A kernel is therefore recompiled even if only a helper in another file changes; numba itself checks only the
+    kernel's own file.
     """
     hashed = hashlib.sha256()
     for path in sorted([*FOLDER.glob("*.py"), FOLDER.parent / "layout.py"]):
@@ -40,7 +40,7 @@ _config: Any = numba.config
 
 
 def cpu_features() -> frozenset[str]:
-    """LLVM's names for the CPU features that numba compiles for: this CPU's, or those in `NUMBA_CPU_FEATURES`."""
+    """LLVM's names for the CPU features that numba targets: `NUMBA_CPU_FEATURES` or, by default, this CPU's."""
     said = _config.CPU_FEATURES
     features = codegen.get_host_cpu_features() if said is None else said
     return frozenset(feature[1:] for feature in features.split(",") if feature.startswith("+"))
@@ -50,7 +50,7 @@ def cpu_features() -> frozenset[str]:
 _config.CACHE_DIR = _config.CACHE_DIR or str(cache_directory())
 
 _FLAGS = {"contract", "reassoc", "nsz", "arcp"}
-"""Sums may be reordered, but NaN and infinity keep their meaning, so that logits reveal a non-finite row."""
+"""Sums may be reordered, but NaN and infinity keep their meaning, so that non-finite rows show up in the logits."""
 
 helper: Any = numba.njit(fastmath=_FLAGS, error_model="numpy")
 """Decorates a function that kernels call."""
@@ -62,4 +62,4 @@ exact: Any = numba.njit(fastmath={"contract", "nsz"}, error_model="numpy")
 """Decorates a helper whose sums must keep their order."""
 
 intrinsic: Any = extending.intrinsic
-"""Decorates a function that types a call and returns the generator of its LLVM code."""
+"""Decorates a function that types a call and returns the generator of the call's LLVM code."""

@@ -1,4 +1,4 @@
-"""LoRA's expand on the CPU: rows of B, read straight from the pages, weighted by planes and added to the outputs."""
+"""LoRA's expand on the CPU: adds rows of B, read directly from pages and weighted by planes, to the outputs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from loramux.kernels.cpu.vectors import PANEL, floats_at, widen
 from loramux.kernels.layout import MAX_CHUNK
 
 RANK_BLOCK = 64
-"""Ranks whose contributions to an output are summed before they are added to it."""
+"""Number of ranks whose contributions are summed before being added to an output."""
 
 
 class _ExpandVisit(NamedTuple):
-    """Columns of up to RANK_BLOCK ranks, read once for all rows of a segment.
+    """Columns of up to RANK_BLOCK ranks, which are read once for all rows of a segment.
 
     All fields are int64 except the float32 `factor`; `planes` and `y` are addresses.
     """
@@ -37,8 +37,8 @@ def _expand_row(
 ) -> None:  # fmt: skip
     """Add the contributions of `num_ranks` ranks to `length` columns of one row; `length` is a multiple of 16.
 
-    `sums` is scratch for the contributions, which lets each rank's row be read sequentially. Sums are taken in the same
-    order as in `add_ranks`. `ahead` holds the places of the ranks that come next.
+    `sums` is scratch for the contributions, so that each rank's row can be read sequentially. Summation is in the same
+    order as in `add_ranks`. `ahead` contains the places of the ranks to be read next.
     """
     for e in range(length):
         sums[e] = np.float32(0)
@@ -101,7 +101,7 @@ def _expand_visit(
     visit: Any, places: Any, ahead: Any, row_stride: int, y_stride: int, pool: Any, rows: Any,
     starts: Any, sums: Any,
 ) -> None:  # fmt: skip
-    """Process one visit; `ahead` holds the pool indices where the next visit begins."""
+    """Process one visit; `ahead` contains the pool indices at which the next visit begins."""
     begin, end = np.int64(starts[visit.segment]), np.int64(starts[visit.segment + 1])
     _expand_segment(
         visit.planes, 4 * row_stride, visit.y, 4 * y_stride, rows, begin, end,
@@ -147,7 +147,7 @@ def expand_share(
     starts: Any,
     slots: Any,
 ) -> None:
-    """Run the tasks that begin in `[low, high)` of `expand_work`; other arguments are those of `low_rank.low_rank`."""
+    """Run the tasks that begin in `[low, high)` of `expand_work`; see `low_rank.low_rank` for the other arguments."""
     flat_pool = pool.reshape(-1)
     sums = np.empty(MAX_CHUNK, np.float32)
     # A visit runs once the next one is known, so that it can prefetch the next visit's data.

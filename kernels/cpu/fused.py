@@ -14,7 +14,7 @@ from loramux.kernels.cpu.compiled import helper, kernel
 from loramux.kernels.cpu.vectors import exponential, floats_at
 
 SERIAL_WORK = 30_000
-"""Number of elements below which waking the other threads costs more than it saves."""
+"""Number of elements below which waking other threads costs more than it saves."""
 
 
 @helper
@@ -48,7 +48,7 @@ def _add_norm_row(
     x, residual = floats_at(x_address), floats_at(residual_address)
     for i in range(size):
         residual[i] += x[i]
-    # The row is still in the cache, and a separate loop gives the same bits as `rms_norm`.
+    # The row is still in the cache, and a separate loop produces the same bits as `rms_norm`.
     _norm_row(residual_address, out_address, weight_address, size, eps)
 
 

@@ -1,4 +1,4 @@
-"""LoRA's gather on the CPU: one row of an embedding's A for each token, read straight from the pages."""
+"""LoRA's gather on the CPU: reads one row of an embedding's A per token, directly from pages."""
 
 from __future__ import annotations
 

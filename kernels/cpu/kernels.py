@@ -19,8 +19,8 @@ NO_WINDOW = 1 << 40
 class CpuKernels(CpuLora):
     """The kernels over one page pool in host memory.
 
-    Values derived from a batch are cached as long as the same object is passed, which covers all layers of a step. A
-    batch is a new object in each step and is not padded.
+    Values derived from a batch are cached as long as the same object is passed, which covers all layers of a step. Each
+    step has a new batch object, without padding.
     """
 
     def __init__(self, pool: PoolViews) -> None:

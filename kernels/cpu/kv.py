@@ -1,4 +1,4 @@
-"""The layout of K and V in pages on the CPU, and storing a step's rows there.
+"""The layout of K and V in pages on the CPU, and the kernel that stores a step's rows.
 
 A page of one layer holds K `[num_kv_heads, head_dim, page_tokens]`, then V `[num_kv_heads, page_tokens, head_dim]`.
 Activations are float32, passed by address and row stride. The pool is `[P, L, elements]`, float32 or bfloat16 bits as
@@ -16,15 +16,15 @@ from loramux.kernels.cpu.compiled import helper, kernel
 from loramux.kernels.cpu.vectors import floats_at, narrow
 
 PAGE_TOKENS = 16
-"""Number of tokens in a page: the scores of one head over one page fill sixteen lanes."""
+"""Tokens per page; the scores of one head over one page fill sixteen lanes."""
 
 SERIAL_WORK = 200_000
-"""Number of elements to copy below which waking the other threads costs more than it saves."""
+"""Number of elements to copy below which waking other threads costs more than it saves."""
 
 
 @helper
 def page_start(pool: Any, page: int, layer: int) -> int:
-    """The index in the flat pool of a page's first element in a layer."""
+    """Index into the flat pool of a page's first element in a layer."""
     return (np.int64(page) * pool.shape[1] + layer) * pool.shape[2]
 
 

@@ -1,7 +1,7 @@
 """A linear layer whose weight is laid out for the CPU.
 
-A bfloat16 weight is multiplied by `amx.py` if the CPU has AMX and Linux lets the process use it, by `avx512_bf16.py` if
-the CPU has AVX512_BF16, and by oneDNN on an ARM CPU with bfloat16 instructions. Otherwise this file multiplies it in
+Products with a bfloat16 weight use `amx.py` if the CPU has AMX and Linux lets the process use it, `avx512_bf16.py` if
+the CPU has AVX512_BF16, and oneDNN on an ARM CPU with bfloat16 instructions. Otherwise, this file computes them in
 float32 with AVX2 or AVX-512, still reading only two bytes per weight.
 """
 
@@ -25,17 +25,17 @@ from loramux.kernels.cpu.compiled import cpu_features, helper, kernel
 from loramux.kernels.cpu.vectors import PANEL
 
 BLOCK_INPUTS = 256
-"""Inputs in a block of a panel, which stays in the L1 cache while all rows are multiplied by it: 8 KiB of bfloat16."""
+"""Inputs in a block of a panel; the block, 8 KiB in bfloat16, stays in the L1 cache while all rows use it."""
 
 SERIAL_WORK = 200_000
-"""Number of multiplications below which waking the other threads costs more than it saves."""
+"""Number of multiplications below which waking other threads costs more than it saves."""
 
 ROWS_HINT = 16
-"""Number of rows that oneDNN chooses its layout for: a full decode batch, the most frequent step."""
+"""Number of rows for which oneDNN chooses its layout: a full decode batch, the most frequent step."""
 
 
 class PackedLinear:
-    """`y = x @ weightᵀ + bias` for float32 `x` `[T, in_features]`; rows of `x` and `y` are contiguous, at any stride.
+    """`y = x @ weightᵀ + bias` for float32 `x` `[T, in_features]`; rows of `x` and `y` are contiguous, with any stride.
 
     One copy of the weight `[out_features, in_features]` is kept, laid out for this CPU. If the weight is bfloat16 and
     the CPU multiplies bfloat16, `x` is rounded to bfloat16. A row's result is bitwise independent of the other rows,
@@ -87,7 +87,7 @@ class OneDnnProduct:
 
 
 class FloatPanels:
-    """A weight in panels of 16 outputs, stored as bfloat16 if it is bfloat16, else as float32; sums are float32."""
+    """A weight in panels of 16 outputs, stored as bfloat16 if it is bfloat16, else as float32. Sums are float32."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._out_features, self._in_features = weight.shape
@@ -141,9 +141,9 @@ def multiply_panels(
     y: int,
     y_width: int,
 ) -> None:
-    """`y[t] = x[t] @ weightᵀ + bias`; `x`, `bias` and `y` are addresses, and a `bias` of 0 means none.
+    """`y[t] = x[t] @ weightᵀ + bias`; `x`, `bias` and `y` are addresses, and `bias` 0 means no bias.
 
-    Rows of `x` are `x_stride` elements apart. `y` is contiguous `[num_rows, y_width]` and holds whole panels.
+    Rows of `x` are `x_stride` elements apart. `y` is contiguous `[num_rows, y_width]` and contains whole panels.
     """
     num_panels = y_width // PANEL
     x_step, y_step = 4 * x_stride, 4 * y_width

@@ -1,7 +1,7 @@
 """LoRA on the CPU in one call: shrink, expand, or both.
 
-The Python code and waking the threads cost some 20 µs per call, as much as reading half a megabyte. Decode therefore
-adds LoRA to a linear in one call, and in one parallel region if each thread can take whole segments.
+Each call costs about 20 µs for Python code and waking threads, as much as reading half a megabyte. Decode therefore
+adds LoRA to a linear in one call, and in one parallel region if each thread can process whole segments.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from loramux.kernels.cpu.expand import expand_share, expand_work
 from loramux.kernels.cpu.shrink import shrink_share, shrink_work
 
 SERIAL_WORK = 400_000
-"""Number of multiplications below which waking the other threads costs more than it saves."""
+"""Number of multiplications below which waking other threads costs more than it saves."""
 
 MAX_EXCESS = 1 / 32
-"""Largest fraction by which a thread may exceed its share; above it, a barrier between shrink and expand is faster."""
+"""Largest fraction by which a thread may exceed its share. Beyond it, a barrier between shrink and expand is faster."""
 
 
 @helper
 def _segment_work(shrinks: bool, expands: bool, plan: Any, layer: int, rank: Any, starts: Any, slots: Any) -> Any:
-    """The total number of multiplications in all segments before each segment, int64 `[num_segments + 1]`."""
+    """Running total of multiplications before each segment, int64 `[num_segments + 1]`."""
     work = np.zeros(slots.shape[0] + 1, np.int64)
     for s in range(slots.shape[0]):
         own_starts, own_slots = starts[s : s + 2], slots[s : s + 1]
@@ -53,7 +53,7 @@ def _whole_segments(work: Any, num_parts: int) -> Any:
 
 @helper
 def _is_even(work: Any, firsts: Any) -> bool:
-    """Whether the shares that begin with these segments are nearly equal."""
+    """Whether the shares that start at these segments are nearly equal."""
     num_parts = firsts.shape[0] - 1
     most = np.int64(0)
     for part in range(num_parts):
@@ -68,7 +68,7 @@ def _run_segments(
     y_stride: int, pool: Any, layer: int, plan: Any, page_table: Any, off: Any, rank: Any, scale: Any, rows: Any,
     starts: Any, slots: Any,
 ) -> None:  # fmt: skip
-    """Do all work for segments `[first, last)`."""
+    """Do all the work of segments `[first, last)`."""
     own_starts, own_slots = starts[first : last + 1], slots[first:last]
     if shrinks:
         shrink_share(

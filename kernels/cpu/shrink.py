@@ -1,4 +1,4 @@
-"""LoRA's shrink on the CPU: products of the activations with the rows of A, read straight from the pages."""
+"""LoRA's shrink on the CPU: products of the activations with rows of A, read directly from pages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from loramux.kernels.cpu.tasks import IS_WIDE, RANKS, READ_COST, share_of
 from loramux.kernels.cpu.vectors import LANES, floats_at, widen
 
 MAX_RUN = 2048
-"""Maximum elements per run of a rank: four runs stay in the L1 cache while a segment's rows are multiplied by them."""
+"""Maximum elements per run of a rank; four runs stay in the L1 cache while a segment's rows are multiplied by them."""
 
 
 class _ShrinkVisit(NamedTuple):
-    """A run of one rank, or of RANKS ranks, read once for all rows of a segment.
+    """A run of one rank, or of RANKS ranks, which is read once for all rows of a segment.
 
     All fields are int64 except the flag `is_first`; `x` and `planes` are addresses.
     """
@@ -34,8 +34,8 @@ class _ShrinkVisit(NamedTuple):
 def _places_and_length(pool: Any, layer: int, pages: Any, e: int, step: int, count: int) -> Any:
     """Pool indices at which `count` rows of the stream in `pages` continue, and how many elements each run may have.
 
-    The first row continues at element `e`, and the rows are `step` elements apart. `count` is RANKS or 1; if it is 1,
-    the only index is returned RANKS times.
+    The first row continues at element `e`, and the rows are `step` elements apart. `count` is RANKS or 1; for 1, the
+    single index is returned RANKS times.
     """
     page_elements = np.int64(pool.shape[2])
     length: Any = min(MAX_RUN, page_elements - e % page_elements)
@@ -89,7 +89,7 @@ def _shrink_segment(
 def _shrink_visit(
     visit: Any, a: Any, ahead: Any, x_step: int, plane_step: int, pool: Any, rows: Any, starts: Any
 ) -> None:  # fmt: skip
-    """Process one visit; `ahead` holds the pool indices where the next visit begins."""
+    """Process one visit; `ahead` contains the pool indices at which the next visit begins."""
     begin, end = np.int64(starts[visit.segment]), np.int64(starts[visit.segment + 1])
     if visit.num_ranks == RANKS:
         _shrink_segment(
@@ -139,7 +139,7 @@ def shrink_share(
     starts: Any,
     slots: Any,
 ) -> None:
-    """Run the tasks that begin in `[low, high)` of `shrink_work`; other arguments are those of `low_rank.low_rank`."""
+    """Run the tasks that begin in `[low, high)` of `shrink_work`; see `low_rank.low_rank` for the other arguments."""
     flat_pool = pool.reshape(-1)
     # A visit runs once the next one is known, so that it can prefetch the next visit's data.
     zero: Any = np.int64(0)

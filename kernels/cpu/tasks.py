@@ -1,11 +1,11 @@
 """How the CPU's LoRA kernels divide their work.
 
-`shrink.py` and `expand.py` read adapters straight from the pages. Work is divided into tasks whose costs are added up
-over segments and modules, and each thread takes one contiguous share of the total, so the threads stay balanced even if
-ranks and segments are ragged. If whole segments divide nearly evenly, `low_rank.py` gives threads whole segments
+`shrink.py` and `expand.py` read adapters directly from pages. Work is divided into tasks whose costs are added up over
+segments and modules. Each thread processes one contiguous share of the total, so threads stay balanced even if ranks
+and segments are ragged. If whole segments can be divided nearly evenly, `low_rank.py` assigns whole segments to threads
 instead. A task reads its part of an adapter once for all rows of its segment. In decode, a segment usually has one row
-and memory is the bottleneck, so each thread prefetches the data that it reads next while it computes, across ranks,
-modules and adapters.
+and memory is the bottleneck, so each thread prefetches its next data while it computes, across ranks, modules and
+adapters.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from loramux.kernels.cpu.compiled import helper
 from loramux.kernels.cpu.vectors import PANEL, WIDTH
 
 IS_WIDE = WIDTH == PANEL
-"""Whether there are registers for twice as many sums: AVX-512 has 32 registers of 16 lanes, and AVX2 has 16 of 8."""
+"""Whether registers are wide, with room for more sums: AVX-512 has 32 registers of 16 lanes, AVX2 has 16 of 8 lanes."""
 
 RANKS = 4
 """Ranks computed in one pass over the activations."""
 
 READ_COST = 3
-"""Cost of fetching and widening adapter weights, as the number of rows that could be multiplied by them instead."""
+"""Cost of fetching and widening adapter weights, relative to multiplying one row by them."""
 
 
 @helper
 def share_of(cursor: int, cost: int, count: int, low: int, high: int) -> Any:
-    """The range `[first, last)` of tasks that begin in `[low, high)`: `count` tasks of `cost` each follow `cursor`."""
+    """The tasks `[first, last)` of `count` that begin in `[low, high)`; task `k` begins at `cursor + k * cost`."""
     first = min(count, max(0, (low - cursor + cost - 1) // cost))
     last = min(count, max(0, (high - cursor + cost - 1) // cost))
     return first, last

@@ -1,4 +1,4 @@
-"""Sixteen float32 lanes as a numba value, so that a kernel controls what is vectorised and what stays in registers.
+"""Sixteen float32 lanes as a numba value; kernels use it to control what is vectorised and what stays in registers.
 
 LLVM's own vectoriser gives up on most loops of these kernels (accumulators that outlive an inner loop, bfloat16 widened
 from integers, stores that might overlap loads). Arrays of float32, and of bfloat16 bits as uint16, load as float32
@@ -21,16 +21,16 @@ from numba.np.arrayobj import make_array
 from loramux.kernels.cpu.compiled import cpu_features, exact, helper, intrinsic
 
 LANES = 8
-"""Narrowest vector: all vectorised lengths (head_dim, page tokens and chunks) are multiples of 8."""
+"""Lanes in the narrowest vector: all vectorised lengths (head_dim, page tokens and chunks) are multiples of 8."""
 
 PANEL = 16
-"""Outputs computed together: two AVX2 registers or one AVX-512 register."""
+"""Number of outputs computed together: two AVX2 registers or one AVX-512 register."""
 
 WIDTH = 16 if "avx512f" in cpu_features() else LANES
 """float32 lanes in one register of this CPU."""
 
 FIRST_CACHE, SECOND_CACHE = 3, 2
-"""LLVM's prefetch localities for the L1 and L2 caches."""
+"""LLVM's prefetch locality values for the L1 and L2 caches."""
 
 EXPONENTIAL = tuple(
     np.float32(value)
@@ -65,7 +65,7 @@ def emit_splat(builder: Any, scalar: Any, count: int = LANES) -> Any:
 
 
 def emit_load(builder: Any, pointer: Any, dtype: Any, count: int = LANES) -> Any:
-    """Load `count` elements, float32 or bfloat16 bits as uint16, as float32 lanes."""
+    """Load `count` elements (float32, or bfloat16 bits as uint16) as float32 lanes."""
     if dtype == types.float32:
         return builder.load(builder.bitcast(pointer, ir.VectorType(_FLOAT, count).as_pointer()), align=4)
     halves = builder.load(builder.bitcast(pointer, ir.VectorType(ir.IntType(16), count).as_pointer()), align=2)
@@ -76,7 +76,8 @@ def emit_load(builder: Any, pointer: Any, dtype: Any, count: int = LANES) -> Any
 def emit_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """Lanewise `a * b + c`, in one instruction if the CPU has one.
 
-    The code sets its own flags, so numba adds none, and a chain of these operations keeps its order in every function.
+    The code sets its own flags, so numba adds none. A chain of these operations therefore keeps its order in every
+    function.
     """
     return builder.fadd(builder.fmul(a, b, flags=_CONTRACT), c, flags=_CONTRACT)
 
@@ -202,7 +203,7 @@ def exponentials(x: Any) -> Any:
 
 @intrinsic
 def total(typing_context: Any, x: Any) -> Any:
-    """The sum of all lanes, combined by halves."""
+    """The sum of all lanes, computed by combining halves."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return emit_halving(builder, args[0], builder.fadd)
@@ -256,7 +257,7 @@ def float_of_bits(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def widen(typing_context: Any, value: Any) -> Any:
-    """An array element, float32 or bfloat16 bits as uint16, as float32."""
+    """An array element (float32, or bfloat16 bits as uint16) as float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if value == types.float32:
@@ -269,7 +270,7 @@ def widen(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def narrow(typing_context: Any, array: Any, value: Any) -> Any:
-    """A float32 as an element of `array`: itself, or the bits of the nearest bfloat16, ties to even; NaN stays NaN."""
+    """Convert a float32 to an element of `array`, rounding to the nearest bfloat16, ties to even; NaN stays NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if array.dtype == types.float32:
@@ -293,17 +294,17 @@ def _pointer_at(typing_context: Any, address: Any) -> Any:
 
 @helper
 def floats_at(address: int) -> Any:
-    """The float32 values from a memory address on, as a contiguous array without an end.
+    """The float32 values from a memory address on, as a contiguous array of unlimited length.
 
-    Kernels take activations by address and row stride: views into wider rows need no copy, and one compiled form serves
-    all strides.
+    Kernels accept activations as an address and a row stride, so views into wider rows need no copy, and one compiled
+    version works for all strides.
     """
     return carray(_pointer_at(address), (1 << 48,), np.float32)
 
 
 @helper
 def halves_at(address: int) -> Any:
-    """The bfloat16 bits from a memory address on, as a contiguous uint16 array without an end."""
+    """The bfloat16 bits from a memory address on, as a contiguous uint16 array of unlimited length."""
     return carray(_pointer_at(address), (1 << 48,), np.uint16)
 
 
@@ -311,13 +312,13 @@ def halves_at(address: int) -> Any:
 def exponential(x: np.float32) -> np.float32:
     """`exp(x)` to about one unit in the last place, with `x` clamped to `[-87, 88]`; NaN stays NaN.
 
-    Plain arithmetic (after Cephes' expf), so that loops over it vectorise, unlike loops over a library call.
+    Uses plain arithmetic (after Cephes' expf), because loops over library calls cannot be vectorised.
     """
     if x < np.float32(-87.0):
         x = np.float32(-87.0)
     if x > np.float32(88.0):
         x = np.float32(88.0)
-    # Adding 1.5 * 2**23 rounds to an integer n, which ends up in the low bits.
+    # Adding 1.5 * 2**23 rounds to an integer n and leaves it in the low bits.
     shifted = x * np.float32(1.4426950408889634) + np.float32(12582912.0)
     n = shifted - np.float32(12582912.0)
     fraction = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)

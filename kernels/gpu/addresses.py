@@ -34,9 +34,9 @@ def chunk_addresses(
     L: tl.constexpr,
     E: tl.constexpr,
 ) -> tl.tensor:
-    """Addresses in the pool of one adapter's stream elements `e`; `pages` is the adapter's row of the page table.
+    """Addresses in the pool of elements `e` of one adapter's stream; `pages` is the adapter's row of the page table.
 
-    `e` fits in 32 bits, as the offsets do; indices into the pool may not fit.
+    `e` fits in 32 bits, as the offsets do; indices into the pool may need 64 bits.
     """
     page = tl.load(pages + e // E, mask=is_read, other=0).to(tl.int64)
     # Chunks are at least 16 elements and aligned to their length, so that 16 bytes can be read at a time.
@@ -48,7 +48,7 @@ IS_COMPILED = isinstance(pick, triton.JITFunction)
 
 
 def check_geometry(geometry: PageGeometry, group: ModuleGroup, dtype: torch.dtype) -> None:
-    """Reject unsupported geometry when a model is loaded, rather than at a launch.
+    """Reject unsupported geometry when a model is loaded rather than at a launch.
 
     Raises ValueError for an adapter dtype other than bfloat16, float16 or float32, or for pages so small that a chunk
     is shorter than 16 elements.

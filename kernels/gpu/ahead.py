@@ -1,8 +1,8 @@
 """Compile GPU programs in parallel processes before they are launched (`python -m loramux.kernels.gpu.ahead`).
 
-Triton compiles each program at its first launch, one after another. Here launches are recorded instead of executed, and
-the programs that they need are compiled into Triton's cache on disk, where later launches find them. A recorded launch
-runs all of Triton's code that determines a program's cache key, so the keys agree.
+By default, Triton compiles each program at its first launch, one after another. This module records launches instead of
+executing them, and compiles the programs that they need into Triton's cache on disk, where later launches find them. A
+recorded launch runs all of Triton's code that determines a program's cache key, so the keys match.
 
 The cache is the directory named by `TRITON_CACHE_DIR`. No GPU is needed. The engine compiles ahead before its warm-up,
 and `tests/engine/execution/test_compile_ahead.py` compares the keys.
@@ -35,12 +35,12 @@ MAX_PROCESSES = 16
 """Maximum number of parallel compile processes; each has its own copy of torch and Triton in memory."""
 
 COMMAND = (sys.executable, "-m", "loramux.kernels.gpu.ahead")
-"""Command that compiles the programs on its standard input, one per line."""
+"""Command that compiles the programs listed on its standard input, one per line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A kernel with everything that its compilation depends on."""
+    """A kernel, with everything that its compilation depends on."""
 
     source: ASTSource
     target: GPUTarget
@@ -48,9 +48,10 @@ class Program:
 
     @staticmethod
     def parse(line: str) -> Program:
-        """Parse what Triton calls specialization data.
+        """Parse Triton's specialization data.
 
-        `JITFunction.preload` parses it too, but leaves tuple constants as lists, which changes the cache key.
+        `JITFunction.preload` also parses specialization data, but leaves tuple constants as lists, which changes the
+        cache key.
         """
         said = json.loads(line)
         module, _, name = said["name"].rpartition(".")
@@ -90,12 +91,12 @@ def _tuples(value: Any) -> Any:
 
 @contextmanager
 def recorded_programs() -> Iterator[list[str]]:
-    """Collect, one per line, the unloaded programs that launches need, instead of launching them."""
+    """Record the programs that launches need and that are not loaded yet, one per line, instead of launching them."""
     lines: dict[str, None] = {}
 
     def record(**said: Any) -> bool:
         lines[said["compile"]["specialization_data"]] = None
-        # Triton takes this as "do not compile", and then has nothing to launch.
+        # True tells Triton not to compile, so it has nothing to launch.
         return True
 
     programs: list[str] = []
@@ -108,11 +109,10 @@ def recorded_programs() -> Iterator[list[str]]:
 
 
 def compile_ahead(launch: Callable[[], None], num_processes: int, command: Sequence[str] = COMMAND) -> None:
-    """Compile in parallel the programs that `launch` needs and Triton's cache lacks.
+    """Compile, in parallel, all programs that `launch` needs and that are not in Triton's cache.
 
-    `launch` is called once and executes only programs that this process has already loaded. A program that is not
-    compiled here, because a process died or failed, is compiled at its first launch. Progress and failures are reported
-    on standard error.
+    `launch` is called once and executes only programs that this process has already loaded. If a process dies or fails,
+    its remaining programs are compiled at their first launch. Progress and failures are reported on standard error.
     """
     with recorded_programs() as lines:
         launch()
@@ -144,7 +144,7 @@ def compile_in_processes(lines: Sequence[str], num_processes: int, command: Sequ
         last = done.stderr.strip().rpartition("\n")[2]
         return f"exit code {done.returncode}: {last}" if done.returncode else None
 
-    # Programs of one kernel take about equally long to compile and are recorded together, so deal them out in turn.
+    # One kernel's programs take similar times to compile and are recorded together, so deal them out round-robin.
     shares = [lines[first::num_processes] for first in range(num_processes)]
     with ThreadPoolExecutor(num_processes) as waiting:
         return [failure for failure in waiting.map(run, shares) if failure is not None]
@@ -155,12 +155,12 @@ def _say(line: str) -> None:
 
 
 def main() -> None:
-    """Compile the programs on standard input. A failure does not stop the others, but the exit code is then 1."""
+    """Compile the programs on standard input. If one fails, the rest are still compiled, but the exit code is 1."""
     engine = os.getppid()
     failed = None
     for line in sys.stdin.read().splitlines():
         if os.getppid() != engine:
-            # The engine has died; nothing needs the rest.
+            # The engine has died, so nothing needs the remaining programs.
             return
         try:
             Program.parse(line).compile()

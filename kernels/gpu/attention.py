@@ -1,13 +1,13 @@
 """Attention over paged K and V on a GPU: ragged prefill after a prefix, and decode split over the context.
 
-In a page, K and V are both `[num_kv_heads, 16, head_dim]`, K in the first half of the elements and V in the second. A
-head's K or V of one token is contiguous, so that loads coalesce and feed `tl.dot` directly. This differs from the CPU,
-which transposes K; `rotate_and_store.py` writes this layout.
+In a page, K and V are both `[num_kv_heads, 16, head_dim]`, K in the first half of the elements and V in the second. One
+token's K or V of a head is contiguous, so loads coalesce and feed `tl.dot` directly. On a CPU, in contrast, K is
+transposed. `rotate_and_store.py` writes the GPU layout.
 
-One kernel handles both prefill and decode. A program holds up to `block_m` (query, head) pairs that share one KV head,
-and iterates over tiles of keys with an online softmax (Milakov and Gimelshein, 2018). If there are too few programs to
-fill the device, the context is split among several, which write partial results to a workspace for a second kernel to
-combine (Flash-Decoding; Dao et al., 2023).
+One kernel handles both prefill and decode. Each program processes up to `block_m` (query, head) pairs that share one KV
+head, and iterates over tiles of keys with an online softmax (Milakov and Gimelshein, 2018). If there are too few
+programs to fill the device, several programs share a context and write partial results to a workspace, which a second
+kernel combines (Flash-Decoding; Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MAX_SPLITS = 64
 MAX_GROUP = 128
 NO_LIMIT = 1 << 30
 SMALL_STEP = 512
-"""Maximum rows in a step whose prefill alone does not fill the device."""
+"""Maximum number of rows in a step whose prefill alone does not fill the device."""
 PARTIAL_PAD = 4
 """Floats after the `head_dim` values of a partial row: its base-2 logsumexp, and padding to align rows to 16 bytes."""
 
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether the kernels below run in Triton's interpreter, where `tl.dot` cannot multiply bfloat16."""
+"""Whether these kernels run in Triton's interpreter, where `tl.dot` cannot multiply bfloat16."""
 
 _DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -61,7 +61,7 @@ def check_attention(spec: AttentionSpec, geometry: PageGeometry) -> None:
 class Tiling:
     """One launch over the sequences with `[min_rows, max_rows]` query rows.
 
-    A program processes `block_m` (query, head) pairs and tiles of `tile_n` keys; `num_splits` programs share a context.
+    A program processes `block_m` (query, head) pairs, in tiles of `tile_n` keys; `num_splits` programs share a context.
     """
 
     min_rows: int
@@ -73,25 +73,25 @@ class Tiling:
     num_stages: int
 
     def block_q(self, group_size: int) -> int:
-        """Query rows per program, whose pairs are packed as `query * group_size + head`."""
+        """Query rows per program; its pairs are packed as `query * group_size + head`."""
         return min(self.block_m // group_size, self.max_rows)
 
     def num_tiles(self, num_tokens: int, num_sequences: int, group_size: int) -> int:
-        """Upper bound on the programs per KV head and split, for any sequence lengths."""
+        """Upper bound on the number of programs per KV head and split, whatever the sequence lengths."""
         block_q = self.block_q(group_size)
         return num_sequences if block_q == self.max_rows else num_tokens // block_q + num_sequences
 
     def num_partial_rows(self, num_tokens: int, num_sequences: int) -> int:
-        """Query rows that a workspace has room for; short sequences have room for `max_rows` each."""
+        """Number of query rows in a workspace; each short sequence gets room for `max_rows`."""
         return num_tokens if self.max_rows == NO_LIMIT else num_sequences * self.max_rows
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Everything about the launches that a captured graph freezes; a function of shapes only.
+    """All launch parameters that are fixed in a captured graph; a function of shapes only.
 
-    `short` handles sequences with only a few query rows (decode, verify), and `long` handles all others (prefill). A
-    launch that is None is skipped: no batch that uses the plan may have a sequence that needs it.
+    `short` handles sequences with only a few query rows (decode, verify), and `long` handles all others (prefill). If a
+    launch is None, it is skipped, and no batch that uses the plan may have a sequence that needs it.
     """
 
     short: Tiling | None
@@ -127,12 +127,12 @@ def attention_plan(
     """
     group_size = spec.num_heads // spec.num_kv_heads
     block_d = max(16, triton.next_power_of_2(spec.head_dim))
-    # Tiles of K and V are at most 16 KiB, so that several programs fit on a multiprocessor. Tiles of float32, which is
-    # multiplied exactly and without tensor cores, are at most 8 KiB, to avoid register spills.
+    # Tiles of K and V are at most 16 KiB, so that several programs fit on a multiprocessor. float32 is multiplied
+    # exactly, without tensor cores; its tiles are at most 8 KiB, to avoid register spills.
     is_exact = itemsize == 4
     tile_n = min(64, max(16, (8192 if is_exact else 16384) // (block_d * itemsize)))
 
-    # At least four splits even for large batches, because one long context must not delay the step for all others.
+    # Use at least four splits even for large batches, so that one long context does not delay the step for all others.
     short_programs = max(1, num_sequences) * spec.num_kv_heads
     short = Tiling(
         min_rows=1,
@@ -148,7 +148,7 @@ def attention_plan(
 
     block_m = 32 if is_exact else 64 if block_d > 128 or num_tokens * group_size <= 512 else 128
     block_m = max(block_m, triton.next_power_of_2(group_size))
-    # A few rows after a long prefix, among many decodes, must not delay the step either.
+    # Likewise, a few rows after a long prefix, among many decodes, must not delay the step.
     fewest_splits = 4 if num_tokens <= SMALL_STEP else 1
     long_programs = max(1, num_tokens * group_size // block_m) * spec.num_kv_heads
     long = Tiling(
@@ -175,14 +175,13 @@ def paged_attention(
 ) -> None:
     """`out[t] = softmax(soft_cap(q[t] kᵀ * scale) + mask) v` over the context of row `t`'s sequence.
 
-    `q` and `out` are `[T, num_heads, head_dim]` of float32, float16 or bfloat16, and `pool.kv` has the same dtype or
-    another of these; sums are float32. Rows may be views into wider rows. Head `h` reads KV head
-    `h // (num_heads // num_kv_heads)`. The query at position `p` sees keys `[0, p]` or, with a window,
-    `[max(0, p - sliding_window + 1), p]`.
+    `q` and `out` are `[T, num_heads, head_dim]` of float32, float16 or bfloat16, and `pool.kv` has one of these dtypes
+    too; sums are float32. Rows may be views into wider rows. Head `h` reads KV head `h // (num_heads // num_kv_heads)`.
+    The query at position `p` sees keys `[0, p]` or, with a window, `[max(0, p - sliding_window + 1), p]`.
 
     `workspace` is float32 with at least `plan.workspace_elements(...)` elements; its contents do not matter before or
     after the call. The batch is read on the device, so a captured graph can be replayed after its tensors are
-    overwritten in place. Sequences without query rows and rows that belong to no sequence (both are padding) are
+    overwritten in place. Sequences without query rows, and rows that belong to no sequence, are padding and are
     skipped. Pool elements and listed pages beyond a context are never read. `check_attention` defines what is
     supported.
     """
@@ -197,7 +196,7 @@ def paged_attention(
         block_q = tiling.block_q(group_size)
         num_tiles = tiling.num_tiles(num_tokens, num_sequences, group_size)
         is_split = tiling.num_splits > 1
-        # Both kernels need the same values to find the same work.
+        # Both kernels need the same values in order to find the same work.
         shared: dict[str, Any] = {
             "GROUP": group_size, "HEAD_DIM": spec.head_dim,
             "BLOCK_D": max(16, triton.next_power_of_2(spec.head_dim)),
@@ -236,7 +235,7 @@ def _tile_of(
     """A tile's sequence, first query row, number of rows (0: nothing to do) and first position.
 
     If sequences can have several tiles, sequence `i` owns tiles `[cu_q[i] // BLOCK_Q + i, cu_q[i + 1] // BLOCK_Q + i]`.
-    These are enough for its rows, and any surplus tiles have nothing to do.
+    These are enough for the sequence's rows; any surplus tiles have nothing to do.
     """
     if MAX_ROWS == BLOCK_Q:
         sequence = tile
@@ -253,7 +252,7 @@ def _tile_of(
     row = tl.load(cu_q_ptr + sequence)
     num_rows = tl.load(cu_q_ptr + sequence + 1) - row
     if MAX_ROWS != BLOCK_Q:
-        # The last rows of a sequence see the most keys, so they start first.
+        # A sequence's last rows see the most keys, so they start first.
         block = (num_rows + BLOCK_Q - 1) // BLOCK_Q - 1 - block
     is_work = (num_rows >= MIN_ROWS) & (num_rows <= MAX_ROWS) & (block >= 0)
     num_queries = tl.where(is_work, tl.minimum(num_rows - block * BLOCK_Q, BLOCK_Q), 0)
@@ -265,7 +264,7 @@ def _tile_of(
 def _keys_of(
     position: tl.tensor, num_queries: tl.tensor, num_splits: tl.tensor, TILE_N: tl.constexpr, WINDOW: tl.constexpr
 ) -> Any:
-    """The key tiles `[first, last)` that some query row sees, and how many of these tiles each split takes."""
+    """The key tiles `[first, last)` that at least one query row sees, and the number of these tiles per split."""
     first = 0
     if WINDOW:
         first = tl.maximum(position - WINDOW + 1, 0) // TILE_N
@@ -325,7 +324,8 @@ def _walk(
             if WINDOW:
                 is_visible = is_visible & (key[None, :] > position[:, None] - WINDOW)
             scores = tl.where(is_visible, scores, float("-inf"))
-        # The running maximum starts at a finite number, so a row that has seen no key yet never computes inf - inf.
+        # The running maximum starts at a finite number, so that a row that has not seen a key yet never computes inf -
+        # inf.
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_largest[:, None])
         decline = tl.exp2(largest - new_largest)
@@ -372,7 +372,7 @@ def _attend(
 
     The grid is `(tiles, num_kv_heads, splits)`. Writes `out` or, when split, `partial[line, head, split]`: `HEAD_DIM`
     values of the split's attention, then the base-2 logarithm of its sum of exponentials. A line is a token or, if each
-    sequence has one tile, a row of a tile.
+    sequence has only one tile, a row of a tile.
     """
     kv_head, split, num_splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     sequence, row, num_queries, first_position = _tile_of(
@@ -404,7 +404,7 @@ def _attend(
     total = tl.zeros([BLOCK_M], tl.float32)
     masked_tile = first_tile
     if WINDOW == 0 and BLOCK_Q > 1:
-        # All rows see the keys up to the first row's own position, so the tiles of these keys need no mask.
+        # All rows see the keys up to the first row's own position, so tiles with only such keys need no mask.
         masked_tile = tl.minimum(tl.maximum((first_position + 1) // TILE_N, first_tile), last_tile)
         acc, largest, total = _walk(
             acc, largest, total, q, kv_ptr, pages_ptr, position, end, first_tile, masked_tile, score_scale,
@@ -415,7 +415,7 @@ def _attend(
         True, NUM_LAYERS * 2 * PLANE, PAGE_TOKENS, HEAD_DIM, BLOCK_D, TILE_N, PLANE, WINDOW, SOFT_CAP, DOT_TYPE,
     )  # fmt: skip
 
-    # Only a row without keys in this split has a sum of 0; a NaN is not 0 and is kept.
+    # The sum is 0 only for a row without keys in this split. NaN is not equal to 0, so it is kept.
     safe_total = tl.where(total == 0, 1.0, total)
     value = acc / safe_total[:, None]
     if IS_SPLIT:
@@ -451,7 +451,7 @@ def _combine(
 ) -> None:
     """Combine the partial results of `PAIRS` (query, head) pairs, weighted by their sums of exponentials.
 
-    Grid `(tiles, num_kv_heads, blocks of pairs)`. Only splits that had keys are read; the others wrote nothing.
+    Grid `(tiles, num_kv_heads, blocks of pairs)`. Reads only splits that had keys, because the others wrote nothing.
     """
     kv_head = tl.program_id(1)
     _, row, num_queries, position = _tile_of(

@@ -1,4 +1,4 @@
-"""Which GPUs the kernels support; checked before torch is imported."""
+"""The GPUs that the kernels support; this is checked before torch is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA's expand on the GPU: `v Bᵀ`, with B read straight from the pages, added to the base's output in place."""
+"""LoRA's expand on the GPU: reads B directly from pages and adds `v Bᵀ` to the base's output in place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_b(
     E: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
-    """Rows `ranks` of B transposed, BLOCK_N columns from `offset` on; zero from `rank` on and past the last column."""
+    """Rows `ranks` of B transposed, BLOCK_N columns from `offset` on; 0 from row `rank` on and past the last column."""
     is_rank = ranks < rank
     chunk = chunk_addresses(pool, pages, offset + ranks * padded_len, layer, is_rank, L, E)
     return tl.load(
@@ -54,7 +54,7 @@ def prefetch_b(
 ) -> None:
     """Prefetch into the L2 cache the block that `read_b` reads first.
 
-    Holding the block in registers until shrink has ended would leave room for fewer programs.
+    Keeping the block in registers until shrink has ended would leave room for fewer programs.
     """
     ranks = tl.minimum(tl.arange(0, BLOCK_R), rank - 1)
     chunk = chunk_addresses(pool, pages, offset + ranks * padded_len, layer, ranks >= 0, L, E)
@@ -148,7 +148,7 @@ def expand_tiles(
                 part += plane_stride
                 v += tl.load(part, mask=is_part, other=0.0)
             if HALVES_V:
-                # A bfloat16 holds 8 bits of v; a second one holds the next 8.
+                # One bfloat16 contains 8 bits of v; a second one contains the next 8.
                 high = v.to(tl.bfloat16)
                 low = (v - high.to(tl.float32)).to(tl.bfloat16)
                 delta = tl.dot(high.to(DOT_DTYPE), b, delta, input_precision="tf32x3")
@@ -230,7 +230,8 @@ def expand_kernel(
     out = y + pick(i, OUT_OFFSETS, NUM_MODULES) + column
     parts = planes + i * plane_module_stride
     if PDL:
-        # Earlier kernels write planes and y; the tables and the adapters' pages do not change within a step.
+        # Prefetch before waiting: earlier kernels write planes and y, but tables and adapter pages are fixed within a
+        # step.
         prefetch_b(pool, pages, offset, layer, padded_len, rank, L, E, BLOCK_R, BLOCK_N)
         tl.extra.cuda.gdc_wait()
 
@@ -251,9 +252,10 @@ def expand_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ExpandPlan:
-    """Compile-time parameters of an expand launch, and the first axis of its grid.
+    """Compile-time parameters of an expand launch, and the size of its grid's first axis.
 
-    `first_blocks[i]` is the first column block of module `i`, `padded_lens[i]` the length of its rows in the stream.
+    `first_blocks[i]` is the first column block of module `i`, and `padded_lens[i]` is the length of its rows in the
+    stream.
     """
 
     num_blocks: int
@@ -273,7 +275,8 @@ def _plan(group: ModuleGroup, page_elements: int, num_tokens: int, num_segments:
     elif num_segments * group.total_out >= 512 * TARGET_PROGRAMS // 2:
         widest, block_r = 512, 16
     else:
-        # With few segments, narrow blocks use more multiprocessors, and reading more ranks at a time saves round trips.
+        # With only a few segments, narrow blocks use more multiprocessors, and reading more ranks at a time saves round
+        # trips.
         widest, block_r = 128, max(16, min(64, triton.next_power_of_2(max_rank)))
     block_n = min(widest, *(layout.chunk_len for layout in layouts))
     first_blocks, num_blocks = [], 0
@@ -293,9 +296,10 @@ def _plan(group: ModuleGroup, page_elements: int, num_tokens: int, num_segments:
 def lora_expand(pool: PoolViews, planes: torch.Tensor, call: LoraCall, y: torch.Tensor, *, pdl: bool = False) -> None:
     """`y[t, columns of i] += scale * v[t, i] @ B[slot, modules[i]]ᵀ` with `v = planes.sum(0)[..., :rank]`.
 
-    - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; `layout.py` says how B transposed is stored.
-    - `planes` float32 `[num_splits, T, len(group.modules), max_rank]` as `lora_shrink` wrote them; only entries below
-      `rank` of listed rows are read.
+    - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; `layout.py` describes how B transposed is
+      stored.
+    - `planes` float32 `[num_splits, T, len(group.modules), max_rank]` as `lora_shrink` wrote them; only the listed
+      rows' entries below `rank` are read.
     - `call` as for `lora_shrink`.
     - `y` bfloat16, float16 or float32 `[T, group.total_out]`, last axis contiguous: read, summed in float32 and rounded
       once. Rows that no segment lists, and columns of a module of rank 0, keep their bits.

@@ -1,7 +1,7 @@
 """Norms and gates on a GPU, each in one pass over its rows.
 
-Activations are float32, float16 or bfloat16 with a contiguous last axis. Arithmetic is float32, and a result is rounded
-once, when it is stored.
+Activations are float32, float16 or bfloat16 with a contiguous last axis. Arithmetic is float32, and each result is
+rounded once, when it is stored.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import triton.language as tl
 LOG2_E = 1.4426950408889634
 
 _PROGRAM_ELEMENTS = 1024
-"""Maximum number of elements per program if short rows share one."""
+"""Maximum number of elements per program, if several short rows share a program."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
     """`x / sqrt(mean(x²) + eps) * weight` over the last axis.
 
-    `x` is `[T, n]` or `[T, heads, n]`, whose rows may be views into wider rows; `weight` is `[n]`. The result is
-    contiguous with the shape and dtype of `x`, and is stored in `out` if given.
+    `x` is `[T, n]` or `[T, heads, n]`, and its rows may be views into wider rows; `weight` is `[n]`. The result is
+    contiguous, has the shape and dtype of `x`, and is stored in `out` if given.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     inner = x.shape[1] if x.dim() == 3 else 1
@@ -33,7 +33,7 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """`residual += x` in place, then `rms_norm(residual, weight, eps)` of the rounded sum.
 
-    `x` and `residual` `[T, n]`, `residual` contiguous; the result is like that of `rms_norm`.
+    `x` and `residual` are `[T, n]`; `residual` is contiguous. The result has the same form as that of `rms_norm`.
     """
     assert residual.is_contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
@@ -101,7 +101,7 @@ def _norm(
 
 
 def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`gate * sigmoid(gate) * up` `[T, n]` from `gate_up` `[T, 2 * n]`, which holds gate, then up."""
+    """`gate * sigmoid(gate) * up` `[T, n]` from `gate_up` `[T, 2 * n]`, which contains gate, then up."""
     return _launch_gate(gate_up, out, is_gelu=False)
 
 
@@ -135,7 +135,7 @@ def _gate(
 ) -> None:
     """Compute `BLOCK` columns of one row; grid `(T, blocks)`.
 
-    Both gates are `gate * sigmoid(z) * up`, since `(1 + tanh(y)) / 2 = sigmoid(2 * y)`.
+    Both gates are `gate * sigmoid(z) * up`, because `(1 + tanh(y)) / 2 = sigmoid(2 * y)`.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""LoRA's gather on the GPU: one row of an embedding's A for each token, read straight from the pages."""
+"""LoRA's gather on the GPU: reads one row of an embedding's A per token, directly from pages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def gather_kernel(
         row = tl.load(segment_rows + listed, mask=is_row, other=0).to(tl.int64)
         token = tl.load(tokens + row, mask=is_row, other=0).to(tl.int64)
         is_read = is_row[:, None] & (ranks < rank)[None, :]
-        # A token's row has `rank` elements, which may begin anywhere and cross a page boundary.
+        # A token's row has `rank` elements; it can begin anywhere and cross a page boundary.
         e = offset + token[:, None] * rank + ranks[None, :]
         page = tl.load(pages + e // E, mask=is_read, other=0).to(tl.int64)
         values = tl.load(pool + (page * (L * E) + layer * E + e % E), mask=is_read, other=0.0)
@@ -63,11 +63,11 @@ def gather_kernel(
 def lora_gather(pool: PoolViews, tokens: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
     """`planes[0, t, 0, :rank] = A[slot, modules[0]][:, tokens[t]]` for each row `t` of each segment.
 
-    - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; `layout.py` says how an embedding's A is
+    - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; `layout.py` describes how an embedding's A is
       stored.
     - `tokens` int32 or int64 `[T]`, contiguous, in `[0, in_features)` for rows listed by a segment.
-    - `call.group` is one embedding; otherwise `call` as for `lora_shrink`.
-    - `planes` float32 `[1, T, 1, max_rank]`, last axis contiguous: listed rows are written up to `rank`. Nothing else
+    - `call` as for `lora_shrink`, except that `call.group` is one embedding.
+    - `planes` float32 `[1, T, 1, max_rank]`, last axis contiguous. Listed rows are written up to `rank`; nothing else
       is written, and nothing is read.
 
     The call allocates nothing and does not wait for the device.

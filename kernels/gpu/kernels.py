@@ -1,4 +1,4 @@
-"""The GPU kernels, all in Triton, behind the interface of `dispatch.py`."""
+"""The GPU kernels, all in Triton, implementing the interface in `dispatch.py`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class GpuLora:
         lora_gather(self._pool, tokens, call, planes)
 
     def lora_expand(self, planes: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
-        # Only a shrink lets the next kernel start early.
+        # Only shrink lets the next kernel start early.
         pdl = self._pdl and not call.group.is_embedding
         lora_expand(self._pool, planes, call, y, pdl=pdl)
 
@@ -75,8 +75,8 @@ class GpuKernels(GpuLora):
 
     A launch depends only on the shapes of its arguments, `Segments.max_rank` and `AttentionBatch.max_q`, so a captured
     graph stays valid when the contents of its tensors change. Scratch comes from torch's allocator, which makes no
-    driver calls after the first steps and gives each graph its own memory. `num_processors` is the number of
-    multiprocessors that launches are planned for; by default, the number on the pool's GPU.
+    driver calls after the first steps and gives each graph its own memory. Launches are planned for `num_processors`
+    multiprocessors, by default the number on the pool's GPU.
     """
 
     def __init__(self, pool: PoolViews, *, pdl: bool = False, num_processors: int | None = None) -> None:
@@ -127,6 +127,6 @@ class GpuKernels(GpuLora):
 def _planned(
     num_tokens: int, num_sequences: int, spec: AttentionSpec, itemsize: int, all_short: bool, num_processors: int
 ) -> tuple[AttentionPlan, int]:
-    """Plan a batch's launches and their workspace size: the same in every layer, and often in the next step."""
+    """Plan a batch's launches and workspace size; the plan is the same in every layer, and often in the next step."""
     plan = attention_plan(num_tokens, num_sequences, spec, itemsize, all_short=all_short, num_processors=num_processors)
     return plan, plan.workspace_elements(num_tokens, num_sequences, spec)

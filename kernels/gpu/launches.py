@@ -10,10 +10,10 @@ from loramux.kernels.segments import LARGE_SEGMENT_ROWS, SEGMENT_ROWS
 from loramux.kernels.tables import Segments
 
 TILE_ROWS = SEGMENT_ROWS
-"""Rows per tile if segments are short: each segment is one tile."""
+"""Rows per tile if segments are short; each segment is then one tile."""
 
 TARGET_PROGRAMS = 528
-"""Programs that fill the GPU: four on each of an H200's 132 multiprocessors."""
+"""Number of programs that fill the GPU: four on each of an H200's 132 multiprocessors."""
 
 
 def supports_pdl(device: torch.device) -> bool:
@@ -23,7 +23,7 @@ def supports_pdl(device: torch.device) -> bool:
 
 
 def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:
-    """Whether to compile a separate path for single-row segments: true if each row can be a segment, as in decode.
+    """Whether each row can be its own segment, as in decode; kernels then have a separate path for single-row segments.
 
     This affects only speed; either kind of launch supports segments of any length.
     """
@@ -36,7 +36,7 @@ def tile_rows(segments: Segments) -> int:
 
 
 def power_of_two_within(number: int) -> int:
-    """The largest power of two up to `number`, which is at least 1.
+    """The largest power of two that is at most `number`; `number` must be at least 1.
 
     Compile-time parameters are rounded down with this function, so that batches of many sizes share few programs.
     """

@@ -28,7 +28,7 @@ def rotate_and_store(
     - The rotated k is rounded to its own dtype. Then k and v are rounded to the pool's dtype (to nearest, ties to even)
       and stored as `[num_kv_heads, page_tokens, head_dim]` in their page, K in the first half of its elements and V in
       the second, as `attention.py` reads them.
-    - A negative slot marks a padding row, which is neither rotated nor stored.
+    - A row with a negative slot is padding; it is neither rotated nor stored.
     """
     geometry = pool.geometry
     head_dim = geometry.head_dim
@@ -58,7 +58,7 @@ def _rotated(
     sin: tl.tensor,
     HALF: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The rotated halves of the heads at `place` and `place + HALF`, rounded to the dtype of the row."""
+    """The rotated halves of the heads at `place` and `place + HALF`, rounded to the row's dtype."""
     a = tl.load(row_ptr + place, mask=is_stored, other=0.0).to(tl.float32)
     b = tl.load(row_ptr + place + HALF, mask=is_stored, other=0.0).to(tl.float32)
     dtype: tl.constexpr = row_ptr.dtype.element_ty

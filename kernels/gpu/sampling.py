@@ -1,9 +1,9 @@
-"""Sampling each row's next token on a GPU: two launches, no sort, and nothing for the host to wait for.
+"""Samples each row's next token on a GPU, with two launches, no sort, and no wait on the host.
 
 The first launch reads all logits once, across the whole GPU, and stores the maximum of each group of 128. The second
-runs one program per row. For a greedy choice it reads these maxima and one group. For a random choice it reads its row,
-by then in the L2 cache, a few more times: the group maxima bound what top_k and top_p can keep, and the rest is a
-search among candidates that fit in registers. `reference/sampling.py` is the specification.
+runs one program per row. For a greedy choice, the program reads these maxima and one group. For a random choice, it
+reads its row, by then in the L2 cache, a few more times. The group maxima bound the tokens that top_k and top_p can
+keep; the exact threshold is found among candidates that fit in registers. `reference/sampling.py` is the specification.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import triton.language as tl
 LOG2_E = 1.4426950408889634
 
 GROUP = 128
-"""Logits that share one stored maximum."""
+"""Number of logits that share one stored maximum."""
 
 GROUPS_PER_PROGRAM = 32
 """Groups per program of the first launch: 16 KiB of float32."""
 
 BLOCK = 4096
-"""Logits of a row that the second launch reads at a time."""
+"""Number of a row's logits that the second launch reads at a time."""
 
 MAX_CANDIDATES = 8192
-"""Maximum tokens searched for a threshold in registers; passes over the row first narrow the search to this many."""
+"""Maximum number of candidate tokens for a search in registers; passes over the row first narrow the search to them."""
 
 _INF_BITS = tl.constexpr(0x7F800000)
 _NO_KEY = tl.constexpr(0x7FFFFFFF)
-"""The key of an entry that is not a token; larger than the key of every distance."""
+"""Key for entries that are not tokens; larger than the key of any distance."""
 
 _LEAST_TEMPERATURE = tl.constexpr(1e-30)
 _NUM_HALVINGS = tl.constexpr(16)
@@ -57,20 +57,20 @@ def sample_tokens(
     With `d = max(logits) - logits` in float32 and `weight = exp(-d / temperature)`, for each row:
 
     - `temperature == 0`: the first index of the largest logit; the other settings are ignored.
-    - otherwise the kept tokens are those with `d <= t` and `weight >= min_p`, where `t` is the smallest distance within
-      which there are at least `top_k` tokens or at least the share `top_p` of the total weight. The choice is the first
+    - otherwise, tokens with `d <= t` and `weight >= min_p` are kept, where `t` is the smallest distance within which
+      there are at least `top_k` tokens or at least the share `top_p` of the total weight. The choice is the first
       index, in vocabulary order, at which the running sum of the kept weights exceeds `uniform` times their sum. The
       chosen token's weight is never 0.
 
-    All tokens at distance `t` are kept, so top_k may keep more than k tokens if logits are equal, unlike the CPU's
-    sampler, which sorts. When the CPU's sampler truncates, it also draws in order of likelihood, so a seed repeats its
-    tokens only on the same kind of device. A row's choice depends on that row alone.
+    All tokens at distance `t` are kept, so top_k can keep more than k tokens if logits are equal. The CPU's sampler
+    sorts instead, and draws in order of likelihood when it truncates. A seed therefore reproduces its tokens only on
+    the same kind of device. A row's choice depends on that row alone.
 
-    `logits` `[S, V]` float32, float16 or bfloat16, rows at any stride, columns contiguous; `temperature`, `top_p`
-    (1: off, 0: only the likeliest), `min_p` (0: off, at most 1), `uniform` (in [0, 1)) float32 `[S]`; `top_k` (0:
-    off) int32 `[S]`; `out_tokens` int32 `[S]`. A temperature in (0, 1e-30) counts as 1e-30. `workspace`, from
+    `logits` `[S, V]` float32, float16 or bfloat16, rows at any stride, columns contiguous; `temperature`, `top_p` (1:
+    off, 0: only the most likely), `min_p` (0: off, at most 1), `uniform` (in [0, 1)) float32 `[S]`; `top_k` (0: off)
+    int32 `[S]`; `out_tokens` int32 `[S]`. A temperature in (0, 1e-30) counts as 1e-30. `workspace`, from
     `sampling_workspace` for at least S rows and this V, is allocated if missing. `all_greedy` guarantees that every
-    temperature is 0; temperature and the settings after it are then not read.
+    temperature is 0; in that case, `temperature` and the settings after it are not read.
 
     Nothing is copied to the host, and the launches depend only on shapes and `all_greedy`, so a CUDA graph can capture
     them. Using group maxima to bound the k-th largest element follows "Dr. Top-k" (Gaihre et al., 2021).
@@ -191,7 +191,7 @@ def first_largest(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> tl.tensor:
-    """The first index of the largest logit, which is in the first group that has this maximum."""
+    """The first index of the largest logit; it is in the first group with this maximum."""
     group = tl.min(tl.where(maxima == largest, tl.arange(0, GROUPS), GROUPS), 0)
     column = group * GROUP + tl.arange(0, GROUP)
     x = tl.load(logits_ptr + column, mask=column < V, other=float("-inf")).to(tl.float32)
@@ -200,7 +200,7 @@ def first_largest(
 
 @triton.jit
 def distance_keys(x: tl.tensor, largest: tl.tensor, is_token: tl.tensor) -> tl.tensor:
-    """`largest - x` as float32 bits, which sort like the numbers themselves, since none is negative.
+    """`largest - x` as float32 bits, which sort like the numbers themselves because none is negative.
 
     The absolute value removes the sign of `-0.0 - 0.0`. Entries that are not tokens get a key above all others.
     """
@@ -209,7 +209,7 @@ def distance_keys(x: tl.tensor, largest: tl.tensor, is_token: tl.tensor) -> tl.t
 
 @triton.jit
 def weights_of(keys: tl.tensor, sharpness: tl.tensor) -> tl.tensor:
-    """`exp(-distance / temperature)`, 1 for the likeliest; `sharpness` is log2(e) / temperature."""
+    """`exp(-distance / temperature)`, 1 for the most likely token; `sharpness` is log2(e) / temperature."""
     return tl.exp2(-keys.to(tl.float32, bitcast=True) * sharpness)
 
 
@@ -232,9 +232,9 @@ def tally(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """How many tokens have keys up to `bound`, and the sum of their weights.
+    """The number of tokens with keys up to `bound`, and the sum of their weights.
 
-    All sums are taken in the same order, so the sum never decreases as the bound rises.
+    Summation always has the same order, so the sum never decreases as the bound rises.
     """
     count = tl.zeros((BLOCK,), tl.int32)
     mass = tl.zeros((BLOCK,), tl.float32)
@@ -255,9 +255,9 @@ def search(
     k: tl.tensor,
     mass: tl.tensor,
 ) -> tl.tensor:
-    """The smallest bound in `(low, high)` that covers `k` tokens or a total weight of `mass`, or `high` if none does.
+    """The smallest bound in `(low, high)` that covers `k` tokens or a total weight of `mass`; `high` if there is none.
 
-    Makes at most 31 passes over `keys`, which are held in registers.
+    Makes at most 31 passes over `keys`, which stay in registers.
     """
     while low + 1 < high:
         middle = low + (high - low) // 2
@@ -287,8 +287,8 @@ def find_threshold(
 ) -> tl.tensor:
     """The smallest key that covers `top_k` tokens or the share `top_p` of all weights.
 
-    Three steps narrow the half-open range `(low, high]` that holds the answer: bounds from the group maxima, passes
-    over the row that halve the range until it holds few tokens, and a search among those tokens.
+    Three steps narrow the half-open range `(low, high]` that contains the answer: bounds from the group maxima, passes
+    over the row that halve the range until it contains only a few tokens, and a search among those tokens.
     """
     low, count_low, mass_low = tl.full((), -1, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float32)
     # 2^-151 is 0 in float32, so it does not matter whether tokens beyond this bound are kept.
@@ -298,11 +298,11 @@ def find_threshold(
     if top_p < 1:
         _, total = tally(logits_ptr, largest, sharpness, high, V, BLOCK)
         mass = top_p * total
-        # All tokens lighter than this together weigh less than half of what top_p leaves out, so the bound excludes
-        # them. The half and the factor 1.001 are far more than rounding can cost.
+        # All tokens lighter than `share` weigh, in total, less than half of the weight that top_p excludes, so the
+        # bound excludes these tokens. The half and the factor 1.001 leave far more room than rounding errors need.
         share = (1 - tl.maximum(top_p, 0.0)) * total / (2 * V)
         high = (-tl.log2(share) / sharpness * 1.001).to(tl.int32, bitcast=True)
-    # Each bound covers at least as many tokens as groups whose maximum is within it.
+    # Any bound covers at least one token for each group whose maximum is within the bound.
     is_group = tl.arange(0, GROUPS) < NUM_GROUPS
     group_keys = distance_keys(maxima, largest, is_group)
     group_weights = tl.where(is_group, weights_of(group_keys, sharpness), 0.0)
@@ -313,7 +313,8 @@ def find_threshold(
         num_passes = 0
         while (count_high - count_low > CANDIDATES) & (low + 1 < high):
             middle = low + (high - low) // 2
-            # The midpoint of the bits is a number near 0, where only a few distances lie, so halve the distance first.
+            # The midpoint of the bits is a number near 0, where there are only a few distances, so halve the distance
+            # first.
             if num_passes < _NUM_HALVINGS:
                 middle = tl.maximum(middle, high - _EXPONENT_STEP)
             num_within, mass_within = tally(logits_ptr, largest, sharpness, middle, V, BLOCK)
@@ -347,7 +348,7 @@ def collect(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Store the distances whose keys are in `(low, high]`, contiguously."""
+    """Store all distances with keys in `(low, high]` contiguously."""
     num_stored = tl.full((), 0, tl.int32)
     for block in tl.range(0, (V + BLOCK - 1) // BLOCK, num_stages=4):
         keys = read_keys(logits_ptr, largest, block, V, BLOCK)
@@ -368,7 +369,7 @@ def read_weights(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The kept weights of one block of the row, 0 for tokens that are not kept."""
+    """The weights of one block of the row; 0 for tokens that are not kept."""
     keys = read_keys(logits_ptr, largest, block, V, BLOCK)
     weights = weights_of(keys, sharpness)
     return tl.where((keys <= threshold) & (weights >= min_p), weights, 0.0)
@@ -378,7 +379,7 @@ def read_weights(
 def first_past(weights: tl.tensor, running: tl.tensor, target: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
     """The first index with a positive weight whose running sum exceeds `target`.
 
-    If rounding leaves every sum short of `target`, this is the last index with a positive weight.
+    If, because of rounding, no sum exceeds `target`, this is the last index with a positive weight.
     """
     index = tl.arange(0, SIZE)
     first = tl.min(tl.where((running > target) & (weights > 0), index, SIZE), 0)

@@ -1,4 +1,4 @@
-"""LoRA's shrink on the GPU: `x Aᵀ`, with A read straight from the pages."""
+"""LoRA's shrink on the GPU: computes `x Aᵀ`, reading A directly from pages."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ MAX_SPLITS = 16
 """Maximum number of planes: more planes would cost expand more than they save shrink."""
 
 MAX_LARGE_SPLITS = 2
-"""Maximum planes if segments are large, because expand rereads all its rows' planes for each block of columns."""
+"""Maximum number of planes if segments are large, because expand rereads its rows' planes for each block of columns."""
 
 ROW_COLUMNS = 256
-"""Columns of A that a program with one row multiplies at a time."""
+"""Number of columns of A that a program with one row multiplies at a time."""
 
 ROW_CHUNKS = 4
-"""Maximum blocks of ROW_COLUMNS per program, if splits allow: their loads are unrolled and in flight together."""
+"""Maximum blocks of ROW_COLUMNS per program, if splits allow; their loads are unrolled and in flight together."""
 
 TILE_COLUMNS = 128
-"""Columns of A that a program with more rows multiplies at a time; half as many if its tiles are large."""
+"""Number of columns of A that a program with several rows multiplies at a time; halved if its tiles are large."""
 
 STAGES = 5
-"""Pipeline depth of the tile loop; one stage loads the page table entry from which the next computes an address."""
+"""Pipeline depth of the tile loop; one stage loads the page-table entry from which the next computes an address."""
 
 LARGE_STAGES = 4
 """Pipeline depth if tiles are large, so that several programs fit in a multiprocessor's shared memory."""
@@ -51,7 +51,7 @@ def read_a(
     E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Rows `ranks` of A, columns `[begin, begin + BLOCK_K)`; zero from `rank` and from `IN` on."""
+    """Rows `ranks` of A, columns `[begin, begin + BLOCK_K)`. Rows from `rank` on and columns from `IN` on are 0."""
     is_read = ranks < tl.where(begin < IN, rank, 0)
     chunk = chunk_addresses(pool, pages, offset + ranks * PADDED + begin, layer, is_read, L, E)
     column = tl.arange(0, BLOCK_K)
@@ -185,14 +185,14 @@ def shrink_kernel(
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program handles one segment, one module, columns `[split * SPLIT_LEN, (split + 1) * SPLIT_LEN)` of A, and
+    """One program handles one segment and module, columns `[split * SPLIT_LEN, (split + 1) * SPLIT_LEN)` of A, and
     ranks `[n * RANK_STEP + b * BLOCK_R, n * RANK_STEP + (b + 1) * BLOCK_R)` for all `n`."""
     split = tl.program_id(0) % NUM_SPLITS
     i = tl.program_id(0) // NUM_SPLITS % NUM_MODULES
     first_rank = tl.program_id(0) // (NUM_SPLITS * NUM_MODULES) * BLOCK_R
     segment = tl.program_id(1)
     if PDL:
-        # Expand may start its table lookups; it waits for this grid to end before it reads a plane.
+        # Let expand start its table lookups; it waits for this grid to end before it reads a plane.
         tl.extra.cuda.gdc_launch_dependents()
 
     slot = tl.load(segment_slots + segment).to(tl.int64)
@@ -225,7 +225,7 @@ def shrink_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ShrinkPlan:
-    """Compile-time parameters of a shrink launch, and the first axis of its grid."""
+    """Compile-time parameters of a shrink launch, and the size of its grid's first axis."""
 
     num_programs: int
     padded_len: int
@@ -254,7 +254,7 @@ def _plan(
     row_k = min(ROW_COLUMNS, layout.chunk_len)
     num_blocks = -(-group.in_features // row_k)
     programs = num_splits * len(group.modules)
-    # With few segments, an adapter's ranks are divided among programs too; with many, that only adds idle programs.
+    # With few segments, divide an adapter's ranks among programs too; with many, that would only add idle programs.
     rank_blocks = min(-(-max_rank // block_r), TARGET_PROGRAMS // (programs * num_segments))
     rank_blocks = power_of_two_within(max(1, rank_blocks))
     return ShrinkPlan(
@@ -271,14 +271,14 @@ def _plan(
 
 
 def _dot_dtype(x: torch.dtype, weights: torch.dtype) -> tl.dtype:
-    """What tensor cores multiply: the 16-bit dtype if both sides share one, else float32 as three tf32 products."""
+    """The dtype that tensor cores multiply: the 16-bit dtype of both sides, else float32 as three tf32 products."""
     if x is not weights or not IS_COMPILED:
         return tl.float32
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(x, tl.float32)
 
 
 def num_splits(group: ModuleGroup, page_elements: int, num_tokens: int, num_segments: int) -> int:
-    """Number of planes for a batch: enough to fill the GPU, but at most one per column block and 16 in all.
+    """Number of planes for a batch: enough to fill the GPU, but at most one per column block and 16 in total.
 
     The number depends only on shapes, so a captured graph keeps its planes. `page_elements` is `E`. The maximum is 2
     instead of 16 if segments are large. An embedding needs one plane: its shrink is `lora_gather`, which sums nothing.
@@ -297,17 +297,17 @@ def num_splits(group: ModuleGroup, page_elements: int, num_tokens: int, num_segm
 def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.Tensor, *, pdl: bool = False) -> None:
     """`sum over s of planes[s, t, i, :rank] = x[t] @ A[slot, modules[i]]ᵀ` for each row `t` of each segment.
 
-    - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; `layout.py` says how A is stored.
+    - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; `layout.py` describes how A is stored.
     - `x` bfloat16, float16 or float32 `[T, in_features]`, last axis contiguous.
     - `call.tables` on the device, contiguous; ranks are at most `max_rank`.
-    - `call.segments` on the device: `slots` int32 `[num_segments]`, where -1 marks a padding segment, whose `starts`
-      and `rows` are not read. The grid has `num_segments` columns. Everything else is read on the device, so a captured
+    - `call.segments` on the device: `slots` int32 `[num_segments]`; -1 marks a padding segment, and its `starts` and
+      `rows` are not read. The grid has `num_segments` columns. Everything else is read on the device, so a captured
       graph stays valid when the segments change. Rows of a segment are processed 16 at a time, or 64 at a time if
       `max_rows` is at least 64.
-    - `planes` float32 `[num_splits, T, len(group.modules), max_rank]`, last axis contiguous: plane `s` holds the
+    - `planes` float32 `[num_splits, T, len(group.modules), max_rank]`, last axis contiguous; plane `s` contains the
       contribution of A's columns `[s * split_len, (s + 1) * split_len)`. All planes of listed rows are written up to
       `rank`. Nothing else is written, and nothing is read.
-    - `pdl` lets the next kernel, which must be `lora_expand(pdl=True)`, start before this one ends; requires compute
+    - `pdl` lets the next kernel, which must be `lora_expand(pdl=True)`, start before this kernel ends; requires compute
       capability 9 or later.
 
     Products are summed in float32. The call allocates nothing and does not wait for the device.

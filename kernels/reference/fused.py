@@ -31,12 +31,12 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`gate * sigmoid(gate) * up` `[T, n]` from float32 `gate_up` `[T, 2 * n]`, which holds gate, then up."""
+    """`gate * sigmoid(gate) * up` `[T, n]` from float32 `gate_up` `[T, 2 * n]`, which contains gate, then up."""
     gate, up = gate_up.chunk(2, -1)
     return gate * torch.sigmoid(gate) * up
 
 
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`gelu(gate) * up` `[T, n]`, gelu in its tanh form; float32 `gate_up` `[T, 2 * n]` holds gate, then up."""
+    """`gelu(gate) * up` `[T, n]`, gelu in its tanh form; float32 `gate_up` `[T, 2 * n]` contains gate, then up."""
     gate, up = gate_up.chunk(2, -1)
     return functional.gelu(gate, approximate="tanh") * up

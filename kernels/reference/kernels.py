@@ -10,7 +10,7 @@ from loramux.kernels.tables import AttentionBatch, AttentionSpec
 
 
 class ReferenceKernels(ReferenceLora):
-    """The kernels over one page pool, written for clarity; each method is specified by the function that it calls."""
+    """The kernels over one page pool, written for clarity; the function that a method calls is its specification."""
 
     @property
     def outer(self) -> ReferenceLora:

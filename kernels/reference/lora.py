@@ -11,7 +11,7 @@ from loramux.kernels.tables import LoraCall, PoolViews, Segments
 class ReferenceLora:
     """The specification of `LoraKernels` over one page pool.
 
-    `T` is the number of rows (tokens) of the batch, `E` the number of adapter elements of a page in one layer.
+    `T` is the number of rows (tokens) in the batch, and `E` is the number of adapter elements of a page in one layer.
     """
 
     segment_rows = 1 << 30
@@ -22,9 +22,8 @@ class ReferenceLora:
     def adapter_matrix(self, call: LoraCall, slot: int, i: int, half: int) -> torch.Tensor:
         """Read A `[rank, in_features]` or B transposed `[rank, out_features]` from the pages, as float32.
 
-        Element `e` of the stream is `pool[page_table[slot, e // E], layer, e % E]`; row `r` starts at
-        `off[slot, layer, module, half] + r * padded_len`. An embedding's A is read as it is stored,
-        `[in_features, rank]`.
+        Element `e` of the stream is `pool[page_table[slot, e // E], layer, e % E]`; row `r` starts at `off[slot, layer,
+        module, half] + r * padded_len`. An embedding's A is returned as stored, `[in_features, rank]`.
         """
         layer, group, tables = call.layer, call.group, call.tables
         page_elements = self._pool.geometry.adapter_elements
@@ -77,7 +76,8 @@ class ReferenceLora:
     def lora_gather(self, tokens: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
         """`planes[t, 0, :rank] = A[slot, modules[0]][:, tokens[t]]` for each row `t` of each segment.
 
-        `tokens` int32 `[T]` in `[0, in_features)`; the group is one embedding. Otherwise the same as `lora_shrink`.
+        `tokens` int32 `[T]` in `[0, in_features)`; the group is one embedding. Apart from that, the arguments are those
+        of `lora_shrink`.
         """
         for rows, slot in _slots_of(call.segments):
             a = self.adapter_matrix(call, slot, 0, A)  # [in_features, rank]

@@ -1,4 +1,4 @@
-"""Sampling each row's next token in plain PyTorch: the specification of `gpu/sampling.py` and its test oracle."""
+"""Samples each row's next token in plain PyTorch: the specification and test oracle for `gpu/sampling.py`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 def kept_weights(
     logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """The weights that each row samples from, float64 `[S, V]`; 0 for tokens that the row's settings exclude.
+    """The weights from which each row samples, float64 `[S, V]`; 0 for tokens that the row's settings exclude.
 
-    With `d = max(logits) - logits` in float32 and `weight = exp(-d / temperature)`, a token is kept if
-    `weight >= min_p`, fewer than `top_k` tokens (0: off) have a smaller `d`, and those tokens together have less than
-    the share `top_p` of the total weight. The likeliest tokens are always kept, and equally likely tokens are kept or
-    excluded together.
+    With `d = max(logits) - logits` in float32 and `weight = exp(-d / temperature)`, a token is kept if `weight >=
+    min_p`, fewer than `top_k` tokens (0: off) have a smaller `d`, and those tokens together have less than the share
+    `top_p` of the total weight. The most likely tokens are always kept, and equally likely tokens are kept or excluded
+    together.
 
     Shapes and dtypes are those of `sample_tokens`. Logits are finite, and every temperature is above 0.
     """
@@ -21,7 +21,7 @@ def kept_weights(
     distance = rows.amax(1, keepdim=True) - rows
     weights = torch.exp(-distance.double() / temperature.double()[:, None])
     ordered, order = distance.sort(dim=1, stable=True)
-    # Number of tokens strictly nearer to the largest logit: the index of the first equal distance.
+    # Number of tokens that are strictly nearer to the largest logit: the index of the first equal distance.
     num_nearer = torch.searchsorted(ordered, ordered)
     running = weights.gather(1, order).cumsum(1)
     mass_nearer = torch.where(num_nearer > 0, running.gather(1, (num_nearer - 1).clamp(min=0)), 0.0)
