@@ -96,9 +96,9 @@ class OuterSlots:
 class StepInputs:
     """Inputs of a forward pass, on its device. The axes may be padded; values in padding rows are arbitrary.
 
-    `tokens`, `positions` and `sample_rows` int32. Empty `segments` disable adapters. `embedding_segments` cover the
-    rows whose adapters modify the embedding; empty or None means no rows. In each layer, adapters modify only modules
-    in `groups`.
+    `tokens`, `positions` and `sample_rows` int32. If `segments` is empty, no adapters are applied. `embedding_segments`
+    cover the rows whose adapters modify the embedding; empty or None means no rows. In each layer, adapters modify only
+    modules in `groups`.
     """
 
     tokens: torch.Tensor

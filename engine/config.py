@@ -27,8 +27,8 @@ MOST_PINNED_SHARE = 0.9
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of an engine. `dtype` applies to the weights, the KV cache and the adapters in the pool.
 
-    On a CPU, activations are always float32; a CPU without bfloat16 arithmetic multiplies in float32.
-    Raises ConfigNotUsable for settings that contradict each other.
+    On a CPU, activations are always float32, and so is the arithmetic if the CPU has no bfloat16 instructions. Raises
+    ConfigNotUsable for settings that contradict each other.
     """
 
     model_dir: str
@@ -75,7 +75,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.max_batch_tokens < self.max_sequences:
-            # Each running sequence needs a row in every step, or the last sequences would never make progress.
+            # Every running sequence needs a row in each step. Otherwise, the last sequences would never make progress.
             raise ConfigNotUsable(
                 f"max_batch_tokens ({self.max_batch_tokens}) is less than max_sequences ({self.max_sequences}): "
                 "some running sequences would never get a row in a step; raise max_batch_tokens or lower max_sequences"
@@ -100,7 +100,7 @@ def resolve_device(requested: str) -> str:
 
 
 def resolve_dtype(requested: str, model: ModelConfig, device: str) -> str:
-    """Resolve `auto` to the model's dtype; float16 becomes float32 on a CPU, for which there are no float16 kernels."""
+    """Resolve `auto` to the model's dtype. On a CPU, float16 becomes float32, because there are no float16 kernels."""
     dtype = model.dtype if requested == "auto" else requested
     if dtype == "float16":
         dtype = "float32" if device == "cpu" else "bfloat16"

@@ -359,7 +359,7 @@ class Engine:
     def _post(self, owner: bytes, message: FromEngine) -> None:
         self._outbox.append(Outbound(owner, message))
 
-    # Limits of requests
+    # Request limits
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """The tokens that end a sequence with these settings."""
@@ -398,7 +398,7 @@ class Engine:
             self._timers.after(sequence, self._limits.max_waiting_s, give_up_waiting)
 
     def _shed(self) -> None:
-        """Refuse sequences until the queue is short enough, from the shares with the most waiting tokens per weight."""
+        """Refuse sequences from the shares with the most waiting tokens per weight until the queue is short enough."""
         queue = self._scheduler.queue
         while queue.num_waiting > 1 and queue.num_waiting_tokens > self._limits.max_waiting_tokens:
             sequence = queue.shed_candidate()

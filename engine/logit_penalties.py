@@ -104,8 +104,9 @@ def penalised(
         x = logit / repetition if logit > 0 else logit * repetition     (tokens of the prompt or the answer)
         x - frequency * times - presence * (times > 0)
 
-    `logits` float32 and `marks` int32 (see TokenMarks; 0 means not seen) have the same shape. The penalties, float32,
-    have one element, or one per row. Each operation is rounded separately, so every device gives the same bits.
+    `logits` float32 and `marks` int32 (see TokenMarks; 0 means not seen) have the same shape. The penalties are
+    float32, with one element or one per row. Each operation is rounded separately, so every device produces the same
+    bits.
     """
     times = (marks >> 1).to(torch.float32)
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)

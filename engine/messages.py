@@ -23,7 +23,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 means that every token is considered."""
+    """0 means that all tokens are considered."""
     min_p: float = 0.0
     """Drops tokens less likely than this fraction of the most likely token's probability; 0 drops none."""
     repetition_penalty: float = 1.0
@@ -113,9 +113,9 @@ class Unload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Free an adapter's pages and cached prefixes once no sequence needs the adapter; answered by AdapterState.
 
     Until the answer, the adapter drains. Earlier sequences continue; those still live after `deadline_s` end with
-    `adapter_unavailable`. New sequences are refused with `adapter_unavailable`, so the pages always become free. After
-    the answer, the next sequence loads the adapter again. An unload ends the adapter's pin, and answers waiting loads
-    and pins with `superseded`.
+    `adapter_unavailable`. New sequences are refused with `adapter_unavailable`, so the pages are always freed
+    eventually. After the answer, the next sequence loads the adapter again. An unload ends the adapter's pin, and
+    answers waiting loads and pins with `superseded`.
     """
 
     call_id: str
@@ -305,7 +305,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_rows: int = 0
     """Token rows computed by all steps, for prompts and answers."""
     num_step_sequences: int = 0
-    """Total number of sequences per step, summed over all steps."""
+    """Number of sequences in each step, summed over all steps."""
     num_prefix_evictions: int = 0
     """Idle prefix-cache pages evicted."""
     step_times: StepTimes = StepTimes()

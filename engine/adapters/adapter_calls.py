@@ -112,7 +112,7 @@ class AdapterCalls:
         self._unloads.setdefault(unload.digest, []).append(PendingUnload(owner, unload, due))
 
     def drop(self, owner: bytes) -> None:
-        """Drop the waiting calls of a gateway that is gone; its granted pins stay."""
+        """Drop the waiting calls of a gateway that is gone; pins already granted to the gateway stay."""
         self._waiting = [one for one in self._waiting if one.owner != owner]
         for digest, pending in list(self._unloads.items()):
             kept = [one for one in pending if one.owner != owner]

@@ -99,7 +99,7 @@ class AdapterPool:
         return self._loads.get(digest)
 
     def acquire(self, load: AdapterLoad) -> int:
-        """Hold a resident adapter for one running sequence and return its slot."""
+        """Add a running sequence to a resident adapter's users, and return the adapter's slot."""
         assert load.phase is AdapterPhase.RESIDENT
         if load.num_users == 0:
             self.reclaimer.policy.discard(load)
@@ -121,7 +121,7 @@ class AdapterPool:
         return any(load.phase is AdapterPhase.COPYING for load in self._loads.values())
 
     def must_yield_slot(self, load: AdapterLoad, position: int) -> bool:
-        """Whether this adapter, as the least used one, must yield its slot to an adapter needed before `position`."""
+        """Whether this adapter, having the fewest users, must yield its slot to an adapter needed before `position`."""
         if not self._staged or self._free_slots or self.position_of(self._staged[0]) >= position:
             return False
         resident = (one for one in self._loads.values() if one.phase is AdapterPhase.RESIDENT and not one.is_pinned)

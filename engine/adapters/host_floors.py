@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 MAX_MEMBERS = 4096
-"""Maximum number of adapters that one share's floor protects: the most recently requested."""
+"""Maximum number of adapters that one share's floor protects; the most recently requested adapters are kept."""
 
 Protect = Callable[[str, Collection[str], int], None]
 """Sets a group's adapters and floor in bytes, like `HostTier.protect`; raises ValueError if the floor does not fit."""

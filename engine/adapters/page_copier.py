@@ -30,7 +30,7 @@ class Copier(Protocol):
         """Copies that finished since the last call, each with the reason if the copy failed."""
 
     def close(self) -> None:
-        """Wait for the current copy and drop the queued ones."""
+        """Wait for the current copy, and drop all queued copies."""
 
 
 class PageCopier:

@@ -94,7 +94,7 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
 
     `pdl` lets launches of LoRA kernels overlap on GPUs of compute capability 9.0 or later; other GPUs ignore it.
     """
-    # Makes other threads release the interpreter lock sooner, so that the thread that submits steps gets it.
+    # Make other threads release the interpreter lock sooner, so that the thread that submits steps gets the lock.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if device == "cpu":
         # Imported here because a GPU does not need numba.
@@ -117,8 +117,7 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
     from loramux.kernels.gpu.sampling import sample_tokens
 
     def compile_ahead(launch: Callable[[], None], num_processes: int) -> None:
-        # `ahead` uses private names of Triton. A Triton version without these names raises here, where a failure is
-        # harmless.
+        # `ahead` uses private names from Triton. With a Triton version that lacks them, this import fails harmlessly.
         from loramux.kernels.gpu import ahead
 
         ahead.compile_ahead(launch, num_processes)

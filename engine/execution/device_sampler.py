@@ -85,8 +85,8 @@ class DeviceSampler:
     def resolve(self, tokens: torch.Tensor) -> torch.Tensor:
         """Replace negative entries with the tokens that the previous step chose; see `Batch.tokens`.
 
-        A row without a token, because its logits were not finite, gets token 0. The host will end its sequence and
-        discard this step's result for it.
+        A row without a token, because its logits were not finite, gets token 0. The host will end that row's sequence
+        and discard its result from this step.
         """
         chosen = self._chosen[(-1 - tokens).clamp(min=0)]
         return torch.where(tokens < 0, chosen, tokens).clamp(min=0)

@@ -37,7 +37,7 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """The result of a step that was run synchronously at submission."""
+    """The result of a step that ran synchronously when it was submitted."""
 
     sampled: list[SampledToken]
 
@@ -63,7 +63,7 @@ def sample(
     if not all(is_finite):
         # The sum of finite values can overflow, so check each value.
         is_finite = torch.isfinite(logits).all(dim=1).tolist()
-    # numpy compares eight values at once; torch takes ten times as long on a CPU.
+    # numpy compares eight values at a time; torch takes ten times as long on a CPU.
     token_ids = torch.from_numpy(logits.numpy().argmax(axis=1))
     changed = _changed(logits, samples, eos_token_ids, masks)
     for row, values in changed.items():
@@ -191,7 +191,7 @@ def used_temperature(temperature: float) -> float:
 def philox(counters: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), computed per column.
 
-    `counters` `[4, n]`, `keys` `[2, n]` and the result `[4, n]` hold 32-bit words.
+    `counters` `[4, n]`, `keys` `[2, n]` and the result `[4, n]` contain 32-bit words.
     """
     even, odd = counters[0::2], counters[1::2]
     for _ in range(_NUM_ROUNDS):

@@ -109,7 +109,7 @@ class Decoder:
         return (self._embedding_scale, 1.0)
 
     def with_few_layers(self) -> Decoder:
-        """A copy that has one layer of each kind and shares the weights; running it launches every kernel sooner."""
+        """A copy that shares the weights but has only one layer of each kind; it launches every kernel in less time."""
         few = copy.copy(self)
         few._layers = list({layer.attention: layer for layer in self._layers}.values())
         return few

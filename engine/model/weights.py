@@ -1,4 +1,4 @@
-"""Reads a model's tensors by name from safetensors files, the only weight format that is opened."""
+"""Reads a model's tensors by name from safetensors files, the only supported weight format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WeightSource(Protocol):
     """A source of a model's tensors."""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor `name`; raises ModelNotSupported when it is missing or has another shape."""
+        """The tensor `name`; raises ModelNotSupported if it is missing or has a different shape."""
         ...
 
 
@@ -35,7 +35,7 @@ class Weights:
         self._unread = set(files)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor `name`; raises ModelNotSupported when it is missing or has another shape."""
+        """The tensor `name`; raises ModelNotSupported if it is missing or has a different shape."""
         if name not in self._files:
             raise ModelNotSupported(f"the model has no tensor {name}")
         tensor: torch.Tensor = self._files[name].get_tensor(name)
@@ -45,7 +45,7 @@ class Weights:
         return tensor
 
     def check_all_read(self) -> None:
-        """Raise ModelNotSupported if a tensor was not read, which means that a computation is not supported."""
+        """Raise ModelNotSupported if any tensor is unread, because the model then needs an unsupported computation."""
         unread = sorted(name for name in self._unread if not name.endswith(_DERIVED))
         # A head tied to the embedding may be stored separately if the two are equal.
         if unread == [HEAD] and EMBEDDING in self._files:

@@ -56,11 +56,11 @@ class EvictionPolicy(Protocol):
         ...
 
     def add(self, item: Evictable) -> None:
-        """Add an item that was in use until now."""
+        """Add an item that has just become idle."""
         ...
 
     def discard(self, item: Evictable) -> None:
-        """Remove an item that is in use again or gone, if present."""
+        """Remove an item, if present, because it is in use again or gone."""
         ...
 
     def take(self, is_allowed: Callable[[Evictable], bool], slots_only: bool = False) -> Evictable | None:

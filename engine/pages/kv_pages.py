@@ -69,7 +69,7 @@ class KvPages:
         return True
 
     def offer(self, sequence: Sequence) -> None:
-        """Add the pages that this sequence has filled since the last call to the prefix cache.
+        """Add to the prefix cache the pages that this sequence has filled since the last call.
 
         A page can be added as soon as the step that fills it has been submitted, because it is read only by later
         steps.

@@ -13,7 +13,7 @@ from loramux.engine.pages.page_pool import PagePool
 
 
 class PrefixCache:
-    """Full pages by key. The cache and every sequence that uses a page hold that page.
+    """Full pages by key. Each page is held by the cache and by the sequences that use it.
 
     The key of a page is `SHA-256(parent's key, adapter's digest or none, token ids)`. An owner's root is the parent of
     its first pages. Two sequences therefore share a page only if the same adapter computed the same tokens after the
@@ -70,7 +70,7 @@ class PrefixCache:
         return cached
 
     def release(self, cached: CachedPage) -> None:
-        """Undo one `acquire` or the `insert`; the sequence must free its own hold."""
+        """Undo one `acquire` or the `insert`; the sequence must separately free its hold on the page."""
         assert cached.num_users > 0
         cached.num_users -= 1
         if cached.num_users == 0 and self._by_key.get(cached.key) is cached:

@@ -44,11 +44,11 @@ class FairQueue:
 
     A share that has waited too long goes before all shares that have not. A wait is too long once two conditions are
     met. First, since the wait began, other shares have had K = max(MAX_ROUNDS, ROUNDS_PER_SHARE * number of waiting
-    shares) admissions. Second, since then, all shares together have been charged ROUNDS_PER_SHARE times as much as they
-    would be in a fair order before the share's next request, at its price, is due. For expensive requests, this can
-    take more than K admissions, but never more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is
-    resident and whose pages are available waits for at most ROUNDS_BETWEEN_CHECKS more admissions, plus one for each
-    share that has waited just as long.
+    shares) admissions. Second, the total charged to all shares since then has reached ROUNDS_PER_SHARE times what a
+    fair order would charge before the share's next request, at its price, is due. For expensive requests, this can take
+    more than K admissions, but never more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is resident
+    and whose pages are available waits for at most ROUNDS_BETWEEN_CHECKS more admissions, plus one for each share that
+    has waited just as long.
     """
 
     def __init__(self) -> None:
@@ -163,8 +163,8 @@ class FairQueue:
     def order(self, num_ready: int, num_cold: int, is_exact: bool = True) -> list[Sequence]:
         """The first `num_ready` ready and `num_cold` cold sequences, ordered as if each were admitted on its turn.
 
-        If more sequences are ready than requested, the order ends with the last ready one returned, because the turns
-        behind it are unknown.
+        If more sequences are ready than requested, the order ends with the last ready sequence returned, because later
+        turns are unknown.
 
         Takes logarithmic time in the number of shares per returned sequence and per changed share, and almost no time
         if nothing changed. Unless `is_exact`, a share whose counter rose does not count as changed.

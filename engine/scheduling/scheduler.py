@@ -14,7 +14,7 @@ from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.sequence import Sequence, SequenceState
 
 NEW_SHARE = 4
-"""Decoding leaves some rows of a step free; one in NEW_SHARE of them is reserved for sequences that could start."""
+"""One in NEW_SHARE of the rows not used for decoding is reserved for sequences that could start."""
 
 
 _row_place = attrgetter("sequence.row_place")

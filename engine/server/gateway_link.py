@@ -13,8 +13,8 @@ class GatewayLink:
     """Sends at most as many StepOutput messages as the gateway has granted.
 
     Without credit, new tokens are appended to their sequence's held tokens, and the end of the sequence is sent after
-    them. The batch never waits, and nothing is dropped. The `max_tokens` of this gateway's sequences bounds the number
-    of held tokens, and appending takes constant time.
+    them. The batch never waits, and nothing is dropped. The `max_tokens` limits of this gateway's sequences bound the
+    number of held tokens, and appending takes constant time.
     """
 
     def __init__(self, send: Send) -> None:

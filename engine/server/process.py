@@ -1,7 +1,7 @@
 """The engine's own process: `python -m loramux.engine.server.process SOCKET RECORD`.
 
-The process reads its configuration as JSON from standard input. RECORD is the file descriptor of the shared memory in
-which the supervisor sees the loop's progress.
+The process reads its configuration as JSON from standard input. RECORD is the file descriptor of the shared memory
+through which the supervisor tracks the loop's progress.
 
 The loop receives messages from gateways, runs one step, and sends the output; it blocks only when there is nothing to
 do. The process exits when standard input closes, so it never outlives the supervisor, which has the other end open.
@@ -108,7 +108,7 @@ class EngineServer:
                     link.post(outbound.message)
 
     def _beat(self) -> None:
-        """Detect lost gateways that receive no output because their sequences wait or they have granted no credit."""
+        """Detect lost gateways that get no output because their sequences are waiting or they granted no credit."""
         now_s = time.monotonic()
         if now_s >= self._next_heartbeat_s:
             self._next_heartbeat_s = now_s + HEARTBEAT_S
@@ -272,7 +272,7 @@ def _end_for_device(error: Exception, what: str, code: int) -> None:
 
 
 def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepRecord, ended: threading.Event) -> bool:
-    """Serve until the supervisor is gone; False if a compilation is still running, so Python must not finalize."""
+    """Serve until the supervisor is gone; False if Python must not finalize, because a compilation is still running."""
     import zmq
 
     context = zmq.Context(io_threads=1)

@@ -26,7 +26,7 @@ class LoopProgress:
 class StepRecord:
     """Only the engine's loop writes the record, a few bytes per iteration; the supervisor can read it at any time.
 
-    The record is in shared memory because a step can hang or crash the process before it could send a message. A record
+    The record is in shared memory because a step can hang or crash the process before it can send a message. A record
     written before the step survives.
     """
 

@@ -207,7 +207,7 @@ def _multiply_few_rows(
     configure_tiles(min(num_rows, TILE), max(1, num_rows - TILE))
     for panel in range(begin, end):
         column = 4 * OUTPUTS * panel
-        # With a step of 0, every row starts with the bias.
+        # A step of 0 makes every row start with the bias.
         add_tiles(
             num_rows > TILE, True, x, x_step, panels, panel * num_steps * STEP_ELEMENTS, num_steps,
             bias + column, 0, y + column, y_step,

@@ -107,7 +107,7 @@ def add_pairs(
     """`y[r][o] += sum over k of x[r][k] * panels[first + 64 * (k // 2) + 2 * o + k % 2]`, for 1 to 12 rows.
 
     `x` and `y` are addresses, with steps in bytes; `num_pairs` >= 1 is the number of pairs of `k`. Also prefetches
-    `num_pairs` cache lines of `panels` from `ahead` on and as many from `also_ahead` on.
+    `num_pairs` cache lines of `panels` starting at `ahead`, and as many starting at `also_ahead`.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

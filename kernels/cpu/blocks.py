@@ -59,7 +59,7 @@ Emit = Callable[[Any], Any]
 def emit_rows(
     builder: Any, most: int, num_rows: Any, x: Any, x_step: Any, y: Any, y_step: Any, emit: Callable[[Any, Any], None]
 ) -> None:
-    """Generate code with `emit(x_rows, y_rows)` for each number of rows in `[1, most]`, and a switch on `num_rows`.
+    """Use `emit(x_rows, y_rows)` to generate code for each number of rows in `[1, most]`, with a switch on `num_rows`.
 
     Rows are addresses, `x_step` and `y_step` bytes apart.
     """

@@ -150,7 +150,7 @@ def expand_share(
     """Run the tasks that begin in `[low, high)` of `expand_work`; see `low_rank.low_rank` for the other arguments."""
     flat_pool = pool.reshape(-1)
     sums = np.empty(MAX_CHUNK, np.float32)
-    # A visit runs once the next one is known, so that it can prefetch the next visit's data.
+    # Run each visit only once the next visit is known, so that it can prefetch the next visit's data.
     places, following = np.empty(RANK_BLOCK, np.int64), np.empty(RANK_BLOCK, np.int64)
     zero: Any = np.int64(0)
     visit, is_known = _ExpandVisit(zero, zero, zero, zero, np.float32(0), zero), False

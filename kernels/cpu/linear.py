@@ -53,7 +53,7 @@ class PackedLinear:
 
 
 class Product(Protocol):
-    """A weight in some layout, and the multiplication with it."""
+    """A weight in a particular layout, and the multiplication by it."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 

@@ -141,7 +141,7 @@ def shrink_share(
 ) -> None:
     """Run the tasks that begin in `[low, high)` of `shrink_work`; see `low_rank.low_rank` for the other arguments."""
     flat_pool = pool.reshape(-1)
-    # A visit runs once the next one is known, so that it can prefetch the next visit's data.
+    # Run each visit only once the next visit is known, so that it can prefetch the next visit's data.
     zero: Any = np.int64(0)
     visit, at, is_known = _ShrinkVisit(zero, zero, zero, zero, zero, False), (zero, zero, zero, zero), False
     cursor = 0

@@ -16,10 +16,10 @@ from loramux.kernels.cpu.compiled import helper
 from loramux.kernels.cpu.vectors import PANEL, WIDTH
 
 IS_WIDE = WIDTH == PANEL
-"""Whether registers are wide, with room for more sums: AVX-512 has 32 registers of 16 lanes, AVX2 has 16 of 8 lanes."""
+"""Whether registers have room for twice as many sums: AVX-512 has 32 of 16 lanes, while AVX2 has 16 of 8 lanes."""
 
 RANKS = 4
-"""Ranks computed in one pass over the activations."""
+"""Number of ranks computed in one pass over the activations."""
 
 READ_COST = 3
 """Cost of fetching and widening adapter weights, relative to multiplying one row by them."""
@@ -27,7 +27,8 @@ READ_COST = 3
 
 @helper
 def share_of(cursor: int, cost: int, count: int, low: int, high: int) -> Any:
-    """The tasks `[first, last)` of `count` that begin in `[low, high)`; task `k` begins at `cursor + k * cost`."""
+    """Of `count` tasks, the range `[first, last)` that begins in `[low, high)`; task `k` begins at `cursor + k *
+    cost`."""
     first = min(count, max(0, (low - cursor + cost - 1) // cost))
     last = min(count, max(0, (high - cursor + cost - 1) // cost))
     return first, last

@@ -27,7 +27,7 @@ PANEL = 16
 """Number of outputs computed together: two AVX2 registers or one AVX-512 register."""
 
 WIDTH = 16 if "avx512f" in cpu_features() else LANES
-"""float32 lanes in one register of this CPU."""
+"""Number of float32 lanes in one register of this CPU."""
 
 FIRST_CACHE, SECOND_CACHE = 3, 2
 """LLVM's prefetch locality values for the L1 and L2 caches."""

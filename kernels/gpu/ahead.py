@@ -91,7 +91,7 @@ def _tuples(value: Any) -> Any:
 
 @contextmanager
 def recorded_programs() -> Iterator[list[str]]:
-    """Record the programs that launches need and that are not loaded yet, one per line, instead of launching them."""
+    """Instead of launching programs, record those that are not loaded yet, one per line."""
     lines: dict[str, None] = {}
 
     def record(**said: Any) -> bool:

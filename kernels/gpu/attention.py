@@ -122,8 +122,8 @@ def attention_plan(
 ) -> AttentionPlan:
     """Choose the launches for batches of `num_tokens` rows and `num_sequences` sequences, both including padding.
 
-    Sequences with up to `short_rows` query rows are short; `all_short` guarantees that there are no others.
-    `itemsize` is that of q, `num_processors` the number of multiprocessors on the device.
+    Sequences with up to `short_rows` query rows are short; `all_short` guarantees that there are no others. `itemsize`
+    is q's element size in bytes, and `num_processors` is the device's number of multiprocessors.
     """
     group_size = spec.num_heads // spec.num_kv_heads
     block_d = max(16, triton.next_power_of_2(spec.head_dim))

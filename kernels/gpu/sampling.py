@@ -1,4 +1,4 @@
-"""Samples each row's next token on a GPU, with two launches, no sort, and no wait on the host.
+"""Samples each row's next token on a GPU: two launches, no sort, and no host synchronization.
 
 The first launch reads all logits once, across the whole GPU, and stores the maximum of each group of 128. The second
 runs one program per row. For a greedy choice, the program reads these maxima and one group. For a random choice, it
