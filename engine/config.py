@@ -85,9 +85,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve_device(requested: str) -> str:
-    """Resolve `auto` to `cuda` if this installation can use one of this machine's GPUs, else to `cpu`.
+    """Resolve `auto` to `cuda` if this installation can use one of the machine's GPUs, otherwise to `cpu`.
 
-    Raises DeviceNotUsable when `cuda` was requested and cannot be used.
+    Raises DeviceNotUsable if `cuda` was requested but cannot be used.
     """
     if requested == "cpu":
         return "cpu"

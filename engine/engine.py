@@ -406,7 +406,7 @@ class Engine:
                 return
             self._end(sequence, "error", "overloaded", "too many tokens are already waiting")
 
-    # Adapters that fail or are unloaded
+    # Failed and unloaded adapters
 
     def _strike(self, digests: set[str]) -> None:
         """Evict adapters whose rows were not finite, and purge their cached prefixes."""

@@ -55,7 +55,7 @@ class EngineStats:
         self._step_seconds = 0.0
 
     def count_step(self, scheduled: list[ScheduledSequence]) -> None:
-        """Count a step, before its sequences are advanced."""
+        """Count a step; must be called before the step's sequences advance."""
         self._num_steps += 1
         self._num_step_sequences += len(scheduled)
         slots = {item.sequence.slot for item in scheduled}

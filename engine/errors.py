@@ -1,4 +1,4 @@
-"""Errors raised when an engine starts; each message says how to fix the problem."""
+"""Errors raised at engine startup; each message explains how to fix the problem."""
 
 from __future__ import annotations
 

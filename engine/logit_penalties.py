@@ -23,7 +23,7 @@ class TokenMarks:
         self._marks = array("i", [1]) * len(self._places)
 
     def add(self, token_id: int) -> None:
-        """Count one more generated occurrence of a token."""
+        """Count another generated occurrence of a token."""
         place = self._places.setdefault(token_id, len(self._ids))
         if place == len(self._ids):
             self._ids.append(token_id)

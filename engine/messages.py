@@ -25,7 +25,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     """0 means that all tokens are considered."""
     min_p: float = 0.0
-    """Drops tokens less likely than this fraction of the most likely token's probability; 0 drops none."""
+    """Drops tokens whose probability is below this fraction of the highest probability; 0 drops none."""
     repetition_penalty: float = 1.0
     """Divides positive logits and multiplies negative logits of tokens in the prompt or the answer; 1 is neutral."""
     presence_penalty: float = 0.0

@@ -19,8 +19,7 @@ LARGE_SEGMENT_ROWS = 64
 def max_segments(num_tokens: int, num_sequences: int, segment_rows: int = SEGMENT_ROWS) -> int:
     """The maximum number of segments of up to `segment_rows` rows in a batch: the grid size of a captured graph.
 
-    A batch has at most as many adapters as sequences. Each adapter leaves at most one segment that is not full, and no
-    segment is empty.
+    A batch has no more adapters than sequences. Each adapter has at most one partial segment, and no segment is empty.
     """
     return min(num_tokens, num_tokens // segment_rows + num_sequences)
 

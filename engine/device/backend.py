@@ -66,7 +66,7 @@ class Backend:
     """The device-specific parts of one engine. `activation_dtype` None means the dtype of the weights.
 
     `set_num_threads` limits the CPU threads of kernels and torch. A device with `sample_tokens` samples tokens itself:
-    its steps are padded, captured as graphs, and submitted before the host knows the previous step's tokens. If
+    its steps are padded, captured as graphs, and submitted before the host has the previous step's tokens. If
     `compiles` is set, its kernels are compiled for each shape; `compile_ahead` does so in parallel before the first
     launch.
     """

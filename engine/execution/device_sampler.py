@@ -99,7 +99,7 @@ class DeviceSampler:
         inputs: SamplingInputs,
         masks: Masks = NO_MASKS,
     ) -> SampledStep:
-        """Choose one token per row of `logits` `[num_samples, vocab_size]`, which is overwritten.
+        """Choose one token per row of `logits` `[num_samples, vocab_size]`, overwriting `logits`.
 
         Log-probabilities are the model's, before bias, penalties, temperature and truncation, as in the OpenAI API.
         """

@@ -56,7 +56,7 @@ class SimulatedExecutor:
         self._page_tokens = page_tokens
         self._adapter_pages = adapter_pages
         self._eos_token_ids = eos_token_ids
-        # Tokens of the previous step, for rows whose token the host did not know when it built the batch.
+        # Tokens of the previous step, for rows whose token was not yet on the host when the batch was built.
         self._chosen: list[int | None] = []
         self._states = [UNWRITTEN] * (num_pages * page_tokens)
         self.not_finite_for: set[str] = set()
@@ -134,7 +134,7 @@ def _next_state(before: int, token: int, position: int, salt: int) -> int:
 
 @functools.cache
 def _salt(digest: str | None) -> int:
-    """A number that stands for the adapter's weights."""
+    """A number that represents the adapter's weights."""
     return 0 if digest is None else sum(digest.encode())
 
 

@@ -1,4 +1,4 @@
-"""Token marks for each sequence with penalties, kept on the device, where the newest token is known first."""
+"""Token marks for each sequence with penalties, kept on the device, where the newest token is available first."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class _Held:
 class DeviceTokenMarks:
     """Marks as in `TokenMarks`, over the whole vocabulary: int32 `[num_slots, vocab_size]`.
 
-    The host builds a sequence's marks once. Each step then marks the tokens that it chooses, which the host may not
-    know yet when it submits the next step. Marks are kept as long as every step includes the sequence. When a sequence
+    The host builds a sequence's marks once. Each step then marks the tokens that it chooses, which may not have reached
+    the host when it submits the next step. Marks are kept as long as every step includes the sequence. When a sequence
     returns after missing a step, all its tokens have been committed, so its marks are rebuilt. The number of slots in
     use therefore never exceeds a step's number of samples, and a step without penalties frees all memory.
     """

@@ -79,7 +79,7 @@ class Scheduler:
         for position, sequence in enumerate(self._order):
             if sequence.add.digest is not None and sequence.add.digest not in queue_positions:
                 queue_positions[sequence.add.digest] = position
-                # This also reloads an adapter that was evicted while the sequence waited.
+                # This also reloads an adapter that was evicted while the sequence was waiting.
                 self._adapters.prefetch(sequence.add.digest)
         return Demand(queue_positions, self._short_position(), num_free_slots, len(self.running))
 

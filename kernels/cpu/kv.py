@@ -1,6 +1,6 @@
 """The layout of K and V in pages on the CPU, and the kernel that stores a step's rows.
 
-A page of one layer holds K `[num_kv_heads, head_dim, page_tokens]`, then V `[num_kv_heads, page_tokens, head_dim]`.
+A page of one layer contains K `[num_kv_heads, head_dim, page_tokens]`, then V `[num_kv_heads, page_tokens, head_dim]`.
 Activations are float32, passed by address and row stride. The pool is `[P, L, elements]`, float32 or bfloat16 bits as
 uint16.
 """

@@ -27,8 +27,9 @@ READ_COST = 3
 
 @helper
 def share_of(cursor: int, cost: int, count: int, low: int, high: int) -> Any:
-    """Of `count` tasks, the range `[first, last)` that begins in `[low, high)`; task `k` begins at `cursor + k *
-    cost`."""
+    """Of `count` tasks, the range `[first, last)` that begin in `[low, high)`; task `k` begins at
+    `cursor + k * cost`.
+    """
     first = min(count, max(0, (low - cursor + cost - 1) // cost))
     last = min(count, max(0, (high - cursor + cost - 1) // cost))
     return first, last

@@ -76,8 +76,8 @@ class ReferenceLora:
     def lora_gather(self, tokens: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
         """`planes[t, 0, :rank] = A[slot, modules[0]][:, tokens[t]]` for each row `t` of each segment.
 
-        `tokens` int32 `[T]` in `[0, in_features)`; the group is one embedding. Apart from that, the arguments are those
-        of `lora_shrink`.
+        `tokens` int32 `[T]` in `[0, in_features)`; the group is one embedding. The other arguments are those of
+        `lora_shrink`.
         """
         for rows, slot in _slots_of(call.segments):
             a = self.adapter_matrix(call, slot, 0, A)  # [in_features, rank]
