@@ -1,4 +1,4 @@
-"""The errors that callers see: raised where the cause is known, and turned into the envelope in one place.
+"""The errors that callers see: raised where they are detected, and turned into the envelope in one place.
 
 {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """An error with the status, type and code that its caller gets."""
+    """An error with the status, type and code sent to the caller."""
 
     status = 500
     type = "server_error"
@@ -63,7 +63,7 @@ class Unauthenticated(ApiError):
 
 
 class PermissionDenied(ApiError):
-    """The key is valid, but its scopes do not allow this."""
+    """The key is valid, but its scopes do not permit the call."""
 
     status = 403
     type = "invalid_request_error"
@@ -127,7 +127,7 @@ class UnprocessableRequest(ApiError):
 
 
 class PreconditionRequired(ApiError):
-    """A change must name the state that it applies to."""
+    """The change does not name the state that it applies to."""
 
     status = 428
     type = "invalid_request_error"

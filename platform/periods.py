@@ -31,7 +31,7 @@ NO_WINDOW = Window(0, 2**62)
 
 
 def is_timezone(name: str) -> bool:
-    """Whether `name` is an IANA timezone that this machine knows."""
+    """Whether this machine has an IANA timezone called `name`."""
     return len(name) <= MAX_ZONE and name in _zones()
 
 
@@ -43,7 +43,7 @@ def window_at(period: Period, timezone: str, now_us: int) -> Window:
     zone = _zone(timezone)
     today = datetime.fromtimestamp(now_us // 1_000_000, UTC).astimezone(zone).date()
     window = _window(period, zone, today)
-    # A clock that is set back across midnight shows yesterday's date again, but yesterday is over.
+    # When clocks are set back across midnight, the local date returns to yesterday, but that day has already ended.
     return window if now_us < window.end_us else _window(period, zone, today + timedelta(days=1))
 
 

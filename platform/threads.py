@@ -1,4 +1,4 @@
-"""The one bridge from the event loop to blocking functions."""
+"""The only bridge from the event loop to blocking functions."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ R = TypeVar("R")
 
 
 async def call_on(executor: Executor, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    # Context variables carry over to the thread, namely the audit actor and the request id for the log.
+    # Context variables, such as the audit actor and the log's request id, carry over to the thread.
     known = copy_context()
     return await asyncio.get_running_loop().run_in_executor(executor, partial(known.run, function, *args, **kwargs))

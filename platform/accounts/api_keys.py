@@ -43,7 +43,7 @@ _PRESENTED = re.compile(r"sk-lmx-([0-9A-Za-z]{16})-[0-9A-Za-z]{43}")
 _NO_KEY = bytes(32)
 _FOR_EVER_US = 1 << 62
 _MAX_AHEAD_US = 60_000_000
-"""A rotation time further ahead than this, in microseconds, was written before the clock was set back."""
+"""How far ahead of the clock a rotation time can be, in microseconds. A later one means that the clock was set back."""
 _OPERATORS = Principal(key_id=OPERATOR, tenant_id=None, tenant_slug=None, scopes=DEFAULT_PLATFORM_SCOPES)
 
 
@@ -60,7 +60,7 @@ class LastAdminKey(Conflict):
 
 
 class ApiKeys:
-    """The keys in the database, and the operator's `admin_key`, which is never stored."""
+    """Manages the keys in the database and the operator's `admin_key`, which is never stored."""
 
     def __init__(self, database: Database, admin_key: str | None = None) -> None:
         if admin_key is not None and len(admin_key) < MIN_ADMIN_KEY:
@@ -165,7 +165,7 @@ class ApiKeys:
         return key_of(row) if row is not None else None
 
     def update(self, key_id: str, changes: KeyChanges, check: Callable[[ApiKey], None]) -> ApiKey | None:
-        """Change a key after `check`, which can raise, has approved its current state; None if there is no such key.
+        """Change a key after passing its current state to `check`, which can raise; None if there is no such key.
 
         Raises InvalidRequest, NotFound, KeyRevoked or LastAdminKey.
         """
@@ -265,8 +265,8 @@ class ApiKeys:
     def reauthenticate(self, key_id: str, sha256: bytes) -> Principal | None:
         """The current rights of a caller who authenticated earlier with this secret. Bypasses the cache.
 
-        None once the secret is no longer valid: the key is revoked or expired, its tenant is suspended, the secret was
-        rotated out, or the operator's key has changed.
+        None if the secret is no longer valid because the key was revoked or has expired, its tenant is suspended, the
+        secret was rotated out, or the operator's key has changed.
         """
         if key_id == OPERATOR:
             return _OPERATORS if self._is_operators(sha256) else None
@@ -309,7 +309,7 @@ def _admin_key_ids(connection: Connection, now_us: int, *, is_held: bool) -> lis
 
 
 def _locked(connection: Connection, key_id: str) -> ApiKey | None:
-    """A key, locked until the transaction ends."""
+    """Lock a key until the transaction ends and return it."""
     table = schema.api_keys
     row = connection.execute(select(table).where(table.c.id == key_id).with_for_update()).one_or_none()
     return None if row is None else key_of(row)
@@ -322,7 +322,7 @@ def _limit(
         return None
     check_limit(scopes)
     if tenant_id is None or not adapters:
-        raise InvalidRequest("only a tenant's key can be limited to adapters, and to at least one", param="adapters")
+        raise InvalidRequest("only a tenant's key can be limited to adapters; name at least one", param="adapters")
     return find_adapter_ids(connection, tenant_id, adapters)
 
 
@@ -346,10 +346,10 @@ def _new_secret(public_id: str) -> str:
 
 
 def _good_until_us(row: Row[Any] | None, sha256: bytes, now_us: int) -> int | None:
-    """When this secret of the key stops being valid; None if the secret is not valid now."""
+    """When this secret expires; None if the secret is not valid now."""
     current = row.secret_sha256 if row is not None else _NO_KEY
     previous = _NO_KEY if row is None or row.previous_sha256 is None else row.previous_sha256
-    # Always compare both secrets, so that the time taken reveals nothing.
+    # Always compare both secrets, so that the timing reveals nothing.
     is_current, is_previous = hmac.compare_digest(sha256, current), hmac.compare_digest(sha256, previous)
     if row is None or row.revoked_us is not None or row.state not in (None, "active"):
         return None

@@ -15,7 +15,7 @@ from loramux.platform.accounts.principals import Principal
 PLATFORM = "platform"
 """The actor shown to tenants in place of a platform key."""
 PERSON = "oidc_"
-"""Prefix of actors who signed in through single sign-on. A pseudonym follows, which reveals nothing about them."""
+"""Prefix for actors who signed in through single sign-on, followed by a pseudonym that does not identify them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Empties a gateway's caches when a key, a tenant or a policy has changed anywhere."""
+"""Clears a gateway's caches after any process changes a key, a tenant or a policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loramux.migrations.database import Database
 from loramux.migrations.listener import CacheListener
 
 POLL_INTERVAL_S = 1.0
-"""How often the epoch is read, in seconds. SQLite sends no notifications, and a proxy can drop PostgreSQL's."""
+"""Interval between polls of the epoch, in seconds. SQLite sends no notifications, and a proxy can drop PostgreSQL's."""
 
 RETRY_S = 1.0
 END_WAIT_S = 2.0
@@ -22,9 +22,9 @@ log = structlog.get_logger()
 class CacheInvalidation:
     """A thread that calls every function in `forget` after a change, either when notified or within POLL_INTERVAL_S.
 
-    While the database cannot be watched, cache entries expire by themselves within five seconds. A cache filled from a
-    read that began before the change can keep the old value for just as long. `note_heard` is called whenever the
-    database answers.
+    While the database cannot be watched, cache entries expire on their own within five seconds. A cache filled from a
+    read that began before the change can also keep the old value for up to five seconds. `note_heard` is called
+    whenever the database answers.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class CacheInvalidation:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. A thread that is waiting for an unresponsive database ends with the process instead."""
+        """Stop the thread. If it is waiting for an unresponsive database, it ends with the process instead."""
         self._stopped.set()
         self._thread.join(END_WAIT_S)
 
@@ -50,9 +50,9 @@ class CacheInvalidation:
                     is_well = True
                     self._follow(listener)
             except Exception as error:
-                # A failure does no lasting harm: entries expire by themselves, and the next round listens again.
+                # A failure does no lasting harm: entries expire on their own, and the next iteration listens again.
                 if is_well and not self._stopped.is_set():
-                    log.warning("cannot watch for changes of keys and policies; trying again", error=str(error))
+                    log.warning("cannot watch for changes to keys and policies; trying again", error=str(error))
                 is_well = False
                 self._stopped.wait(RETRY_S)
 

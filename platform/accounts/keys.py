@@ -32,7 +32,7 @@ DEFAULT_TENANT_SCOPES = frozenset({"adapters", "base"})
 DEFAULT_PLATFORM_SCOPES = frozenset({"platform:admin"})
 
 LIMITABLE_SCOPES = frozenset({"adapters", "base", "tenant:develop"})
-"""The scopes allowed for a key that is limited to some adapters. The key can see only those adapters and itself."""
+"""The scopes allowed for a key that is limited to some adapters. Such a key can see only those adapters and itself."""
 
 
 def checked_scopes(tenant_id: str | None, scopes: Iterable[str] | None) -> frozenset[str]:
@@ -71,7 +71,7 @@ class ApiKey:
     expires_us: int | None
     revoked_us: int | None
     previous_until_us: int | None
-    """When the secret that the last rotation replaced stops being valid."""
+    """When the secret replaced by the last rotation stops being valid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

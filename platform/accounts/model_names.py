@@ -28,7 +28,10 @@ class ModelNotFound(NotFound):
 
 @dataclass(frozen=True, slots=True)
 class AdapterName:
-    """A parsed name with at most one of `version`, `digest_prefix` and `alias`. No `tenant` means the caller's own."""
+    """A parsed name with at most one of `version`, `digest_prefix` and `alias`.
+
+    A `tenant` of None means the caller's tenant.
+    """
 
     tenant: str | None
     adapter: str
@@ -73,10 +76,10 @@ class ModelResolver:
         self.served_name = served_name
 
     def resolve(self, principal: Principal, name: str, sticky: str | None = None) -> ResolvedModel:
-        """Resolve a name. If it stands for several versions, equal `sticky` texts get the same version.
+        """Resolve a name. If it stands for several versions, equal `sticky` texts always get the same version.
 
-        Without `sticky`, such a name gets a random version. Raises ModelNotFound, InvalidRequest, or PermissionDenied
-        if the key has no inference scope.
+        Without `sticky`, the version is chosen at random. Raises ModelNotFound, InvalidRequest, or PermissionDenied if
+        the key has no inference scope.
         """
         require_inference(principal)
         if name == self.served_name:

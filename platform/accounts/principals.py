@@ -36,7 +36,7 @@ class Principal:
 
     @property
     def holder(self) -> str:
-        """The owner whose concurrent work the admin listener limits: the tenant, or a platform key."""
+        """The owner to which the admin listener's concurrency limit applies: the tenant or a platform key."""
         return self.tenant_id or self.key_id
 
 

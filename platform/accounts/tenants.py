@@ -1,4 +1,4 @@
-"""Tenants: the accounts that own adapters and keys and that pay."""
+"""Tenants: the accounts that own adapters and keys and are billed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_STALE_US = 5_000_000
 
 
 class TenantExists(Conflict):
-    """A tenant with this slug exists."""
+    """A tenant with this slug already exists."""
 
     code = "tenant_exists"
 
@@ -41,7 +41,7 @@ class TenantInUse(Conflict):
 
 
 class InvalidSlug(InvalidRequest):
-    """The text is not a slug, which must match `[a-z0-9][a-z0-9._-]{0,62}`."""
+    """The slug does not match `[a-z0-9][a-z0-9._-]{0,62}`."""
 
     code = "invalid_slug"
 
@@ -76,7 +76,7 @@ class TenantChanges:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What the engine knows about a tenant: its place in fair scheduling and its prefix-cache namespace."""
+    """A tenant as the engine sees it: its weight in fair scheduling and its prefix-cache namespace."""
 
     key: str
     weight: int
@@ -90,7 +90,7 @@ class Tenants:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        # By tenant id, with the time of the read. Entries are replaced as a whole, so threads need no lock.
+        # Shares by tenant id, with the time of each read. Entries are replaced as a whole, so threads need no lock.
         self._shares: dict[str, tuple[int, Share]] = {}
 
     def create(self, slug: str, display_name: str | None = None, timezone: str = "UTC") -> Tenant:
@@ -125,7 +125,7 @@ class Tenants:
         return tenant
 
     def update(self, tenant_id: str, changes: TenantChanges, check: Callable[[Tenant], None]) -> Tenant | None:
-        """Change a tenant after `check`, which can raise, has approved its state; None if there is no such tenant.
+        """Change a tenant after passing its state to `check`, which can raise; None if there is no such tenant.
 
         Raises InvalidRequest.
         """
@@ -170,7 +170,7 @@ class Tenants:
                 if row is None:
                     return False
                 usable = select(keys.c.id).where(keys.c.tenant_id == tenant_id, keys.c.revoked_us.is_(None)).limit(1)
-                # Reservations are checked first: one that is settled in the meantime is already in the ledger.
+                # Check reservations first: a reservation settled between the two queries is then found in the ledger.
                 held, spent = schema.reservations.c, schema.usage_events.c
                 runs = select(held.id).where(held.tenant_id == tenant_id).limit(1)
                 ran = select(spent.request_id).where(spent.tenant_id == tenant_id).limit(1)
@@ -190,7 +190,7 @@ class Tenants:
         return True
 
     def get(self, id_or_slug: str) -> Tenant | None:
-        # Only texts of up to 63 characters, which can be identifiers or slugs, reach the database.
+        # Anything else, such as a longer text, can be neither an identifier nor a slug.
         if not SLUG.fullmatch(id_or_slug):
             return None
         table = schema.tenants

@@ -59,7 +59,10 @@ class Admission:
 
     @property
     def num_writers(self) -> int:
-        """Useful number of concurrent transactions: SQLite allows one; PostgreSQL runs one while we judge another."""
+        """The number of transactions worth running at once.
+
+        SQLite allows only one. PostgreSQL can work on one while the gateway judges the operations of the next.
+        """
         return 1 if self._database.is_sqlite else 2
 
     def commit(self, operations: Sequence[Operation]) -> list[Outcome]:
@@ -77,7 +80,7 @@ class Admission:
                     self._note_overdrawn(transaction.num_overdrawn)
                 return outcomes
             except CountersMissing as missing:
-                # Use a separate transaction: inserting counters while holding others could deadlock.
+                # Use a separate transaction: inserting counters while holding locks on others could deadlock.
                 with self._write() as connection:
                     CounterRows(connection).make(missing.bindings)
         raise RuntimeError("quota policies change faster than they can be applied")
@@ -89,21 +92,21 @@ class Admission:
         return outcome
 
     def extend(self, request_id: str, tokens: int) -> bool:
-        """Reserve more tokens for a running request; False if a policy refuses them or the request is settled."""
+        """Reserve more tokens for a running request; False if a policy refuses or the request is already settled."""
         return bool(self._only(Extension(request_id=request_id, tokens=tokens)))
 
     def settle(self, request_id: str, settlement: Settlement) -> bool:
         """Charge the actual usage, release the rest and write the usage event. False if already settled.
 
         If the reservation was recovered in the meantime, the difference is charged and written as an adjustment. The
-        charge can exceed a limit, because the tokens are already used.
+        charge can exceed a limit, because the tokens have already been used.
         """
         return bool(self._only(Closing(request_id=request_id, settlement=settlement)))
 
     def checkpoint(self, checkpoints: Sequence[Checkpoint]) -> list[str]:
         """Record the tokens delivered so far and extend the leases. Ignores reservations that are not open.
 
-        Returns the ids of the requests that are to be cancelled.
+        Returns the ids of the requests to cancel.
         """
         if not checkpoints:
             return []
@@ -120,7 +123,7 @@ class Admission:
             )
             table = schema.reservations
             wanted = {item.request_id for item in checkpoints}
-            # Cancellations are rare: all gateways together have fewer cancellations than this one has requests.
+            # Few requests are marked for cancellation, so reading all of them is cheaper than looking up each of ours.
             flagged = connection.execute(
                 select(table.c.id).where(table.c.state == "open", table.c.cancel_requested_us.is_not(None))
             ).scalars()
@@ -151,18 +154,22 @@ class Admission:
         return sum(outcome is True for outcome in self.commit(closings)) if closings else 0
 
     def sweep_counters(self) -> int:
-        """Delete some counters of long-past days and months that have nothing reserved; return how many."""
+        """Delete a batch of counters for long-past days and months; return how many.
+
+        Keeps counters with reserved amounts.
+        """
         counters = schema.quota_counters
         key = (counters.c.policy_id, counters.c.subject_id, counters.c.window_start_us)
         with self._write() as connection:
             before_us = self._database.now_us(connection) - KEPT_WINDOWS_US
-            # Counters without a window begin at 0. Counters locked by another transaction are left for the next sweep.
+            # Counters without a window have a `window_start_us` of 0. Counters locked by another transaction are left
+            # for the next sweep.
             past = counters.c.window_start_us.between(1, before_us) & (counters.c.reserved == 0)
             some = select(*key).where(past).limit(_SWEEP_AT_ONCE).with_for_update(skip_locked=True)
             return connection.execute(delete(counters).where(tuple_(*key).in_(some))).rowcount
 
     def probe(self) -> None:
-        """Write to the database as a test; raises SQLAlchemyError if the write fails."""
+        """Check that the database accepts a write; raises SQLAlchemyError if it does not."""
         signals = schema.signals
         with self._write() as connection:
             counted = update(signals).where(signals.c.name == "probe").values(value=signals.c.value + 1)
@@ -170,10 +177,10 @@ class Admission:
                 connection.execute(insert(signals).values(name="probe", value=1))
 
     def roll_up(self) -> int:
-        """Add recent settlements to the rollups; return how many settling transactions were added."""
+        """Add recent settlements to the rollups; return how many settlement transactions were added."""
         total = 0
         while True:
-            # Folds take turns with the committer, which then waits for a short fold rather than poll for SQLite's lock.
+            # Take turns with the committer, which then waits for a short fold rather than polling for SQLite's lock.
             with self._turn if self._database.is_sqlite else nullcontext():
                 folded = self._rollups.fold()
             total += folded

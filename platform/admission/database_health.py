@@ -13,7 +13,7 @@ STALLED_S = 3.0
 """The database counts as unresponsive when a transaction takes longer than this, in seconds."""
 
 SILENT_S = 6.0
-"""The database also counts as unresponsive when the thread that polls it has read nothing for this long, in seconds."""
+"""The database also counts as unresponsive when its polling thread gets no answer for this long, in seconds."""
 
 TROUBLE = (OperationalError, InterfaceError, PoolTimeout)
 """Exceptions raised when the database is unreachable, full, locked or out of connections."""
@@ -24,7 +24,7 @@ class DatabaseTrouble(Exception):
 
 
 class DatabaseHealth:
-    """Collects reports from the database's users and answers admission's queries. Thread-safe."""
+    """Tracks the database's health from reports by the code that uses it. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -34,7 +34,7 @@ class DatabaseHealth:
         self._well_since_s = -float("inf")
 
     def begin_commit(self) -> None:
-        """Record that a transaction begins; a thread can have at most one."""
+        """Record that a transaction has begun; a thread can have only one at a time."""
         self._commits_began_s[threading.get_ident()] = self._clock()
 
     def end_commit(self, failure: Exception | None) -> None:
@@ -48,7 +48,7 @@ class DatabaseHealth:
 
     def note_failure(self, failure: Exception) -> None:
         cause = getattr(failure, "orig", None) or failure
-        # SQLite's driver names the error, such as SQLITE_FULL; PostgreSQL's has one exception class per error.
+        # SQLite's driver has a name for each error, such as SQLITE_FULL; PostgreSQL's has an exception class for each.
         self._failure = getattr(cause, "sqlite_errorname", None) or type(cause).__name__
 
     def note_well(self) -> None:
@@ -64,7 +64,7 @@ class DatabaseHealth:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last write failed, so that only a successful write can show that the database has recovered."""
+        """Whether the last write failed. If so, only a successful write shows that the database has recovered."""
         return self._failure is not None
 
     @property
@@ -78,7 +78,7 @@ class DatabaseHealth:
 
     @property
     def well_for_s(self) -> float:
-        """Seconds since the last database trouble ended; infinity if there was none."""
+        """Seconds since the last database trouble ended: infinity if there was none, 0 while there is some."""
         return 0.0 if self.trouble is not None else self._clock() - self._well_since_s
 
     def check(self) -> None:

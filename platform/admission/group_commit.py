@@ -25,7 +25,7 @@ NoteCommit = Callable[[int, float, bool], None]
 """Called after each transaction with its number of operations, its duration in seconds, and whether it failed."""
 
 WORTH_ANOTHER = 32
-"""Number of waiting operations that justifies another transaction while one is in progress."""
+"""How many operations must wait before a second transaction is started while one is in progress."""
 
 MAX_ATTEMPTS = 4
 RETRY_S = 0.02
@@ -51,7 +51,7 @@ class GroupCommit:
 
     An operation that finds the threads idle is committed immediately. Others queue while a commit is in progress, so a
     busy gateway waits for the disk once per batch and an idle one never waits for a batch to fill. If enough are
-    queued, a second thread judges them while the database works for the first. A refusal, or a statement that the
+    queued, a second thread judges them while the database works on the first batch. A refusal, or a statement that the
     database rejects, affects only its own operation.
     """
 
@@ -118,7 +118,7 @@ class GroupCommit:
             with self._has_changed:
                 self._num_under_way -= len(batch)
                 if self._is_worth_it():
-                    # Another thread commits while this one delivers its outcomes.
+                    # Let another thread commit while this one delivers its outcomes.
                     self._has_changed.notify()
             self._health.end_commit(next((one for one in outcomes if isinstance(one, TROUBLE)), None))
             if self._note_commit is not None:
@@ -145,7 +145,7 @@ class GroupCommit:
             return self._admission.commit(operations)
         except TROUBLE as error:
             if _is_transient(error) and attempt < MAX_ATTEMPTS:
-                # The transaction was rolled back, and the one that it conflicted with has proceeded.
+                # The database rolled this transaction back and let the conflicting one proceed.
                 time.sleep(random.uniform(0, RETRY_S * attempt))
                 return self._commit(operations, attempt + 1)
             # The database is in trouble; retrying each operation would only repeat the error.
@@ -153,7 +153,7 @@ class GroupCommit:
         except DBAPIError as error:
             if len(operations) == 1:
                 return [error]
-            _log.warning("a batch was refused; each operation gets a transaction", error=repr(error.orig))
+            _log.warning("a batch was refused; retrying each operation in its own transaction", error=repr(error.orig))
             return [outcome for operation in operations for outcome in self._commit([operation])]
         except SQLAlchemyError as error:
             return [error] * len(operations)
@@ -163,7 +163,7 @@ class GroupCommit:
 
 
 def _is_transient(error: SQLAlchemyError) -> bool:
-    """Whether the database aborted this transaction only in favour of another, as in a deadlock."""
+    """Whether the database aborted this transaction in favour of another, for example to resolve a deadlock."""
     return getattr(getattr(error, "orig", None), "sqlstate", None) in TRANSIENT_SQLSTATES
 
 
@@ -176,7 +176,7 @@ def _answer(batch: list[_Waiting], outcomes: list[Outcome]) -> None:
         try:
             loop.call_soon_threadsafe(_resolve, answers)
         except RuntimeError:
-            # The loop is closed, so nothing waits for the outcomes.
+            # The loop is closed, so nothing is waiting for these outcomes.
             continue
 
 

@@ -66,7 +66,7 @@ RECOVERED = "recovered"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
-    """The end of a reservation; with `lease_expires_us`, a recovery, valid only while the lease is unchanged.
+    """Ends a reservation. With `lease_expires_us`, it is a recovery, which applies only if the lease is unchanged.
 
     If a recovered reservation is settled after all, the difference is corrected once.
     """
@@ -93,6 +93,9 @@ Operation = ReservationRequest | LoadCharge | Extension | Closing
 """An operation to commit: a reservation to open, extend or close, or a load to count."""
 
 Outcome = Reservation | bool | Exception
-"""For a ReservationRequest, the Reservation or the refusal; for a LoadCharge, True or the refusal; for an Extension,
-whether it was granted; for a Closing, whether it closed or corrected the reservation. For an unknown reservation, a
-LookupError."""
+"""The result of an operation.
+
+For a ReservationRequest, it is the Reservation or the refusal; for a LoadCharge, True or the refusal; for an Extension,
+whether it was granted; for a Closing, whether it closed or corrected the reservation. For an unknown reservation, it is
+a LookupError.
+"""

@@ -1,7 +1,7 @@
 """The reservations of one transaction: locked in a fixed order, kept in memory, and written once.
 
-Running requests have rows, and so do requests whose gateway seemed dead, which can still be corrected. A settled
-request exists only in the ledger.
+There are rows for running requests, and for recovered requests, whose charges can still be corrected. A settled request
+exists only in the ledger.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.decisions import Charge
 
 LEASE_US = 30_000_000
-"""A reservation whose gateway has written no checkpoint for this long is recovered."""
+"""How long a gateway can go without a checkpoint before its reservations are recovered, in microseconds."""
 
 
 class ReservationRow(RequestRow, frozen=True, gc=False):
@@ -174,9 +174,9 @@ class ReservationRows:
             )
 
     def _read_settled(self, request_ids: list[str]) -> None:
-        """Find out which requests without a reservation once had one. Only a few requests are settled twice.
+        """Look up in the ledger which of the requests were settled before. Only a few requests are settled twice.
 
-        A separate statement, run after the locks are acquired, sees what their previous holder wrote.
+        This is a separate statement after the locks are acquired, so that it sees the changes of their previous holder.
         """
         if request_ids:
             events = schema.usage_events

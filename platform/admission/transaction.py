@@ -184,7 +184,7 @@ class AdmissionTransaction:
     def _note_step_back(self, bindings: Sequence[Binding]) -> None:
         """If the clock was set back, make the buckets of a refused request refill from now.
 
-        A refusal writes nothing else, so a refill time in the future would otherwise be reset at every refusal.
+        A refusal changes nothing else. Without this write, each refusal would see the refill time in the future again.
         """
         for binding in bindings:
             counter = self._quotas.counters.get(binding.key)

@@ -15,7 +15,7 @@ BOUNDED_TIERS = ("host", "disk")
 
 
 class EngineCollector(Collector):
-    """The engine's own counts, which restart from zero with the engine. docs/metrics.md describes the fixed series."""
+    """The engine's own counts, which reset to zero when it restarts. docs/metrics.md describes the fixed series."""
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
@@ -60,7 +60,7 @@ def _steps(stats: Stats) -> Iterator[Metric]:
     yield tokens
     grammars = stats.grammars
     yield _counter("loramux_engine_grammars_compiled", "Grammars compiled", grammars.num_compiled)
-    yield _counter("loramux_engine_grammars_reused", "Sequences whose grammar was compiled before", grammars.num_reused)
+    yield _counter("loramux_engine_grammars_reused", "Sequences with an already compiled grammar", grammars.num_reused)
     yield _counter("loramux_engine_grammar_compile_seconds", "Time to compile grammars", grammars.compile_s)
     yield _counter("loramux_engine_grammar_masks", "Tokens chosen under a grammar's mask", grammars.num_masks)
     yield _counter("loramux_engine_grammar_mask_seconds", "Time to compute masks", grammars.mask_s)
@@ -111,8 +111,8 @@ def _loading(counts: LoadCounts) -> Iterator[Metric]:
             held.add_metric((tier.tier,), tier.used_bytes)
             evictions.add_metric((tier.tier,), tier.num_evictions)
     labels = ("tier", "stage")
-    stages = CounterMetricFamily("loramux_adapter_stages", "Loading stages that adapters passed", labels=labels)
-    num_bytes = CounterMetricFamily("loramux_adapter_stage_bytes", "Bytes that passed a loading stage", labels=labels)
+    stages = CounterMetricFamily("loramux_adapter_stages", "Loading stages that adapters completed", labels=labels)
+    num_bytes = CounterMetricFamily("loramux_adapter_stage_bytes", "Bytes processed by a loading stage", labels=labels)
     seconds = CounterMetricFamily("loramux_adapter_stage_seconds", "Time spent in a loading stage", labels=labels)
     for one in counts.stages:
         at = (one.tier, one.stage)

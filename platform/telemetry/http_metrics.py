@@ -1,4 +1,4 @@
-"""Counts the listeners' answers and times them to their last byte."""
+"""Counts each listener's responses and measures the time to their last byte."""
 
 from __future__ import annotations
 

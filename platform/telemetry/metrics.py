@@ -36,7 +36,7 @@ NETWORK_REFUSALS = (
 
 REFUSALS_WINDOW_S = 300.0
 MAX_POLICIES = 4096
-"""Maximum number of policies counted per window. Refusals by further policies are ignored until the next window."""
+"""Maximum number of policies counted per window. Refusals by other policies are ignored until the next window."""
 
 
 class GatewayMetrics:
@@ -63,7 +63,7 @@ class GatewayMetrics:
         self.tokens = self._counter("loramux_tokens", "Settled tokens", "kind")
         self.running = self._gauge("loramux_running_requests", "Admitted requests that are not settled")
 
-        self.refusals = self._counter("loramux_quota_refusals", "Requests beyond a quota, by metric", "metric", "mode")
+        self.refusals = self._counter("loramux_quota_refusals", "Requests over a quota, by metric", "metric", "mode")
         self.grammar_checks = self._counter("loramux_grammar_checks", "Requests with a grammar, by outcome", "outcome")
         self.grammar_check_seconds = self._histogram(
             "loramux_grammar_check_seconds", "Time to check a request's grammar", COMMIT_SECONDS
@@ -150,7 +150,7 @@ class GatewayMetrics:
             self.grammar_refused_keywords.labels(keyword if keyword in JSON_SCHEMA_KEYWORDS else "other").inc()
 
     def note_listener(self, listener: str, num_connections: Callable[[], int]) -> Counter:
-        """Report a listener's number of connections; return the counter of connections that it refuses or ends."""
+        """Report a listener's number of connections; return the counter of connections that it refuses or closes."""
         self._connections.labels(listener).set_function(num_connections)
         for reason in NETWORK_REFUSALS:
             self._network_refusals.labels(listener, reason)

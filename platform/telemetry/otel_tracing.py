@@ -22,7 +22,10 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class OtelTracing:
-    """Starts traces. A `share` is sampled by trace id; traces under a client's trace follow the client's decision."""
+    """Starts traces, sampling a `share` of them by trace id.
+
+    A trace that continues a client's trace follows the client's decision.
+    """
 
     def __init__(self, provider: TracerProvider, clients: ClientTraces = "link") -> None:
         self._provider = provider

@@ -39,7 +39,7 @@ class RequestTrace(Protocol):
     def begin(self, name: str) -> Span: ...
 
     def span(self, name: str) -> AbstractContextManager[object]:
-        """A span for the duration of a block; an exception that leaves the block marks it as failed."""
+        """A span for the duration of a block; an exception that leaves the block marks the span as failed."""
 
 
 class Tracing(Protocol):

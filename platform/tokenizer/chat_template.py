@@ -22,7 +22,7 @@ class ModelFilesError(Exception):
 
 
 class ChatTemplate:
-    """Turns messages into the prompt's text, special tokens included."""
+    """Renders messages as the text of a prompt, including special tokens."""
 
     def __init__(self, template: Template, special_tokens: Mapping[str, str]) -> None:
         self._template = template
@@ -75,7 +75,7 @@ def _source(model_dir: Path, config: Mapping[str, Any]) -> str | None:
         return file.read_text("utf-8")
     declared = config.get("chat_template")
     if isinstance(declared, list):
-        # Of several named templates, `default` is the one for plain chat.
+        # If there are several named templates, `default` is the one for plain chat.
         declared = next((item["template"] for item in declared if item.get("name") == "default"), None)
     return declared if isinstance(declared, str) else None
 

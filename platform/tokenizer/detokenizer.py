@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 CONTEXT_TOKENS = 5
-"""Preceding tokens decoded together with new ones, so that leading spaces and split characters come out right."""
+"""Preceding tokens to decode together with new ones, so that leading spaces and split characters come out right."""
 
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """Decodes one sequence token by token. The text of `ids[start:read]` was emitted; `ids[read:]` are held back.
+    """Decodes one sequence token by token. The text of `ids[start:read]` has been emitted; `ids[read:]` are held back.
 
     An incomplete character is recognised by the tokens' bytes, since U+FFFD in the text can mean either the beginning
     of a character or U+FFFD itself.
@@ -75,7 +75,7 @@ class StopStrings:
         return shown
 
     def flush(self) -> str:
-        """The text held back so far, to be emitted because no more text will come."""
+        """Return the text held back so far; no more text will come."""
         held, self._held = self._held, ""
         return held
 

@@ -49,8 +49,8 @@ class ModelTokenizer:
     def encode(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
         """Encode a plain prompt, with the special tokens that the model expects around it.
 
-        Raises InvalidRequest for a text that cannot fit in `max_tokens`, before tokenising it. A text that passes this
-        check can still have more tokens.
+        Before tokenising, raises InvalidRequest for a text that is too long to fit in `max_tokens`. A text that passes
+        this check can still have more tokens than that.
         """
         self._check_length(text, max_tokens, "prompt")
         return self._ids(text, add_special_tokens=True)
@@ -70,7 +70,7 @@ class ModelTokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for; the name of a special token."""
+        """The bytes of one token; for a special token, its name."""
         return self._bytes.of(token_id)
 
     def text_bytes(self, token_id: int) -> bytes:
@@ -80,7 +80,7 @@ class ModelTokenizer:
     def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         if len(text) <= MAX_TOKENISED_AT_ONCE:
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
-        # Use a batch of one: only for batches does the library release the interpreter lock and let the event loop run.
+        # Use a batch of one: the library releases the interpreter lock, which the event loop needs, only for batches.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
