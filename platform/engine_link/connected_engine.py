@@ -1,4 +1,4 @@
-"""The base class of all clients of an engine process, with one connection and the crash strikes."""
+"""The base class of clients of an engine process: holds one connection and counts crash strikes."""
 
 from __future__ import annotations
 

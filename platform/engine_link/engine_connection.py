@@ -89,7 +89,7 @@ class SequenceStream:
 
 
 def refused_stream(add: Add) -> SequenceStream:
-    """The stream of a sequence that is refused because engines died while running it."""
+    """A stream that refuses a sequence because engines died while running it."""
     stream = SequenceStream(add)
     stream.put(
         Finished(

@@ -24,10 +24,10 @@ KILL_WAIT_S = 2.0
 """How long to wait for a killed process, in seconds. A process stuck in a kernel driver never ends."""
 
 THREADS_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
-"""Idle kernel threads spin for about 0.2 ms, then sleep (GNU OpenMP).
+"""Makes idle compute threads spin for about 0.2 ms before they sleep (GNU OpenMP).
 
 A step has dozens of parallel regions, less than 0.2 ms apart, and waking a thread takes 0.1 ms. Threads that spin
-forever would take the cores from the gateway, and from each other whenever one waits for a time slice.
+forever would take CPU time from the gateway, and from each other whenever there are fewer free cores than threads.
 """
 
 MEMORY_ENVIRONMENT = {
@@ -40,17 +40,18 @@ MEMORY_ENVIRONMENT = {
         )
     )
 }
-"""Memory freed by a step is reused by the next one, in huge pages if the kernel gives them on request (GNU libc).
+"""Lets a step reuse memory freed by the previous one, in huge pages if the kernel offers them (GNU libc).
 
-Otherwise each activation of a large step is mapped again: 20,000 page faults for sixteen prompts of 64 tokens. Weights
-in small pages are read at half the speed. 32 MiB is the largest threshold that the C library accepts.
+Otherwise each activation of a large step would be mapped again, with 20,000 page faults for sixteen prompts of 64
+tokens. Weights in small pages would be read at half the speed. 32 MiB is the largest threshold that the C library
+accepts.
 """
 
 log = structlog.get_logger()
 
 
 class EngineProcess:
-    """A started process. Call `close` however the process ended."""
+    """A started engine process. Always call `close`, no matter how the process ended."""
 
     def __init__(self, process: asyncio.subprocess.Process, record: StepRecord, output: ProcessOutput) -> None:
         self._process = process
@@ -134,7 +135,7 @@ class EngineProcess:
         self.close()
 
     def close(self) -> None:
-        """Free the pipe and the step record on this side."""
+        """Close the output pipe and the step record."""
         self._output.last_line()
         self._output.close()
         self.record.close()

@@ -81,7 +81,7 @@ def _takes_sockets(directory: Path) -> bool:
 
 
 def _remove_abandoned() -> None:
-    """Remove this user's unlocked temporary directories: their owners are dead."""
+    """Remove this user's unlocked temporary directories, whose owners are dead."""
     for directory in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
         with contextlib.suppress(OSError):
             if directory.is_symlink() or directory.stat().st_uid != os.getuid():
@@ -97,7 +97,7 @@ def _remove_if_abandoned(directory: Path) -> None:
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Remove the lock last: a directory without one is never examined again.
+        # Remove the lock last: a directory without a lock file is never examined again.
         for name in (SOCKET_NAME, LOCK_NAME):
             (directory / name).unlink(missing_ok=True)
         directory.rmdir()

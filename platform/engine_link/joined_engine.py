@@ -29,7 +29,7 @@ class JoinRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joining:
-    """How long an engine may take to answer, and how often to look for a lost engine."""
+    """How long to wait for an engine's answer, and how often to look for a lost engine, in seconds."""
 
     answer_timeout_s: float = 5.0
     first_delay_s: float = 0.1
@@ -39,8 +39,9 @@ class Joining:
 class JoinedEngine(ConnectedEngine):
     """A client of the engine at `path`, which it neither starts nor stops.
 
-    When the engine stops, open streams end as they do at its supervisor. Once another engine listens at the same path,
-    the client joins it. The engine must run the same version of loramux and the model with the given `model_sha256`.
+    When the engine stops, open streams end exactly as in the supervisor's gateway. The client then joins the next
+    engine that listens at the same path. The engine must run the same version of loramux and the model with the given
+    `model_sha256`.
     """
 
     def __init__(
@@ -89,16 +90,16 @@ class JoinedEngine(ConnectedEngine):
         if connection.info.model_sha256 != self._model_sha256:
             connection.close(frozenset())
             raise JoinRefused(
-                f"the engine at {self._path} serves another model: give --model the directory that its server was given"
+                f"the engine at {self._path} serves another model: pass the --model directory that its server uses"
             )
         return connection
 
     async def _follow(self) -> None:
-        """Wait until the engine is lost, end its streams, and join the next one; forever."""
+        """Loop forever: wait until the engine is lost, end its streams, and join the next engine."""
         while True:
             assert self._connection is not None
             await self._connection.wait_lost()
-            self._trouble = "the engine is gone; the server that started it may be starting it again"
+            self._trouble = "the engine is gone; the server that started it may be restarting it"
             log.error("engine lost", path=str(self._path))
             self._lost = self._connection.open_adds
             self._leave()
@@ -116,7 +117,7 @@ class JoinedEngine(ConnectedEngine):
             try:
                 return await self._join()
             except Exception as error:
-                # After any failure, the next round tries again.
+                # Whatever the failure, try again.
                 self._trouble = str(error)
             delay_s = min(2 * delay_s, self._joining.max_delay_s)
 
@@ -142,7 +143,7 @@ def _check_listening(path: Path) -> None:
         raise JoinRefused(f"the engine at {path} is gone: start its server, 'loramux serve', first") from None
     except PermissionError:
         raise JoinRefused(
-            f"this user may not use the engine at {path}: run the gateway as the same user as its server"
+            f"this user is not allowed to use the engine at {path}: run the gateway as the same user as its server"
         ) from None
     except OSError as error:
         raise JoinRefused(f"the engine at {path} cannot be reached: {error.strerror or error}") from None

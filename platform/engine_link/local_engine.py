@@ -40,11 +40,11 @@ class Supervision:
     """How an engine is watched, and when it is restarted."""
 
     step_timeout_s: float = 60.0
-    """A step that takes longer counts as hung."""
+    """Longest allowed step, in seconds. A longer one counts as hung."""
     start_timeout_s: float = 300.0
-    """The limit for the start, and for the first step after it, which may have to compile kernels."""
+    """Longest allowed start, and longest first step, which may have to compile kernels, in seconds."""
     first_delay_s: float = 0.2
-    """Delay before a restart after a steady run; it doubles with each run that is not steady."""
+    """Delay before a restart after a steady run, in seconds. It doubles after each run that is not steady."""
     max_delay_s: float = 30.0
     steady_s: float = 60.0
 
@@ -105,7 +105,7 @@ class LocalEngine(ConnectedEngine):
 
     @property
     def socket_path(self) -> Path:
-        """Where the engine listens, also for other gateways; it stays the same across restarts."""
+        """The path at which the engine listens for all gateways. It stays the same across restarts."""
         return self._socket.path
 
     @property
@@ -177,7 +177,7 @@ class LocalEngine(ConnectedEngine):
         return [] if connection is None else connection.close(running)
 
     async def _supervise(self) -> None:
-        """Wait for the engine's death, end its streams, and restart it; forever."""
+        """Loop forever: wait for the engine to die, end its streams, and restart it."""
         num_short_runs = 0
         while True:
             assert self._process is not None
@@ -194,12 +194,12 @@ class LocalEngine(ConnectedEngine):
                 await self._connect()
                 log.info("engine restarted", pid=self.pid)
             except Exception as error:
-                # After any failure, the next round tries again. A process that cannot be reached is killed.
+                # Whatever the failure, the next iteration tries again. A process that cannot be reached is killed.
                 log.error("engine restart failed", reason=str(error))
                 self._process.kill()
 
     async def _until_death(self, process: EngineProcess) -> float:
-        """Wait until the process is gone, killing it if its loop hangs; return how many seconds it worked."""
+        """Wait until the process is gone, killing it if its loop hangs; return how many seconds it was healthy."""
         limits = self._supervision
         interval_s = limits.look_interval_s
         watchdog = Watchdog(limits.step_timeout_s, limits.start_timeout_s, max_gap_s=2 * interval_s)

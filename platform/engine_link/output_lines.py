@@ -46,7 +46,8 @@ class OutputLines:
             self._traceback = [text]
         elif self._traceback:
             self._traceback.append(text)
-            # Its frames are indented. The first line that is not indented names the exception and is the last one.
+            # A traceback's frames are indented. The first line that is not indented is its last; it names the
+            # exception.
             if not text.startswith(" ") or len(self._traceback) >= MAX_TRACEBACK_LINES:
                 self._say_traceback()
         elif text:

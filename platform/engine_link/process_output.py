@@ -59,7 +59,7 @@ class ProcessOutput:
             self._at_end()
 
     def _read(self) -> bool:
-        """Read what is available; False if there is nothing now or the pipe has ended."""
+        """Read what is available; False if no output is available or the pipe has ended."""
         if not self._is_open:
             return False
         try:
@@ -67,7 +67,7 @@ class ProcessOutput:
         except BlockingIOError:
             return False
         if not data:
-            # A pipe at its end stays readable, so the loop would keep calling.
+            # A pipe at its end stays readable, so the event loop would call this function again and again.
             self._loop.remove_reader(self._read_fd)
             return False
         self._kept = (self._kept + data)[-MAX_KEPT_BYTES:]

@@ -28,10 +28,10 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What one sequence does: emit `token_ids`, up to the request's max_tokens, pause there if allowed, then end.
+    """The behaviour of one sequence: emit `token_ids` up to the request's max_tokens, pause there if allowed, then end.
 
-    With fewer tokens than max_tokens, the sequence ends as if by an end-of-sequence token, which is committed but not
-    emitted.
+    If there are fewer tokens than max_tokens, the sequence ends as if by an end-of-sequence token, which is committed
+    but not emitted.
     """
 
     token_ids: tuple[int, ...]
@@ -104,7 +104,7 @@ class ScriptedEngine:
             asyncio.get_running_loop().call_later(sequence.script.abort_delay_s, sequence.end, "abort")
 
     def die(self) -> None:
-        """End every stream as if the engine had died, and be unavailable until `revive`."""
+        """End every stream as if the engine had died, and stay unavailable until `revive` is called."""
         self._is_ready = False
         for sequence in self._running.values():
             sequence.end("engine_unavailable")
@@ -170,7 +170,7 @@ class ScriptedEngine:
         )
 
     def _tier(self, tier: str) -> TierContents:
-        """Every tier holds the same adapters as the pool."""
+        """Every tier contains the same adapters as the pool."""
         kept = tuple(
             KeptAdapter(digest=digest, num_bytes=pages * PAGE_BYTES, idle_s=0.0)
             for digest, pages in self.resident.items()
@@ -239,7 +239,7 @@ class _Sequence:
         self._ended.set()
 
     async def ends_within(self, seconds: float | None) -> bool:
-        """Wait for `seconds` or until the sequence is told to end; return whether it was."""
+        """Wait for `seconds` or until `end` is called; return whether it was called."""
         if seconds == 0.0:
             await asyncio.sleep(0)
             return self._ended.is_set()

@@ -1,4 +1,4 @@
-"""Detects an engine loop that has stopped although its process is alive."""
+"""Detects an engine loop that has stopped while its process is still alive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ class Watchdog:
 
     A loop that keeps iterating is healthy, whether it has work or not. A step may take `step_timeout_s`, or
     `first_step_timeout_s` until the first step has completed, since kernels may have to be compiled for it. Each sample
-    counts for at most `max_gap_s`, so that an engine is not blamed when the machine or container was suspended.
+    counts for at most `max_gap_s`, so that the time during which the machine or container was suspended does not count
+    against the engine.
     """
 
     def __init__(self, step_timeout_s: float, first_step_timeout_s: float, max_gap_s: float) -> None:
@@ -21,7 +22,7 @@ class Watchdog:
         self.stalled_s = 0.0
 
     def look(self, progress: LoopProgress, since_last_look_s: float) -> bool:
-        """Take a sample; return whether the loop hangs."""
+        """Take a sample; return whether the loop is hung."""
         if progress.num_passes != self._num_passes:
             self._num_passes = progress.num_passes
             self.stalled_s = 0.0

@@ -22,10 +22,7 @@ REPORT_INTERVAL_S = 1.0
 REPORT_WAIT_S = 1.0
 
 STALE_S = 2 * REPORT_INTERVAL_S
-"""Maximum age of a report that can call an adapter cold, in seconds.
-
-While no requests arrive, the last report gets older.
-"""
+"""Maximum age of a report used to call an adapter cold, in seconds. Without requests, reports are not refreshed."""
 
 LOAD_S = 60.0
 """How long an adapter that is being loaded may be missing from the engine's reports, in seconds."""
@@ -34,9 +31,9 @@ LOAD_S = 60.0
 class ColdLoads:
     """Predicts cold loads from the engine's last report of its pool and this gateway's own loads since then.
 
-    While requests arrive, a report is at most `REPORT_INTERVAL_S` old. During that time an evicted adapter counts as
-    resident, and an adapter that several gateways load concurrently is a cold load for each. No request is refused
-    because of an outdated report: see `admit`. Before the first report, no load is called cold.
+    While requests arrive, a report is at most `REPORT_INTERVAL_S` old. Until the next report, an evicted adapter counts
+    as resident, and an adapter that several gateways load concurrently counts as a cold load for each of them. No
+    request is refused because of an outdated report: see `admit`. Before the first report, no load is called cold.
     """
 
     def __init__(self, engine: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,9 +47,10 @@ class ColdLoads:
         self._last_asked_s = -math.inf
 
     async def admit(self, tenant_id: str, digest: str, hold: Callable[[bool], Awaitable[T]]) -> T:
-        """Call `hold` with True if the engine must load the adapter, for a request or a load ahead of requests.
+        """Call `hold`, passing whether the engine must load the adapter; return its result.
 
-        If a limit refuses the cold load, the engine is asked again: another gateway may have loaded the adapter.
+        If a limit refuses the cold load, ask the engine for a new report, since another gateway may have loaded the
+        adapter, and call `hold` again if so.
         """
         try:
             async with self.admitting(tenant_id, digest) as is_cold:
@@ -111,7 +109,7 @@ class ColdLoads:
         }
 
     async def follow(self) -> None:
-        """Refresh the report forever, whenever requests have asked for it."""
+        """Loop forever, refreshing the report whenever requests have asked for it."""
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
             if self._was_asked:

@@ -25,10 +25,13 @@ FINISHED_WAIT_S = 1.0
 """How long to wait for an aborted sequence's final report while a client is waiting, in seconds."""
 
 ABANDONED_WAIT_S = 60.0
-"""The same limit once the client has left. It exceeds any step's duration: the engine reads aborts between steps."""
+"""How long to wait for that report once the client has left, in seconds.
+
+It exceeds any step's duration, since the engine reads aborts between steps.
+"""
 
 EXTEND_AHEAD_TOKENS = 128
-"""More tokens are requested this many tokens before the grant runs out, so that the sequence need not pause."""
+"""How many tokens before the end of a grant to request more, so that the sequence does not have to pause."""
 
 Extend = Callable[[str, int], Awaitable[bool]]
 """Reserves more tokens for a request; False if no more are granted."""
@@ -45,7 +48,7 @@ class Usage:
 
 
 class Generation:
-    """Runs in its own task, so that a disconnecting client cannot interrupt the settlement.
+    """A request that runs in its own task, so that a disconnecting client cannot interrupt the settlement.
 
     `deltas` yields the choices' output until `end` is called, once the request is settled and `usage` is known.
     `observe_gap` receives the seconds between two tokens of a choice.
@@ -97,7 +100,7 @@ class Generation:
             raise self._failure
 
     def abandon_when(self, gone: Coroutine[Any, Any, None]) -> None:
-        """Abandon the request when `gone` returns, because the client has left."""
+        """Abandon the request when `gone` returns, which means that the client has left."""
 
         async def watch() -> None:
             await gone

@@ -23,7 +23,7 @@ TEND_INTERVAL_S = 1.0
 """How often to retry a failing database and to look for spooled settlements, in seconds."""
 
 RECOVERY_GRACE_S = LEASE_US / 1_000_000
-"""After database trouble, gateways have this long to checkpoint and settle before recovery resumes, in seconds."""
+"""How long gateways have after database trouble to checkpoint and settle before recovery resumes, in seconds."""
 
 CHECKPOINT_INTERVAL_S = 5.0
 
@@ -85,7 +85,7 @@ class Maintenance:
             await asyncio.sleep(CHECKPOINT_INTERVAL_S)
 
     def _may_recover(self) -> bool:
-        """Whether recovery is safe; it is not while healthy gateways may have been unable to renew their leases."""
+        """Whether recovery is safe. It is not if healthy gateways may have been unable to renew their leases."""
         return not self._settler.has_waiting and self._health.well_for_s > RECOVERY_GRACE_S
 
     async def _tend_database(self) -> None:

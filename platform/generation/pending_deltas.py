@@ -15,8 +15,8 @@ MAX_SEPARATE = 64
 class PendingDeltas:
     """A queue that never blocks its writer and stays short even if its reader is slow.
 
-    Up to MAX_SEPARATE deltas wait as they arrived. Further deltas are joined per choice, so the queue holds at most
-    MAX_SEPARATE deltas plus one per choice, with the text and log-probabilities that the request is charged for.
+    Up to MAX_SEPARATE deltas are kept as they arrived. Further deltas are joined per choice, so the queue holds at most
+    MAX_SEPARATE deltas plus one per choice. Joining keeps all text and log-probabilities.
     """
 
     def __init__(self) -> None:

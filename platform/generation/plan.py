@@ -43,7 +43,7 @@ class Plan:
     granted_tokens: int
     sampling: SamplingParams
     grammar: str
-    """What each choice must follow, in llguidance's form; empty: nothing."""
+    """The grammar that each choice must follow, in llguidance's format; empty if there is none."""
     stops: tuple[str, ...]
     tokens_at_once: int
     """Maximum number of tokens reported together; 1 if the client or a stop string needs each one immediately."""
@@ -69,7 +69,7 @@ class Plan:
     def _add(self, prompt_index: int, choice: int, traceparent: str | None) -> Add:
         sampling = self.sampling
         if sampling.seed is not None and choice:
-            # Each choice of a prompt gets its own seed; the first matches n = 1.
+            # Each choice of a prompt gets its own seed; the first gets the seed of a request with n = 1.
             sampling = msgspec.structs.replace(sampling, seed=sampling.seed + choice)
         adapter, share = self.target.model.adapter, self.target.share
         return Add(

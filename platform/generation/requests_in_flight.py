@@ -1,4 +1,4 @@
-"""The requests with open reservations, on every gateway of the database. Each can be cancelled."""
+"""Lists and cancels the open requests of all gateways that share the database."""
 
 from __future__ import annotations
 

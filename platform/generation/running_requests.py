@@ -82,7 +82,7 @@ class RunningRequests:
         if adapter is None:
             return await self._reserve(plan, loads_adapter=False)
         try:
-            # The limit includes the wait for another request's cold load.
+            # The timeout also covers waiting for another request's cold load.
             async with asyncio.timeout(RESERVE_WAIT_S):
                 return await self._cold_loads.admit(plan.target.tenant_id, adapter.digest, partial(self._reserve, plan))
         except TimeoutError:

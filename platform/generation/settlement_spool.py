@@ -45,8 +45,8 @@ class SettlementSpool:
 
     Each record is a line with its CRC-32 and JSON, written in place after the previous one and fsynced; zeros fill the
     rest of the file. Settling twice changes nothing, so records can be replayed any number of times. `begin_replay`
-    reads the waiting records and `end_replay` marks them as settled; once none is waiting, all are overwritten with
-    zeros. None of this takes new space, except keeping a record that the database refused.
+    reads the waiting records and `end_replay` marks them as settled; once no record is waiting, the file is overwritten
+    with zeros. Only setting aside a record that the database refused takes new space.
 
     A file whose first byte is zero is empty, whatever follows. A torn last line, left by a crash, was never
     acknowledged; a damaged line elsewhere is reported and kept. Lines in the file LEFT are replayed at the next start
@@ -62,7 +62,8 @@ class SettlementSpool:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._allocated = 0
-        # Records in [0, _settled) are settled, records in [_settled, _end) wait; a replay has read up to _replayed.
+        # Records in [0, _settled) are settled, and records in [_settled, _end) are waiting. A replay has read up to
+        # _replayed.
         self._settled = 0
         self._replayed = 0
         self._damaged: list[bytes] = []
@@ -114,7 +115,7 @@ class SettlementSpool:
     def end_replay(self, refused: Iterable[Closing] = ()) -> None:
         """Mark the records that `begin_replay` read as settled, and set aside the ones that the database `refused`.
 
-        Raises OSError if the refused records cannot be written; all records then keep waiting.
+        Raises OSError if the refused records cannot be written; in that case all records remain waiting.
         """
         with self._lock:
             kept = [*map(msgspec.json.encode, refused), *self._damaged]
@@ -134,7 +135,10 @@ class SettlementSpool:
                 self._empty()
 
     def _empty(self) -> None:
-        """Start again at the beginning of the file. If this fails, settled records may be replayed, without effect."""
+        """Start again at the beginning of the file.
+
+        If this fails, settled records may be replayed, which has no effect.
+        """
         num_bytes, self._settled, self._end = self._end, 0, 0
         if num_bytes == 0:
             return

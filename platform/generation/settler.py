@@ -73,7 +73,7 @@ class Settler:
         settling.add_done_callback(self._unrun.discard)
 
     async def spool_unrun(self, request_id: str) -> None:
-        """Spool the release of a request's reservation, which may exist although its answer was lost."""
+        """Spool the release of a reservation that may have been made although the database's answer was lost."""
         closing = Closing(request_id=request_id, settlement=NEVER_RAN)
         is_kept = False
         try:

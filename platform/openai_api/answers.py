@@ -1,4 +1,4 @@
-"""The bodies that send a generation to an OpenAI client, whole or in chunks."""
+"""Builds the response bodies that carry a generation to an OpenAI client, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
 
 LOWEST_LOGPROB = -9999.0
-"""OpenAI's value for an impossible token, since JSON has no infinity."""
+"""The log-probability that OpenAI reports for an impossible token, since JSON has no infinity."""
 
 Document = dict[str, Any]
 

@@ -26,7 +26,7 @@ With `stream: true`, the answer is a stream of server-sent events that ends with
 ends with an error instead. Every error has the same envelope, `{"error": {"message", "type", "param", "code"}}`, and
 every response has an `x-request-id`.""",
     public=frozenset({"/health/live", "/health/ready"}),
-    readers="Any key can read it.",
+    readers="Any key can read this document.",
 )
 
 

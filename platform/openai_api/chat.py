@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: turns a conversation into one prompt. `request_life.py` does the rest."""
+"""`POST /v1/chat/completions`: turns a conversation into one prompt. `request_life.py` runs it."""
 
 from __future__ import annotations
 

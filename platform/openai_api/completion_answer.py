@@ -16,7 +16,7 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 class CompletionAnswer:
     """Builds the bodies of one text completion. `model` is the name that the client used.
 
-    `echoes` holds the prompt text to repeat before each choice.
+    `echoes` contains the prompt text to repeat before each choice.
     """
 
     id: str
@@ -87,5 +87,5 @@ class CompletionAnswer:
         try:
             return spelled.decode()
         except UnicodeDecodeError:
-            # Parts of a character would all be shown as U+FFFD, so they are spelled as OpenAI spells them.
+            # Parts of a character would all be shown as U+FFFD, so spell out their bytes as OpenAI does.
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: takes one or more prompts, as text or token ids. `request_life.py` does the rest."""
+"""`POST /v1/completions`: takes one or more prompts, as text or token ids. `request_life.py` runs them."""
 
 from __future__ import annotations
 

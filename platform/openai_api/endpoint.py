@@ -33,6 +33,6 @@ class Endpoint(Generic[B]):
     """The endpoint's name in the ledger and the metrics."""
     body: type[B]
     tokenise: Callable[[GatewayServices, B], Prompts]
-    """Tokenises the prompts of a body; slow for long ones. Raises InvalidRequest."""
+    """Tokenises a body's prompts, which is slow if they are long. Raises InvalidRequest."""
     shape: Callable[[GatewayServices, Received[B]], Awaitable[Answer]]
     """Prepares the builder of the answer's bodies, before generation starts."""

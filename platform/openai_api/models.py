@@ -52,5 +52,5 @@ def _body(services: GatewayServices, model: ResolvedModel, name: str) -> dict[st
 
 
 def _created_s(adapter: AdapterRef) -> int:
-    """When the version was created, from its identifier: a UUIDv7, which begins with milliseconds."""
+    """A version's creation time, taken from its identifier, a UUIDv7, which begins with the time in milliseconds."""
     return int(adapter.version_id.partition("_")[2][:12], 16) // 1000

@@ -15,7 +15,7 @@ from loramux.platform.openai_api.openapi import describe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerDocument:
-    """A listener's OpenAPI document: the parts that do not come from its routes."""
+    """The parts of a listener's OpenAPI document that do not come from its routes."""
 
     description: str
     public: frozenset[str]

@@ -10,7 +10,7 @@ from loramux.platform.openai_api.schemas import GenerationRequest
 from loramux.platform.openai_api.services import GatewayServices
 
 TOKENS_AT_ONCE = 16
-"""Number of tokens that the engine reports together for a non-streamed answer, to save the gateway most of its work."""
+"""Number of tokens that the engine reports together for a non-streamed answer, saving the gateway most of its work."""
 
 
 def check_untokenised(services: GatewayServices, body: GenerationRequest) -> None:
@@ -35,7 +35,7 @@ def make_plan(
     # In the engine, each choice is a sequence with its own copy of the prompt.
     most = services.settings.max_request_tokens
     if body.num_choices * sum(len(prompt) + max_tokens for prompt in prompts) > most:
-        raise InvalidRequest(f"n times (tokens + max_tokens) of all prompts must not exceed {most}", param="n")
+        raise InvalidRequest(f"n times (tokens + max_tokens), over all prompts, must not exceed {most}", param="n")
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens exceeds max_tokens, which is {max_tokens}", param="min_tokens")
     is_asked = body.token_limit is not None

@@ -1,4 +1,4 @@
-"""A request's life, from its key to its settlement: the steps of both endpoints, in order."""
+"""A request's life, from authentication to settlement: the steps that both endpoints share, in order."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def tokenise(services: GatewayServices, endpoint: Endpoint[B], received: R
 
 
 async def constrain(services: GatewayServices, target: Target, body: GenerationRequest) -> str:
-    """The grammar that the answer must follow, checked; empty without one. Raises InvalidRequest and RateLimited."""
+    """The checked grammar that the answer must follow; empty if there is none. Raises InvalidRequest or RateLimited."""
     constraint = body.constraint()
     if constraint is None:
         return ""

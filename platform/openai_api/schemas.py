@@ -82,7 +82,7 @@ class GenerationRequest(StrictModel):
     PROMPT: ClassVar[str]
     """The name of the field that holds the prompt."""
     DEFAULT_MAX_TOKENS: ClassVar[int | None] = None
-    """The token limit for a body that sets none; None means all that the context allows."""
+    """The token limit for a body that sets none; None means the rest of the context."""
 
     model: str = Field(max_length=MAX_MODEL_NAME)
     n: int | None = Field(None, ge=1, le=128)
@@ -156,13 +156,13 @@ class GenerationRequest(StrictModel):
                 raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param=param)
 
     def constraint(self) -> Constraint | None:
-        """What the answer must follow; raises InvalidRequest if the body asks for two things."""
+        """The constraint on the answer; raises InvalidRequest if the body sets more than one."""
         guided = StructuredOutputs(
             json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
         )
         found = [*constraints(self.response_format, self.structured_outputs, guided)]
         if len(found) > 1:
-            raise InvalidRequest("the answer can follow only one of these", param=found[1].param)
+            raise InvalidRequest("only one constraint on the answer is allowed", param=found[1].param)
         return found[0] if found else None
 
     def sampling(self) -> SamplingParams:

@@ -187,6 +187,9 @@ class GatewayServices:
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence that the running engine accepts; its pool may hold fewer than the model supports."""
+        """The longest sequence that the running engine accepts.
+
+        Its pool may hold fewer tokens than the model supports.
+        """
         info = self.engine.info
         return self.model.max_model_len if info is None else min(self.model.max_model_len, info.max_model_len)
