@@ -34,7 +34,7 @@ class Choice:
         self.finished: Finished | None = None
         self._is_given_up = False
         self.is_done = False
-        """Whether the last delta was produced: a stop string was found or the engine finished successfully."""
+        """Whether the last delta has been produced: a stop string was found or the engine finished successfully."""
 
     def feed(self, output: SequenceOutput) -> ChoiceDelta | None:
         """The text and log-probabilities that these tokens add, or None. Tokens after a stop string add nothing."""
@@ -87,7 +87,7 @@ class Choice:
 
     @property
     def completion_tokens(self) -> int:
-        """Generated tokens to charge: the engine's count, or the received tokens if the engine gave none."""
+        """Generated tokens to charge: the engine's count, or the tokens received if it reported none."""
         finished = self.finished
         if finished is None:
             committed = self.num_received

@@ -115,7 +115,7 @@ class Settler:
             self._release(closing)
 
     async def replay(self) -> None:
-        """Write the settlements in memory and on disk to the database; if it fails, the remaining ones keep waiting.
+        """Write the settlements in memory and on disk to the database. If that fails, the rest remain waiting.
 
         Raises OSError if the disk fails, which delays only the settlements on disk.
         """
