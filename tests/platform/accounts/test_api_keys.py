@@ -50,12 +50,12 @@ def test_a_key_authenticates_its_tenant(clocked: Database, acme: Tenant) -> None
     ],
     ids=["empty", "short", "long", "another secret", "another id", "newline", "NUL", "surrogates"],
 )
-def test_a_wrong_key_opens_nothing(clocked: Database, acme: Tenant, spoil: Any) -> None:
+def test_wrong_keys_are_rejected(clocked: Database, acme: Tenant, spoil: Any) -> None:
     keys = ApiKeys(clocked, ADMIN_KEY)
     assert keys.authenticate(spoil(keys.create(acme.id, "ci").secret)) is None
 
 
-def test_a_revoked_key_is_dead_at_once_here_and_within_five_seconds_elsewhere(
+def test_revoked_key_stops_at_once_here_and_within_five_seconds_elsewhere(
     clocked: Database, acme: Tenant, clock: Any
 ) -> None:
     here, elsewhere = ApiKeys(clocked), ApiKeys(clocked)
@@ -73,7 +73,7 @@ def test_a_revoked_key_is_dead_at_once_here_and_within_five_seconds_elsewhere(
     assert here.revoke("key_none") is None
 
 
-def test_an_expired_key_is_dead_on_time_even_when_cached(clocked: Database, acme: Tenant, clock: Any) -> None:
+def test_expired_key_is_rejected_even_if_cached(clocked: Database, acme: Tenant, clock: Any) -> None:
     keys = ApiKeys(clocked)
     created = keys.create(acme.id, "ci", expires_us=clock.now_us + 2_000_000)
     assert keys.authenticate(created.secret)
@@ -81,7 +81,7 @@ def test_an_expired_key_is_dead_on_time_even_when_cached(clocked: Database, acme
     assert keys.authenticate(created.secret) is None
 
 
-def test_a_suspended_tenants_key_is_dead_within_five_seconds(clocked: Database, acme: Tenant, clock: Any) -> None:
+def test_suspended_tenants_key_is_rejected_within_five_seconds(clocked: Database, acme: Tenant, clock: Any) -> None:
     keys = ApiKeys(clocked)
     created = keys.create(acme.id, "ci")
     assert keys.authenticate(created.secret)
@@ -91,7 +91,7 @@ def test_a_suspended_tenants_key_is_dead_within_five_seconds(clocked: Database, 
     assert keys.authenticate(created.secret) is None
 
 
-def test_the_operators_key_administers_and_belongs_to_no_tenant(clocked: Database) -> None:
+def test_operator_key_is_an_administrator_without_a_tenant(clocked: Database) -> None:
     keys = ApiKeys(clocked, ADMIN_KEY)
     principal = keys.authenticate(ADMIN_KEY)
     assert principal is not None
@@ -102,7 +102,7 @@ def test_the_operators_key_administers_and_belongs_to_no_tenant(clocked: Databas
         ApiKeys(clocked, "short")
 
 
-def test_a_platform_admin_is_known_while_its_key_is_good(clocked: Database, acme: Tenant, clock: Any) -> None:
+def test_has_platform_admin_requires_a_usable_admin_key(clocked: Database, acme: Tenant, clock: Any) -> None:
     keys = ApiKeys(clocked)
     keys.create(acme.id, "a tenant's")
     keys.create(None, "a reader's", scopes=["platform:read"])
@@ -115,7 +115,7 @@ def test_a_platform_admin_is_known_while_its_key_is_good(clocked: Database, acme
     assert created.key.tenant_id is None
 
 
-def test_the_last_administrator_stays_unless_the_operator_has_a_key(clocked: Database, acme: Tenant) -> None:
+def test_last_admin_key_is_kept_unless_the_operator_has_a_key(clocked: Database, acme: Tenant) -> None:
     keys = ApiKeys(clocked)
     first, second = keys.create(None, "root").key, keys.create(None, "root too").key
     assert keys.revoke(first.id) is not None
@@ -130,7 +130,7 @@ def test_the_last_administrator_stays_unless_the_operator_has_a_key(clocked: Dat
     assert revoked.revoked_us is not None
 
 
-def test_a_rotated_keys_old_secret_opens_until_the_grace_ends(clocked: Database, acme: Tenant, clock: Any) -> None:
+def test_old_secret_works_until_the_grace_period_ends(clocked: Database, acme: Tenant, clock: Any) -> None:
     keys = ApiKeys(clocked)
     created = keys.create(acme.id, "ci")
     assert keys.authenticate(created.secret) is not None
@@ -152,7 +152,7 @@ def test_a_rotated_keys_old_secret_opens_until_the_grace_ends(clocked: Database,
         keys.rotate(created.key.id, 0)
 
 
-def test_a_jump_of_the_clock_prolongs_no_grace(clocked: Database, acme: Tenant, clock: Any) -> None:
+def test_clock_jumps_do_not_extend_the_grace_period(clocked: Database, acme: Tenant, clock: Any) -> None:
     keys = ApiKeys(clocked)
     early, created = keys.create(acme.id, "early"), keys.create(acme.id, "ci")
     keys.rotate(early.key.id, 60_000_000)
@@ -169,7 +169,7 @@ def test_a_jump_of_the_clock_prolongs_no_grace(clocked: Database, acme: Tenant, 
     assert keys.authenticate(created.secret) is None, "it does not come back"
 
 
-def test_a_second_rotation_ends_the_first_ones_grace(clocked: Database, acme: Tenant) -> None:
+def test_second_rotation_ends_the_first_grace_period(clocked: Database, acme: Tenant) -> None:
     keys = ApiKeys(clocked)
     created = keys.create(acme.id, "ci")
     second, third = (keys.rotate(created.key.id, 60_000_000) for _ in range(2))
@@ -192,7 +192,7 @@ def test_a_second_rotation_ends_the_first_ones_grace(clocked: Database, acme: Te
     ],
     ids=["no name", "long name", "NUL", "no scope", "platform scope", "unknown scope", "in the past"],
 )
-def test_a_bad_key_is_refused_with_the_fields_name(
+def test_invalid_key_error_names_the_field(
     clocked: Database, acme: Tenant, arguments: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:

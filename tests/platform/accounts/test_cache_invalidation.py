@@ -65,7 +65,7 @@ def until(is_so: object) -> float:
     return time.monotonic() - started
 
 
-def test_a_key_revoked_in_one_gateway_is_dead_in_the_other(migrated_url: str) -> None:
+def test_key_revoked_in_one_gateway_is_rejected_by_the_other(migrated_url: str) -> None:
     with two_gateways(migrated_url) as (one, other):
         tenant = one.tenants.create("acme")
         key = one.keys.create(tenant.id, "test")
@@ -78,9 +78,7 @@ def test_a_key_revoked_in_one_gateway_is_dead_in_the_other(migrated_url: str) ->
         assert other.keys.authenticate(key.secret) is None
 
 
-def test_a_notice_that_never_comes_is_made_up_for_by_the_poll(
-    migrated_postgres_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_polling_makes_up_for_a_lost_notification(migrated_postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def deaf(self: CacheListener, timeout_s: float) -> None:
         self._stopped.wait(timeout_s)
 
@@ -94,7 +92,7 @@ def test_a_notice_that_never_comes_is_made_up_for_by_the_poll(
         assert until(lambda: other.keys.recent(key.secret) is None) < 2.5
 
 
-def test_a_notice_is_quicker_than_any_poll(migrated_postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notification_arrives_before_the_next_poll(migrated_postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_invalidation, "POLL_INTERVAL_S", 60.0)
     with two_gateways(migrated_postgres_url) as (one, other):
         told = other.num_told
@@ -102,7 +100,7 @@ def test_a_notice_is_quicker_than_any_poll(migrated_postgres_url: str, monkeypat
         until(lambda: other.num_told > told)
 
 
-def test_a_tenant_suspended_by_hand_is_noticed(migrated_url: str) -> None:
+def test_tenant_suspended_with_sql_is_noticed(migrated_url: str) -> None:
     with two_gateways(migrated_url) as (one, other):
         tenant = one.tenants.create("acme")
         key = one.keys.create(tenant.id, "test")
@@ -116,7 +114,7 @@ def test_a_tenant_suspended_by_hand_is_noticed(migrated_url: str) -> None:
         assert other.keys.authenticate(key.secret) is None
 
 
-def test_a_watch_outlives_its_connection(migrated_postgres_url: str) -> None:
+def test_watching_resumes_after_a_lost_connection(migrated_postgres_url: str) -> None:
     with two_gateways(migrated_postgres_url) as (one, other):
         key = one.keys.create(one.tenants.create("acme").id, "test")
         told = other.num_told
@@ -133,7 +131,7 @@ def test_a_watch_outlives_its_connection(migrated_postgres_url: str) -> None:
         until(lambda: other.keys.recent(key.secret) is None)
 
 
-def test_every_kept_table_has_its_triggers_after_an_upgrade(database: Database) -> None:
+def test_every_cached_table_has_triggers_after_an_upgrade(database: Database) -> None:
     def epoch() -> int:
         with database.read() as connection:
             value = schema.signals.c.value

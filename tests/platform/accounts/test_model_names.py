@@ -57,9 +57,7 @@ def test_both_suffixes_are_refused(name: str) -> None:
     ("name", "version"),
     [("support", 2), ("acme/support", 2), ("support@1", 1), ("acme/support@2", 2), ("support:default", 2)],
 )
-async def test_an_adapter_is_run_by_digest_and_named_in_header_and_ledger(
-    gateway: Any, name: str, version: int
-) -> None:
+async def test_adapter_names_select_versions_and_digests(gateway: Any, name: str, version: int) -> None:
     gateway.add_adapter("acme", "support", versions=2)
     raw = await gateway.openai.completions.with_raw_response.create(model=name, prompt="a", max_tokens=1)
     assert raw.headers["x-loramux-adapter"] == f"acme/support@{version}"
@@ -74,7 +72,7 @@ async def test_an_adapter_is_run_by_digest_and_named_in_header_and_ledger(
 
 
 @pytest.mark.anyio
-async def test_a_user_keeps_its_version_while_an_alias_names_two(gateway: Any) -> None:
+async def test_user_keeps_one_version_of_a_split_alias(gateway: Any) -> None:
     adapter_id = gateway.add_adapter("acme", "support", versions=2)
     aliases = AdapterAliases(gateway.database)
     aliases.set(adapter_id, "default", {1: 50, 2: 50})
@@ -96,7 +94,7 @@ async def test_a_user_keeps_its_version_while_an_alias_names_two(gateway: Any) -
 
 
 @pytest.mark.anyio
-async def test_a_granted_adapter_is_called_and_paid_for_by_the_other_tenant(gateway: Any) -> None:
+async def test_grantee_calls_and_pays_for_a_granted_adapter(gateway: Any) -> None:
     adapter_id = gateway.add_adapter("other", "secret")
     grants, registry = AdapterGrants(gateway.database), AdapterRegistry(gateway.database)
     adapter = registry.get_adapter(adapter_id)
@@ -117,7 +115,7 @@ async def test_a_granted_adapter_is_called_and_paid_for_by_the_other_tenant(gate
 
 
 @pytest.mark.anyio
-async def test_what_is_out_of_service_is_not_found_and_never_the_base(gateway: Any) -> None:
+async def test_archived_or_quarantined_versions_are_404_and_never_the_base(gateway: Any) -> None:
     adapter_id = gateway.add_adapter("acme", "support", versions=2)
     registry = AdapterRegistry(gateway.database)
     states = VersionStates(gateway.database, registry)
@@ -131,7 +129,7 @@ async def test_what_is_out_of_service_is_not_found_and_never_the_base(gateway: A
 
 
 @pytest.mark.anyio
-async def test_tenants_share_neither_prefix_nor_turn(gateway: Any) -> None:
+async def test_tenants_do_not_share_prefixes_or_scheduling(gateway: Any) -> None:
     other = gateway.openai.with_options(api_key=gateway.key_of("other"))
     for client in (gateway.openai, other):
         await client.completions.create(model="base", prompt="a", max_tokens=1)
@@ -143,7 +141,7 @@ async def test_tenants_share_neither_prefix_nor_turn(gateway: Any) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_tenants_floor_of_host_memory_goes_with_its_requests(gateway: Any) -> None:
+async def test_requests_carry_the_tenants_host_memory_floor(gateway: Any) -> None:
     gateway.add_adapter("acme", "support")
     tenants = gateway.services.tenants
     tenants.update(tenants.get("acme").id, TenantChanges(host_floor_bytes=1 << 20), lambda _: None)
@@ -154,7 +152,7 @@ async def test_a_tenants_floor_of_host_memory_goes_with_its_requests(gateway: An
 
 
 @pytest.mark.anyio
-async def test_unknown_and_foreign_are_the_same_404_byte_for_byte(gateway: Any) -> None:
+async def test_unknown_and_foreign_models_return_identical_404s(gateway: Any) -> None:
     gateway.add_adapter("acme", "support")
     gateway.add_adapter("other", "secret")
     bodies = []
@@ -182,7 +180,7 @@ async def test_unknown_and_foreign_are_the_same_404_byte_for_byte(gateway: Any) 
     ],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else "",
 )
-async def test_scopes_decide_what_can_be_called(
+async def test_scopes_limit_the_callable_models(
     gateway: Any, scopes: tuple[str, ...], base_status: int, adapter_status: int
 ) -> None:
     gateway.add_adapter("acme", "support")
@@ -199,7 +197,7 @@ async def test_scopes_decide_what_can_be_called(
 
 
 @pytest.mark.anyio
-async def test_the_operators_key_cannot_infer(gateway: Any) -> None:
+async def test_operator_key_cannot_run_inference(gateway: Any) -> None:
     client = gateway.openai.with_options(api_key="the operator's key of 32 characters")
     with pytest.raises(openai.PermissionDeniedError):
         await client.completions.create(model="base", prompt="a")

@@ -62,13 +62,15 @@ def counter(database: Database) -> Any:
         return connection.execute(select(schema.quota_counters)).one()
 
 
-def test_without_a_policy_everything_is_admitted_and_nothing_is_promised(
+def test_without_policies_every_request_is_admitted_without_limits(
     clocked: Database, make_request: MakeRequest
 ) -> None:
     assert Admission(clocked).reserve(make_request(most=10**9)).limits == ()
 
 
-def test_tokens_are_held_then_charged_at_the_truth(clocked: Database, acme: Tenant, make_request: MakeRequest) -> None:
+def test_tokens_are_reserved_then_settled_at_actual_usage(
+    clocked: Database, acme: Tenant, make_request: MakeRequest
+) -> None:
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
     admission = Admission(clocked)
     first = admission.reserve(make_request(most=60))
@@ -81,7 +83,7 @@ def test_tokens_are_held_then_charged_at_the_truth(clocked: Database, acme: Tena
     assert second.limits[0].remaining == 0
 
 
-def test_the_wait_that_is_told_is_the_wait_that_helps(
+def test_retry_succeeds_after_the_reported_wait(
     clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 60)
@@ -99,7 +101,7 @@ def test_the_wait_that_is_told_is_the_wait_that_helps(
     admission.reserve(make_request(most=30))
 
 
-def test_a_small_step_back_of_the_clock_neither_refills_nor_drains(
+def test_small_backward_clock_step_neither_refills_nor_drains(
     clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, "requests_per_minute", 1)
@@ -118,7 +120,7 @@ def test_a_small_step_back_of_the_clock_neither_refills_nor_drains(
 
 
 @pytest.mark.parametrize("metric", ["requests_per_minute", "tokens_per_minute"])
-def test_a_rate_survives_a_clock_that_jumps_ahead_and_back(
+def test_rate_limit_survives_clock_jumps_forward_and_back(
     clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any, metric: str
 ) -> None:
     one, limit = (1, 4) if metric == "requests_per_minute" else (10, 40)
@@ -151,7 +153,7 @@ def test_a_rate_survives_a_clock_that_jumps_ahead_and_back(
     assert admit_all() == 4
 
 
-def test_what_a_jump_of_the_clock_has_refilled_is_given_back(
+def test_refill_from_a_clock_jump_is_undone(
     clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, "requests_per_minute", 6, burst=60)
@@ -166,7 +168,7 @@ def test_what_a_jump_of_the_clock_has_refilled_is_given_back(
     assert admission.reserve(make_request()).limits[0].remaining == 10 - 3 + 6
 
 
-def test_a_lease_from_before_the_clock_went_back_has_expired(
+def test_lease_from_before_a_backward_clock_jump_is_expired(
     clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, "concurrent_requests", 1)
@@ -183,7 +185,7 @@ def test_a_lease_from_before_the_clock_went_back_has_expired(
     assert admission.settle(alive.request_id, used(10, 5))
 
 
-def test_a_checkpoint_brings_back_a_lease_from_before_the_clock_went_back(
+def test_checkpoint_renews_a_lease_after_a_backward_clock_jump(
     clocked: Database, make_request: MakeRequest, clock: Any
 ) -> None:
     admission = Admission(clocked)
@@ -196,7 +198,7 @@ def test_a_checkpoint_brings_back_a_lease_from_before_the_clock_went_back(
     assert admission.recover_expired() == 1
 
 
-def test_a_burst_admits_more_at_once_and_any_minute_at_most_limit_and_burst(
+def test_any_minute_admits_at_most_the_limit_plus_the_burst(
     clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, "requests_per_minute", 6, burst=3)
@@ -212,7 +214,7 @@ def test_a_burst_admits_more_at_once_and_any_minute_at_most_limit_and_burst(
     assert admitted == 6 + 3 - 1
 
 
-def test_a_cost_above_the_burst_is_too_large_not_too_early(
+def test_cost_above_the_burst_is_refused_as_too_large(
     clocked: Database, acme: Tenant, make_request: MakeRequest
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
@@ -224,7 +226,7 @@ def test_a_cost_above_the_burst_is_too_large_not_too_early(
 
 
 @pytest.mark.parametrize("metric", LIMITING_ANY_REQUEST)
-def test_a_limit_of_zero_admits_nothing_and_says_that_waiting_does_not_help(
+def test_zero_limit_refuses_without_a_retry_time(
     clocked: Database, acme: Tenant, make_request: MakeRequest, metric: str
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, metric, 0)
@@ -245,7 +247,7 @@ def test_concurrency_is_held_until_settled(clocked: Database, acme: Tenant, make
     admission.reserve(make_request())
 
 
-def test_a_refusal_takes_nothing_from_any_policy(clocked: Database, acme: Tenant, make_request: MakeRequest) -> None:
+def test_refused_request_charges_no_policy(clocked: Database, acme: Tenant, make_request: MakeRequest) -> None:
     policies, admission = QuotaPolicies(clocked), Admission(clocked)
     policies.set(acme.id, "requests_per_minute", 5)
     policies.set(acme.id, "concurrent_requests", 0)
@@ -257,9 +259,7 @@ def test_a_refusal_takes_nothing_from_any_policy(clocked: Database, acme: Tenant
         assert connection.execute(select(schema.reservations)).all() == []
 
 
-def test_a_request_that_never_ran_gets_its_request_back(
-    clocked: Database, acme: Tenant, make_request: MakeRequest
-) -> None:
+def test_request_that_never_ran_is_refunded(clocked: Database, acme: Tenant, make_request: MakeRequest) -> None:
     QuotaPolicies(clocked).set(acme.id, "requests_per_minute", 5)
     admission = Admission(clocked)
     never = Settlement(status="failed", prompt_tokens=0, completion_tokens=0, has_run=False)
@@ -283,7 +283,7 @@ def test_settling_twice_charges_once(clocked: Database, acme: Tenant, make_reque
         admission.settle("req_none", used(1, 1))
 
 
-def test_a_tenant_that_runs_or_has_used_something_is_not_deleted(
+def test_tenant_with_running_or_past_requests_is_not_deleted(
     clocked: Database, acme: Tenant, acme_key: str, make_request: MakeRequest
 ) -> None:
     admission, tenants = Admission(clocked), Tenants(clocked)
@@ -299,7 +299,7 @@ def test_a_tenant_that_runs_or_has_used_something_is_not_deleted(
     assert tenants.delete(acme.id)
 
 
-def test_an_expired_reservation_is_recovered_at_its_checkpoint_and_corrected_once(
+def test_expired_reservation_is_recovered_then_corrected_once(
     clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
@@ -334,7 +334,7 @@ def test_an_expired_reservation_is_recovered_at_its_checkpoint_and_corrected_onc
     assert admission.recover_expired() == 0
 
 
-def test_a_policy_that_is_lifted_while_a_request_runs_does_not_disturb_it(
+def test_deleting_a_policy_does_not_affect_running_requests(
     clocked: Database, acme: Tenant, make_request: MakeRequest
 ) -> None:
     policies, admission = QuotaPolicies(clocked), Admission(clocked)
@@ -347,7 +347,7 @@ def test_a_policy_that_is_lifted_while_a_request_runs_does_not_disturb_it(
     assert counter(clocked).level == 50 * UNITS
 
 
-def test_a_changed_limit_keeps_what_is_held_and_earned(
+def test_changed_limit_keeps_reserved_and_refilled_amounts(
     clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
 ) -> None:
     policies, admission = QuotaPolicies(clocked), Admission(clocked)
@@ -379,9 +379,7 @@ def test_a_changed_limit_keeps_what_is_held_and_earned(
         pytest.param(("tokens_per_day", 10, None, "strict"), "mode", id="unknown mode"),
     ],
 )
-def test_a_bad_policy_is_refused_with_the_fields_name(
-    clocked: Database, acme: Tenant, arguments: Any, param: str
-) -> None:
+def test_invalid_policy_error_names_the_field(clocked: Database, acme: Tenant, arguments: Any, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         QuotaPolicies(clocked).set(acme.id, *arguments)
     assert caught.value.param == param
@@ -399,9 +397,7 @@ def test_a_policy_of_an_unknown_tenant_is_refused(clocked: Database) -> None:
         QuotaPolicies(clocked).set("ten_none", "tokens_per_minute", 1)
 
 
-def test_clients_that_race_for_the_last_tokens_never_overspend(
-    clocked: Database, acme: Tenant, make_request: MakeRequest
-) -> None:
+def test_racing_clients_never_overspend(clocked: Database, acme: Tenant, make_request: MakeRequest) -> None:
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
     admission = Admission(clocked)
 
@@ -435,9 +431,7 @@ def test_policies_change_while_requests_run_without_deadlock(
     assert Tenants(clocked).get("acme") == acme
 
 
-def test_a_request_that_runs_holds_more_tokens_as_it_needs_them(
-    clocked: Database, acme: Tenant, make_request: MakeRequest
-) -> None:
+def test_running_request_can_extend_its_reservation(clocked: Database, acme: Tenant, make_request: MakeRequest) -> None:
     for metric, limit in (("tokens_per_minute", 100), ("requests_per_minute", 5), ("concurrent_requests", 5)):
         QuotaPolicies(clocked).set(acme.id, metric, limit)
     admission = Admission(clocked)
@@ -460,7 +454,7 @@ def test_a_request_that_runs_holds_more_tokens_as_it_needs_them(
     assert left == {"tokens_per_minute": (39, 0), "requests_per_minute": (3, 0), "concurrent_requests": (5, 0)}
 
 
-def test_an_extension_and_a_settlement_in_one_transaction_hold_nothing_afterwards(
+def test_extension_and_settlement_in_one_transaction_release_everything(
     clocked: Database, acme: Tenant, make_request: MakeRequest
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
@@ -478,7 +472,7 @@ def test_an_extension_and_a_settlement_in_one_transaction_hold_nothing_afterward
     assert (counter(clocked).level, counter(clocked).reserved) == (40 * UNITS, 0)
 
 
-def test_a_limit_that_changes_while_a_request_waits_for_its_counter_binds_it(
+def test_request_waiting_for_a_counter_obeys_a_changed_limit(
     clocked: Database, acme: Tenant, make_request: MakeRequest
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
@@ -497,7 +491,7 @@ def test_a_limit_that_changes_while_a_request_waits_for_its_counter_binds_it(
     assert counter(clocked).reserved == 0
 
 
-def test_counters_of_windows_long_past_are_swept_and_what_is_held_or_current_stays(
+def test_sweep_deletes_only_old_counters_without_reservations(
     clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any
 ) -> None:
     for metric in ("tokens_per_minute", "tokens_per_day"):
@@ -528,7 +522,7 @@ def test_counters_of_windows_long_past_are_swept_and_what_is_held_or_current_sta
     ("metric", "second", "counted"),
     [("tokens_per_day", 60, 1), ("tokens_per_minute", 60, 1), ("tokens_per_day", 40, 0)],
 )
-def test_a_late_settlement_that_takes_a_limit_beyond_what_it_admits_is_counted(
+def test_late_settlement_over_a_hard_limit_is_counted(
     clocked: Database, acme: Tenant, make_request: MakeRequest, clock: Any, metric: str, second: int, counted: int
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, metric, 100)

@@ -103,7 +103,7 @@ async def gathered(committer: GroupCommit, admission: CountedAdmission, operatio
     return await asyncio.gather(*answers, return_exceptions=True)
 
 
-async def test_what_gathers_shares_a_transaction(
+async def test_queued_operations_share_a_transaction(
     committer: GroupCommit, admission: CountedAdmission, clocked: Database, acme: Tenant, make_request: MakeRequest
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 10_000)
@@ -121,7 +121,7 @@ async def test_what_gathers_shares_a_transaction(
         assert connection.execute(select(func.count()).select_from(schema.usage_events)).scalar() == 20
 
 
-async def test_a_refusal_touches_only_its_own_request(
+async def test_refusal_affects_only_its_own_request(
     committer: GroupCommit, admission: CountedAdmission, clocked: Database, acme: Tenant, make_request: MakeRequest
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
@@ -142,7 +142,7 @@ async def test_a_refusal_touches_only_its_own_request(
     assert outcomes[5] is False, "settled in the same transaction"
 
 
-async def test_what_the_database_refuses_leaves_the_others_alone(
+async def test_rejected_statement_affects_only_its_own_operation(
     committer: GroupCommit, admission: CountedAdmission, clocked: Database, make_request: MakeRequest
 ) -> None:
     stranger = replace(make_request(), tenant_id=new_id("ten"))
@@ -154,7 +154,7 @@ async def test_what_the_database_refuses_leaves_the_others_alone(
         assert connection.execute(select(func.count()).select_from(schema.reservations)).scalar() == 3
 
 
-async def test_a_database_that_is_down_fails_what_waited_and_nothing_later(
+async def test_database_outage_fails_only_waiting_operations(
     committer: GroupCommit, admission: CountedAdmission, make_request: MakeRequest
 ) -> None:
     admission.trouble = OperationalError("COMMIT", {}, Exception("the server is gone"))
@@ -178,7 +178,7 @@ async def test_a_transaction_has_a_bounded_number_of_operations(
     assert max(admission.sizes) <= MAX_OPERATIONS
 
 
-async def test_what_waits_is_committed_before_the_end(
+async def test_close_commits_waiting_operations(
     admission: CountedAdmission, clocked: Database, make_request: MakeRequest
 ) -> None:
     committer = GroupCommit(admission)
@@ -196,9 +196,7 @@ async def test_what_waits_is_committed_before_the_end(
         await committer.submit(make_request())
 
 
-async def test_two_gateways_that_race_for_the_last_tokens_never_overspend(
-    clocked: Database, acme: Tenant, make_request: MakeRequest
-) -> None:
+async def test_two_racing_gateways_never_overspend(clocked: Database, acme: Tenant, make_request: MakeRequest) -> None:
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 1000)
     QuotaPolicies(clocked).set(acme.id, "concurrent_requests", 1000)
     committers = [GroupCommit(Admission(clocked)) for _ in range(2)]
@@ -222,7 +220,7 @@ async def test_two_gateways_that_race_for_the_last_tokens_never_overspend(
     assert min(row.level for row in rows) == 10 * UNITS
 
 
-async def test_two_threads_together_admit_no_more_than_there_is(
+async def test_two_committer_threads_never_overspend(
     admission: CountedAdmission, clocked: Database, acme: Tenant, make_request: MakeRequest
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 1000)

@@ -86,29 +86,29 @@ def at_once(running: Running, first: Operation, second: Operation) -> list[objec
         return [outcome.result(PATIENCE_S)[0] for outcome in outcomes]
 
 
-def test_of_two_settlements_one_counts(running: Running) -> None:
+def test_of_two_concurrent_settlements_only_one_counts(running: Running) -> None:
     assert at_once(running, running.settling(5), running.settling(6)) == [True, False]
     assert running.ledger() == (1, [], [])
 
 
-def test_what_was_settled_meanwhile_is_not_extended(running: Running) -> None:
+def test_concurrently_settled_request_is_not_extended(running: Running) -> None:
     assert at_once(running, running.settling(), running.extending()) == [True, False]
     assert running.ledger() == (1, [], [])
 
 
-def test_what_was_settled_meanwhile_is_not_recovered(running: Running) -> None:
+def test_concurrently_settled_request_is_not_recovered(running: Running) -> None:
     assert at_once(running, running.settling(), running.recovering()) == [True, False]
     assert running.ledger() == (1, [], [])
 
 
-def test_what_was_recovered_meanwhile_is_corrected_once(running: Running) -> None:
+def test_concurrently_recovered_request_is_corrected_once(running: Running) -> None:
     assert at_once(running, running.recovering(), running.settling(5)) == [True, True]
     assert running.ledger() == (1, [5], [])
     assert Admission(running.database).commit([running.settling(6)]) == [False]
 
 
 @pytest.mark.parametrize("how", ["settle", "extend", "recover"])
-def test_what_a_server_of_before_has_settled_stays_so(running: Running, how: str) -> None:
+def test_settlement_by_an_older_server_is_kept(running: Running, how: str) -> None:
     """An older server leaves the reservation's row, and the request is in the ledger."""
     assert Admission(running.database).settle(running.request_id, running.settling().settlement)
     with running.database.write() as connection:

@@ -54,7 +54,7 @@ def stalled(url: str) -> Iterator[None]:
         yield
 
 
-async def test_requests_that_wait_for_cold_adapters_outwait_no_deadline(
+async def test_requests_waiting_for_cold_adapters_respect_the_deadline(
     migrated_postgres_url: str, tokenizer: ModelTokenizer, tmp_path: Path, anyio_backend: str
 ) -> None:
     database = Database(migrated_postgres_url)

@@ -33,7 +33,7 @@ def page_faults(environment: dict[str, str]) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only GNU libc has these settings")
-def test_what_a_step_freed_serves_the_next_without_page_faults() -> None:
+def test_freed_memory_is_reused_without_page_faults() -> None:
     environment = _environment()
     assert environment.items() >= MEMORY_ENVIRONMENT.items()
     assert page_faults(environment) < 500
@@ -41,14 +41,14 @@ def test_what_a_step_freed_serves_the_next_without_page_faults() -> None:
     assert page_faults(plain) > 5000, "without the settings there are page faults"
 
 
-def test_an_operator_s_own_settings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_set_by_the_operator_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
     assert _environment()["GLIBC_TUNABLES"] == "glibc.malloc.check=0"
     monkeypatch.setenv("TRITON_CACHE_DIR", "/shared/programs")
     assert _environment("/data/programs")["TRITON_CACHE_DIR"] == "/shared/programs"
 
 
-def test_compiled_programs_are_kept_where_the_server_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_kernels_are_cached_in_the_configured_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     assert _environment("/data/programs")["TRITON_CACHE_DIR"] == "/data/programs"
     assert "TRITON_CACHE_DIR" not in _environment()

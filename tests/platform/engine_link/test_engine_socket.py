@@ -21,7 +21,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_the_preferred_place_is_private_and_the_same_each_time(short_path: Path) -> None:
+def test_preferred_directory_is_private_and_reused(short_path: Path) -> None:
     preferred = short_path / "data" / "run"
     first = EngineSocketDirectory(preferred)
     assert preferred.stat().st_mode & 0o777 == 0o700
@@ -36,7 +36,7 @@ def test_the_preferred_place_is_private_and_the_same_each_time(short_path: Path)
     again.close()
 
 
-def test_a_place_too_deep_for_a_socket_gives_way_to_a_temporary_one(temporary: Path) -> None:
+def test_too_long_path_falls_back_to_a_temporary_directory(temporary: Path) -> None:
     directory = EngineSocketDirectory(temporary / ("deep" * 30))
     assert directory.path.parent.parent == temporary
     assert directory.path.parent.stat().st_mode & 0o777 == 0o700
@@ -44,7 +44,7 @@ def test_a_place_too_deep_for_a_socket_gives_way_to_a_temporary_one(temporary: P
     assert names(temporary) == []
 
 
-def test_what_a_dead_owner_left_goes_and_what_a_living_one_holds_stays(temporary: Path) -> None:
+def test_only_directories_of_dead_owners_are_removed(temporary: Path) -> None:
     dead = temporary / f"{engine_socket.TEMPORARY_PREFIX}dead"
     dead.mkdir()
     for name in ("lock", "engine.sock"):

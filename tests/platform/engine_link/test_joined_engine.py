@@ -69,7 +69,7 @@ async def kill_while_it_runs(local: LocalEngine, *engines: EngineClient) -> list
 
 
 @pytest.mark.campaign
-def test_a_joined_engine_lives_and_dies_with_its_supervisors(demo_base: Path, tmp_path: Path) -> None:
+def test_joined_engine_starts_and_stops_with_its_supervisor(demo_base: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with supervised(demo_base, tmp_path) as local:
             assert local.socket_path == tmp_path / "run" / "engine.sock"
@@ -135,7 +135,7 @@ def _another() -> Add:
         pytest.param("long", "too long", id="a path that no socket has"),
     ],
 )
-def test_what_is_no_engine_is_refused_with_a_sentence(make: str, said: str, tmp_path: Path) -> None:
+def test_joining_without_an_engine_is_refused_with_a_reason(make: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "engine.sock" if make != "long" else tmp_path / ("x" * 100)
     listener = socket.socket(socket.AF_UNIX)
     if make == "file":

@@ -57,7 +57,7 @@ async def until_ready(engine: LocalEngine) -> None:
             await asyncio.sleep(0.05)
 
 
-def test_life_death_and_restart(demo_base: Path, tmp_path: Path) -> None:
+def test_engine_serves_dies_and_restarts(demo_base: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(configuration(demo_base, tmp_path)) as engine:
             results = await asyncio.gather(*(collect(engine, add(f"s{i}", 5 + i)) for i in range(6)))
@@ -104,7 +104,7 @@ def test_life_death_and_restart(demo_base: Path, tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_model_that_cannot_be_served_stops_the_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unusable_model_fails_the_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def scenario() -> None:
         engine = LocalEngine(configuration(tmp_path / "nowhere", tmp_path))
         with pytest.raises(EngineStartError, match=r"did not start: .* does not exist"):
@@ -114,7 +114,7 @@ def test_a_model_that_cannot_be_served_stops_the_start(tmp_path: Path, capfd: py
     assert "does not exist" in capfd.readouterr().err
 
 
-def test_the_engine_ends_with_the_process_that_holds_it(demo_base: Path, tmp_path: Path) -> None:
+def test_engine_ends_with_its_parent_process(demo_base: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
         engine = LocalEngine(configuration(demo_base, tmp_path))
         await engine.start()

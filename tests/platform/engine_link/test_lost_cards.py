@@ -31,7 +31,7 @@ def engine_on(card: str, model: Path, tmp_path: Path) -> LocalEngine:
     return LocalEngine(config, Supervision(first_delay_s=0.05), command)
 
 
-def test_a_full_card_stops_the_start_with_a_sentence(
+def test_full_gpu_fails_the_start_with_one_sentence(
     demo_base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     engine = engine_on("full", demo_base, tmp_path)
@@ -41,7 +41,7 @@ def test_a_full_card_stops_the_start_with_a_sentence(
     assert capfd.readouterr().err.splitlines() == [said]
 
 
-def test_a_lost_card_ends_every_stream_and_the_next_engine_serves(
+def test_lost_gpu_ends_every_stream_and_the_engine_restarts(
     demo_base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = "the GPU failed: CUDA error: the device fell off the bus"

@@ -32,7 +32,7 @@ WANTED = [
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_lines_and_tracebacks_are_events_whatever_pieces_they_come_in(size: int) -> None:
+def test_lines_and_tracebacks_become_events_however_split(size: int) -> None:
     with structlog.testing.capture_logs() as events:
         lines = OutputLines("engine printed")
         data = PRINTED.encode()
@@ -43,7 +43,7 @@ def test_lines_and_tracebacks_are_events_whatever_pieces_they_come_in(size: int)
     assert events[2]["traceback"].splitlines()[::3] == ["Traceback (most recent call last):", WANTED[2][1]]
 
 
-def test_what_is_long_cut_off_or_no_text_is_said_all_the_same() -> None:
+def test_long_truncated_or_binary_output_is_still_logged() -> None:
     with structlog.testing.capture_logs() as events:
         lines = OutputLines("engine printed")
         lines.take(b"x" * (3 * MAX_LINE_BYTES) + b"\xff\n\n")
@@ -55,7 +55,7 @@ def test_what_is_long_cut_off_or_no_text_is_said_all_the_same() -> None:
     assert len(events) == 5
 
 
-def test_a_process_that_dies_is_json_to_its_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dying_process_produces_only_json_events(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     log = structlog.wrap_logger(structlog.PrintLogger(written), processors=[structlog.processors.JSONRenderer()])
 

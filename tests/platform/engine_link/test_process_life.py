@@ -109,7 +109,7 @@ def events(lines: Iterator[str]) -> list[Any]:
     return [line.removeprefix("data: ") for line in lines if line]
 
 
-def test_a_death_under_load_a_restart_and_a_drain_around_a_hung_engine(server: Server) -> None:
+def test_engine_death_restart_and_drain_with_a_hung_engine(server: Server) -> None:
     first = server.engine_pid()
     with ThreadPoolExecutor(1) as pool, server.ask(*["Hello"] * 4) as response:
         lines = response.iter_lines()

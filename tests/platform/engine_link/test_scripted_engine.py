@@ -9,7 +9,7 @@ from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 pytestmark = pytest.mark.anyio
 
 
-async def test_the_fake_engine_answers_like_an_engine() -> None:
+async def test_fake_engine_reports_like_a_real_one() -> None:
     engine = ScriptedEngine()
     assert (await engine.load("d" * 64, 1)).state == "resident"
     stats = await engine.stats(1)

@@ -34,7 +34,7 @@ HANGING_TOKEN = 666
 
 
 @pytest.mark.campaign
-def test_a_request_that_hangs_its_step_is_refused_after_two_deaths(demo_base: Path, tmp_path: Path) -> None:
+def test_request_that_hangs_a_step_is_refused_after_two_deaths(demo_base: Path, tmp_path: Path) -> None:
     config = EngineConfig(
         model_dir=str(demo_base),
         blob_url=f"file://{tmp_path / 'blobs'}",
@@ -106,7 +106,7 @@ def toy(tmp_path: Path) -> Callable[..., LocalEngine]:
     return make
 
 
-def test_a_crash_loop_backs_off_and_says_why(
+def test_crash_loop_backs_off_and_reports_the_reason(
     toy: Callable[..., LocalEngine], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def scenario() -> None:
@@ -132,12 +132,12 @@ def test_a_crash_loop_backs_off_and_says_why(
     assert capfd.readouterr().err.count("the device fell off") >= 5
 
 
-def test_backing_off_has_an_end() -> None:
+def test_restart_delay_is_capped() -> None:
     delays = [Supervision().delay_s(num_short_runs) for num_short_runs in (0, 1, 2, 7, 8, 10_000)]
     assert delays == [0.2, 0.4, 0.8, 25.6, 30.0, 30.0]
 
 
-def test_after_a_steady_run_the_first_restart_is_quick_again(toy: Callable[..., LocalEngine]) -> None:
+def test_steady_run_resets_the_restart_delay(toy: Callable[..., LocalEngine]) -> None:
     async def scenario() -> None:
         async with running(toy(first_delay_s=0.02, steady_s=0.1)) as engine:
             with capture_logs() as logged:
@@ -153,7 +153,7 @@ def test_after_a_steady_run_the_first_restart_is_quick_again(toy: Callable[..., 
 
 
 @pytest.mark.parametrize("stop", ["the loop hangs", "the process stands still"])
-def test_a_hung_engine_is_replaced_and_one_that_cannot_be_killed_is_not_live(
+def test_hung_engine_is_replaced_or_not_live_if_unkillable(
     toy: Callable[..., LocalEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: str
 ) -> None:
     async def scenario() -> None:
@@ -178,7 +178,7 @@ def test_a_hung_engine_is_replaced_and_one_that_cannot_be_killed_is_not_live(
     asyncio.run(scenario())
 
 
-def test_closing_does_not_wait_for_an_engine_that_stands_still(toy: Callable[..., LocalEngine]) -> None:
+def test_close_does_not_wait_for_a_hung_engine(toy: Callable[..., LocalEngine]) -> None:
     async def scenario() -> float:
         engine = toy()
         await engine.start()
@@ -194,7 +194,7 @@ def test_closing_does_not_wait_for_an_engine_that_stands_still(toy: Callable[...
     assert asyncio.run(scenario()) < 10
 
 
-def test_an_idle_engine_is_no_hung_one(toy: Callable[..., LocalEngine]) -> None:
+def test_idle_engine_is_not_hung(toy: Callable[..., LocalEngine]) -> None:
     async def scenario() -> None:
         async with running(toy(step_timeout_s=2.0)) as engine:
             pid = engine.pid
@@ -208,7 +208,7 @@ def test_an_idle_engine_is_no_hung_one(toy: Callable[..., LocalEngine]) -> None:
 # Components
 
 
-def test_the_watchdog_tells_a_hanging_loop_from_a_slow_start_and_from_its_own_absence() -> None:
+def test_watchdog_ignores_slow_starts_and_suspended_machines() -> None:
     watchdog = Watchdog(step_timeout_s=10, first_step_timeout_s=100, max_gap_s=2)
     starting = LoopProgress(num_passes=3, num_steps=0)
     assert not any(watchdog.look(starting, 1) for _ in range(101))
@@ -223,7 +223,7 @@ def test_the_watchdog_tells_a_hanging_loop_from_a_slow_start_and_from_its_own_ab
     assert watchdog.stalled_s == 2
 
 
-def test_a_record_is_read_by_others_and_holds_what_fits() -> None:
+def test_step_record_is_shared_and_never_truncates_an_id() -> None:
     fd = StepRecord.new_file(max_sequences=3)
     written, read = StepRecord(fd), StepRecord(fd)
     os.close(fd)
@@ -249,7 +249,7 @@ class Clock:
         return self.now_s
 
 
-def test_two_deaths_exclude_a_request_and_ten_quiet_minutes_forgive_it() -> None:
+def test_two_deaths_exclude_a_request_for_ten_minutes() -> None:
     clock = Clock()
     strikes = CrashStrikes(clock)
     # Two choices of one request in the same death count as one strike.
@@ -266,7 +266,7 @@ def test_two_deaths_exclude_a_request_and_ten_quiet_minutes_forgive_it() -> None
     assert len(strikes) == 0
 
 
-def test_a_request_that_runs_to_its_end_is_acquitted() -> None:
+def test_completed_request_is_acquitted() -> None:
     strikes = CrashStrikes(Clock())
     strikes.strike([add("a")])
     strikes.acquit(add("b"))
@@ -291,7 +291,7 @@ SAMPLING = ORIGINAL.sampling
         pytest.param({"sampling": msgspec.structs.replace(SAMPLING, top_k=7)}, False, id="other sampling"),
     ],
 )
-def test_a_retry_is_known_by_what_it_asks(changes: dict[str, Any], is_the_same: bool) -> None:
+def test_retry_counts_as_the_same_request(changes: dict[str, Any], is_the_same: bool) -> None:
     strikes = CrashStrikes(Clock())
     strikes.strike([ORIGINAL])
     strikes.strike([ORIGINAL])
@@ -309,7 +309,7 @@ def test_strikes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not strikes.is_refused(add("b", 0))
 
 
-def test_output_is_passed_on_whole_and_kept_in_part() -> None:
+def test_output_is_forwarded_whole_and_its_tail_kept() -> None:
     async def scenario() -> None:
         passed: list[bytes] = []
         output = ProcessOutput(passed.append)

@@ -36,7 +36,7 @@ async def ask(gateway: Gateway, model: str) -> httpx.Response:
 
 
 @pytest.mark.anyio
-async def test_a_load_beyond_the_limit_is_refused_and_what_is_loaded_goes_on(gateway: Gateway) -> None:
+async def test_cold_load_over_the_limit_is_refused_but_warm_requests_run(gateway: Gateway) -> None:
     for name in ("first", "second"):
         gateway.add_adapter("acme", name)
     policy = QuotaPolicies(gateway.database).set(gateway.tenant.id, METRIC, 1)
@@ -52,7 +52,7 @@ async def test_a_load_beyond_the_limit_is_refused_and_what_is_loaded_goes_on(gat
 
 
 @pytest.mark.anyio
-async def test_an_adapter_that_the_engine_holds_costs_no_load(gateway: Gateway) -> None:
+async def test_resident_adapter_is_not_charged_as_a_load(gateway: Gateway) -> None:
     gateway.add_adapter("acme", "held")
     gateway.add_adapter("acme", "other")
     gateway.engine.resident[digest("held")] = 1
@@ -63,7 +63,7 @@ async def test_an_adapter_that_the_engine_holds_costs_no_load(gateway: Gateway) 
 
 
 @pytest.mark.anyio
-async def test_requests_that_come_together_pay_for_one_load(gateway: Gateway) -> None:
+async def test_concurrent_requests_pay_for_one_load(gateway: Gateway) -> None:
     gateway.add_adapter("acme", "hot")
     gateway.limit(METRIC, 1)
     answers = await asyncio.gather(*(ask(gateway, "hot") for _ in range(5)))
@@ -71,7 +71,7 @@ async def test_requests_that_come_together_pay_for_one_load(gateway: Gateway) ->
 
 
 @pytest.mark.anyio
-async def test_a_soft_limit_lets_the_load_happen_and_says_so(gateway: Gateway) -> None:
+async def test_soft_limit_admits_the_load_and_reports_it(gateway: Gateway) -> None:
     gateway.add_adapter("acme", "first")
     QuotaPolicies(gateway.database).set(gateway.tenant.id, METRIC, 0, mode="soft")
     answer = await ask(gateway, "first")
@@ -80,7 +80,7 @@ async def test_a_soft_limit_lets_the_load_happen_and_says_so(gateway: Gateway) -
 
 
 @pytest.mark.anyio
-async def test_an_evicted_adapter_is_cold_again_and_a_loading_one_for_a_while_is_not(anyio_backend: str) -> None:
+async def test_evicted_adapter_is_cold_but_a_loading_one_is_not(anyio_backend: str) -> None:
     engine, now_s = ScriptedEngine(), [0.0]
     adapters = ColdLoads(engine, clock=lambda: now_s[0])
 
@@ -104,7 +104,7 @@ async def test_an_evicted_adapter_is_cold_again_and_a_loading_one_for_a_while_is
 
 
 @pytest.mark.anyio
-async def test_who_was_refused_leaves_the_load_to_the_next(anyio_backend: str) -> None:
+async def test_refused_request_leaves_the_load_to_the_next_one(anyio_backend: str) -> None:
     adapters = ColdLoads(ScriptedEngine())
 
     async def refuse() -> None:
@@ -118,7 +118,7 @@ async def test_who_was_refused_leaves_the_load_to_the_next(anyio_backend: str) -
 
 
 @pytest.mark.anyio
-async def test_an_engine_that_does_not_answer_makes_nothing_cold(anyio_backend: str) -> None:
+async def test_nothing_is_cold_while_the_engine_does_not_answer(anyio_backend: str) -> None:
     engine = ScriptedEngine()
     engine.die()
     async with ColdLoads(engine).admitting("ten_1", "digest") as is_cold:
@@ -130,7 +130,7 @@ async def test_an_engine_that_does_not_answer_makes_nothing_cold(anyio_backend: 
     [("tenant", True, 1), ("key", False, 2), ("platform", True, 1)],
     ids=["begun", "never begun", "begun under the platform's"],
 )
-def test_a_load_is_given_back_where_the_engine_was_never_asked(
+def test_load_is_refunded_if_the_request_never_began(
     clocked: Database, acme: Tenant, acme_key: str, subject: str, has_begun: bool, left: int
 ) -> None:
     QuotaPolicies(clocked).set({"tenant": acme.id, "key": acme_key}.get(subject, subject), METRIC, 2)
@@ -166,7 +166,7 @@ def ahead(gateway: Gateway, adapter_id: str) -> LoadCharge:
 
 
 @pytest.mark.anyio
-async def test_a_load_ahead_of_requests_is_charged_and_the_request_after_it_is_not(gateway: Gateway) -> None:
+async def test_preload_is_charged_and_the_next_request_is_not(gateway: Gateway) -> None:
     adapter_ids = {name: gateway.add_adapter("acme", name) for name in ("first", "second", "third")}
     gateway.limit(METRIC, 2)
     loads = gateway.services.loads
@@ -184,9 +184,7 @@ async def test_a_load_ahead_of_requests_is_charged_and_the_request_after_it_is_n
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("subject", ["key", "adapter", "platform"])
-async def test_a_load_ahead_counts_for_key_adapter_and_platform_policies(
-    gateway_on_each: Gateway, subject: str
-) -> None:
+async def test_preload_counts_for_key_adapter_and_platform_policies(gateway_on_each: Gateway, subject: str) -> None:
     gateway = gateway_on_each
     adapter_ids = [gateway.add_adapter("acme", name) for name in ("first", "second")]
     key = gateway.services.api_keys.create(gateway.tenant.id, "pusher").key
@@ -200,7 +198,7 @@ async def test_a_load_ahead_counts_for_key_adapter_and_platform_policies(
 
 
 @pytest.mark.anyio
-async def test_loads_ahead_of_one_adapter_that_come_together_pay_once(gateway: Gateway) -> None:
+async def test_concurrent_preloads_pay_once(gateway: Gateway) -> None:
     adapter_id = gateway.add_adapter("acme", "hot")
     gateway.limit(METRIC, 1)
     charge = ahead(gateway, adapter_id)
@@ -210,7 +208,7 @@ async def test_loads_ahead_of_one_adapter_that_come_together_pay_once(gateway: G
 
 
 @pytest.mark.anyio
-async def test_an_operators_load_charges_nobody_and_is_known(gateway: Gateway) -> None:
+async def test_operator_preload_charges_nobody_and_makes_requests_warm(gateway: Gateway) -> None:
     for name in ("first", "second"):
         gateway.add_adapter("acme", name)
     gateway.limit(METRIC, 1)
@@ -220,7 +218,7 @@ async def test_an_operators_load_charges_nobody_and_is_known(gateway: Gateway) -
 
 
 @pytest.mark.anyio
-async def test_what_another_gateway_had_loaded_is_not_refused(gateway: Gateway) -> None:
+async def test_adapter_loaded_by_another_gateway_is_not_refused(gateway: Gateway) -> None:
     for name in ("first", "second"):
         gateway.add_adapter("acme", name)
     gateway.limit(METRIC, 1)
@@ -231,7 +229,7 @@ async def test_what_another_gateway_had_loaded_is_not_refused(gateway: Gateway) 
 
 
 @pytest.mark.anyio
-async def test_a_load_that_failed_or_was_never_begun_leaves_the_next_one_cold(gateway: Gateway) -> None:
+async def test_failed_load_leaves_the_adapter_cold(gateway: Gateway) -> None:
     adapter_id = gateway.add_adapter("acme", "broken")
     gateway.limit(METRIC, 1)
     loads, charge = gateway.services.loads, ahead(gateway, adapter_id)
@@ -246,7 +244,7 @@ async def test_a_load_that_failed_or_was_never_begun_leaves_the_next_one_cold(ga
 
 
 @pytest.mark.anyio
-async def test_after_a_while_without_requests_the_engine_is_asked_before_anything_is_called_cold(
+async def test_stale_report_is_refreshed_before_an_adapter_is_called_cold(
     anyio_backend: str,
 ) -> None:
     engine, now_s = ScriptedEngine(), [0.0]

@@ -109,7 +109,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("tables", "code"), CASES)
-async def test_postgres_that_takes_no_writes(
+async def test_postgres_that_refuses_writes(
     migrated_postgres_url: str,
     tables: Sequence[str],
     code: str,
@@ -175,7 +175,7 @@ async def full_and_free_again(gateway: Gateway, begin: Callable[[], None], end: 
     assert_all_is_settled(gateway)
 
 
-async def test_sqlite_whose_disk_is_full(tokenizer: ModelTokenizer, tmp_path: Path, anyio_backend: str) -> None:
+async def test_sqlite_on_a_full_disk(tokenizer: ModelTokenizer, tmp_path: Path, anyio_backend: str) -> None:
     # A new file: in a shared one, other tests' deletions would have left free pages.
     database = Database(migrated_sqlite(tmp_path / "loramux.db"))
     fault = no_more_pages(database)
@@ -185,7 +185,7 @@ async def test_sqlite_whose_disk_is_full(tokenizer: ModelTokenizer, tmp_path: Pa
 
 
 @pytest.mark.campaign
-async def test_postgres_whose_disk_is_full(tokenizer: ModelTokenizer, tmp_path: Path, anyio_backend: str) -> None:
+async def test_postgres_on_a_full_disk(tokenizer: ModelTokenizer, tmp_path: Path, anyio_backend: str) -> None:
     with faulty_postgres(disk_mb=160) as server:
         migrate(server.url)
         database = Database(server.url)
@@ -207,7 +207,7 @@ class CountedAdmission(Admission):
             raise
 
 
-async def test_a_deadlock_is_tried_again_and_nobody_notices(migrated_postgres_url: str, anyio_backend: str) -> None:
+async def test_deadlock_is_retried_transparently(migrated_postgres_url: str, anyio_backend: str) -> None:
     database = Database(migrated_postgres_url + "&options=-c%20deadlock_timeout%3D1s")
     tenant = Tenants(database).create("acme")
     key = ApiKeys(database).create(tenant.id, "test").key.id

@@ -122,7 +122,7 @@ async def trouble_under_streams(gateway: Gateway, begin: Callable[[], None], end
         pytest.param(overrun, id="out of connections", marks=pytest.mark.campaign),
     ],
 )
-async def test_postgres_in_trouble_under_streams(
+async def test_streams_survive_postgres_trouble(
     postgres: FaultyPostgres,
     trouble: Callable[[FaultyPostgres], Fault],
     tokenizer: ModelTokenizer,
@@ -142,7 +142,7 @@ async def test_postgres_in_trouble_under_streams(
 
 
 @pytest.mark.campaign
-async def test_sqlite_locked_under_streams(
+async def test_streams_survive_a_locked_sqlite(
     accounts: Database, tokenizer: ModelTokenizer, tmp_path: Path, anyio_backend: str
 ) -> None:
     lock = sqlite3.connect(accounts._url.database or "", isolation_level=None, check_same_thread=False)
@@ -152,7 +152,7 @@ async def test_sqlite_locked_under_streams(
     lock.close()
 
 
-async def test_what_a_dead_gateway_spooled_is_settled_by_its_next_life(
+async def test_spool_of_a_dead_gateway_is_settled_after_a_restart(
     accounts: Database, tokenizer: ModelTokenizer, tmp_path: Path, anyio_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spool = SettlementSpool(tmp_path / "spool", 1 << 20)

@@ -49,7 +49,7 @@ async def test_a_long_answer_is_granted_in_chunks(gateway: Any) -> None:
     assert counter(gateway) == (10_000 - len(add.prompt) - 101, 0)
 
 
-async def test_a_refused_chunk_ends_the_answer_by_its_length(gateway: Any) -> None:
+async def test_refused_chunk_ends_the_answer_with_length(gateway: Any) -> None:
     gateway.engine.script = says(100)
     await gateway.openai.chat.completions.create(model="base", messages=ASKED, max_tokens=1)
     num_prompt = len(gateway.engine.adds[0].prompt)
@@ -68,7 +68,7 @@ async def test_a_refused_chunk_ends_the_answer_by_its_length(gateway: Any) -> No
     assert level == 5
 
 
-async def test_a_quota_below_the_context_admits_a_chat_that_names_no_limit(gateway: Any) -> None:
+async def test_quota_below_the_context_admits_a_chat_without_max_tokens(gateway: Any) -> None:
     gateway.engine.script = says(3)
     gateway.limit("tokens_per_minute", 100)
     assert gateway.services.max_model_len > 100
@@ -86,7 +86,7 @@ async def test_choices_are_extended_together(gateway: Any) -> None:
     assert counter(gateway)[1] == 0
 
 
-async def test_what_a_request_asked_for_is_granted_at_once(gateway: Any) -> None:
+async def test_explicit_max_tokens_are_granted_at_once(gateway: Any) -> None:
     gateway.engine.script = says(100)
     answer = await gateway.openai.chat.completions.create(model="base", messages=ASKED, max_completion_tokens=90)
     assert (gateway.engine.adds[0].max_tokens, gateway.engine.adds[0].pause_s) == (90, 0.0)
@@ -94,7 +94,7 @@ async def test_what_a_request_asked_for_is_granted_at_once(gateway: Any) -> None
     assert answer.usage.completion_tokens == 90
 
 
-async def test_the_end_of_the_context_is_the_end(gateway: Any) -> None:
+async def test_unlimited_answer_ends_with_the_context(gateway: Any) -> None:
     gateway.engine.script = says(1000)
     answer = await gateway.openai.chat.completions.create(model="base", messages=ASKED)
     most = gateway.services.max_model_len - len(gateway.engine.adds[0].prompt)

@@ -231,7 +231,7 @@ async def until_all_is_settled(gateway: Gateway) -> None:
 
 @pytest.mark.parametrize(("disk", "lab"), [("mounted", "spool"), *EACH], indirect=True)
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__.replace("_", " "))
-async def test_a_disk_that_fills(
+async def test_disk_that_fills_up(
     lab: Lab, step: Callable[..., Awaitable[None]], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway, settler = lab.gateway, lab.gateway.services.settler
@@ -258,7 +258,7 @@ async def test_a_disk_that_fills(
 
 
 @pytest.mark.parametrize(("disk", "lab"), EACH, indirect=True)
-async def test_a_disk_that_is_back_takes_what_waits_in_memory_while_the_database_is_still_away(
+async def test_freed_disk_takes_settlements_before_the_database_recovers(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(*_: object) -> None:
@@ -282,7 +282,7 @@ async def test_a_disk_that_is_back_takes_what_waits_in_memory_while_the_database
 
 
 @pytest.mark.parametrize(("disk", "lab"), EACH, indirect=True)
-async def test_a_gateway_that_stops_waits_for_the_disk(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_drain_waits_for_the_disk(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     await while_streaming(lab, monkeypatch)
     await asyncio.gather(*lab.streams)
     running_ = lab.gateway.services.running
@@ -296,7 +296,7 @@ async def test_a_gateway_that_stops_waits_for_the_disk(lab: Lab, monkeypatch: py
 
 
 @pytest.mark.parametrize(("disk", "lab"), EACH, indirect=True)
-async def test_what_a_gateway_could_not_settle_is_in_its_log_and_settled_from_there(
+async def test_unsettled_requests_are_logged_and_replayed_from_the_log(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = lab.gateway
@@ -333,7 +333,7 @@ async def test_what_a_gateway_could_not_settle_is_in_its_log_and_settled_from_th
     assert_all_is_settled(gateway)
 
 
-async def test_a_gateway_on_postgresql_whose_own_disk_is_full_too(
+async def test_postgres_and_spool_both_out_of_space(
     migrated_postgres_url: str, tokenizer: ModelTokenizer, tmp_path: Path, anyio_backend: str
 ) -> None:
     database = Database(migrated_postgres_url)

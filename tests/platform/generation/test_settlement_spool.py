@@ -28,7 +28,7 @@ def current(directory: Path) -> Path:
     return directory / "spool" / CURRENT
 
 
-def test_what_was_appended_is_there_after_a_restart_and_gone_after_its_replay(tmp_path: Path) -> None:
+def test_records_survive_a_restart_and_vanish_after_a_replay(tmp_path: Path) -> None:
     for number in range(3):
         open_spool(tmp_path).append(closing(number))
     spool = open_spool(tmp_path)
@@ -49,7 +49,7 @@ def test_what_was_appended_is_there_after_a_restart_and_gone_after_its_replay(tm
     assert open_spool(tmp_path).begin_replay().closings == (closing(9),)
 
 
-def test_its_space_is_allocated_before_it_is_needed_and_after_a_replay(tmp_path: Path) -> None:
+def test_space_is_preallocated_also_after_a_replay(tmp_path: Path) -> None:
     spool = open_spool(tmp_path)
     for _ in range(2):
         assert current(tmp_path).stat().st_blocks * 512 >= 1 << 20
@@ -58,9 +58,7 @@ def test_its_space_is_allocated_before_it_is_needed_and_after_a_replay(tmp_path:
         spool.end_replay()
 
 
-def test_a_replay_gives_back_what_the_file_took_beyond_its_first_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_shrinks_the_file_to_its_first_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settlement_spool, "ALLOCATED_BYTES", 1 << 12)
     spool = open_spool(tmp_path)
     for number in range(60):
@@ -74,7 +72,7 @@ def test_a_replay_gives_back_what_the_file_took_beyond_its_first_part(
     assert len(open_spool(tmp_path).begin_replay().closings) == 60
 
 
-def test_the_files_of_an_earlier_version_are_replayed(tmp_path: Path) -> None:
+def test_files_of_an_earlier_version_are_replayed(tmp_path: Path) -> None:
     (tmp_path / "spool").mkdir()
     current(tmp_path).write_bytes(record_of(closing(2)) + record_of(closing(3)) + record_of(closing(4))[:50])
     (tmp_path / "spool" / LEFT).write_bytes(record_of(closing(0)) + record_of(closing(1)).rstrip())
@@ -86,7 +84,7 @@ def test_the_files_of_an_earlier_version_are_replayed(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "spool").iterdir()] == [CURRENT]
 
 
-def test_a_crash_while_the_file_is_emptied_leaves_nothing_to_replay(tmp_path: Path) -> None:
+def test_crash_while_emptying_the_file_leaves_nothing_to_replay(tmp_path: Path) -> None:
     spool = open_spool(tmp_path)
     for number in range(3):
         spool.append(closing(number))
@@ -98,7 +96,7 @@ def test_a_crash_while_the_file_is_emptied_leaves_nothing_to_replay(tmp_path: Pa
 
 
 @pytest.mark.parametrize("is_first_lost", [True, False], ids=["its second half", "its first half"])
-def test_a_record_of_which_half_reached_the_disk_is_forgotten(tmp_path: Path, is_first_lost: bool) -> None:
+def test_half_written_record_is_dropped(tmp_path: Path, is_first_lost: bool) -> None:
     spool = open_spool(tmp_path)
     spool.append(closing(1))
     whole = spool.num_bytes
@@ -113,9 +111,7 @@ def test_a_record_of_which_half_reached_the_disk_is_forgotten(tmp_path: Path, is
     assert (contents.closings, contents.num_damaged) == ((closing(1),), 0)
 
 
-def test_a_file_system_that_allocates_nothing_beforehand_is_used_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spool_works_without_preallocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
@@ -129,7 +125,7 @@ def test_a_file_system_that_allocates_nothing_beforehand_is_used_all_the_same(
 
 
 @pytest.mark.parametrize("num_left", [1, 9, 40], ids=["its first byte", "its checksum", "half of it"])
-def test_a_torn_last_line_is_forgotten_and_the_next_is_whole(tmp_path: Path, num_left: int) -> None:
+def test_torn_last_line_is_dropped_and_the_next_record_is_intact(tmp_path: Path, num_left: int) -> None:
     spool = open_spool(tmp_path)
     spool.append(closing(1))
     whole = spool.num_bytes
@@ -141,7 +137,7 @@ def test_a_torn_last_line_is_forgotten_and_the_next_is_whole(tmp_path: Path, num
     assert spool.begin_replay().closings == (closing(1), closing(3))
 
 
-def test_a_damaged_record_is_kept_aside_and_the_others_are_replayed(tmp_path: Path) -> None:
+def test_damaged_record_is_set_aside_and_the_others_are_replayed(tmp_path: Path) -> None:
     spool = open_spool(tmp_path)
     for number in range(3):
         spool.append(closing(number))
@@ -160,7 +156,7 @@ def test_a_damaged_record_is_kept_aside_and_the_others_are_replayed(tmp_path: Pa
     assert spool.num_bytes == 0
 
 
-def test_it_takes_no_more_than_it_may(tmp_path: Path) -> None:
+def test_spool_refuses_records_over_its_limit(tmp_path: Path) -> None:
     spool = open_spool(tmp_path, max_bytes=700)
     for number in range(3):
         spool.append(closing(number))
@@ -172,7 +168,7 @@ def test_it_takes_no_more_than_it_may(tmp_path: Path) -> None:
     spool.append(closing(9))
 
 
-def test_a_disk_that_is_full_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_no_partial_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spool = open_spool(tmp_path)
     spool.append(closing(1))
 

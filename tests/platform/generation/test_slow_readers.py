@@ -42,7 +42,7 @@ async def taken(pending: PendingDeltas) -> list[ChoiceDelta]:
     return found
 
 
-async def test_a_reader_that_keeps_up_gets_each_delta_as_it_came() -> None:
+async def test_fast_reader_gets_each_delta_separately() -> None:
     pending = PendingDeltas()
     reading = asyncio.create_task(taken(pending))
     put = [delta(number % 3, chr(97 + number % 26)) for number in range(10 * MAX_SEPARATE)]
@@ -53,7 +53,7 @@ async def test_a_reader_that_keeps_up_gets_each_delta_as_it_came() -> None:
     assert await reading == put
 
 
-async def test_what_a_slow_reader_has_not_taken_joins_and_is_complete_and_in_order() -> None:
+async def test_unread_deltas_are_joined_in_order_without_loss() -> None:
     pending = PendingDeltas()
     for number in range(10_000):
         for index in range(3):
@@ -74,7 +74,7 @@ async def test_what_a_slow_reader_has_not_taken_joins_and_is_complete_and_in_ord
     assert await pending.get() is None
 
 
-async def test_a_gateway_that_grants_nothing_costs_a_step_nothing_and_gets_all_in_the_end() -> None:
+async def test_outputs_for_a_gateway_without_credit_are_merged() -> None:
     sent: list[FromEngine] = []
     link = GatewayLink(sent.append)
     for number in range(50_000):
@@ -106,7 +106,7 @@ async def received_all(gateway: Any, num_choices: int = NUM_CHOICES) -> Generati
     return generation
 
 
-async def test_a_client_that_does_not_read_is_settled_while_others_are_served(gateway: Any) -> None:
+async def test_stalled_reader_does_not_delay_settlement_or_other_clients(gateway: Any) -> None:
     gateway.engine.script = lambda add: Script(token_ids=tuple(300 + i % 7 for i in range(NUM_TOKENS)))
     may_send = asyncio.Event()
     sent: list[bytes] = []
@@ -142,7 +142,7 @@ async def test_a_client_that_does_not_read_is_settled_while_others_are_served(ga
         assert [one["finish_reason"] for one in mine if one["finish_reason"]] == ["length"]
 
 
-async def test_a_socket_that_is_full_holds_its_own_stream_only(gateway: Any, gateway_url: str) -> None:
+async def test_full_socket_blocks_only_its_own_stream(gateway: Any, gateway_url: str) -> None:
     gateway.engine.script = lambda add: Script(token_ids=(300,) * NUM_TOKENS)
     host, port = gateway_url.removeprefix("http://").split(":")
     with socket.socket() as client:

@@ -43,7 +43,7 @@ async def settled(gateway: Any) -> Any:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-async def test_a_client_that_leaves_pays_for_what_was_committed(gateway: Any, gateway_url: str, stream: bool) -> None:
+async def test_disconnected_client_pays_for_committed_tokens(gateway: Any, gateway_url: str, stream: bool) -> None:
     gateway.engine.script = stalling(3)
     headers = {"authorization": f"Bearer {gateway.key}"}
     shown = asyncio.Event()
@@ -90,9 +90,7 @@ async def test_a_stream_arrives_token_by_token(gateway: Any, gateway_url: str) -
     assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_unavailable"
 
 
-async def test_a_client_does_not_wait_long_for_an_engine_that_never_answers_an_abort(
-    gateway: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unanswered_abort_does_not_delay_the_client(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "FINISHED_WAIT_S", 0.05)
     gateway.engine.script = stalling(4, ignores_abort=True)
     stop = gateway.services.tokenizer.decode([300])
@@ -104,7 +102,7 @@ async def test_a_client_does_not_wait_long_for_an_engine_that_never_answers_an_a
 
 
 @pytest.mark.parametrize("received", [0, 4], ids=["in its first step", "later"])
-async def test_an_abandoned_request_is_waited_for_however_long_its_step(
+async def test_abandoned_request_is_settled_after_a_long_step(
     gateway: Any, monkeypatch: pytest.MonkeyPatch, received: int
 ) -> None:
     monkeypatch.setattr(generation, "FINISHED_WAIT_S", 0.01)
@@ -117,7 +115,7 @@ async def test_an_abandoned_request_is_waited_for_however_long_its_step(
 
 
 @pytest.mark.parametrize("received", [0, 4], ids=["in its first step", "later"])
-async def test_an_abandoned_request_whose_engine_hangs_pays_its_prompt_and_what_came(
+async def test_abandoned_request_on_a_hung_engine_pays_for_received_tokens(
     gateway: Any, monkeypatch: pytest.MonkeyPatch, received: int
 ) -> None:
     monkeypatch.setattr(generation, "ABANDONED_WAIT_S", 0.05)
@@ -153,7 +151,7 @@ async def eventually_received(gateway: Any, count: int) -> None:
 # Engines that die
 
 
-async def test_an_engine_that_is_away_is_503_and_takes_nothing(gateway: Any) -> None:
+async def test_missing_engine_returns_503_and_charges_nothing(gateway: Any) -> None:
     gateway.engine.die()
     with pytest.raises(openai.InternalServerError) as caught:
         await gateway.openai.chat.completions.create(**CHAT)
@@ -166,7 +164,7 @@ async def test_an_engine_that_is_away_is_503_and_takes_nothing(gateway: Any) -> 
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-async def test_a_request_that_never_ran_is_503_and_costs_nothing(gateway: Any, stream: bool) -> None:
+async def test_request_that_never_ran_returns_503_and_costs_nothing(gateway: Any, stream: bool) -> None:
     gateway.limit("requests_per_minute", 5)
     gateway.engine.script = lambda add: Script(token_ids=(), error="engine_unavailable")
     with pytest.raises(openai.InternalServerError) as caught:
@@ -178,7 +176,7 @@ async def test_a_request_that_never_ran_is_503_and_costs_nothing(gateway: Any, s
     assert response.headers["x-ratelimit-remaining-requests"] == "4"
 
 
-async def test_a_stream_whose_engine_dies_ends_with_an_error_and_pays_for_what_came(gateway: Any) -> None:
+async def test_engine_death_ends_a_stream_with_an_error_and_is_billed(gateway: Any) -> None:
     gateway.engine.script = stalling(5)
     asked = asyncio.create_task(gateway.http.post("/v1/chat/completions", json={**CHAT, "stream": True}))
     await eventually_received(gateway, 5)
@@ -218,14 +216,14 @@ async def test_the_client_raises_for_an_error_inside_a_stream(gateway: Any) -> N
         ("something_new", 500, "internal_error"),
     ],
 )
-async def test_the_engines_refusals_have_their_status(gateway: Any, code: str, status: int, shown: str) -> None:
+async def test_engine_errors_map_to_http_statuses(gateway: Any, code: str, status: int, shown: str) -> None:
     gateway.engine.script = lambda add: Script(token_ids=(), error=code)
     response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"})
     assert (response.status_code, response.json()["error"]["code"]) == (status, shown)
     assert ("retry-after" in response.headers) == (status == 503)
 
 
-async def test_one_choice_that_fails_ends_the_others(gateway: Any) -> None:
+async def test_failed_choice_ends_the_other_choices(gateway: Any) -> None:
     def script(add: Any) -> Script:
         return Script(token_ids=(300,), error="not_finite") if add.sequence_id.endswith("-1") else stalling(2)(add)
 
@@ -250,7 +248,7 @@ async def test_a_draining_server_ends_running_requests_with_503(gateway: Any) ->
 # Quotas that bind
 
 
-async def test_a_quota_that_binds_is_429_with_its_name_and_headers(gateway_on_each: Any, clock: Any) -> None:
+async def test_exhausted_quota_returns_429_with_its_name_and_headers(gateway_on_each: Any, clock: Any) -> None:
     gateway = gateway_on_each
     gateway.limit("requests_per_minute", 2)
     gateway.limit("tokens_per_minute", 100)
@@ -275,7 +273,7 @@ async def test_a_quota_that_binds_is_429_with_its_name_and_headers(gateway_on_ea
     assert 'loramux_quota_refusals_total{metric="tokens_per_minute",mode="hard"} 2.0' in text
 
 
-async def test_concurrency_binds_only_while_requests_run(gateway: Any) -> None:
+async def test_concurrency_limit_counts_only_running_requests(gateway: Any) -> None:
     gateway.limit("concurrent_requests", 1)
     gateway.engine.script = stalling(1)
     asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
@@ -340,7 +338,7 @@ async def tended_until_settled(gateway: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("failures", [1, 3, 9], ids=["once", "thrice", "nine times"])
-async def test_a_settlement_that_fails_is_tried_again_and_the_answer_still_ends_well(
+async def test_failed_settlement_is_retried_and_the_answer_succeeds(
     gateway: Any, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     fail_settlements(gateway, monkeypatch, failures, is_answer_lost=False)
@@ -351,9 +349,7 @@ async def test_a_settlement_that_fails_is_tried_again_and_the_answer_still_ends_
     assert 'loramux_tokens_total{kind="completion"} 2.0' in gateway.services.metrics.render().decode()
 
 
-async def test_a_request_that_was_recovered_and_then_settled_is_charged_the_difference(
-    gateway_on_each: Any, clock: Any
-) -> None:
+async def test_settling_a_recovered_request_charges_the_difference(gateway_on_each: Any, clock: Any) -> None:
     gateway = gateway_on_each
     gateway.engine.script = stalling(7)
     asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
@@ -376,7 +372,7 @@ async def test_a_request_that_was_recovered_and_then_settled_is_charged_the_diff
     assert 'loramux_tokens_total{kind="completion"} 7.0' in gateway.services.metrics.render().decode()
 
 
-async def test_a_settlement_in_memory_corrects_what_another_gateway_recovered(
+async def test_settlement_in_memory_corrects_another_gateways_recovery(
     gateway_on_each: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = gateway_on_each
@@ -408,7 +404,7 @@ async def test_a_settlement_in_memory_corrects_what_another_gateway_recovered(
     assert (counter.reserved, counter.level) == (0, (10_000 - event.prompt_tokens - 7) * 60_000_000)
 
 
-async def test_a_settlement_whose_answer_is_lost_is_counted_once(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_settlement_with_a_lost_answer_counts_once(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_settlements(gateway, monkeypatch, 1, is_answer_lost=True)
     await gateway.openai.completions.create(model="base", prompt="a", max_tokens=2)
     await tended_until_settled(gateway, monkeypatch)
@@ -416,7 +412,7 @@ async def test_a_settlement_whose_answer_is_lost_is_counted_once(gateway: Any, m
     assert 'loramux_tokens_total{kind="completion"} 2.0' in gateway.services.metrics.render().decode()
 
 
-async def test_a_database_that_is_away_is_503(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unreachable_database_returns_503(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def away(operations: Any) -> None:
         raise OperationalError("BEGIN", {}, Exception("connection refused"))
 
@@ -431,9 +427,7 @@ async def test_a_database_that_is_away_is_503(gateway: Any, monkeypatch: pytest.
     assert gateway.usage() == []
 
 
-async def test_a_reservation_whose_answer_is_lost_after_its_request_was_refused_is_given_back(
-    gateway: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lost_reservation_of_a_refused_request_is_released(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running_requests, "RESERVE_WAIT_S", 0.05)
     admission, is_refused = gateway.services.commit._admission, threading.Event()
     commit = admission.commit
@@ -455,7 +449,7 @@ async def test_a_reservation_whose_answer_is_lost_after_its_request_was_refused_
     assert (await settled(gateway)).completion_tokens == 0
 
 
-async def test_an_unforeseen_error_is_a_plain_500_with_its_id(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unexpected_error_returns_500_with_the_request_id(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(operations: Any) -> None:
         raise ZeroDivisionError("a secret detail")
 
@@ -469,7 +463,7 @@ async def test_an_unforeseen_error_is_a_plain_500_with_its_id(gateway: Any, monk
     assert response.headers["x-request-id"].startswith("req_")
 
 
-async def test_a_checkpoint_keeps_a_long_request_from_being_recovered(gateway_on_each: Any, clock: Any) -> None:
+async def test_checkpoints_keep_a_long_request_from_being_recovered(gateway_on_each: Any, clock: Any) -> None:
     gateway = gateway_on_each
     gateway.engine.script = stalling(7)
     asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))

@@ -70,7 +70,7 @@ def test_the_total_is_the_sum_of_the_events(clocked: Database, used: list[str], 
     assert sum(event.prompt_tokens for event in events) == 150
 
 
-def test_a_tenant_sees_only_its_own(clocked: Database, used: list[str], clock: Any) -> None:
+def test_tenant_sees_only_its_own_usage(clocked: Database, used: list[str], clock: Any) -> None:
     ledger, tenants = Ledger(clocked), Tenants(clocked)
     other = tenants.get("other")
     assert other is not None
@@ -99,7 +99,7 @@ def test_groups_partition_the_total(
 
 @pytest.mark.parametrize("group_by", [("tenant", "model"), ("model",), ("tenant",), ("status",), ()], ids="+".join)
 @pytest.mark.parametrize("top", [1, 2, 1000])
-def test_the_largest_groups_are_the_first_of_all_and_know_the_rest(
+def test_largest_groups_come_with_the_total_of_all_groups(
     clocked: Database, used: list[str], clock: Any, group_by: tuple[str, ...], top: int
 ) -> None:
     query = UsageQuery(tenant_id=None, start_us=0, end_us=clock.now_us + 1, group_by=group_by)
@@ -111,20 +111,20 @@ def test_the_largest_groups_are_the_first_of_all_and_know_the_rest(
     assert found.total.cost_nanos == sum(row.cost_nanos for row in everything)
 
 
-def test_the_largest_of_nothing_are_none(clocked: Database, used: list[str]) -> None:
+def test_empty_range_has_no_largest_groups(clocked: Database, used: list[str]) -> None:
     found = largest(clocked, UsageQuery(tenant_id=None, start_us=0, end_us=1, group_by=("tenant",)), 5)
     assert (found.rows, found.num_groups, sums((found.total,))) == ((), 0, [(0, 0, 0, 0)])
 
 
 @pytest.mark.parametrize(("top", "bucket"), [(0, None), (1001, None), (5, "1h")], ids=["none", "too many", "by hour"])
-def test_only_so_many_of_the_largest_over_the_whole_range(clocked: Database, top: int, bucket: str | None) -> None:
+def test_invalid_top_or_bucket_for_largest_groups_is_refused(clocked: Database, top: int, bucket: str | None) -> None:
     query = UsageQuery(tenant_id=None, start_us=0, end_us=1, bucket=bucket, group_by=("tenant",))
     with pytest.raises(InvalidRequest) as caught:
         largest(clocked, query, top)
     assert caught.value.param == "top"
 
 
-def test_buckets_are_half_open_hours_cut_to_the_range(clocked: Database, used: list[str]) -> None:
+def test_buckets_are_half_open_hours_clipped_to_the_range(clocked: Database, used: list[str]) -> None:
     start = 500_000 * HOUR_US
     rows = Ledger(clocked).report(None, start + 1, start + HOUR_US + 600_000_000, bucket="1h")
     # Requests finish after 20, 40, 60 and 80 minutes. The third is in the second hour, and the fourth is too late.
@@ -144,7 +144,7 @@ def test_events_page_newest_first(clocked: Database, used: list[str]) -> None:
     assert [event.request_id for event in ledger.events(None, limit=3, after=newest[2]).data] == newest[3:]
 
 
-def test_an_empty_range_is_zero_not_nothing(clocked: Database, used: list[str]) -> None:
+def test_empty_range_reports_zeros(clocked: Database, used: list[str]) -> None:
     assert sums(Ledger(clocked).report(None, 0, 1)) == [(0, 0, 0, 0)]
     assert Ledger(clocked).report(None, 0, 1, group_by=["tenant"]) == ()
 
@@ -172,14 +172,14 @@ def test_an_empty_range_is_zero_not_nothing(clocked: Database, used: list[str]) 
         "beyond calendars",
     ],
 )
-def test_a_bad_question_is_refused_with_the_fields_name(clocked: Database, arguments: Any, param: str) -> None:
+def test_invalid_report_query_error_names_the_field(clocked: Database, arguments: Any, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         Ledger(clocked).report(None, *arguments)
     assert caught.value.param == param
 
 
 @pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r"])
-def test_csv_reads_back_and_holds_no_formula(start: str) -> None:
+def test_csv_round_trips_and_contains_no_formulas(start: str) -> None:
     documents = [
         {"model": f'{start}HYPERLINK("x")', "tenant": "a,b\nc", "requests": 1},
         {"model": None, "tenant": "", "requests": -2},

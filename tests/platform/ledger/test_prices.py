@@ -48,7 +48,7 @@ def prices(draw: st.DrawFn) -> Price:
     return price(prompt, draw(st.integers(0, prompt)), draw(amounts))
 
 
-def test_a_million_tokens_cost_what_the_list_says() -> None:
+def test_million_tokens_cost_the_list_price() -> None:
     listed = price(DOLLAR // 2, DOLLAR // 20, 3 * DOLLAR)
     assert cost_of(listed, MILLION, 0, 0) == DOLLAR // 2
     assert cost_of(listed, MILLION, MILLION, 0) == DOLLAR // 20
@@ -58,19 +58,21 @@ def test_a_million_tokens_cost_what_the_list_says() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "nanos"), [(0, 0), (1, 1), (2, 1), (3, 2), (1_000_000, 500_000)])
-def test_what_is_less_than_a_nano_is_rounded_up_once(tokens: int, nanos: int) -> None:
+def test_fraction_of_a_nano_is_rounded_up_once(tokens: int, nanos: int) -> None:
     assert cost_of(price(500_000, 0, 0), tokens, 0, 0) == nanos
 
 
 @given(prices(), counts, counts, counts, counts)
-def test_what_is_held_for_parts_covers_the_whole(one: Price, prompt: int, first: int, second: int, cached: int) -> None:
+def test_cost_reserved_in_two_parts_covers_the_actual_cost(
+    one: Price, prompt: int, first: int, second: int, cached: int
+) -> None:
     held = cost_of(one, prompt, 0, first) + cost_of(one, 0, 0, second)
     for completion in (0, first, first + second):
         truth = cost_of(one, prompt, min(cached, prompt), completion)
         assert 0 <= truth <= held < 2**63
 
 
-def test_the_most_particular_price_of_the_nearest_owner_holds() -> None:
+def test_most_specific_price_of_the_nearest_owner_applies() -> None:
     book = PriceBook(
         [
             price(1, 0, 0),
@@ -97,7 +99,7 @@ def test_the_most_particular_price_of_the_nearest_owner_holds() -> None:
 
 
 @given(st.lists(st.integers(1, 100), unique=True, min_size=1), st.integers(0, 101))
-def test_a_price_holds_until_the_next_one(dates: list[int], at: int) -> None:
+def test_price_applies_until_the_next_one(dates: list[int], at: int) -> None:
     book = PriceBook([price(date, 0, 0, effective_us=date) for date in dates], 0)
     found = book.price_of("ten_a", None, at)
     assert (found.prompt_nanos if found else None) == max((date for date in dates if date <= at), default=None)
@@ -113,7 +115,7 @@ def announce(price_list: PriceList, dollars: int, **more: Any) -> Price:
     return price_list.add(prompt_nanos=dollars * DOLLAR, **{**fields, **more})
 
 
-def test_what_is_past_stays_as_it_was(price_list: PriceList, clock: Any) -> None:
+def test_past_prices_cannot_change(price_list: PriceList, clock: Any) -> None:
     one = announce(price_list, 1)
     assert one.effective_us == clock.now_us + NOTICE_US
     for moment in (0, clock.now_us, one.effective_us - 1):
@@ -145,7 +147,7 @@ def test_what_is_past_stays_as_it_was(price_list: PriceList, clock: Any) -> None
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_wrong_price_names_the_field(
+def test_invalid_price_error_names_the_field(
     price_list: PriceList, change: dict[str, Any], param: str, clocked: Database
 ) -> None:
     announce(price_list, 1)
@@ -156,7 +158,7 @@ def test_a_wrong_price_names_the_field(
     assert len(price_list.list(None, 10).data) == 1
 
 
-def test_two_prices_of_a_scope_at_one_time_are_refused(price_list: PriceList, acme: Tenant) -> None:
+def test_second_price_for_the_same_scope_and_time_is_refused(price_list: PriceList, acme: Tenant) -> None:
     one = announce(price_list, 1)
     with pytest.raises(PriceExists):
         announce(price_list, 2)
@@ -166,7 +168,7 @@ def test_two_prices_of_a_scope_at_one_time_are_refused(price_list: PriceList, ac
     assert one in price_list.list(acme.id, 10).data
 
 
-def test_a_request_costs_what_held_when_it_was_admitted(
+def test_request_costs_the_price_at_its_admission(
     clocked: Database, clock: Any, acme: Tenant, acme_key: str, price_list: PriceList
 ) -> None:
     admission = Admission(clocked)
@@ -209,7 +211,7 @@ def test_a_request_costs_what_held_when_it_was_admitted(
     assert (events[early].base, events[early].end_user) == ("base", "someone")
 
 
-def test_a_clock_that_jumps_ahead_and_back_hides_no_price(price_list: PriceList, clocked: Database, clock: Any) -> None:
+def test_clock_jumps_forward_and_back_hide_no_price(price_list: PriceList, clocked: Database, clock: Any) -> None:
     first, reader = announce(price_list, 1), PriceReader(clocked)
     clock.advance(7 * 86_400)
     with clocked.read() as connection:

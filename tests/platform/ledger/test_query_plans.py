@@ -66,7 +66,7 @@ def plan(database: Database, ask: Any) -> str:
 
 
 @pytest.mark.parametrize("group_by", [(), ("key",), ("model",), ("version", "status")], ids="+".join)
-def test_a_tenants_sums_are_found_by_the_tenant(sampled: Database, group_by: tuple[str, ...]) -> None:
+def test_sums_of_a_tenant_use_the_tenant_index(sampled: Database, group_by: tuple[str, ...]) -> None:
     tenant = Tenants(sampled).create("acme")
     query = UsageQuery(tenant_id=tenant.id, start_us=5, end_us=40 * DAY_US, group_by=group_by)
     for ask in (lambda: answer(sampled, query), lambda: largest(sampled, query, 5)):
@@ -75,13 +75,13 @@ def test_a_tenants_sums_are_found_by_the_tenant(sampled: Database, group_by: tup
         assert "usage_rollups USING PRIMARY KEY" not in steps
 
 
-def test_a_page_of_requests_walks_along_them(sampled: Database) -> None:
+def test_page_of_requests_scans_an_index_without_sorting(sampled: Database) -> None:
     steps = plan(sampled, lambda: Ledger(sampled).events(None, 20))
     assert "SCAN usage_events USING INDEX" in steps
     assert "TEMP B-TREE" not in steps
 
 
-def test_other_databases_are_told_nothing() -> None:
+def test_planner_hints_are_only_for_sqlite() -> None:
     query = UsageQuery(tenant_id="ten_1", start_us=5, end_us=40 * DAY_US)
     statement: Select[Any] = select_all(query, ())
     assert "likelihood" not in str(statement.compile(dialect=postgresql.dialect()))

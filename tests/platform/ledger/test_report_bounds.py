@@ -35,7 +35,7 @@ def statements_of(database: Database, ask: Callable[[], object]) -> list[str]:
     return [statement for statement in asked if statement.startswith("SELECT")]
 
 
-def test_too_large_a_report_is_refused_before_it_is_read(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_report_is_refused_before_it_is_read(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     tenant, other = (Tenants(database).create(slug) for slug in ("acme", "initech"))
     for one in (tenant, other):
         add_end_users(database, one.id, NUM_USERS, days=3)
@@ -67,7 +67,7 @@ def test_too_large_a_report_is_refused_before_it_is_read(database: Database, mon
         assert len(statements_of(database, refused)) == 1, "the rows were counted and not read"
 
 
-def test_other_groups_have_another_bound(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_other_than_end_users_have_their_own_bound(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     tenant = Tenants(database).create("acme")
     add_end_users(database, tenant.id, NUM_USERS, days=3)
     now_us = database.now_us()
@@ -79,7 +79,7 @@ def test_other_groups_have_another_bound(database: Database, monkeypatch: pytest
         answer(database, query)
 
 
-def test_a_reading_ends_in_time(database: Database) -> None:
+def test_slow_read_is_interrupted(database: Database) -> None:
     with pytest.raises(ReadTooLong), database.read(0.05) as connection:
         connection.execute(text(FOR_EVER))
     # The next read on the same connection has no time limit.
@@ -87,7 +87,7 @@ def test_a_reading_ends_in_time(database: Database) -> None:
         assert connection.execute(text(FOR_EVER.replace("1000000000", "300000"))).scalar() == 300_000
 
 
-def test_a_report_leaves_no_compiled_statement_behind(database: Database) -> None:
+def test_report_statements_are_not_cached(database: Database) -> None:
     """Reports rarely share their ranges, so a cached statement would take memory and never be reused."""
     tenant = Tenants(database).create("acme")
     add_end_users(database, tenant.id, NUM_USERS, days=3)

@@ -82,7 +82,7 @@ def folders(url: str, told: Path, seed: int) -> Iterator[Folders]:
         pytest.param(int(os.environ.get("LORAMUX_FOLD_KILLS", "200")), id="many", marks=pytest.mark.campaign),
     ],
 )
-def test_a_process_killed_in_the_middle_of_a_fold_leaves_rollups_that_are_the_ledger(
+def test_rollups_equal_the_ledger_after_kills_during_folds(
     database: Database, migrated_url: str, tmp_path: Path, num_kills: int
 ) -> None:
     tenant = Tenants(database).create("acme")
@@ -176,7 +176,7 @@ class OldGateway(threading.Thread):
             connection.exec_driver_sql(f"INSERT INTO usage_batches (id, at_us) VALUES ({batch_id}, {at_us})")
 
 
-def test_what_is_settled_while_the_ledger_is_rolled_up_anew_is_counted_once(postgres_url: str) -> None:
+def test_settlements_during_the_migration_are_counted_once(postgres_url: str) -> None:
     database = Database(postgres_url)
     database.upgrade("0010")
     with database.write() as connection:

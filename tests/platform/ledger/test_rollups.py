@@ -213,7 +213,7 @@ def question(ledgers: Ledgers, first_us: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", [1])
-def test_every_report_is_the_sum_of_the_ledger(
+def test_every_report_equals_the_sum_of_the_ledger(
     clocked: Database, clock: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The range includes the night on which clocks change on both continents.
@@ -273,7 +273,7 @@ def _check_rollups(database: Database, facts: list[dict[str, Any]]) -> None:
     assert rebuild_rollups(database) == folded
 
 
-def test_gateways_that_settle_and_fold_at_once_lose_nothing(database: Database) -> None:
+def test_gateways_that_settle_and_fold_concurrently_lose_nothing(database: Database) -> None:
     tenant = Tenants(database).create("acme")
     key_id = ApiKeys(database).create(tenant.id, "test").key.id
     num_threads, num_requests = 3, 15
@@ -351,7 +351,7 @@ def test_gateways_that_settle_and_fold_at_once_lose_nothing(database: Database) 
     "length", [1, HOUR_US - 1, HOUR_US, 5 * HOUR_US + 7, DAY_US, 3 * DAY_US + HOUR_US // 3, 2 * WEEK_US + 3]
 )
 @pytest.mark.parametrize("start", [0, 1, HOUR_US, DAY_US, 2 * DAY_US - 1, DAY_US + HOUR_US - 5])
-def test_a_cut_range_has_no_gap_and_no_overlap(start: int, length: int, spans_us: tuple[int, ...]) -> None:
+def test_split_range_has_no_gaps_or_overlaps(start: int, length: int, spans_us: tuple[int, ...]) -> None:
     parts = cut([(start, start + length)], spans_us)
     pieces = sorted([*(part for ranges in parts.spans.values() for part in ranges), *parts.events])
     assert all(low < high for low, high in pieces)
@@ -362,7 +362,7 @@ def test_a_cut_range_has_no_gap_and_no_overlap(start: int, length: int, spans_us
     assert not any(-(-low // span) * span + span <= high for low, high in parts.events for span in spans_us)
 
 
-def test_the_longest_report_by_days_of_half_hours_is_one_statement_still(clocked: Database, clock: Any) -> None:
+def test_longest_daily_report_in_a_half_hour_zone_is_correct(clocked: Database, clock: Any) -> None:
     ledgers = Ledgers(clocked, clock, seed=2)
     for _ in range(3):
         ledgers.settle()
@@ -379,11 +379,11 @@ def test_the_longest_report_by_days_of_half_hours_is_one_statement_still(clocked
         ledgers.rollups.fold_all()
 
 
-def test_an_idle_ledger_is_left_alone(clocked: Database) -> None:
+def test_folding_an_idle_ledger_does_nothing(clocked: Database) -> None:
     assert UsageRollups(clocked).fold_all() == 0
 
 
-def test_what_a_stranger_wrote_twice_is_folded_once(clocked: Database, clock: Any) -> None:
+def test_batch_announced_twice_is_folded_once(clocked: Database, clock: Any) -> None:
     ledgers = Ledgers(clocked, clock, 5)
     ledgers.settle()
     ledgers.rollups.fold_all()

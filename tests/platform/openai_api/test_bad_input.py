@@ -205,7 +205,7 @@ async def test_a_bad_chat_is_refused(gateway: Any, change: dict[str, Any], code:
         "half a pair", "other half", "half a name", "deep", "digits",
     ],
 )  # fmt: skip
-async def test_what_is_not_json_is_refused(gateway: Any, content: bytes) -> None:
+async def test_invalid_json_is_refused(gateway: Any, content: bytes) -> None:
     await refused(gateway, TEXT, 400, "invalid_json", None, content=content)
 
 
@@ -215,7 +215,7 @@ async def test_a_missing_field_is_named(gateway: Any) -> None:
 
 
 @pytest.mark.parametrize("has_length", [True, False], ids=["declared", "chunked"])
-async def test_a_body_that_is_too_long_is_refused_unread(gateway: Any, has_length: bool) -> None:
+async def test_too_long_body_is_refused_unread(gateway: Any, has_length: bool) -> None:
     size = gateway.services.settings.max_body_bytes + 1
 
     async def chunks() -> Any:
@@ -254,7 +254,7 @@ UNKNOWN = dict.fromkeys(map(str, range(MANY)), 1)
         "stop ids", "logit bias", "values of a logit bias", "lists of ids", "texts", "fields", "nested fields",
     ],
 )  # fmt: skip
-async def test_a_body_full_of_errors_costs_no_more_than_a_few(
+async def test_body_full_of_errors_reports_only_one(
     gateway: Any, path: str, change: dict[str, Any], code: str, param: str
 ) -> None:
     body = {"model": "base", **({"messages": [MESSAGE]} if path == CHAT else {"prompt": "Hello"}), **change}
@@ -277,7 +277,9 @@ async def test_a_long_body_is_parsed_off_the_loop(size: int, is_on_a_thread: boo
     assert bool(computed) == is_on_a_thread
 
 
-async def test_sql_and_health_do_not_wait_behind_prompts(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sql_and_health_checks_do_not_wait_for_tokenization(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     may_go_on = threading.Event()
     encode = ModelTokenizer.encode
 
@@ -299,7 +301,7 @@ async def test_sql_and_health_do_not_wait_behind_prompts(gateway: Any, monkeypat
     assert {response.status_code for response in await asyncio.gather(*asking)} == {200}
 
 
-async def test_the_threads_that_compute_end_with_the_services(gateway: Any) -> None:
+async def test_compute_threads_end_with_the_services(gateway: Any) -> None:
     running = await gateway.services.compute(threading.current_thread)
     assert running.is_alive()
     gateway.services.close()
@@ -316,7 +318,7 @@ async def test_the_threads_that_compute_end_with_the_services(gateway: Any) -> N
     ],
     ids=["fits", "one more", "long prompts", "fewer choices"],
 )
-async def test_what_the_engine_must_hold_is_capped(gateway: Any, change: dict[str, Any], status: int) -> None:
+async def test_total_tokens_of_a_request_are_capped(gateway: Any, change: dict[str, Any], status: int) -> None:
     gateway.app.state.services = replace(gateway.services, settings=GatewaySettings(max_request_tokens=999))
     body = {"model": "base", **change}
     if status == 400:
@@ -339,7 +341,7 @@ async def test_what_the_engine_must_hold_is_capped(gateway: Any, change: dict[st
     ids=["none", "empty", "no key", "basic", "unknown", "foreign", "long"],
 )
 @pytest.mark.parametrize("path", [TEXT, CHAT], ids=["completions", "chat"])
-async def test_without_a_good_key_nothing_is_even_read(gateway: Any, path: str, header: str | None, code: str) -> None:
+async def test_body_is_not_read_without_a_valid_key(gateway: Any, path: str, header: str | None, code: str) -> None:
     del gateway.http.headers["authorization"]
     headers = {} if header is None else {"authorization": header}
     error = await refused(gateway, path, 401, code, None, headers=headers, content=b"{")

@@ -101,7 +101,7 @@ async def test_the_clients_stream_helper_understands_the_stream(gateway: Any, to
     assert again.choices[0].finish_reason == "length"
 
 
-async def test_choices_of_one_prompt_are_streamed_apart(gateway: Any, tokenizer: Any) -> None:
+async def test_choices_of_one_prompt_are_streamed_separately(gateway: Any, tokenizer: Any) -> None:
     ids = tokenizer.encode("Xylophones quiver.")[1:]
     gateway.engine.script = lambda add: Script(token_ids=ids[: 1 + int(add.sequence_id[-1])])
     stream = await gateway.openai.chat.completions.create(
@@ -119,7 +119,7 @@ async def test_choices_of_one_prompt_are_streamed_apart(gateway: Any, tokenizer:
     assert chunk.usage.completion_tokens == 2 + 3 + 4
 
 
-async def test_logprobs_hold_bytes_that_join_to_the_text(gateway: Any, tokenizer: Any) -> None:
+async def test_logprob_bytes_join_to_the_text(gateway: Any, tokenizer: Any) -> None:
     ids = tokenizer.encode("é 🦊")[1:]
     gateway.engine.script = lambda add: Script(token_ids=ids)
     asked = {"model": "base", "messages": ASKED, "max_tokens": len(ids), "logprobs": True, "top_logprobs": 2}
@@ -139,7 +139,7 @@ async def test_logprobs_hold_bytes_that_join_to_the_text(gateway: Any, tokenizer
     assert streamed == content
 
 
-async def test_fields_that_change_nothing_are_taken(gateway: Any) -> None:
+async def test_fields_without_effect_are_accepted(gateway: Any) -> None:
     answer = await gateway.openai.chat.completions.create(
         model="base",
         messages=ASKED,

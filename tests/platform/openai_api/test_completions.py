@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 MAIN = "The harbour of Port Vale lies quiet."
 
 
-async def test_a_completion_is_what_the_engine_said(gateway: Any) -> None:
+async def test_completion_returns_the_engines_tokens(gateway: Any) -> None:
     answer = await gateway.openai.completions.create(model="base", prompt=MAIN, max_tokens=40)
     assert answer.choices[0].text.startswith(MAIN)
     assert answer.choices[0].finish_reason == "length"
@@ -85,7 +85,7 @@ async def test_the_stream_is_exactly_openais(gateway: Any, tokenizer: Any) -> No
     ]
 
 
-async def test_a_stream_and_a_whole_answer_say_the_same(gateway: Any) -> None:
+async def test_streamed_and_whole_answers_are_equal(gateway: Any) -> None:
     asked = {"model": "base", "prompt": f"{MAIN} — é 漢字 🦊", "max_tokens": 60}
     whole = await gateway.openai.completions.create(**asked)
     stream = await gateway.openai.completions.create(**asked, stream=True)
@@ -97,9 +97,7 @@ async def test_a_stream_and_a_whole_answer_say_the_same(gateway: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_prompts_times_n_are_choices_in_order_and_each_prompt_is_paid_once(
-    gateway: Any, tokenizer: Any, stream: bool
-) -> None:
+async def test_choices_are_ordered_and_each_prompt_is_charged_once(gateway: Any, tokenizer: Any, stream: bool) -> None:
     prompts = ["one two", "three four five"]
     answer = await gateway.openai.completions.create(
         model="base",
@@ -139,7 +137,7 @@ async def test_prompts_times_n_are_choices_in_order_and_each_prompt_is_paid_once
     ],
     ids=["token ids", "lists of token ids", "list of one text"],
 )
-async def test_every_form_of_prompt_is_taken(gateway: Any, tokenizer: Any, prompt: Any, expected: Any) -> None:
+async def test_every_form_of_prompt_is_accepted(gateway: Any, tokenizer: Any, prompt: Any, expected: Any) -> None:
     await gateway.openai.completions.create(model="base", prompt=prompt, max_tokens=1)
     assert [add.prompt for add in gateway.engine.adds] == (expected or [tokenizer.encode("a")])
 
@@ -184,7 +182,7 @@ async def test_bias_and_penalties_reach_the_engine(gateway: Any) -> None:
 
 
 @pytest.mark.parametrize(("n", "best_of"), [(None, 1), (2, 2), (2, 1), (None, None)])
-async def test_best_of_that_asks_for_nothing_is_accepted(gateway: Any, n: int | None, best_of: int | None) -> None:
+async def test_best_of_without_effect_is_accepted(gateway: Any, n: int | None, best_of: int | None) -> None:
     answer = await gateway.openai.completions.create(model="base", prompt="a", max_tokens=1, n=n, best_of=best_of)
     assert len(answer.choices) == (n or 1)
 
@@ -209,7 +207,7 @@ async def test_echo_begins_each_choice_with_its_prompt(gateway: Any, tokenizer: 
         assert list(texts.values()) == [f"{one} and on." for one in prompts for _ in range(2)]
 
 
-async def test_stop_strings_are_not_looked_for_in_an_echo(gateway: Any, tokenizer: Any) -> None:
+async def test_stop_strings_are_not_matched_in_an_echo(gateway: Any, tokenizer: Any) -> None:
     gateway.engine.script = lambda add: Script(token_ids=tokenizer.encode(" yes. no")[1:])
     answer = await gateway.openai.completions.create(
         model="base", prompt="Stop. Here", max_tokens=30, stop=".", echo=True
@@ -241,13 +239,13 @@ async def test_logprobs_have_openais_legacy_form(gateway: Any, tokenizer: Any) -
     assert [offset for part in parts for offset in part.text_offset] == logprobs.text_offset
 
 
-async def test_logprobs_up_to_five_and_of_the_chosen_token_alone(gateway: Any, tokenizer: Any) -> None:
+async def test_logprobs_can_be_zero_or_up_to_five(gateway: Any, tokenizer: Any) -> None:
     for asked, num_shown in ((5, 5), (0, 1)):
         answer = await gateway.openai.completions.create(model="base", prompt="a", max_tokens=2, logprobs=asked)
         assert [len(top) for top in answer.choices[0].logprobs.top_logprobs] == [num_shown] * 2
 
 
-async def test_a_stop_string_across_tokens_ends_the_answer_and_the_bill(gateway: Any, tokenizer: Any) -> None:
+async def test_stop_string_across_tokens_ends_the_answer_and_the_billing(gateway: Any, tokenizer: Any) -> None:
     ids = tokenizer.encode("First. Second and third.")[1:]
     gateway.engine.script = lambda add: Script(token_ids=ids, tokens_per_output=3)
     answer = await gateway.openai.completions.create(model="base", prompt="a", max_tokens=100, stop=["never", ". Sec"])
@@ -260,7 +258,7 @@ async def test_a_stop_string_across_tokens_ends_the_answer_and_the_bill(gateway:
     assert gateway.usage()[0].status == "completed"
 
 
-async def test_a_stop_string_is_never_streamed_not_even_its_beginning(gateway: Any, tokenizer: Any) -> None:
+async def test_no_part_of_a_stop_string_is_streamed(gateway: Any, tokenizer: Any) -> None:
     ids = tokenizer.encode("one STOX two STOP three")[1:]
     gateway.engine.script = lambda add: Script(token_ids=ids)
     stream = await gateway.openai.completions.create(model="base", prompt="a", max_tokens=100, stop="STOP", stream=True)
@@ -270,13 +268,13 @@ async def test_a_stop_string_is_never_streamed_not_even_its_beginning(gateway: A
         assert not "".join(texts[:end]).endswith(("S", "ST", "STO"))
 
 
-async def test_what_looks_like_a_stop_string_at_the_end_is_given_out(gateway: Any, tokenizer: Any) -> None:
+async def test_partial_stop_string_at_the_end_is_emitted(gateway: Any, tokenizer: Any) -> None:
     gateway.engine.script = lambda add: Script(token_ids=tokenizer.encode("one ST")[1:])
     answer = await gateway.openai.completions.create(model="base", prompt="a", max_tokens=100, stop="STOP")
     assert answer.choices[0].text == "one ST"
 
 
-async def test_stop_strings_wait_for_the_least_number_of_tokens(gateway: Any, tokenizer: Any) -> None:
+async def test_stop_strings_apply_only_after_min_tokens(gateway: Any, tokenizer: Any) -> None:
     ids = tokenizer.encode("x. y. z. end")[1:]
     gateway.engine.script = lambda add: Script(token_ids=ids)
     answer = await gateway.openai.completions.create(
@@ -290,7 +288,7 @@ async def test_stop_strings_wait_for_the_least_number_of_tokens(gateway: Any, to
     [({}, False), ({"stream": True}, True), ({"stop": "x"}, True)],
     ids=["whole", "streamed", "stop-string"],
 )
-async def test_only_a_whole_answer_is_told_many_tokens_at_once(gateway: Any, asked: Any, is_told_each: bool) -> None:
+async def test_only_whole_answers_receive_tokens_in_batches(gateway: Any, asked: Any, is_told_each: bool) -> None:
     gateway.engine.script = lambda add: Script(token_ids=(5, 6, 7))
     answer = await gateway.openai.completions.create(model="base", prompt="a", **asked)
     if "stream" in asked:

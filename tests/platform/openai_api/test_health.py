@@ -32,7 +32,7 @@ async def test_ready_means_engine_and_database_answer(gateway: Any, monkeypatch:
     nowhere.close()
 
 
-async def test_live_is_red_while_a_hung_engine_cannot_be_replaced_and_not_for_a_restart(gateway: Any) -> None:
+async def test_live_fails_for_an_unkillable_engine_but_not_for_a_restart(gateway: Any) -> None:
     gateway.engine.die()
     assert (await gateway.http.get("/health/live")).status_code == 200
     gateway.engine.is_live = False
@@ -43,7 +43,7 @@ async def test_live_is_red_while_a_hung_engine_cannot_be_replaced_and_not_for_a_
     assert (await gateway.http.get("/health/live")).json() == {"status": "live"}
 
 
-async def test_an_engines_last_words_are_for_operators(gateway: Any) -> None:
+async def test_last_output_of_an_engine_is_shown_only_to_operators(gateway: Any) -> None:
     services = gateway.services
     app = FastAPI()
     app.include_router(health_router(services.database, services.engine, tells_why=True))
@@ -55,7 +55,7 @@ async def test_an_engines_last_words_are_for_operators(gateway: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-async def test_an_excluded_request_is_400_and_costs_nothing(gateway: Any, stream: bool) -> None:
+async def test_excluded_request_returns_400_and_costs_nothing(gateway: Any, stream: bool) -> None:
     gateway.limit("requests_per_minute", 5)
     gateway.engine.script = lambda add: Script(token_ids=(), error="request_excluded")
     response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a", "stream": stream})

@@ -67,13 +67,13 @@ async def test_each_form_reaches_the_engine_as_a_grammar(gateway: Gateway, form:
     assert gateway.engine.adds[0].grammar
 
 
-async def test_a_text_has_no_grammar(gateway: Gateway) -> None:
+async def test_text_format_has_no_grammar(gateway: Gateway) -> None:
     chat = {"model": "base", "messages": [{"role": "user", "content": "Hello"}], "response_format": {"type": "text"}}
     assert (await gateway.http.post(CHAT, json=chat)).status_code == 200
     assert [one.grammar for one in gateway.engine.adds] == [""]
 
 
 @pytest.mark.parametrize(("change", "code", "param"), REFUSED, ids=lambda value: repr(value)[:60])
-async def test_a_bad_form_is_refused(gateway: Gateway, change: dict[str, Any], code: str, param: str) -> None:
+async def test_invalid_forms_are_refused(gateway: Gateway, change: dict[str, Any], code: str, param: str) -> None:
     body = {"model": "base", "messages": [{"role": "user", "content": "Hello"}], **change}
     await refused(gateway, CHAT, 400, code, param, json=body)

@@ -24,9 +24,7 @@ def used_up(counter: Counter, limit: int, burst: int, now_us: int) -> tuple[Coun
 
 @settings(deadline=None)
 @given(rates, st.lists(st.tuples(passing, st.integers(0, MINUTE_US)), max_size=40))
-def test_a_clock_that_swings_by_up_to_a_minute_refills_no_minute_twice(
-    rate: tuple[int, int], steps: list[tuple[int, int]]
-) -> None:
+def test_oscillating_clock_refills_no_minute_twice(rate: tuple[int, int], steps: list[tuple[int, int]]) -> None:
     limit, burst = rate
     counter, true_us, total = Counter.fresh(burst, START_US), 0, 0
     for passed_us, ahead_us in steps:
@@ -38,9 +36,7 @@ def test_a_clock_that_swings_by_up_to_a_minute_refills_no_minute_twice(
 
 @settings(deadline=None)
 @given(rates, st.lists(st.tuples(passing, st.integers(0, WEEK_US)), max_size=40))
-def test_only_a_jump_ahead_refills_and_by_one_bucket_at_most(
-    rate: tuple[int, int], steps: list[tuple[int, int]]
-) -> None:
+def test_forward_jump_refills_at_most_one_bucket(rate: tuple[int, int], steps: list[tuple[int, int]]) -> None:
     limit, burst = rate
     counter, true_us, before_us, total, jumped = Counter.fresh(burst, START_US), 0, 0, 0, 0
     for passed_us, ahead_us in steps:
@@ -54,7 +50,7 @@ def test_only_a_jump_ahead_refills_and_by_one_bucket_at_most(
 
 @settings(deadline=None)
 @given(rates, st.integers(0, WEEK_US), st.integers(-WEEK_US, 0), st.integers(1, 3))
-def test_no_step_stops_a_bucket_for_more_than_a_minute(
+def test_clock_step_stalls_a_bucket_for_at_most_a_minute(
     rate: tuple[int, int], ahead_us: int, back_us: int, times: int
 ) -> None:
     limit, burst = rate
@@ -70,7 +66,7 @@ def test_no_step_stops_a_bucket_for_more_than_a_minute(
         assert used_up(counter, limit, burst, now_us + wait_us - 1)[1] == 0
 
 
-def test_the_largest_bucket_keeps_to_its_column() -> None:
+def test_largest_bucket_fits_its_column() -> None:
     largest = 10**11
     counter = Counter.fresh(largest, START_US).changed(level=-largest * UNITS - 10**15)
     for _ in range(3):

@@ -61,7 +61,7 @@ def two(clocked: Database) -> Two:
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_a_grantee_that_spends_all_it_may_leaves_the_owner_as_much_as_before(two: Two, metric: str) -> None:
+def test_grantee_does_not_spend_the_owners_share(two: Two, metric: str) -> None:
     two.limit(metric, 3)
     for _ in range(3):
         two.reserve(two.grantee)
@@ -74,7 +74,7 @@ def test_a_grantee_that_spends_all_it_may_leaves_the_owner_as_much_as_before(two
         two.reserve(two.owner)
 
 
-def test_what_a_request_holds_goes_back_to_whom_it_was_taken_from(two: Two) -> None:
+def test_reserved_tokens_return_to_the_caller_that_reserved_them(two: Two) -> None:
     two.limit("tokens_per_day", 100)
     owners, grantees = two.reserve(two.owner, 30), two.reserve(two.grantee, 50)
     assert two.admission.extend(grantees.request_id, 50)
@@ -86,7 +86,7 @@ def test_what_a_request_holds_goes_back_to_whom_it_was_taken_from(two: Two) -> N
     assert (two.remaining(two.owner), two.remaining(two.grantee)) == (95, 95)
 
 
-def test_a_changed_limit_holds_for_every_caller_from_the_next_request_on(two: Two, clock: Any) -> None:
+def test_changed_limit_applies_to_every_callers_next_request(two: Two, clock: Any) -> None:
     two.limit("requests_per_minute", 10)
     for tenant, times in ((two.owner, 2), (two.grantee, 9)):
         for _ in range(times):
@@ -98,7 +98,7 @@ def test_a_changed_limit_holds_for_every_caller_from_the_next_request_on(two: Tw
     assert two.remaining(two.grantee) == 3
 
 
-def test_a_soft_limit_of_the_owner_reports_only_the_callers_own(two: Two) -> None:
+def test_soft_limit_of_the_owner_counts_each_caller_separately(two: Two) -> None:
     two.limit("concurrent_requests", 1, mode="soft")
     two.reserve(two.owner)
     assert two.reserve(two.grantee).exceeded == ()
@@ -106,7 +106,7 @@ def test_a_soft_limit_of_the_owner_reports_only_the_callers_own(two: Two) -> Non
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_a_refusal_tells_a_grantee_nothing_of_the_owners_policy(two: Two, metric: str) -> None:
+def test_refusal_hides_the_owners_policy_from_a_grantee(two: Two, metric: str) -> None:
     policy_id = two.limit(metric, 7)
     for tenant, is_told in ((two.owner, True), (two.grantee, False)):
         for _ in range(7):
@@ -118,7 +118,7 @@ def test_a_refusal_tells_a_grantee_nothing_of_the_owners_policy(two: Two, metric
         assert metric in caught.value.message
 
 
-def test_a_request_that_is_too_large_is_told_so_without_the_owners_limit(two: Two) -> None:
+def test_refusal_of_a_too_large_request_hides_the_owners_limit(two: Two) -> None:
     policy_id = two.limit("tokens_per_minute", 777)
     for tenant, is_told in ((two.owner, True), (two.grantee, False)):
         with pytest.raises(RequestTooLarge) as caught:
@@ -128,7 +128,7 @@ def test_a_request_that_is_too_large_is_told_so_without_the_owners_limit(two: Tw
 
 
 @pytest.mark.anyio
-async def test_headers_show_a_grantee_its_own_rest(gateway: Any) -> None:
+async def test_headers_show_a_grantee_its_own_remaining_quota(gateway: Any) -> None:
     adapter_id = gateway.add_adapter("other", "secret")
     adapter = AdapterRegistry(gateway.database).get_adapter(adapter_id)
     assert adapter is not None

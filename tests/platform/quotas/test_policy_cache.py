@@ -34,7 +34,7 @@ def policy(name: str, subject_id: str, mode: str = HARD, metric: str = "requests
     ],
     ids=["hard", "soft", "shadow"],
 )
-def test_a_tenants_own_policy_replaces_the_platforms_unless_it_only_watches(mode: str, expected: set[str]) -> None:
+def test_tenants_policy_replaces_the_platforms_unless_in_shadow_mode(mode: str, expected: set[str]) -> None:
     cache = PolicyCache(0)
     for one in (
         policy("platform", PLATFORM),
@@ -61,7 +61,7 @@ class SlowDict(dict[str, Any]):
         assert self.may_go_on.wait(10)
 
 
-def test_a_thread_that_comes_while_another_reads_finds_all_of_it(accounts: Database) -> None:
+def test_concurrent_reader_sees_a_complete_policy(accounts: Database) -> None:
     tenant = Tenants(accounts).create("acme")
     limit = QuotaPolicies(accounts).set(tenant.id, "cost_per_day", 5)
     cache = PolicyCache(0)
@@ -108,7 +108,7 @@ def test_windows_begin_and_end_at_the_midnights_of_the_timezone(
     assert window_at(period, zone, us(*start) - 1).end_us == us(*start)
 
 
-def test_a_trial_on_another_tenants_adapter_counts_by_its_owners_days(accounts: Database) -> None:
+def test_trial_policy_on_a_granted_adapter_uses_the_owners_days(accounts: Database) -> None:
     owner, caller = (Tenants(accounts).create(slug, timezone="Asia/Kathmandu") for slug in ("owner", "caller"))
     adapter = AdapterRegistry(accounts).create_adapter(owner.id, "support")
     trial = QuotaPolicies(accounts).propose(adapter.id, "tokens_per_day", 5)

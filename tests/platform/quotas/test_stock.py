@@ -82,7 +82,7 @@ def test_an_upload_counts_once_on_its_way_to_a_version(shelf: Shelf) -> None:
     assert shelf.standing == (700, 0, 300, 0)
 
 
-def test_what_is_cancelled_or_expired_counts_no_more(shelf: Shelf) -> None:
+def test_cancelled_and_expired_uploads_no_longer_count(shelf: Shelf) -> None:
     shelf.limit(1000)
     upload = shelf.declare(600)
     shelf.declare(400, lifetime_us=0)
@@ -91,7 +91,7 @@ def test_what_is_cancelled_or_expired_counts_no_more(shelf: Shelf) -> None:
     assert shelf.standing == (0, 0, 1000, 0)
 
 
-def test_declarations_that_race_at_the_limit_are_decided_exactly(shelf: Shelf) -> None:
+def test_racing_declarations_never_exceed_the_limit(shelf: Shelf) -> None:
     shelf.limit(1000)
 
     def attempt(number: int) -> bool:

@@ -41,7 +41,7 @@ def _quota(database: Database) -> tuple[Any, Edit]:
 
 
 @pytest.mark.parametrize("make", [_tenant, _key, _quota], ids=["tenant", "key", "quota"])
-def test_of_editors_who_read_the_same_state_exactly_one_wins(
+def test_exactly_one_of_several_concurrent_editors_wins(
     clocked: Database, make: Callable[[Database], tuple[Any, Edit]]
 ) -> None:
     seen, edit = make(clocked)

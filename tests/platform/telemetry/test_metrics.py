@@ -31,7 +31,7 @@ async def test_metrics_count_answers_and_tokens_without_naming_anyone(gateway: A
     assert "xxx" not in text
 
 
-async def test_metrics_name_what_refused_failed_and_how_fast_tokens_came(gateway: Any) -> None:
+async def test_metrics_report_refusals_failures_and_token_latency(gateway: Any) -> None:
     gateway.limit("requests_per_minute", 2)
     ok = {"model": "base", "prompt": [5, 6], "max_tokens": 4}
     statuses = [(await gateway.http.post("/v1/completions", json=ok)).status_code for _ in range(3)]
@@ -53,7 +53,7 @@ async def test_metrics_name_what_refused_failed_and_how_fast_tokens_came(gateway
     assert top[0].endswith(" 1.0")
 
 
-def test_only_the_most_refusing_are_shown_and_they_are_forgotten() -> None:
+def test_only_the_most_refusing_policies_are_shown_and_they_expire() -> None:
     now = [0.0]
     refusals = TopRefusals(num_shown=2, clock=lambda: now[0])
     for policy, times in (("a", 3), ("b", 1), ("c", 2)):

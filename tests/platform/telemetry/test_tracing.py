@@ -59,7 +59,7 @@ def by_name(kept: InMemorySpanExporter) -> dict[str, ReadableSpan]:
     return spans
 
 
-async def test_a_request_is_one_trace_that_the_engine_is_told_of(
+async def test_request_is_one_trace_that_the_engine_continues(
     traced_gateway: Gateway, kept: InMemorySpanExporter
 ) -> None:
     response = await traced_gateway.http.post("/v1/completions", json=CALL)
@@ -83,7 +83,7 @@ async def test_a_request_is_one_trace_that_the_engine_is_told_of(
     assert CURRENT.get() is None
 
 
-async def test_what_a_request_logs_names_it_and_its_trace(
+async def test_log_lines_carry_the_request_and_trace_ids(
     traced_gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nowhere = Database("postgresql://nobody:canary-password@127.0.0.1:1/none")
@@ -98,13 +98,13 @@ async def test_what_a_request_logs_names_it_and_its_trace(
     assert "canary-password" not in str(lines)
 
 
-def test_keys_in_a_log_are_hidden_whoever_put_them_there() -> None:
+def test_api_keys_are_redacted_in_every_log() -> None:
     key = "sk-lmx-isrZAAUrcNz4Yb2d-W4oiuOgRRvqctiVbkrfv2V9JO58kQ9ryZESCp2VWwE5"
     shown = hide_secrets(None, "info", {"event": f"got {key}", "error": "Authorization: Bearer abc", "count": 3})
     assert shown == {"event": "got [hidden]", "error": "Authorization: [hidden]", "count": 3}
 
 
-async def test_what_fails_says_with_which_code(traced_gateway: Gateway, kept: InMemorySpanExporter) -> None:
+async def test_failed_spans_carry_the_error_code(traced_gateway: Gateway, kept: InMemorySpanExporter) -> None:
     assert (await traced_gateway.http.post("/v1/completions", json={**CALL, "model": "nope"})).status_code == 404
     spans = by_name(kept)
     assert spans["resolve"].status.description == "model_not_found"
@@ -130,7 +130,7 @@ async def test_what_fails_says_with_which_code(traced_gateway: Gateway, kept: In
         pytest.param("link", "00-é-1-1", "ours", 0, id="not ASCII"),
     ],
 )
-def test_a_clients_trace(
+def test_client_trace_is_ignored_linked_or_continued(
     kept: InMemorySpanExporter, clients: ClientTraces, header: str, trace: str, links: int
 ) -> None:
     begun = tracing_of(kept, clients).begin("POST /v1/completions", {"traceparent": header, "tracestate": "a=b"})
@@ -142,14 +142,14 @@ def test_a_clients_trace(
     assert len(span.context.trace_state) == 0
 
 
-def test_a_client_that_does_not_record_is_followed_as_a_parent_only(kept: InMemorySpanExporter) -> None:
+def test_unsampled_client_trace_is_respected_only_as_a_parent(kept: InMemorySpanExporter) -> None:
     unsampled = {"traceparent": THEIRS.removesuffix("1") + "0"}
     below = tracing_of(kept, "parent").begin("x", unsampled)
     assert below.begin("generate").traceparent is None
     assert tracing_of(kept, "link").begin("x", unsampled).begin("generate").traceparent is not None
 
 
-def test_outside_a_traced_request_nothing_happens() -> None:
+def test_tracing_does_nothing_outside_a_traced_request() -> None:
     with traced("reserve") as span:
         assert span is None
     assert begin_span("generate") is None
@@ -180,7 +180,7 @@ def collector() -> Iterator[Any]:
         thread.join()
 
 
-def test_a_collector_gets_spans_by_otlp(collector: Any) -> None:
+def test_collector_receives_spans_over_otlp(collector: Any) -> None:
     url = f"http://127.0.0.1:{collector.server_port}/v1/traces"
     tracing = OtelTracing.open(TraceConfig(exporter="otlp", target=url), 1.0, "link")
     tracing.begin("POST /v1/completions", {}).root.end()
@@ -194,7 +194,7 @@ def test_a_collector_gets_spans_by_otlp(collector: Any) -> None:
     assert resource.scope_spans[0].spans[0].name == "POST /v1/completions"
 
 
-def test_a_collector_that_is_away_delays_nobody() -> None:
+def test_unreachable_collector_causes_no_delay() -> None:
     tracing = OtelTracing.open(TraceConfig(exporter="otlp", target="http://127.0.0.1:9/v1/traces"), 0.0, "link")
     begun = tracing.begin("POST /v1/completions", {})
     assert begun.begin("generate").traceparent is None, "the request is not sampled"

@@ -37,11 +37,11 @@ def test_pieces_join_to_the_text(tokenizer: Any, text: str) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(ids=st.lists(st.integers(0, 1023), max_size=30))
-def test_any_tokens_give_text_and_never_fail(tokenizer: Any, ids: list[int]) -> None:
+def test_arbitrary_tokens_decode_without_error(tokenizer: Any, ids: list[int]) -> None:
     assert isinstance("".join(pieces(tokenizer, ids[:7], ids)), str)
 
 
-def test_a_character_is_given_once_it_is_whole(tokenizer: Any) -> None:
+def test_character_is_emitted_once_complete(tokenizer: Any) -> None:
     ids = list(tokenizer.encode("🦊"))[1:]
     assert len(ids) == 4
     assert pieces(tokenizer, [], ids) == ["", "", "", "🦊", ""]
@@ -53,7 +53,7 @@ REPLACEMENTS = st.text(st.sampled_from("\ufffdx é🦊"), max_size=30)
 
 @settings(max_examples=100, deadline=None)
 @given(text=REPLACEMENTS)
-def test_no_character_is_lost_beside_a_genuine_replacement_character(tokenizer: Any, text: str) -> None:
+def test_no_character_is_lost_next_to_a_genuine_replacement_character(tokenizer: Any, text: str) -> None:
     ids = list(tokenizer.encode("x" + text))[1:]
     given_out = pieces(tokenizer, [], ids)
     assert "".join(given_out) == tokenizer.decode(ids)
@@ -62,18 +62,18 @@ def test_no_character_is_lost_beside_a_genuine_replacement_character(tokenizer: 
 
 @settings(max_examples=100, deadline=None)
 @given(text=REPLACEMENTS)
-def test_no_character_is_lost_where_bytes_are_tokens(text: str) -> None:
+def test_no_character_is_lost_with_byte_tokens(text: str) -> None:
     given_out = pieces(sentencepiece_like(), [1], [4 + byte for byte in text.encode()])
     assert "".join(given_out).lstrip(" ") == text.lstrip(" ")
     assert given_out[-1] == ""
 
 
-def test_a_genuine_replacement_character_is_not_held(tokenizer: Any) -> None:
+def test_genuine_replacement_character_is_not_held_back(tokenizer: Any) -> None:
     ids = list(tokenizer.encode("\ufffd"))[1:]
     assert pieces(tokenizer, [], ids)[-2:] == ["\ufffd", ""]
 
 
-def test_a_special_token_inside_a_character_does_not_cut_it(tokenizer: Any) -> None:
+def test_special_token_inside_a_character_does_not_split_it(tokenizer: Any) -> None:
     fox = list(tokenizer.encode("🦊"))[1:]
     special = tokenizer.encode("")[0]
     assert pieces(tokenizer, [], [*fox[:2], *[special] * 10, *fox[2:]])[-2:] == ["🦊", ""]
@@ -109,7 +109,7 @@ def test_other_threads_run_while_a_text_is_encoded(tokenizer: Any) -> None:
     assert num_turns > 5
 
 
-def test_bytes_that_never_complete_are_not_held_for_ever(tokenizer: Any) -> None:
+def test_incomplete_bytes_are_not_held_back_forever(tokenizer: Any) -> None:
     continuation = list(tokenizer.encode("🦊"))[2]
     given_out = pieces(tokenizer, [], [continuation] * 20)
     assert any(given_out[:10])
@@ -129,7 +129,7 @@ def sentencepiece_like() -> ModelTokenizer:
     return ModelTokenizer(tokenizer, None)
 
 
-def test_spaces_of_sentencepiece_survive_between_prompt_and_answer() -> None:
+def test_sentencepiece_spaces_survive_between_prompt_and_answer() -> None:
     tokenizer = sentencepiece_like()
     fox = [4 + byte for byte in "🦊".encode()]
     assert pieces(tokenizer, [1], [2, 3, *fox]) == [" world", "ing", "", "", "", "🦊", ""]
@@ -142,7 +142,7 @@ def test_spaces_of_sentencepiece_survive_between_prompt_and_answer() -> None:
     parts=st.lists(st.text("abST", max_size=4), max_size=12),
     stops=st.lists(st.text("abST", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_stop_strings_cut_as_in_the_whole_text(parts: list[str], stops: list[str]) -> None:
+def test_stop_strings_cut_pieces_like_the_whole_text(parts: list[str], stops: list[str]) -> None:
     finder = StopStrings(stops)
     shown, read = "", ""
     for part in parts:
@@ -175,7 +175,7 @@ def template_of(tmp_path: Path, template: Any, **config: Any) -> ChatTemplate | 
     ],
     ids=["trimmed blocks", "special tokens", "no tools", "loop controls", "named templates"],
 )
-def test_templates_render_as_at_hugging_face(tmp_path: Path, template: Any, expected: str) -> None:
+def test_templates_render_like_hugging_face(tmp_path: Path, template: Any, expected: str) -> None:
     loaded = template_of(tmp_path, template, bos_token="<s>", eos_token={"content": "</s>", "lstrip": False})
     assert loaded is not None
     assert loaded.render(ASKED) == expected
@@ -193,7 +193,7 @@ def test_templates_render_as_at_hugging_face(tmp_path: Path, template: Any, expe
     ],
     ids=["refuses", "changes", "escapes", "beyond", "wrong types", "division"],
 )
-def test_what_a_template_cannot_do_is_the_callers_error(tmp_path: Path, template: str) -> None:
+def test_template_error_is_an_invalid_request(tmp_path: Path, template: str) -> None:
     loaded = template_of(tmp_path, template)
     assert loaded is not None
     with pytest.raises(InvalidRequest) as caught:
