@@ -84,7 +84,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 async def gateway(
     accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
 ) -> AsyncIterator[Gateway]:
-    """A gateway on SQLite whose engine repeats the prompt; context 256, vocabulary 1024."""
+    """A gateway on SQLite whose engine repeats the prompt, with a context of 256 tokens and a vocabulary of 1024."""
     async with open_gateway(accounts, tokenizer, threads) as gateway:
         yield gateway
 

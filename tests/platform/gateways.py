@@ -143,7 +143,7 @@ async def open_gateway(
 
 
 class _QuietServer(uvicorn.Server):
-    """A server that leaves the test process's signals alone and signals when it listens."""
+    """A server that installs no signal handlers and sets an event once it is listening."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Waits for connections that wait for locks in a real PostgreSQL, so that no test has to guess how long this takes."""
+"""Waits until PostgreSQL connections are blocked on locks, so that no test has to guess how long this takes."""
 
 from __future__ import annotations
 

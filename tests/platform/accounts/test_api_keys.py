@@ -1,4 +1,4 @@
-"""A key permits what its scopes say, and nothing once it is revoked or expired or its tenant is suspended."""
+"""API keys grant their scopes, and nothing once they are revoked or expired or their tenant is suspended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A name means one version or nothing; unknown names and other tenants' names cannot be told apart."""
+"""A model name resolves to one version or to nothing; unknown and foreign names give the same error."""
 
 from __future__ import annotations
 

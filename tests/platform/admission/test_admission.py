@@ -128,7 +128,7 @@ def test_rate_limit_survives_clock_jumps_forward_and_back(
     admission = Admission(clocked)
 
     def admit_all() -> int:
-        """Count the requests that are admitted before one has to wait for its share of a minute."""
+        """Count how many requests are admitted before the first refusal, and check its retry time."""
         admitted, wait_s = 0, None
         while wait_s is None:
             try:

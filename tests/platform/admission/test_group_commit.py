@@ -98,7 +98,7 @@ async def gathered(committer: GroupCommit, admission: CountedAdmission, operatio
     """The outcomes of operations that arrive while a transaction is in progress."""
     with admission.hold():
         answers = [committer.submit(operation) for operation in operations]
-        # The thread holds the first operation, or none yet, and is kept waiting.
+        # While the transaction is blocked, the committer's thread has taken at most the first operation.
         await asyncio.sleep(0.05)
     return await asyncio.gather(*answers, return_exceptions=True)
 

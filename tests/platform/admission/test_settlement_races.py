@@ -109,7 +109,7 @@ def test_concurrently_recovered_request_is_corrected_once(running: Running) -> N
 
 @pytest.mark.parametrize("how", ["settle", "extend", "recover"])
 def test_settlement_by_an_older_server_is_kept(running: Running, how: str) -> None:
-    """An older server leaves the reservation's row, and the request is in the ledger."""
+    """An older server settled the request in the ledger without removing its row in `reservations`."""
     assert Admission(running.database).settle(running.request_id, running.settling().settlement)
     with running.database.write() as connection:
         [event] = connection.execute(select(schema.usage_events)).mappings().all()

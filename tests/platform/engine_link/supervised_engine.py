@@ -1,4 +1,4 @@
-"""A supervised engine that runs for the duration of a block, requests to it, and how they end."""
+"""Runs a supervised engine for the duration of a block, sends it requests and collects their outcomes."""
 
 from __future__ import annotations
 

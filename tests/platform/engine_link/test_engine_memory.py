@@ -1,4 +1,4 @@
-"""The engine process keeps memory that a step freed for the next step."""
+"""Memory freed by one step of the engine process is reused by the next step."""
 
 from __future__ import annotations
 

@@ -85,12 +85,12 @@ def test_joined_engine_starts_and_stops_with_its_supervisor(demo_base: Path, tmp
             with pytest.raises(JoinRefused, match="serves another model"):
                 await JoinedEngine(local.socket_path, "0" * 64).start()
 
-            # Both gateways use the same names on one engine, and each gets only its own tokens.
+            # Both gateways use the same sequence ids on one engine, and each gets only its own tokens.
             results = await asyncio.gather(*(collect(engine, add("same", 40)) for engine in (local, joined)))
             assert results[0] == results[1]
             assert len(results[0][0]) == 40
 
-            # A gateway that leaves ends its own sequences and nobody else's.
+            # Closing one gateway ends its own sequences and no others.
             leaver = JoinedEngine(local.socket_path, model_sha256(demo_base))
             await leaver.start()
             leaving = leaver.submit(add("left behind", 900))
@@ -110,7 +110,8 @@ def test_joined_engine_starts_and_stops_with_its_supervisor(demo_base: Path, tmp
                 joined.submit(add("early"))
             assert joined.trouble is not None
             await until_ready(local, joined)
-            # Each gateway knows which of its requests ran when the engine died, and gives each of these a strike.
+            # Each gateway learns which of its requests were running when the engine died, and records a strike against
+            # each.
             assert joined.info is not None
             assert joined.info.ran_at_death == ("doomed",)
             assert [len(engine._strikes) for engine in (local, joined)] == [1, 1]

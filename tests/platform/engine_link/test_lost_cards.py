@@ -1,4 +1,4 @@
-"""An engine whose GPU fails: its supervisor gets a one-sentence error, its streams end, and the next engine serves."""
+"""A failing GPU: the supervisor gets a one-sentence error, streams end, and the next engine serves requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deaths of a serving engine as clients see them, and a shutdown that a hung engine cannot block."""
+"""Engine deaths as clients see them, and a shutdown that a hung engine cannot block."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_hung_engine_is_replaced_or_not_live_if_unkillable(
                 await until(lambda: not engine.is_live)
                 assert not engine.is_ready
             (tmp_path / "hangs").unlink(missing_ok=True)
-            # As when a driver finally lets the process die.
+            # Simulate a driver that finally lets the process die.
             os.kill(process.pid, signal.SIGKILL)
             await until(lambda: engine.is_live and engine.is_ready)
             assert engine.pid != process.pid

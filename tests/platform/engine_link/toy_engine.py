@@ -1,6 +1,7 @@
 """A fake engine process that starts almost instantly: `toy_engine.py DIRECTORY SOCKET RECORD`.
 
-With a file `fails` in DIRECTORY it exits with the file's text as its error; with a file `hangs` its loop stops.
+If DIRECTORY contains a file `fails`, the engine exits with the file's text as its error. If DIRECTORY contains a file
+`hangs`, the engine's loop stops.
 """
 
 from __future__ import annotations

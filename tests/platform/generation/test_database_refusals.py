@@ -50,7 +50,7 @@ pytestmark = pytest.mark.anyio
 
 EVERYTHING = tuple(table.name for table in schema.metadata.sorted_tables)
 MAX_UNTIL_FULL = 200
-"""More small requests than fit into the database's partly used pages."""
+"""Number of small requests that is sure to fill the database's partly used pages."""
 
 
 @pytest.fixture(autouse=True)

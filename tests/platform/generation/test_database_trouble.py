@@ -96,7 +96,7 @@ async def trouble_under_streams(gateway: Gateway, begin: Callable[[], None], end
     assert not any(stream.done() for stream in streams), "the trouble took too long to begin"
     started = time.monotonic()
     assert all(map(is_whole, await asyncio.gather(*streams)))
-    # 20 tokens take three seconds; the rest is how long a settlement may wait before it goes to the disk.
+    # 20 tokens take three seconds. The rest is the time that a settlement can wait before it is spooled.
     assert time.monotonic() - started < 12
     assert is_refused(await ask(gateway))
     await until_ready(gateway, False)

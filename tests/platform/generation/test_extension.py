@@ -1,4 +1,4 @@
-"""A chat without a token limit holds one chunk at a time, and is charged for what it received."""
+"""A chat without a token limit reserves one chunk at a time and is charged for the tokens that it received."""
 
 from __future__ import annotations
 

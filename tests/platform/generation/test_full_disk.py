@@ -1,4 +1,4 @@
-"""The disk with the database and the spool fills up at some step of a request's life, and every token is billed."""
+"""The disk with the database and the spool fills up at some step of a request's life, yet every token is billed."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def usage_of(answer: Any) -> tuple[int, int]:
     return usage["prompt_tokens"], usage["completion_tokens"]
 
 
-# Steps of a request's life; each one fills the disk at its own moment.
+# Each of these functions fills the disk at a different step of a request's life.
 
 
 async def before_the_reservation(lab: Lab, _: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ async def test_disk_that_fills_up(
     assert is_refused(await lab.ask())
     assert not await is_ready(gateway)
     if isinstance(lab.disk, MountedDisk):
-        # Operators see the error's name. A small write can still succeed in between, until the next one fails.
+        # Operators eventually see the error's name. Until then, a small write can still succeed.
         async with asyncio.timeout(PATIENCE_S):
             while "SQLITE_" not in str(gateway.services.trouble()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -346,7 +346,7 @@ async def test_postgres_and_spool_both_out_of_space(
         with refusing(migrated_postgres_url, ("usage_events",), "53100"):
             assert all(map(is_whole, await asyncio.gather(*lab.streams)))
             assert gateway.services.settler.num_held == NUM_STREAMS
-            # A reservation would succeed, but is refused.
+            # The database would accept a reservation, but the gateway refuses to make one.
             assert is_refused(await lab.ask())
             assert not await is_ready(gateway)
             # Leases are extended, so no other gateway recovers these requests.

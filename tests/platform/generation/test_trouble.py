@@ -1,4 +1,4 @@
-"""Clients that disconnect, engines that die, quotas that bind: each request is settled once, at its true usage."""
+"""Disconnecting clients, dying engines and exhausted quotas: each request is settled once, at its actual usage."""
 
 from __future__ import annotations
 
@@ -422,7 +422,7 @@ async def test_unreachable_database_returns_503(gateway: Any, monkeypatch: pytes
     assert (response.status_code, response.json()["error"]["code"]) == (503, "quota_unavailable")
     assert response.headers["retry-after"] == "5"
     assert gateway.engine.adds == []
-    # If the reservation had been made after all, it would be returned now.
+    # If the reservation had been made after all, it would be released now.
     await tended_until_settled(gateway, monkeypatch)
     assert gateway.usage() == []
 

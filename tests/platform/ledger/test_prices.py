@@ -1,4 +1,4 @@
-"""What tokens cost: whole nanos that add up, the right price at the right time, and no changes to the past."""
+"""Token prices: whole nanos that add up, the right price at the right time, and no changes to the past."""
 
 from __future__ import annotations
 

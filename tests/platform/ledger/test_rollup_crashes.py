@@ -1,4 +1,4 @@
-"""Rollups equal the ledger after a process was killed during a fold, and after a migration during settlements."""
+"""Rollups equal the ledger after a process is killed during a fold, and after a migration during settlements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways to ask for an answer of a given shape, and what is wrong with some."""
+"""Every form of structured-output request, and the errors for invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tenant's files are limited as soon as they are declared, and are counted only once until they become a version."""
+"""Files count against a tenant's limit as soon as they are declared, and only once until they become a version."""
 
 from __future__ import annotations
 

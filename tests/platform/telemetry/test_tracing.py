@@ -1,4 +1,4 @@
-"""One trace per request; a client's own trace is used as far as the operator allows."""
+"""One trace per request; a client's own trace is honoured as far as the operator allows."""
 
 from __future__ import annotations
 
