@@ -20,7 +20,7 @@ class Period(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """`[start_us, end_us)`."""
+    """A half-open time range, `[start_us, end_us)`."""
 
     start_us: int
     end_us: int
@@ -36,9 +36,10 @@ def is_timezone(name: str) -> bool:
 
 
 def window_at(period: Period, timezone: str, now_us: int) -> Window:
-    """The day or month, in the timezone, that contains a moment.
+    """The day or month that contains `now_us` in the given timezone.
 
-    A midnight that the clocks skip counts as the moment of the skip. A midnight that occurs twice counts as the first.
+    If clocks skip midnight, the period starts at the skip. If midnight occurs twice, the period starts at the first
+    one.
     """
     zone = _zone(timezone)
     today = datetime.fromtimestamp(now_us // 1_000_000, UTC).astimezone(zone).date()

@@ -127,7 +127,7 @@ class ApiKeys:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[ApiKey]:
-        """A tenant's keys, or the platform's when `tenant_id` is None, including revoked ones.
+        """List a tenant's keys, or the platform's if `tenant_id` is None, including revoked ones.
 
         `only` restricts the list to the keys with these ids.
         """

@@ -22,8 +22,8 @@ PERSON = "oidc_"
 class AuditEntry:
     """One change. `changes` is {field: [before, after]}; `tenant_id` is the object's owner, or None for the platform.
 
-    For a reader from a tenant, `actor` is `platform` if a platform key made the change, and `address` is None unless
-    the reader or one of the tenant's keys made the change.
+    If the reader belongs to a tenant, `actor` is `platform` for a change made by a platform key, and `address` is None
+    unless the reader or one of the tenant's keys made the change.
     """
 
     id: str
@@ -39,7 +39,7 @@ class AuditEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFilter:
-    """Which entries to list; None means no filter. `action` can end in `.*`; times are `[start_us, end_us)`."""
+    """Filters for entries; None means no filter. `action` can end in `.*`; times are `[start_us, end_us)`."""
 
     tenant_id: str | None = None
     actor: str | None = None
@@ -50,7 +50,7 @@ class AuditFilter:
 
 
 class AuditLog:
-    """Reads the entries, which are never changed or removed."""
+    """Reads audit log entries. Entries are never changed or removed."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -58,7 +58,7 @@ class AuditLog:
     def list(
         self, reader: Principal, wanted: AuditFilter, limit: int, after: str | None = None, before: str | None = None
     ) -> Page[AuditEntry]:
-        """Entries with the details that the reader may see, newest first."""
+        """List entries, newest first, with only the details that the reader may see."""
         table = schema.audit_log.c
         actor, address = _shown_to(reader)
         others = [column for column in table if column.name not in ("actor", "address")]
@@ -86,7 +86,7 @@ class AuditLog:
 
 
 def _shown_to(reader: Principal) -> tuple[ColumnElement[str], ColumnElement[str | None]]:
-    """SQL for the actor and address of a change, masked as the reader's rights require."""
+    """SQL expressions for a change's actor and address, masked according to the reader's rights."""
     table, keys = schema.audit_log.c, schema.api_keys.c
     if reader.tenant_id is None:
         return table.actor, table.address

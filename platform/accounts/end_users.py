@@ -1,4 +1,4 @@
-"""Labels in the ledger for a tenant's end users, who are known only to the tenant."""
+"""Ledger labels for a tenant's end users, whom only the tenant can identify."""
 
 from __future__ import annotations
 

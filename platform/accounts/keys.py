@@ -1,4 +1,4 @@
-"""API keys as records, with their scopes and the adapters that they are limited to.
+"""The records of API keys, with their scopes and adapter limits.
 
 Each role is a scope. A key has the combined rights of its scopes.
 
@@ -36,7 +36,7 @@ LIMITABLE_SCOPES = frozenset({"adapters", "base", "tenant:develop"})
 
 
 def checked_scopes(tenant_id: str | None, scopes: Iterable[str] | None) -> frozenset[str]:
-    """Validate the scopes for an owner's key; None selects the owner's default scopes. Raises InvalidRequest."""
+    """Validate the scopes of an owner's key. None selects the default scopes. Raises InvalidRequest."""
     allowed = PLATFORM_SCOPES if tenant_id is None else TENANT_SCOPES
     if scopes is None:
         return DEFAULT_PLATFORM_SCOPES if tenant_id is None else DEFAULT_TENANT_SCOPES
@@ -76,7 +76,10 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChanges:
-    """Changes to a key; None leaves a field unchanged. `adapters` are names as in `create`; () removes the limit."""
+    """Changes to a key; None leaves a field unchanged.
+
+    `adapters` contains names as in `create`; () removes the limit.
+    """
 
     name: str | None = None
     scopes: tuple[str, ...] | None = None

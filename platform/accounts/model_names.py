@@ -28,7 +28,7 @@ class ModelNotFound(NotFound):
 
 @dataclass(frozen=True, slots=True)
 class AdapterName:
-    """A parsed name with at most one of `version`, `digest_prefix` and `alias`.
+    """A parsed name with at most one of `version`, `digest_prefix` or `alias`.
 
     A `tenant` of None means the caller's tenant.
     """

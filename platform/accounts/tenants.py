@@ -86,7 +86,7 @@ class Share:
 
 
 class Tenants:
-    """The tenants in the database."""
+    """Manages the tenants in the database."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

@@ -96,10 +96,11 @@ class Admission:
         return bool(self._only(Extension(request_id=request_id, tokens=tokens)))
 
     def settle(self, request_id: str, settlement: Settlement) -> bool:
-        """Charge the actual usage, release the rest and write the usage event. False if already settled.
+        """Charge the actual usage, release the rest and write the usage event.
 
-        If the reservation was recovered in the meantime, the difference is charged and written as an adjustment. The
-        charge can exceed a limit, because the tokens have already been used.
+        Returns False if the request is already settled. If the reservation was recovered in the meantime, the
+        difference is charged and written as an adjustment. The charge can exceed a limit, because the tokens have
+        already been used.
         """
         return bool(self._only(Closing(request_id=request_id, settlement=settlement)))
 

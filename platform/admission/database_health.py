@@ -78,7 +78,7 @@ class DatabaseHealth:
 
     @property
     def well_for_s(self) -> float:
-        """Seconds since the last database trouble ended: infinity if there was none, 0 while there is some."""
+        """Seconds since the last database trouble ended; 0 during trouble, infinity if there has been none."""
         return 0.0 if self.trouble is not None else self._clock() - self._well_since_s
 
     def check(self) -> None:

@@ -19,7 +19,7 @@ from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth
 from loramux.platform.admission.records import Operation, Outcome
 
 MAX_OPERATIONS = 256
-"""Maximum number of operations in one transaction, which holds the locks of all their policies."""
+"""Maximum number of operations in one transaction, which locks the counters of all their policies."""
 
 NoteCommit = Callable[[int, float, bool], None]
 """Called after each transaction with its number of operations, its duration in seconds, and whether it failed."""

@@ -39,7 +39,7 @@ MAX_ATTEMPTS = 20
 class CountersMissing(Exception):
     """Policies changed or a window rolled over after the counters were locked; retry with these bindings locked too.
 
-    Nothing was judged. The counters of `bindings` may have to be created before the retry.
+    No operation was judged. The counters of `bindings` may have to be created before the retry.
     """
 
     def __init__(self, bindings: Sequence[Binding]) -> None:
@@ -67,11 +67,11 @@ class AdmissionTransaction:
         self._bindings: dict[_Caller, Sequence[Binding]] = {}
         """The bindings for each caller with a request or load charge."""
         self._held: dict[str, list[Binding | None]] = {}
-        """The binding of each charge of a reservation; None if the limit has since been removed."""
+        """The binding for each of a reservation's charges; None if the limit has since been removed."""
         self._book: PriceBook | None = None
         self._adapters: Mapping[str, str] = {}
         self.num_overdrawn = 0
-        """Settlements that came after recovery and overdrew a hard limit."""
+        """Number of settlements that came after recovery and overdrew a hard limit."""
 
     def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
         """Apply the operations and return the outcome of each; a refused operation charges nothing.
@@ -92,7 +92,7 @@ class AdmissionTransaction:
     def _lock_counters(
         self, callers: Collection[_Caller], rows: Sequence[ReservationRow], others: Sequence[Extension | Closing]
     ) -> None:
-        """Lock the counters that the rules name, and check that the rules have not changed since."""
+        """Lock the counters that the rules apply to, and check that the rules have not changed since."""
         self._read_rules(callers, rows)
         wanted = self._bind(callers, self._policies.latest_us)
         keys = {binding.key for binding in wanted}.union(self._changed_keys(others))

@@ -1,4 +1,4 @@
-"""Counts engine deaths per running request, and refuses a request after two."""
+"""Counts how often the engine died while running a request, and refuses the request after two deaths."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class CrashStrikes:
 
     Two requests are the same if they have the same tenant, adapter, prompt and sampling parameters. `max_tokens` and
     the seed are ignored: a retry can be granted fewer tokens or draw another seed, but is still the request that
-    crashed the engine. A request that completes is acquitted, so a frequent request that merely ran during a crash is
-    not refused.
+    crashed the engine. A request that completes is acquitted, so a frequent request that merely happened to be running
+    during a crash is not refused.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -54,12 +54,12 @@ class CrashStrikes:
 
     def acquit(self, add: Add) -> None:
         """Clear the strikes of a request that completed."""
-        # There are almost never any strikes, so usually no prompt is hashed.
+        # Strikes are rare, so usually no prompt has to be hashed.
         if self._strikes:
             self._strikes.pop(request_key(add), None)
 
     def is_refused(self, add: Add) -> bool:
-        """Whether the request must not run again."""
+        """Whether to refuse the request because engines died while running it."""
         self._forgive()
         struck = self._strikes.get(request_key(add)) if self._strikes else None
         return struck is not None and struck.num_deaths >= MAX_DEATHS

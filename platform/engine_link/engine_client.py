@@ -13,11 +13,12 @@ class EngineUnavailable(Exception):
 
 
 class EngineClient(Protocol):
-    """How a gateway runs sequences. Implementations: `LocalEngine`, `JoinedEngine`, and `ScriptedEngine` for tests.
+    """The interface through which a gateway runs sequences. Implementations:
 
-    `submit` returns immediately; iterating yields SequenceOutput records and one Finished as the last item. If the
-    engine dies, every stream ends with Finished(reason="error", code="engine_unavailable"). `abort` never blocks, and
-    the aborted stream still ends with a Finished. A stream that nobody reads does not block anything else.
+    `LocalEngine`, `JoinedEngine`, and `ScriptedEngine` for tests. `submit` immediately returns an iterator, which
+    yields SequenceOutput records and then one Finished. If the engine dies, every stream ends with
+    Finished(reason="error", code="engine_unavailable"). `abort` never blocks, and the aborted stream still ends with a
+    Finished. An unread stream does not block anything else.
     """
 
     @property

@@ -46,7 +46,7 @@ log = structlog.get_logger()
 
 Answer = TypeVar("Answer", AdapterState, Stats)
 NoteEnd = Callable[[Add, Finished], None]
-"""Called for each sequence that the engine itself ends."""
+"""Called when the engine reports the end of a sequence."""
 
 
 class SequenceStream:
@@ -272,7 +272,7 @@ class EngineConnection:
                 if call is not None and not call.done():
                     call.set_result(message)
             case Rejected():
-                # This is a bug in the gateway; a client's mistakes are reported by Finished.
+                # This is a bug in the gateway. Clients' mistakes are reported in Finished messages.
                 log.error("the engine rejected a message", sequence_id=message.sequence_id, reason=message.message)
             case Heartbeat():
                 return

@@ -59,7 +59,7 @@ class Supervision:
 
 
 class LocalEngine(ConnectedEngine):
-    """Starts an engine process, restarts it when it dies or hangs, and is its client.
+    """Starts an engine process, restarts it when it dies or hangs, and sends it requests.
 
     While no engine is running, `submit` raises EngineUnavailable and `is_ready` is false; streams that were open when
     it died end with Finished(reason="error", code="engine_unavailable"). A request that was running when the engine
@@ -100,7 +100,7 @@ class LocalEngine(ConnectedEngine):
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine is not ready, in one line for operators: how the last one ended and its last output."""
+        """Why the engine is not ready, in one line for operators: how the last process ended and its last output."""
         return None if self.is_ready else self._trouble
 
     @property

@@ -1,4 +1,4 @@
-"""Turns a process's output into events in our own log: one per line, and one per traceback."""
+"""Turns a child process's output into events in this process's log: one per line, and one per traceback."""
 
 from __future__ import annotations
 

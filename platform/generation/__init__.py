@@ -1,1 +1,1 @@
-"""Running requests, from submission to the engine to settlement."""
+"""Runs requests, from submission to the engine to settlement."""

@@ -20,7 +20,7 @@ class ChoiceDelta:
 
 
 class Choice:
-    """Takes tokens from the engine's stream until `is_done`."""
+    """Consumes tokens from the engine's stream until `is_done`."""
 
     def __init__(self, index: int, add: Add, tokenizer: ModelTokenizer, stops: tuple[str, ...]) -> None:
         self.index = index
@@ -102,7 +102,7 @@ class Choice:
         return 0 if self.finished is None else self.finished.cached_tokens
 
     def _shown(self, text: str) -> str:
-        # As in vLLM, stop strings count only after min_tokens tokens.
+        # As in vLLM, stop strings take effect only after min_tokens tokens.
         if self.num_received <= self._min_tokens:
             return self._stops.flush() + text
         return self._stops.feed(text)

@@ -17,7 +17,7 @@ from loramux.platform.quotas.metrics import COLD_LOADS_PER_MINUTE
 T = TypeVar("T")
 
 REPORT_INTERVAL_S = 1.0
-"""How often the engine is asked for a report while requests name adapters, in seconds."""
+"""How often to ask the engine for a report while there are requests for adapters, in seconds."""
 
 REPORT_WAIT_S = 1.0
 
@@ -50,7 +50,7 @@ class ColdLoads:
         """Call `hold`, passing whether the engine must load the adapter; return its result.
 
         If a limit refuses the cold load, ask the engine for a new report, since another gateway may have loaded the
-        adapter, and call `hold` again if so.
+        adapter. If it has, call `hold` again.
         """
         try:
             async with self.admitting(tenant_id, digest) as is_cold:
@@ -93,7 +93,7 @@ class ColdLoads:
         self._loading.pop(digest, None)
 
     async def refresh(self) -> None:
-        """Ask the engine for a report; if it does not answer, keep the last one."""
+        """Ask the engine for a report. If the engine does not answer, keep the last report."""
         self._was_asked = False
         self._last_asked_s = self._clock()
         try:

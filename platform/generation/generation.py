@@ -25,7 +25,7 @@ FINISHED_WAIT_S = 1.0
 """How long to wait for an aborted sequence's final report while a client is waiting, in seconds."""
 
 ABANDONED_WAIT_S = 60.0
-"""How long to wait for that report once the client has left, in seconds.
+"""How long to wait for an aborted sequence's final report after its client has left, in seconds.
 
 It exceeds any step's duration, since the engine reads aborts between steps.
 """
@@ -125,7 +125,7 @@ class Generation:
         all_read = asyncio.create_task(asyncio.wait(readers))
         stopping = asyncio.create_task(self._is_stopping.wait())
         await asyncio.wait({all_read, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        # After an abort, wait for the engine's final report, but not forever.
+        # After an abort, wait for the engine's final report, but only for a limited time.
         _, late = await asyncio.wait(readers, timeout=ABANDONED_WAIT_S if self.is_abandoned else FINISHED_WAIT_S)
         for task in (*late, all_read, stopping):
             task.cancel()
@@ -141,7 +141,7 @@ class Generation:
         return settlement
 
     def end(self, settlement: Settlement) -> None:
-        """Close the stream of deltas, because the request is settled."""
+        """Close the stream of deltas once the request is settled."""
         self.status = settlement.status
         if self._watch is not None:
             self._watch.cancel()

@@ -9,7 +9,7 @@ from loramux.engine.messages import TokenLogprobs
 from loramux.platform.generation.choice import ChoiceDelta
 
 MAX_SEPARATE = 64
-"""Maximum number of deltas that wait separately; further deltas are joined into larger ones."""
+"""Maximum number of deltas queued separately. Further deltas are joined into larger ones."""
 
 
 class PendingDeltas:

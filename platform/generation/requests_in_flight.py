@@ -46,7 +46,7 @@ class RequestsInFlight:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[RequestInFlight]:
-        """One tenant's requests, or every tenant's, newest first. `only` restricts them to these adapters."""
+        """List one tenant's requests, or every tenant's, newest first. `only` restricts the list to these adapters."""
         query = _select_open()
         if tenant_id is not None:
             query = query.where(schema.reservations.c.tenant_id == tenant_id)

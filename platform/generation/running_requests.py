@@ -38,7 +38,7 @@ class LiveRequests(Protocol):
 
 
 class NoLiveRequests:
-    """The live requests of a process without a gateway: none."""
+    """The running requests of a process without a gateway: always empty."""
 
     def progress(self) -> Mapping[str, int]:
         return {}
@@ -129,7 +129,7 @@ class RunningRequests:
         return reservation
 
     def start(self, plan: Plan, life: Callable[[Generation], Coroutine[Any, Any, None]]) -> Generation:
-        """Start `life`, which must run and settle the reserved request, as a task of its own."""
+        """Start `life` as a separate task. It must run and settle the reserved request."""
         gaps = self._metrics.token_gap_seconds.labels(plan.endpoint)
         generation = Generation(plan, self._engine, self._tokenizer, self._extend, self._clock, gaps.observe)
         task = asyncio.create_task(life(generation), name=plan.request_id)

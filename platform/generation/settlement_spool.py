@@ -103,7 +103,7 @@ class SettlementSpool:
             self._end += len(line)
 
     def begin_replay(self) -> SpoolContents:
-        """Read the waiting records, to be settled now."""
+        """Read the waiting records in order to settle them."""
         with self._lock:
             left = (self._directory / LEFT).read_bytes() if self._left_bytes else b""
             self._replayed = self._end

@@ -100,7 +100,7 @@ class Settler:
         return f"{len(self._held)} settlements wait in memory: neither the database nor the spool accepts them"
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Checkpoints for the settlements in memory, to extend their leases if only checkpoints are accepted."""
+        """Checkpoints that extend the leases of settlements in memory, for a database that accepts only checkpoints."""
         return [Checkpoint(one.request_id, one.settlement.completion_tokens) for one in self._held.values()]
 
     async def none_held(self) -> None:
@@ -137,7 +137,7 @@ class Settler:
         self._note_settled(contents.closings, refused)
 
     def close(self) -> None:
-        """End the spool's thread, and log every settlement still in memory in full."""
+        """Stop the spool's thread, and log in full every settlement that is still in memory."""
         self._is_closed = True
         self._spooling.shutdown()
         for closing in tuple(self._held.values()):

@@ -1,1 +1,1 @@
-"""The public listener: routes, request and answer shapes, errors, and the OpenAPI document."""
+"""The public listener: routes, request and response shapes, errors, and the OpenAPI document."""

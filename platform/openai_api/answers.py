@@ -15,7 +15,7 @@ Document = dict[str, Any]
 
 
 class Answer(Protocol):
-    """Builds the bodies of one endpoint's answers. Use one object per request, since chunks depend on earlier ones."""
+    """Builds one endpoint's response bodies. Use one object per request, since each chunk depends on earlier ones."""
 
     def chunks(self, delta: ChoiceDelta) -> list[Document]:
         """The chunks that a stream sends for a delta."""
@@ -24,7 +24,7 @@ class Answer(Protocol):
         """The last chunk of a stream whose client asked for usage."""
 
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
-        """The body of a non-streamed answer."""
+        """The body of a non-streamed response."""
 
 
 def merged(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:

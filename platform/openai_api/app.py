@@ -22,7 +22,7 @@ OPENAI_DOCUMENT = ListenerDocument(
 
 Send `Authorization: Bearer KEY`. The `model` field names the base or an adapter: `[tenant/]adapter[@version | :alias]`.
 OpenAI fields that this server does not support are refused by name; none is ignored if it would change the answer.
-With `stream: true`, the answer is a stream of server-sent events that ends with `data: [DONE]`; a stream that fails
+With `stream: true`, the response is a stream of server-sent events that ends with `data: [DONE]`; a stream that fails
 ends with an error instead. Every error has the same envelope, `{"error": {"message", "type", "param", "code"}}`, and
 every response has an `x-request-id`.""",
     public=frozenset({"/health/live", "/health/ready"}),

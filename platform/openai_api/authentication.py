@@ -28,7 +28,7 @@ async def authenticated(request: Request, services: Services) -> Principal:
 async def _authenticate(request: Request, services: Services) -> Principal:
     kind, _, presented = request.headers.get("authorization", "").partition(" ")
     if kind.lower() != "bearer" or not presented.strip():
-        raise Unauthenticated("give an API key: Authorization: Bearer sk-lmx-...", code="missing_api_key")
+        raise Unauthenticated("send an API key: Authorization: Bearer sk-lmx-...", code="missing_api_key")
     # Most keys are cached, and looking them up needs no thread.
     principal = services.api_keys.recent(presented.strip())
     if principal is None:

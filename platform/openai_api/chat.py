@@ -26,7 +26,7 @@ router = APIRouter()
     responses={**answers(ChatDocument), **errors(*GENERATION_ERRORS)},
 )
 async def create_chat_completion(request: Request, caller: Caller, services: Services) -> Response:
-    """Answer a conversation, whole or as a stream of server-sent events."""
+    """Complete a conversation, in one response or as a stream of server-sent events."""
     return await serve(request, services, caller, CHAT)
 
 

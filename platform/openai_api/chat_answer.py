@@ -1,4 +1,4 @@
-"""The bodies of `/v1/chat/completions`."""
+"""Builds the response bodies of `/v1/chat/completions`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bodies of `/v1/completions`."""
+"""Builds the response bodies of `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CompletionAnswer:
         }
 
     def _echo(self, index: int) -> str:
-        """The prompt to put before a choice's first chunk; empty afterwards."""
+        """The prompt to prepend to a choice's first chunk; empty for later chunks."""
         if not self.echoes or index in self._begun:
             return ""
         self._begun.add(index)

@@ -27,7 +27,7 @@ router = APIRouter()
     responses={**answers(CompletionDocument), **errors(*GENERATION_ERRORS)},
 )
 async def create_completion(request: Request, caller: Caller, services: Services) -> Response:
-    """Continue one or more prompts, given as text or token ids, whole or as a stream of server-sent events."""
+    """Complete one or more prompts (text or token ids), in one response or as a stream of server-sent events."""
     return await serve(request, services, caller, COMPLETIONS)
 
 
@@ -57,13 +57,13 @@ COMPLETIONS = Endpoint(name="completions", body=CompletionRequest, tokenise=_tok
 
 
 def _known(prompt: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """Return a prompt of token ids; raises InvalidRequest for an id that is not in the vocabulary."""
+    """Check and return a prompt of token ids; raises InvalidRequest for an id that is not in the vocabulary."""
     if not all(token < vocab_size for token in prompt):
         raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
     return prompt
 
 
 def _echoes(services: GatewayServices, body: CompletionRequest) -> list[str]:
-    """The prompt of each choice as text."""
+    """Each choice's prompt as text."""
     texts = [prompt if isinstance(prompt, str) else services.tokenizer.decode(prompt) for prompt in body.prompt]
     return [text for text in texts for _ in range(body.num_choices)]

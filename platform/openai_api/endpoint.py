@@ -1,4 +1,4 @@
-"""The differences between generation endpoints: how a body becomes prompts, and the form of the answer."""
+"""The differences between generation endpoints: how a body becomes prompts, and how a generation becomes a response."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ class Endpoint(Generic[B]):
     tokenise: Callable[[GatewayServices, B], Prompts]
     """Tokenises a body's prompts, which is slow if they are long. Raises InvalidRequest."""
     shape: Callable[[GatewayServices, Received[B]], Awaitable[Answer]]
-    """Prepares the builder of the answer's bodies, before generation starts."""
+    """Creates the builder of response bodies, before generation starts."""

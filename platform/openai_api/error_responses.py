@@ -60,7 +60,7 @@ TRANSLATIONS: Mapping[type[Exception], Translation] = {
 
 
 def install_error_handling(app: FastAPI, translations: Mapping[type[Exception], Translation] | None = None) -> None:
-    """Make an app answer every error with the envelope and add `x-request-id` to every response.
+    """Make an app return every error in the envelope and add `x-request-id` to every response.
 
     `translations` turn other exceptions, and their subclasses, into an ApiError.
     """
@@ -90,7 +90,7 @@ def request_id_of(request: Request) -> str:
 
 
 class RequestIds:
-    """Outermost middleware: gives each request its id, and answers exceptions that no handler caught with a 500."""
+    """Outermost middleware: gives each request its id, and turns uncaught exceptions into a 500 response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -28,10 +28,10 @@ def health_router(
 ) -> APIRouter:
     """Routes that report whether this process is live, and whether it is ready to serve requests.
 
-    Live means that the engine makes steps or has none to make. A restarting engine recovers on its own, but a hung
-    engine that cannot be killed makes the process not live. Ready means that the engine is running, the database
-    answers, and the gateway knows of no `trouble` with the database, such as rejected writes. `tells_why` adds the
-    reasons to `ready`, for operators.
+    Live means that the engine is making progress or is idle. A restarting engine recovers on its own, but a hung engine
+    that cannot be killed makes the process not live. Ready means that the engine is running, the database answers, and
+    the gateway knows of no `trouble` with the database, such as rejected writes. `tells_why` adds the reasons to
+    `ready`, for operators.
     """
     router = APIRouter()
     ping = _Ping(database)

@@ -22,7 +22,7 @@ Json: TypeAlias = dict[str, Any]
 Responses: TypeAlias = dict[int | str, Json]
 
 GENERATION_ERRORS = (404, 429, 503, 504)
-"""Statuses of generation requests, in addition to those that `describe` derives."""
+"""Error statuses of generation requests, in addition to those that `describe` derives."""
 METHODS = ("get", "put", "post", "delete", "patch")
 _COMPONENTS = "#/components/schemas/"
 _ENVELOPE: Json = {
@@ -47,7 +47,7 @@ _IDEMPOTENCY_KEY: Json = {
     "name": "Idempotency-Key",
     "in": "header",
     "required": False,
-    "description": "For 24 hours, a repeated call with the same key is not executed; it returns the first answer.",
+    "description": "For 24 hours, a repeated call with the same key is not executed; it returns the first response.",
     "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
 }
 
@@ -66,7 +66,7 @@ def takes_bytes() -> Json:
 
 
 def answers_bytes() -> Responses:
-    """For `responses`: the answer is a file."""
+    """For `responses`: the response is a file."""
     return {200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
 
 
@@ -118,7 +118,7 @@ def describe(app: FastAPI, *, description: str, public: frozenset[str], is_idemp
 
 
 def operations(document: Json) -> Iterator[tuple[str, Json, str]]:
-    """Path, operation and method of every operation in a document."""
+    """Yield the path, object and method of every operation in a document."""
     for path, item in document["paths"].items():
         for method in METHODS:
             if method in item:
@@ -133,7 +133,7 @@ def _name(operation: Json) -> None:
 
 
 def _hoist_body(operation: Json, schemas: Json) -> None:
-    """Move a body's models to the components, where FastAPI puts the answers' models."""
+    """Move a body's models to the components, where FastAPI puts the response models."""
     for content in operation.get("requestBody", {}).get("content", {}).values():
         schema = content["schema"]
         if "title" not in schema:
@@ -146,7 +146,7 @@ def _hoist_body(operation: Json, schemas: Json) -> None:
 def _common_errors(operation: Json, is_public: bool, repeats: bool, has_precondition: bool) -> set[int]:
     """The error statuses of an operation, including those that follow from its parameters and body."""
     found = {int(status) for status in operation["responses"] if status.isdigit() and int(status) >= 400}
-    # FastAPI adds 422 for invalid input; we answer 400.
+    # FastAPI adds 422 for invalid input; we return 400.
     found.discard(422)
     parameters = operation.get("parameters", [])
     has_body = "requestBody" in operation
@@ -172,7 +172,7 @@ def _describe_answers(operation: Json, statuses: set[int], schemas: Json) -> Non
         meaning, error = ERROR_EXAMPLES[status]
         kept = answers.get(str(status), {})
         if "content" in kept and kept.get("content", {}).get("application/json", {}).get("schema"):
-            # Some answers with an error status, such as those of health, have their own body.
+            # Some responses with an error status, such as those of the health checks, have their own body.
             continue
         content = {"schema": {"$ref": _COMPONENTS + "Error"}, "example": {"error": error}}
         answers[str(status)] = {"description": meaning, "content": {"application/json": content}}
@@ -187,7 +187,7 @@ def _describe_answers(operation: Json, statuses: set[int], schemas: Json) -> Non
 
 
 def _add_examples(document: Json, schemas: Json) -> None:
-    """Give every body, answer and parameter an example that conforms to its schema."""
+    """Give every body, response and parameter an example that conforms to its schema."""
     for _, operation, _ in operations(document):
         for part in (operation.get("requestBody", {}), *operation["responses"].values()):
             for content in part.get("content", {}).values():

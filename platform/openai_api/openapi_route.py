@@ -26,11 +26,11 @@ class ListenerDocument:
     """Whether POST accepts an Idempotency-Key."""
 
     def of(self, app: FastAPI) -> dict[str, Any]:
-        """The document of the listener's app."""
+        """Generate the document for the listener's app."""
         return describe(app, description=self.description, public=self.public, is_idempotent=self.is_idempotent)
 
     def router(self, caller: Depends) -> APIRouter:
-        """The route that serves the document to callers whom the dependency `caller` admits."""
+        """The route that serves the document to callers admitted by the dependency `caller`."""
         router = APIRouter()
 
         @router.get(

@@ -1,4 +1,7 @@
-"""Schemas of the OpenAI listener's answers, for its OpenAPI document. `chat_answer.py` and others build the answers."""
+"""Schemas of the OpenAI listener's responses, for its OpenAPI document.
+
+`chat_answer.py` and others build the bodies.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ class CompletionChoice(TypedDict):
 
 
 class CompletionDocument(TypedDict):
-    """A non-streamed answer of `/v1/completions`."""
+    """A non-streamed response of `/v1/completions`."""
 
     id: str
     object: Literal["text_completion"]
@@ -88,7 +91,7 @@ class ChatChoice(TypedDict):
 
 
 class ChatDocument(TypedDict):
-    """A non-streamed answer of `/v1/chat/completions`."""
+    """A non-streamed response of `/v1/chat/completions`."""
 
     id: str
     object: Literal["chat.completion"]

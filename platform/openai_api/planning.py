@@ -10,7 +10,7 @@ from loramux.platform.openai_api.schemas import GenerationRequest
 from loramux.platform.openai_api.services import GatewayServices
 
 TOKENS_AT_ONCE = 16
-"""Number of tokens that the engine reports at a time for a non-streamed answer, saving the gateway most of its work."""
+"""Number of tokens that the engine reports at a time for a non-streamed response, to save the gateway work."""
 
 
 def check_untokenised(services: GatewayServices, body: GenerationRequest) -> None:

@@ -1,4 +1,4 @@
-"""Reads a request's body: limited in size and time, strict JSON, validated against a model."""
+"""Reads request bodies, with limits on size and time, as strict JSON that is validated against a model."""
 
 from __future__ import annotations
 

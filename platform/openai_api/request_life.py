@@ -33,7 +33,7 @@ CLIENT_CLOSED = 499
 
 
 async def serve(request: Request, services: GatewayServices, caller: Principal, endpoint: Endpoint[B]) -> Response:
-    """Answer a request to `endpoint`; raises ApiError if it fails before its first token.
+    """Handle a request to `endpoint`; raises ApiError if it fails before its first token.
 
     The caller is already authenticated: every route takes an `authentication.Caller`, so no route can forget this step.
     """
@@ -135,7 +135,10 @@ async def answer(
     headers: dict[str, str],
     started_s: float,
 ) -> Response:
-    """The answer, whole or streamed. It starts after the first token, so that earlier failures get an error status."""
+    """The response, whole or streamed.
+
+    It starts after the first token, so that earlier failures get an error status.
+    """
     deltas = generation.deltas()
     first = await anext(deltas, None)
     if first is not None:

@@ -134,7 +134,7 @@ class GenerationRequest(StrictModel):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of alternatives to report per token; None for no log-probabilities at all."""
+        """Number of alternatives to report per token; None means no log-probabilities at all."""
         return None
 
     @property
@@ -170,7 +170,7 @@ class GenerationRequest(StrictModel):
         return SamplingParams(
             temperature=_or(self.temperature, 1.0),
             top_p=_or(self.top_p, 1.0),
-            # In vLLM and Hugging Face, -1 or 0 means every token.
+            # In vLLM and Hugging Face, -1 or 0 means all tokens.
             top_k=max(0, _or(self.top_k, 0)),
             min_p=_or(self.min_p, 0.0),
             repetition_penalty=_or(self.repetition_penalty, 1.0),

@@ -60,9 +60,9 @@ class GatewaySettings:
 
     max_body_bytes: int = 2 * 1024 * 1024
     max_choices: int = 128
-    """Maximum number of prompts times n."""
+    """Maximum product of the number of prompts and n."""
     logs_answers: bool = False
-    """Whether to log each answer."""
+    """Whether to log each response."""
     max_request_tokens: int = 1024 * 1024
     """Maximum total tokens of a request's sequences: n times (tokens + max_tokens), summed over all prompts."""
 

@@ -13,7 +13,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(document: Any) -> bytes:
-    # JSON escapes newlines, so one data line holds the whole document.
+    # JSON escapes newlines, so one data line contains the whole document.
     return b"data: " + msgspec.json.encode(document) + b"\n\n"
 
 
@@ -26,7 +26,7 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self._events = events
-        # A buffering proxy would turn a stream into one late answer.
+        # A buffering proxy would deliver a stream as one late response.
         self.init_headers({**headers, "cache-control": "no-store", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

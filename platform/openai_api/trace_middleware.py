@@ -1,4 +1,4 @@
-"""Starts a trace for each request and ends it with the last byte of the answer."""
+"""Starts a trace for each request and ends it with the last byte of the response."""
 
 from __future__ import annotations
 

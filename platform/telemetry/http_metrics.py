@@ -28,7 +28,7 @@ class AnsweredCall:
     has_raised: bool
     """Whether the app raised an exception."""
     seconds: float
-    """Time from the call to the last byte of its answer."""
+    """Time from the call to the last byte of its response."""
 
 
 Count = Callable[[AnsweredCall], None]
@@ -75,7 +75,7 @@ class HttpMetrics:
 
 
 def counting_endpoints(metrics: GatewayMetrics, endpoints: Mapping[str, str], logs_answers: bool) -> Count:
-    """Count the OpenAI listener's answers and errors by endpoint; with `logs_answers`, also log each answer."""
+    """Count the OpenAI listener's responses and errors by endpoint; with `logs_answers`, also log each response."""
 
     def count(call: AnsweredCall) -> None:
         endpoint = endpoints.get(call.path, "other")
@@ -93,7 +93,7 @@ def counting_endpoints(metrics: GatewayMetrics, endpoints: Mapping[str, str], lo
 
 
 def counting_admin_calls(metrics: GatewayMetrics) -> Count:
-    """Count the admin listener's answers by method and status."""
+    """Count the admin listener's responses by method and status."""
 
     def count(call: AnsweredCall) -> None:
         # A client can send any string as the method.

@@ -184,7 +184,7 @@ class _TopRefusalsCollector(Collector):
 
 
 class TopRefusals:
-    """Refusals by policy over the last five to ten minutes. Thread-safe; its memory is bounded."""
+    """Refusals by policy over the last five to ten minutes. Thread-safe. Uses bounded memory."""
 
     def __init__(self, num_shown: int = 10, clock: Callable[[], float] = time.monotonic) -> None:
         self._num_shown = num_shown

@@ -1,4 +1,4 @@
-"""Traces of requests, with OpenTelemetry."""
+"""Traces requests with OpenTelemetry."""
 
 from __future__ import annotations
 

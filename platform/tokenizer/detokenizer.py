@@ -60,7 +60,10 @@ class StopStrings:
         self.is_found = False
 
     def feed(self, text: str) -> str:
-        """The text that can be shown now. A complete stop string sets `is_found`; the text ends before it."""
+        """Return the text that can be shown now.
+
+        If it completes a stop string, set `is_found` and stop before the string.
+        """
         if not self._stops:
             return text
         text = self._held + text

@@ -13,7 +13,7 @@ from loramux.platform.errors import InvalidRequest
 from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
 
 MAX_TOKENISED_AT_ONCE = 4 * 1024
-"""Longest text tokenised on the event loop, in characters. This takes under a millisecond; more would block."""
+"""Longest text tokenised on the event loop, in characters. This takes under a millisecond; longer texts would block."""
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
