@@ -1,4 +1,4 @@
-"""Databases on a clock that only the test advances, emptied after each test."""
+"""Databases whose clock only the test advances. They are emptied after each test."""
 
 from __future__ import annotations
 

@@ -31,10 +31,10 @@ class SmallDisk(Protocol):
     database: Database
 
     def fill(self) -> None:
-        """Leave no room for a byte, not even in SQLite's write-ahead log."""
+        """Leave no free space, not even in SQLite's write-ahead log."""
 
     def free(self) -> None:
-        """Make room again."""
+        """Free the space again."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""API keys grant their scopes, and nothing once they are revoked or expired or their tenant is suspended."""
+"""API keys grant exactly their scopes, and nothing once revoked, expired or owned by a suspended tenant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quota is exact: reservations are held, settlements are charged, and each request is settled once."""
+"""Quota accounting is exact: reservations are held, settlements are charged, and each request is settled once."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def test_expired_reservation_is_recovered_then_corrected_once(
     assert admission.recover_expired() == 0
     admission.checkpoint([Checkpoint(alive.request_id, 3)])
     clock.advance(0.000_001)
-    # As if written by a dying gateway: the tokens are counted, but the lease was not extended in time.
+    # Imitate a dying gateway that recorded the tokens but did not extend the lease in time.
     assert admission.recover_expired() == 1
     assert admission.recover_expired() == 0
     assert counter(clocked).reserved == 30, "only the other request holds quota"
@@ -477,7 +477,7 @@ def test_request_waiting_for_a_counter_obeys_a_changed_limit(
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
     admission = Admission(clocked)
-    # From now on the rule is cached.
+    # The rule is cached from here on.
     admission.settle(admission.reserve(make_request()).request_id, used(10, 0))
     policies, counters = schema.quota_policies, schema.quota_counters
     with ThreadPoolExecutor(1) as other:
@@ -531,7 +531,7 @@ def test_late_settlement_over_a_hard_limit_is_counted(
     late = admission.reserve(make_request(prompt=10, most=60)).request_id
     clock.advance((LEASE_US + 1) / 1_000_000)
     assert admission.recover_expired() == 1
-    # When the true usage arrives, other requests hold the quota that recovery returned.
+    # By the time the actual usage arrives, other requests have reserved the quota that recovery released.
     admission.reserve(make_request(prompt=10, most=second))
     assert admission.settle(late, used(10, 50))
     assert noted == [1] * counted

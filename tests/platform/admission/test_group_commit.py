@@ -95,7 +95,7 @@ def closing(reservation: Reservation, completion: int = 5) -> Closing:
 
 
 async def gathered(committer: GroupCommit, admission: CountedAdmission, operations: Sequence[Operation]) -> list[Any]:
-    """The outcomes of operations that arrive while a transaction is in progress."""
+    """Submit operations while a transaction is in progress and return their outcomes."""
     with admission.hold():
         answers = [committer.submit(operation) for operation in operations]
         # While the transaction is blocked, the committer's thread has taken at most the first operation.
@@ -136,7 +136,7 @@ async def test_refusal_affects_only_its_own_request(
     assert isinstance(outcomes[1], QuotaExceeded)
     assert isinstance(outcomes[2], LookupError)
     assert outcomes[3] is True
-    # The settlement before this request returned 25 of the 40 tokens held.
+    # The settlement before this request released 25 of the 40 reserved tokens.
     assert isinstance(outcomes[4], Reservation)
     assert outcomes[4].limits[0].remaining == 100 - 15 - 50 - 30
     assert outcomes[5] is False, "settled in the same transaction"

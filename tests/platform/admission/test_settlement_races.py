@@ -74,7 +74,10 @@ def running(migrated_postgres_url: str) -> Iterator[Running]:
 
 
 def at_once(running: Running, first: Operation, second: Operation) -> list[object]:
-    """The outcomes of two operations, the second started when the first has done everything except commit."""
+    """Run two operations and return their outcomes.
+
+    The second starts when the first has done everything except commit.
+    """
     with psycopg.connect(running.url) as holder, ThreadPoolExecutor(2) as threads:
         # This is the last table that a settlement writes to.
         holder.execute("LOCK TABLE usage_batches IN ACCESS EXCLUSIVE MODE")

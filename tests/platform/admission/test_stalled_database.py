@@ -1,4 +1,4 @@
-"""A database that silently blocks all writes: every caller that waits for it, directly or not, gets an answer."""
+"""A database that silently blocks all writes: every caller gets an answer, even if it waits indirectly."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_engine_death_restart_and_drain_with_a_hung_engine(server: Server) -> No
     assert (waited.status_code, waited.json()["error"]["code"]) == (503, "engine_unavailable")
     assert int(waited.headers["retry-after"]) >= 1
 
-    # Not ready, with the reason on the admin listener; live the whole time; then ready again.
+    # The server is not ready and reports why on the admin listener. It stays live and becomes ready again.
     red, why = server.health(server.url), server.health(server.admin_url)
     assert (red.status_code, red.json()["engine"], "reason" in red.json()) == (503, False, False)
     assert why.status_code == 503
@@ -158,8 +158,8 @@ def test_engine_death_restart_and_drain_with_a_hung_engine(server: Server) -> No
     assert "Traceback" not in errors
     assert json.loads(received[-1])["error"]["code"] == "engine_unavailable"
     assert "[DONE]" not in received
-    # Drain, the engine's grace period, the last events, and slack for a busy machine. The step timeout alone is a
-    # minute.
+    # Time for the drain, the engine's grace period, the last events, and slack for a busy machine. The step timeout
+    # alone is a minute.
     assert took_s < 15
     with pytest.raises(ProcessLookupError):
         os.kill(second, 0)

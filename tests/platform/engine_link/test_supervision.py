@@ -71,7 +71,7 @@ def test_request_that_hangs_a_step_is_refused_after_two_deaths(demo_base: Path, 
             assert (await end_of(engine.submit(add("beside again")))).reason == "length"
             assert len(engine._strikes) == 1
 
-            # Second death: an engine without a supervisor ends by itself, even while a step hangs.
+            # Second death: an engine without a supervisor ends on its own, even while a step hangs.
             process = engine._process
             assert process is not None
             hanging = engine.submit(add("poison again", 5, HANGING_TOKEN, max_tokens=3))
@@ -82,7 +82,7 @@ def test_request_that_hangs_a_step_is_refused_after_two_deaths(demo_base: Path, 
             assert (await end_of(hanging)).code == "engine_unavailable"
             await until(lambda: engine.is_ready)
 
-            # The third attempt never reaches the engine; other requests run.
+            # The third attempt never reaches the engine. Other requests still run.
             pid = engine.pid
             refused = await end_of(engine.submit(add("poison once more", 5, HANGING_TOKEN)))
             assert (refused.reason, refused.code) == ("error", "request_excluded")

@@ -147,7 +147,7 @@ async def test_postgres_that_refuses_writes(
 
 
 async def full_and_free_again(gateway: Gateway, begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Send requests until the disk is full; each gets either a 503 or its whole stream, which is in the ledger."""
+    """Send requests until the disk is full. Each must get a 503, or its whole stream and a ledger entry."""
     gateway.limit("tokens_per_minute", 1_000_000)
     gateway.engine.script = lambda add: Script(token_ids=(300,) * add.max_tokens, delay_s=0.05)
     assert is_whole(await ask(gateway))

@@ -86,7 +86,7 @@ def overrun(postgres: FaultyPostgres) -> Fault:
 
 
 async def trouble_under_streams(gateway: Gateway, begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Streams that run when the trouble starts finish during it; after it ends, all of them are in the ledger."""
+    """Check that running streams finish during the trouble and are all in the ledger afterwards."""
     gateway.limit("tokens_per_minute", 1_000_000)
     gateway.engine.script = lambda add: Script(token_ids=(300,) * add.max_tokens, delay_s=0.15)
     assert is_whole(await ask(gateway))

@@ -303,7 +303,7 @@ async def test_unsettled_requests_are_logged_and_replayed_from_the_log(
     await while_streaming(lab, monkeypatch)
     await asyncio.gather(*lab.streams)
     settler = gateway.services.settler
-    # Shutdown: the settlements held in memory are logged.
+    # At shutdown, the settlements held in memory are logged.
     last_life = Settler(gateway.services.commit, gateway.services.metrics, gateway.services.database_health)
     last_life._held = dict(settler._held)
     with capture_logs() as logged:
@@ -316,7 +316,7 @@ async def test_unsettled_requests_are_logged_and_replayed_from_the_log(
     lab.disk.free()
     await until_ready(gateway, True)
     assert gateway.usage() == []
-    # The next process, after an operator has put the records where the log says.
+    # Start the next process after an operator has put the records where the log says.
     directory = lab.disk.directory / "next"
     directory.mkdir()
     (directory / LEFT).write_text("\n".join(records))

@@ -34,7 +34,7 @@ def test_records_survive_a_restart_and_vanish_after_a_replay(tmp_path: Path) -> 
     spool = open_spool(tmp_path)
     assert spool.num_bytes > 0
     assert spool.begin_replay().closings == tuple(closing(number) for number in range(3))
-    # An unfinished replay is restarted, even by another process, including entries added in the meantime.
+    # An unfinished replay starts over, even in another process, and includes records added in the meantime.
     spool.append(closing(7))
     spool = open_spool(tmp_path)
     assert len(spool.begin_replay().closings) == 4

@@ -1,4 +1,4 @@
-"""Clients that do not read: they are charged for all tokens that they requested, and delay nobody else."""
+"""Clients that do not read are charged for all tokens that they requested, and delay nobody else."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ async def test_full_socket_blocks_only_its_own_stream(gateway: Any, gateway_url:
         client.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(client, (host, int(port)))
-        # Several times what the kernel buffers for a socket that the other end does not read.
+        # Several times the amount that the kernel buffers for an unread socket.
         num_choices = 64
         content = json.dumps({**BODY, "n": num_choices}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\nauthorization: Bearer {gateway.key}\r\n"

@@ -245,7 +245,7 @@ async def test_a_draining_server_ends_running_requests_with_503(gateway: Any) ->
     assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
 
 
-# Quotas that bind
+# Exhausted quotas
 
 
 async def test_exhausted_quota_returns_429_with_its_name_and_headers(gateway_on_each: Any, clock: Any) -> None:

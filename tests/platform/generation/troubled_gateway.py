@@ -41,7 +41,7 @@ async def ask(gateway: Gateway, max_tokens: int = NUM_TOKENS, model: str = "base
 
 
 def is_whole(answer: Any) -> bool:
-    """Whether a stream was complete."""
+    """Whether a stream is complete."""
     return answer.status_code == 200 and answer.text.rstrip().endswith("data: [DONE]")
 
 
@@ -86,7 +86,7 @@ async def until_spool_is_empty(gateway: Gateway) -> None:
 
 
 def assert_all_is_settled(gateway: Gateway) -> None:
-    """Check that nothing is held and no reservation is left."""
+    """Check that no quota is held and no reservation is left."""
     with gateway.database.read() as connection:
         left = connection.execute(select(schema.reservations.c.id, schema.reservations.c.state)).all()
         held = connection.execute(select(schema.quota_counters.c.reserved)).scalars().all()

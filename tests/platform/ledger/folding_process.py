@@ -1,7 +1,7 @@
 """Forks processes that fold rollups until they are killed, one for each input line: `folding_process.py URL`.
 
 It answers with the new process's PID, and with another line once that process has ended. Forking avoids repeated
-imports and compilation. A child writes `b` before each fold and `e` after it to the file that the line names.
+imports and compilation. A child writes `b` before each fold and `e` after it to the file named on the input line.
 """
 
 from __future__ import annotations

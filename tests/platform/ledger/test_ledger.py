@@ -26,7 +26,7 @@ HOUR_US = 3_600_000_000
 
 @pytest.fixture
 def used(clocked: Database, clock: Any) -> list[str]:
-    """The IDs of three of acme's requests within two hours and of one request of another tenant."""
+    """The IDs of three of acme's requests within two hours and of one of another tenant's requests."""
     tenants, keys, admission = Tenants(clocked), ApiKeys(clocked), Admission(clocked)
     clock.now_us = 500_000 * HOUR_US
     made = []

@@ -1,4 +1,4 @@
-"""SQLite finds one tenant's sums by tenant, and a page of requests by request, whatever its statistics say."""
+"""SQLite looks up a tenant's sums by tenant and pages of requests by request, whatever its statistics say."""
 
 from __future__ import annotations
 

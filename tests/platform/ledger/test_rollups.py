@@ -44,7 +44,7 @@ ZONES = ("UTC", "Europe/Berlin", "America/New_York", "Asia/Kolkata", "Australia/
 
 
 class Killed(BaseException):
-    """Ends a process in the middle of a transaction."""
+    """Simulates the death of a process in the middle of a transaction."""
 
 
 class Ledgers:
@@ -195,8 +195,8 @@ def question(ledgers: Ledgers, first_us: int) -> dict[str, Any]:
         start_us = max(start_us, end_us - 6 * DAY_US)
     adapter_ids = choose.choice((None, frozenset(choose.sample(list(ledgers.adapters.values()), choose.randint(1, 2)))))
     if adapter_ids is not None and bucket == "1m":
-        # Minutes are not rolled up for single adapters, and reports on all tenants' single requests cover at most a
-        # day.
+        # Minutes are not rolled up for single adapters, and reports on individual requests of all tenants cover at most
+        # a day.
         start_us = max(start_us, end_us - DAY_US)
     if "end_user" in group_by:
         tenant_id = ledgers.keys[0][0].id
@@ -260,7 +260,7 @@ def _fold_and_die(ledgers: Ledgers, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _check_rollups(database: Database, facts: list[dict[str, Any]]) -> None:
-    """Check that all grains and span lengths have the same total, no batch waits, and the database's sums agree."""
+    """Check that no batch is waiting, all grains and span lengths have equal totals, and the database's sums agree."""
     rollups, total = schema.usage_rollups.c, tuple(sum(fact[name] for fact in facts) for name in AMOUNTS)
     sums = select(*(func.sum(rollups[name]) for name in AMOUNTS))
     with database.read() as connection:

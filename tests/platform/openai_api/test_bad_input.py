@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets a status, a code and a field; nothing runs and nothing is reserved."""
+"""Every bad request gets a status, a code and a field; nothing runs and nothing is reserved."""
 
 from __future__ import annotations
 

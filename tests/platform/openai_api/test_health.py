@@ -1,4 +1,4 @@
-"""Health is correct and needs no key, even with a hung engine. Requests that crash engines are refused."""
+"""Health checks are correct and need no key, even with a hung engine. Requests that crash engines are refused."""
 
 from __future__ import annotations
 

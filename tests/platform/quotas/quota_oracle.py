@@ -1,6 +1,7 @@
-"""Quotas in plain dictionaries, with which admission on a database must agree after every step.
+"""A model of quotas in plain dictionaries. Admission on a database must agree with it after every step.
 
-It shares no code with the platform: windows are local dates, and sums are recomputed from the requests each time.
+The model shares no code with the platform: windows are local dates, and sums are recomputed from the requests each
+time.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Policy:
 
 @dataclass
 class Bucket:
-    """A rate's level in units of 1/60,000,000, and the time of that level."""
+    """A rate's level in units of 1/60,000,000, and the time of its last refill."""
 
     level: int
     at_us: int
@@ -65,7 +66,7 @@ Count = tuple[str, str, tuple[int, ...]]
 
 @dataclass
 class Request:
-    """An admitted request: the amount that it holds of each count, and how it ended."""
+    """An admitted request, the amounts that it holds, and how it ended."""
 
     id: str
     tenant: str
@@ -171,7 +172,7 @@ class QuotaOracle:
         return beyond
 
     def refuse(self, bound: list[tuple[Policy, Count]], now_us: int) -> None:
-        """A refusal takes nothing, but corrects a bucket whose time was wrong."""
+        """A refusal charges nothing, but corrects a bucket whose time was wrong."""
         for policy, count in bound:
             if count in self.buckets and self.buckets[count].at_us > now_us + MINUTE_US:
                 self.touch(policy, count, now_us)
@@ -249,7 +250,7 @@ class QuotaOracle:
         return sum(request.charged[0] + request.charged[2] for request in closed)
 
     def late(self, policy: Policy, count: Count) -> int:
-        """The most by which late settlements may have exceeded a limit."""
+        """Largest amount by which late settlements can have exceeded a limit."""
         requests = [request for request in self.requests.values() if count in request.held]
         if policy.metric.startswith("cost"):
             return sum(max(0, request.corrected_nanos) for request in requests)

@@ -1,4 +1,4 @@
-"""Which rules and windows apply to a request: hand-written cases that do not depend on the oracle's ideas."""
+"""Which rules and windows apply to a request: hand-written cases that do not rely on the oracle."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ from tests.platform.quotas.quota_oracle import (
 )
 
 NUM_STEPS = int(os.environ.get("LORAMUX_QUOTA_STEPS", "1500"))
-"""Campaign steps on each database."""
+"""Number of campaign steps on each database."""
 
 ZONES = ("Europe/Berlin", "America/St_Johns", "Australia/Lord_Howe")
 PRICED_AHEAD_US = 30 * 86_400_000_000
@@ -89,7 +89,7 @@ class Crash(Exception):
 
 @contextmanager
 def crash_at(database: Database, statement: int) -> Iterator[None]:
-    """Die before this statement of the next transaction or, if it has fewer, at its commit."""
+    """Die before this statement of the next transaction, or at its commit if it has fewer statements."""
     num_seen = 0
 
     def before_statement(*_: Any) -> None:
@@ -112,7 +112,7 @@ def crash_at(database: Database, statement: int) -> Iterator[None]:
     event.listen(engine, "commit", before_commit)
     run = psycopg.Connection.execute
     with pytest.MonkeyPatch.context() as patch:
-        # Pipelined statements to PostgreSQL can only be seen here.
+        # Pipelined statements to PostgreSQL can be intercepted only here.
         patch.setattr(psycopg.Connection, "execute", execute)
         patch.setattr(psycopg.Connection, "commit", before_commit)
         try:
@@ -141,7 +141,7 @@ class QuotaMachine(RuleBasedStateMachine):
         limits=st.lists(st.fixed_dictionaries(LIMIT), min_size=4, max_size=9),
     )
     def begin(self, start: datetime, zones: list[str], limits: list[dict[str, Any]]) -> None:
-        # The prices start long before, so that no backward jump reaches a time without prices.
+        # Prices start early enough that no backward jump reaches a time without prices.
         self.clock.now_us = int(start.timestamp()) * 1_000_000 - PRICED_AHEAD_US
         tenants, keys = Tenants(self.database), ApiKeys(self.database)
         self.tenants = [tenants.create(f"tenant-{i}", timezone=zone).id for i, zone in enumerate(zones[:2])]
@@ -165,7 +165,7 @@ class QuotaMachine(RuleBasedStateMachine):
         return adapter_id
 
     def _try(self, crash: int | None, work: Callable[[], Any]) -> Any:
-        """The outcome of some work; with `crash`, a gateway first starts the work and dies."""
+        """Run some work and return its outcome; with `crash`, a gateway first starts the same work and dies."""
         if crash is not None:
             with crash_at(self.database, crash):
                 work()

@@ -1,4 +1,4 @@
-"""A change to an object that has changed since it was read is refused, however close together the calls are."""
+"""A change based on an outdated read is refused, however close together the calls are."""
 
 from __future__ import annotations
 

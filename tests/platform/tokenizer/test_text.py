@@ -1,4 +1,4 @@
-"""Tokens become text piece by piece without loss, and stop strings are found wherever they are split."""
+"""Tokens become text piece by piece without loss, and stop strings are found however they are split."""
 
 from __future__ import annotations
 
