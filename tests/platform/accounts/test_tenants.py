@@ -18,7 +18,7 @@ def test_a_tenant_is_found_by_id_and_by_slug(clocked: Database) -> None:
     assert tenants.get("other") is None
 
 
-def test_a_slug_that_looks_like_an_id_does_not_hide_its_owner(clocked: Database) -> None:
+def test_slug_that_looks_like_an_id_does_not_shadow_the_id(clocked: Database) -> None:
     tenants = Tenants(clocked)
     first = tenants.create("first")
     impostor = tenants.create(first.id)

@@ -265,7 +265,7 @@ async def test_body_full_of_errors_reports_only_one(
 
 
 @pytest.mark.parametrize(("size", "is_on_a_thread"), [(MAX_PARSED_AT_ONCE, False), (MAX_PARSED_AT_ONCE + 1, True)])
-async def test_a_long_body_is_parsed_off_the_loop(size: int, is_on_a_thread: bool) -> None:
+async def test_long_body_is_parsed_off_the_event_loop(size: int, is_on_a_thread: bool) -> None:
     computed = []
 
     async def compute(function: Any, *arguments: Any) -> Any:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 ASKED = [{"role": "user", "content": "Hello"}]
 
 
-async def test_the_prompt_is_the_models_own_template(gateway: Any, tokenizer: Any) -> None:
+async def test_prompt_uses_the_models_own_template(gateway: Any, tokenizer: Any) -> None:
     messages = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
@@ -31,7 +31,7 @@ async def test_the_prompt_is_the_models_own_template(gateway: Any, tokenizer: An
     assert gateway.engine.adds[0].prompt == expected[1:]
 
 
-async def test_the_body_is_exactly_openais(gateway: Any, tokenizer: Any) -> None:
+async def test_body_matches_openais_exactly(gateway: Any, tokenizer: Any) -> None:
     gateway.engine.script = lambda add: Script(token_ids=tokenizer.encode("Hi")[1:])
     response = await gateway.http.post("/v1/chat/completions", json={"model": "base", "messages": ASKED})
     body = response.json()
@@ -61,7 +61,7 @@ async def test_the_body_is_exactly_openais(gateway: Any, tokenizer: Any) -> None
     assert gateway.engine.adds[0].max_tokens == 256 - num_prompt
 
 
-async def test_the_stream_is_exactly_openais(gateway: Any, tokenizer: Any) -> None:
+async def test_stream_matches_openais_exactly(gateway: Any, tokenizer: Any) -> None:
     ids = tokenizer.encode("Ab")[1:]
     gateway.engine.script = lambda add: Script(token_ids=ids)
     response = await gateway.http.post(
@@ -87,7 +87,7 @@ async def test_the_stream_is_exactly_openais(gateway: Any, tokenizer: Any) -> No
     ]
 
 
-async def test_the_clients_stream_helper_understands_the_stream(gateway: Any, tokenizer: Any) -> None:
+async def test_openai_client_parses_the_stream(gateway: Any, tokenizer: Any) -> None:
     gateway.engine.script = lambda add: Script(token_ids=tokenizer.encode("Good day 🦊!")[1:])
     async with gateway.openai.chat.completions.stream(
         model="base", messages=ASKED, stream_options={"include_usage": True}

@@ -27,7 +27,7 @@ async def test_completion_returns_the_engines_tokens(gateway: Any) -> None:
     assert event.first_token_us is not None
 
 
-async def test_the_body_is_exactly_openais(gateway: Any, tokenizer: Any) -> None:
+async def test_body_matches_openais_exactly(gateway: Any, tokenizer: Any) -> None:
     gateway.engine.script = lambda add: Script(token_ids=tokenizer.encode("Hi")[1:], cached_tokens=1)
     response = await gateway.http.post("/v1/completions", json={"model": "base", "prompt": "Yes", "max_tokens": 30})
     body = response.json()
@@ -50,7 +50,7 @@ async def test_the_body_is_exactly_openais(gateway: Any, tokenizer: Any) -> None
     assert not any(name.startswith("x-ratelimit") for name in response.headers)
 
 
-async def test_the_stream_is_exactly_openais(gateway: Any, tokenizer: Any) -> None:
+async def test_stream_matches_openais_exactly(gateway: Any, tokenizer: Any) -> None:
     ids = tokenizer.encode("Ab")[1:]
     gateway.engine.script = lambda add: Script(token_ids=ids)
     body = {"model": "base", "prompt": "Yes", "stream": True, "stream_options": {"include_usage": True}}

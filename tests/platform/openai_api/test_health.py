@@ -15,7 +15,7 @@ from loramux.platform.openai_api.health import health_router
 pytestmark = pytest.mark.anyio
 
 
-async def test_ready_means_engine_and_database_answer(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ready_requires_the_engine_and_the_database(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     del gateway.http.headers["authorization"]
     assert (await gateway.http.get("/health/live")).json() == {"status": "live"}
     ready = await gateway.http.get("/health/ready")

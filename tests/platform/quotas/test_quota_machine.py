@@ -441,5 +441,5 @@ def test_admission_agrees_with_plain_dictionaries(clocked: Database, clock: Fake
 
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
-def test_admission_agrees_with_plain_dictionaries_for_long(clocked: Database, clock: FakeClock) -> None:
+def test_admission_agrees_with_plain_dictionaries_in_a_campaign(clocked: Database, clock: FakeClock) -> None:
     run(clocked, clock, NUM_STEPS, 60, is_shrinking=True)

@@ -105,7 +105,7 @@ def test_racing_declarations_never_exceed_the_limit(shelf: Shelf) -> None:
         assert sorted(threads.map(attempt, range(8))) == [False] * 6 + [True] * 2
 
 
-def test_a_soft_limit_counts_an_upload_beyond_it_once(shelf: Shelf) -> None:
+def test_soft_limit_counts_an_excess_upload_once(shelf: Shelf) -> None:
     shelf.limit(1000, mode="soft")
     upload = shelf.declare(1500)
     shelf.intake.add_version(upload.adapter_id, upload.id)

@@ -219,7 +219,7 @@ def test_a_model_without_a_template_completes_but_does_not_chat(tmp_path: Path) 
     ],
     ids=["cut", "list", "bad template", "bad tokenizer", "no tokenizer"],
 )
-def test_bad_model_files_are_named(tmp_path: Path, demo_base: Path, name: str, text: str, message: str) -> None:
+def test_error_names_the_bad_model_file(tmp_path: Path, demo_base: Path, name: str, text: str, message: str) -> None:
     if name not in ("tokenizer.json", "other"):
         (tmp_path / "tokenizer.json").write_bytes((demo_base / "tokenizer.json").read_bytes())
     (tmp_path / name).write_text(text)
