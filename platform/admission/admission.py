@@ -45,8 +45,8 @@ _CHECKPOINT = (
 class Admission:
     """Reserves, checkpoints, settles and recovers requests through `AdmissionTransaction`, on SQLite or PostgreSQL.
 
-    Blocking. A gateway commits through `GroupCommit`, which puts many operations into one transaction.
-    `note_overdrawn` receives the number of settlements that came after recovery and overdrew a hard limit.
+    Blocking. A gateway commits through `GroupCommit`, which puts many operations into one transaction. `note_overdrawn`
+    is called with the number of late settlements that overdrew a hard limit.
     """
 
     def __init__(self, database: Database, note_overdrawn: Callable[[int], None] = lambda _: None) -> None:

@@ -23,7 +23,7 @@ class EngineClient(Protocol):
 
     @property
     def info(self) -> EngineReady | None:
-        """What the running engine announced about itself; None while no engine is running."""
+        """The running engine's announcement of itself; None while no engine is running."""
 
     @property
     def is_ready(self) -> bool: ...

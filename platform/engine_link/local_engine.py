@@ -42,7 +42,7 @@ class Supervision:
     step_timeout_s: float = 60.0
     """Longest allowed step, in seconds. A longer one counts as hung."""
     start_timeout_s: float = 300.0
-    """Longest allowed start, and longest first step, which may have to compile kernels, in seconds."""
+    """Longest allowed start, in seconds. It also applies to the first step, which may have to compile kernels."""
     first_delay_s: float = 0.2
     """Delay before a restart after a steady run, in seconds. It doubles after each run that is not steady."""
     max_delay_s: float = 30.0

@@ -164,7 +164,7 @@ class Settler:
             log.info("waiting settlements were written to the ledger", count=len(closings), refused=len(refused))
 
     async def _settle_now(self, closing: Closing) -> bool:
-        """Settle in the database; return whether it accepted the settlement or already had it."""
+        """Settle in the database; return whether the database accepted or already had the settlement."""
         if self._health.trouble is not None:
             return False
         settling = self._commit.submit(closing)

@@ -159,7 +159,7 @@ class GatewayServices:
         )
 
     def close(self) -> None:
-        """End the threads: waiting commits are completed, running computations finish, and queued ones are dropped."""
+        """End the threads. Waiting commits and running computations finish; queued computations are dropped."""
         self.cache_invalidation.close()
         self.commit.close(CLOSE_WAIT_S)
         self.settler.close()

@@ -16,7 +16,7 @@ ClientTraces = Literal["ignore", "link", "parent"]
 
 
 class Span(Protocol):
-    """A running part of a request. Call `end` once."""
+    """One timed part of a request. Call `end` once."""
 
     @property
     def traceparent(self) -> str | None:

@@ -32,7 +32,7 @@ class Detokenizer:
         """The text that this token completes; empty while a character is incomplete."""
         spelled = self._tokenizer.text_bytes(token_id)
         if not spelled:
-            # A special token between the parts of a character does not split it.
+            # A special token between the parts of a character does not split the character.
             return ""
         self._ids.append(token_id)
         self._utf8.decode(spelled)
