@@ -117,7 +117,7 @@ class JoinedEngine(ConnectedEngine):
             try:
                 return await self._join()
             except Exception as error:
-                # Whatever the failure, try again.
+                # Retry after any failure.
                 self._trouble = str(error)
             delay_s = min(2 * delay_s, self._joining.max_delay_s)
 

@@ -194,7 +194,7 @@ class LocalEngine(ConnectedEngine):
                 await self._connect()
                 log.info("engine restarted", pid=self.pid)
             except Exception as error:
-                # Whatever the failure, the next iteration tries again. A process that cannot be reached is killed.
+                # After any failure, retry in the next iteration. Kill a process that cannot be reached.
                 log.error("engine restart failed", reason=str(error))
                 self._process.kill()
 

@@ -48,9 +48,9 @@ class SettlementSpool:
     reads the waiting records and `end_replay` marks them as settled; once no record is waiting, the file is overwritten
     with zeros. Only setting aside a record that the database refused takes new space.
 
-    A file whose first byte is zero is empty, whatever follows. A torn last line, left by a crash, was never
-    acknowledged; a damaged line elsewhere is reported and kept. Lines in the file LEFT are replayed at the next start
-    and then removed: an earlier version left them, or an operator took them from the log.
+    A file whose first byte is zero is empty, regardless of its other bytes. A torn last line, left by a crash, was
+    never acknowledged; a damaged line elsewhere is reported and kept. Lines in the file LEFT are replayed at the next
+    start and then removed: an earlier version left them, or an operator took them from the log.
 
     Blocking.
     """

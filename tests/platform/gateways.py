@@ -62,7 +62,7 @@ class Gateway:
         QuotaPolicies(self.database).set(self.tenant.id, metric, limit)
 
     def add_adapter(self, tenant: str, name: str, versions: int = 1) -> str:
-        """Add an adapter with ready versions, the last of which is the default, and return the adapter's identifier."""
+        """Add an adapter with ready versions and return its identifier. The last version is the default."""
         tenants = Tenants(self.database)
         owner = tenants.get(tenant) or tenants.create(tenant)
         adapter_id = new_id("ada")

@@ -142,7 +142,7 @@ def test_engine_death_restart_and_drain_with_a_hung_engine(server: Server) -> No
     until(lambda: server.health(server.url).status_code == 200)
     assert "reason" not in server.health(server.admin_url).json()
 
-    # The next engine hangs, and the server is told to stop before the watchdog notices.
+    # The next engine hangs, and the server is asked to stop before the watchdog notices.
     second = server.engine_pid()
     assert second != first
     with server.ask("Hello again") as response:

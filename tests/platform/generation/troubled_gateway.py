@@ -1,4 +1,4 @@
-"""A gateway whose database gets into trouble, with its maintenance, and what its clients and operators see."""
+"""A gateway whose database gets into trouble, and checks of what its clients and operators see."""
 
 from __future__ import annotations
 
