@@ -196,7 +196,7 @@ class SettlementSpool:
 
 
 def record_of(closing: Closing) -> bytes:
-    """A settlement as a line of the spool."""
+    """Encode a settlement as a line of the spool."""
     body = msgspec.json.encode(closing)
     return b"%08x %s\n" % (zlib.crc32(body), body)
 

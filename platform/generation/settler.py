@@ -97,7 +97,7 @@ class Settler:
         """Why no request can be admitted now, in one line for operators."""
         if not self._held:
             return None
-        return f"{len(self._held)} settlements wait in memory: neither the database nor the spool accepts them"
+        return f"{len(self._held)} settlements are waiting in memory: neither the database nor the spool accepts them"
 
     def checkpoints(self) -> list[Checkpoint]:
         """Checkpoints that extend the leases of settlements in memory, for a database that accepts only checkpoints."""

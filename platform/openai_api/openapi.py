@@ -89,7 +89,10 @@ def errors(*statuses: int) -> Responses:
 
 
 def describe(app: FastAPI, *, description: str, public: frozenset[str], is_idempotent: bool = False) -> Json:
-    """The document. Paths in `public` need no key; with `is_idempotent`, all other POSTs accept an Idempotency-Key."""
+    """Build the document. Paths in `public` need no key.
+
+    With `is_idempotent`, all other POSTs accept an Idempotency-Key.
+    """
     document: Json = app.openapi()
     document["info"]["description"] = description
     components = document.setdefault("components", {})

@@ -61,7 +61,7 @@ class GatewayMetrics:
         )
         self.settled = self._counter("loramux_settled_requests", "Settled requests, by status", "status")
         self.tokens = self._counter("loramux_tokens", "Settled tokens", "kind")
-        self.running = self._gauge("loramux_running_requests", "Admitted requests that are not settled")
+        self.running = self._gauge("loramux_running_requests", "Admitted requests that are not yet settled")
 
         self.refusals = self._counter("loramux_quota_refusals", "Requests over a quota, by metric", "metric", "mode")
         self.grammar_checks = self._counter("loramux_grammar_checks", "Requests with a grammar, by outcome", "outcome")
