@@ -1,6 +1,6 @@
 # Each target creates the virtual environment it needs. `make help` lists the targets.
 VENV ?= .venv
-# The Python and constraints that made the environment, which hold until `make clean`; absent before `make venv`.
+# Records the Python and constraints of the environment until `make clean`. The file is absent before `make venv`.
 MADE_WITH := $(VENV)/.made-with
 -include $(MADE_WITH)
 PYTHON ?= $(or $(MADE_PYTHON),python3.11)
@@ -16,7 +16,7 @@ S3_TESTS := tests/adapter_store/blobs/test_blobs.py tests/adapter_store/blobs/te
 	tests/adapter_store/tiers/test_packed_source.py
 HASHED := --require-hashes --no-deps --only-binary :all:
 BROWSER := greenlet|playwright
-# Pins whose names match, or with -v do not match, with their hashes. No line names the index they came from.
+# Print the pins whose names match $(2), with hashes. With -v as $(1), print the others. The index URL is left out.
 hashes_of = grep == constraints.txt | grep -E $(1) '^($(2))==' | .venv-lock/bin/uv pip compile - --quiet --no-deps \
 	--generate-hashes --only-binary :all: --no-header --no-annotate --no-emit-index-url --python-version 3.11
 
@@ -37,7 +37,7 @@ help: ## List the targets
 
 venv: $(WARM) ## Create the virtual environment (PYTHON=python3.11 CONSTRAINTS=constraints.txt)
 
-# First every package that has a hash, as wheels only, so that nothing runs before it is checked. Then torch and its
+# First install every package with a hash, as wheels only, so that no code runs unchecked. Then install torch and its
 # dependencies, whose builds differ between machines, and this checkout. docs/security.md says why.
 $(READY): pyproject.toml $(CONSTRAINTS) $(LOCK)
 	$(PYTHON) -m venv $(VENV)
@@ -46,7 +46,7 @@ $(READY): pyproject.toml $(CONSTRAINTS) $(LOCK)
 	@printf 'MADE_PYTHON := %s\nMADE_CONSTRAINTS := %s\n' '$(PYTHON)' '$(CONSTRAINTS)' > $(MADE_WITH)
 	@touch $@
 
-# Other values are refused. A rebuild would replace a GPU's environment by surprise.
+# Refuse other values, because a rebuild could silently replace a GPU environment.
 ifdef MADE_PYTHON
 ifneq ($(PYTHON) $(CONSTRAINTS),$(MADE_PYTHON) $(MADE_CONSTRAINTS))
 $(READY): refuse-other-values
@@ -67,7 +67,7 @@ demo: $(WARM) ## Serve three tenants' adapters in one batch (ARGS=--exit to stop
 
 ##@ Work on the code
 
-check: $(READY) ## Run linters, type checks and import contracts
+check: $(READY) ## Run linters, type checks and import checks
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/codespell
@@ -97,13 +97,13 @@ clean: ## Remove the virtual environment and caches
 
 ##@ Tests against other programs
 
-test-docs: $(WARM) ## Type every command that the documentation shows
+test-docs: $(WARM) ## Run every command in the documentation
 	$(VENV)/bin/python -m pytest tests/docs -m 'campaign or not campaign' $(ARGS)
 
-test-package: $(WARM) ## Check wheel and sdist, and run the demo from a wheel (LORAMUX_PYTHONS='python3.11 python3.13')
+test-package: $(WARM) ## Check the wheel and sdist, and run the demo from a wheel (LORAMUX_PYTHONS='python3.11 python3.13')
 	$(VENV)/bin/python -m pytest tests/layout/test_package.py -m campaign $(ARGS)
 
-test-clients: $(WARM) $(CLIENTS)/.ready ## Run openai for Python and Node, litellm and langchain-openai against a server (needs npm)
+test-clients: $(WARM) $(CLIENTS)/.ready ## Test openai for Python and Node, litellm and langchain-openai against a server (needs npm)
 	$(VENV)/bin/python -m pytest tests/clients -m campaign $(ARGS)
 
 # The clients have their own environment, so that their pins do not mix with ours. npm installs the Node client.
@@ -115,12 +115,12 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt tests/clients/package.json
 	cd $(CLIENTS)/node && npm install --no-audit --no-fund --loglevel error
 	@touch $@
 
-test-browser: $(WARM) ## Drive the console in Debian's Chromium (installed if root)
+test-browser: $(WARM) ## Test the console in Debian's Chromium (installed if root)
 	$(VENV)/bin/python -m pip install --quiet $(HASHED) -r $(BROWSER_LOCK)
 	$(VENV)/bin/python -m tests.browser.browser_tools
 	$(VENV)/bin/python -m pytest tests/browser tests/admin/console/sessions/test_sessions.py -m campaign $(ARGS)
 
-test-s3: $(WARM) ## Run the blob stores and 1,000 faults on moto and on a real radosgw (Debian's, installed if root)
+test-s3: $(WARM) ## Test the blob stores, with 1,000 faults, on moto and a real radosgw (Debian's, installed if root)
 	$(VENV)/bin/python -m tests.adapter_store.blobs.radosgw
 	$(VENV)/bin/python -m pytest $(S3_TESTS) -m campaign --timeout 3600 $(ARGS)
 	LORAMUX_TEST_S3=radosgw $(VENV)/bin/python -m pytest $(S3_TESTS) \
@@ -131,7 +131,7 @@ test-oidc: $(WARM) ## Sign in through a real OpenID provider (npm oidc-provider 
 	LORAMUX_TEST_OIDC=$(VENV)/oidc/node_modules $(VENV)/bin/python -m pytest tests/admin/console/oidc/test_oidc.py \
 		-m 'campaign or not campaign' --timeout 600 $(ARGS)
 
-test-prometheus: $(WARM) ## Evaluate dashboard and alerts on a real Prometheus (Debian's, installed if root)
+test-prometheus: $(WARM) ## Evaluate the dashboard and alerts on a real Prometheus (Debian's, installed if root)
 	$(VENV)/bin/python -m tests.conformance.prometheus_server
 	$(VENV)/bin/python -m pytest tests/conformance/test_prometheus.py -m campaign --timeout 600 -s $(ARGS)
 
@@ -179,12 +179,12 @@ campaign-ingest: $(WARM) ## Servers killed at every step of ingestion, on both d
 campaign-store-faults: $(WARM) ## A running server while its S3 store fails in every way (LORAMUX_STORE_FAULTS=1000)
 	$(VENV)/bin/python -m pytest tests/conformance/test_store_faults.py -m campaign -s $(ARGS)
 
-campaign-gateways: $(WARM) ## Gateways raced, cut off, stopped and killed (LORAMUX_GATEWAY_RACERS=1000 _CUTS=10000 _STOPS=1000 _KILLS=200)
+campaign-gateways: $(WARM) ## Gateways that race, lose streams, are stopped and are killed (LORAMUX_GATEWAY_RACERS=1000 _CUTS=10000 _STOPS=1000 _KILLS=200)
 	$(VENV)/bin/python -m pytest tests/conformance/test_gateways.py tests/admin/test_gateway.py \
 		tests/platform/generation/test_database_trouble.py tests/platform/generation/test_database_refusals.py \
 		-m campaign -s --timeout 3600 $(ARGS)
 
-campaign-full-disk: $(WARM) ## A disk that fills and empties under streams; needs root to mount it (LORAMUX_DISK_RUNS=100 _SEED=1)
+campaign-full-disk: $(WARM) ## A disk that fills up and is emptied during streams; needs root to mount it (LORAMUX_DISK_RUNS=100 _SEED=1)
 	$(VENV)/bin/python -m pytest tests/conformance/test_filling_disk.py -m campaign -s --timeout 3600 $(ARGS)
 
 campaign-rollups: $(WARM) ## Processes killed in the middle of a rollup, on both databases (LORAMUX_FOLD_KILLS=200)
@@ -193,15 +193,15 @@ campaign-rollups: $(WARM) ## Processes killed in the middle of a rollup, on both
 campaign-adversary: $(WARM) ## Attack a running server on both databases next to a polite tenant (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m tests.adversary $(ARGS)
 
-campaign-benchmarks: $(WARM) ## Every part of the benchmarks once, small, on the CPU
+campaign-benchmarks: $(WARM) ## Every part of the benchmarks once, at small sizes, on the CPU
 	$(VENV)/bin/python -m pytest tests/benchmarks -m campaign --timeout 3600 $(ARGS)
 
 ##@ Benchmarks
 
-bench: $(WARM) ## Sixteen adapters in one batch, against peft (ARGS='--help' for sizes)
+bench: $(WARM) ## Sixteen adapters in one batch, compared with peft (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.mixed_batch $(ARGS)
 
-bench-peers: $(WARM) ## loramux, peft, vLLM and llama-server over HTTP (benchmarks/peers/README.md)
+bench-peers: $(WARM) ## Compare loramux, peft, vLLM and llama-server over HTTP (benchmarks/peers/README.md)
 	$(VENV)/bin/python -m benchmarks.peers $(ARGS)
 
 bench-s-lora: $(WARM) ## Throughput over 5 to 2,000 adapters on disk, 9 minutes (ARGS='--help' for settings)
@@ -213,13 +213,13 @@ bench-flood: $(WARM) ## Latency of polite tenants while one floods the server (A
 bench-cold-storm: $(WARM) ## Latency of running streams while 200 new adapters load (ARGS='--help' for settings)
 	$(VENV)/bin/python -m benchmarks.tenants.cold_storm $(ARGS)
 
-bench-hot-load: $(READY) ## Loading adapters from the disk tier, against plain reads (ARGS='--help' for sizes)
+bench-hot-load: $(READY) ## Loading adapters from the disk tier, compared with plain reads (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.hot_load $(ARGS)
 
 bench-simulation: $(READY) ## Engine steps per second on a simulated device (ARGS='--running 64')
 	$(VENV)/bin/python -m benchmarks.simulation $(ARGS)
 
-bench-admission: $(READY) ## Quota reserved and settled, one by one and by group commit, on both databases
+bench-admission: $(READY) ## Reserving and settling quota, one by one and by group commit, on both databases
 	$(VENV)/bin/python -m benchmarks.accounts.admission $(ARGS)
 
 bench-first-token: $(WARM) ## Time to first token with and without quotas (ARGS='--help' for sizes)
@@ -240,8 +240,8 @@ bench-console-pages: $(READY) ## Console pages over 10 million requests (ARGS='-
 bench-gpu: $(READY) ## Kernels and engine on a GPU, 9 minutes (CONSTRAINTS=constraints-cuda.txt PART=lora ARGS='--out FILE')
 	$(VENV)/bin/python -m benchmarks.gpu $(if $(PART),--only $(PART)) $(ARGS)
 
-bench-gpu-table: $(READY) ## Count launches and bytes of steps without a GPU (ARGS='--card h200 --out FILE')
+bench-gpu-table: $(READY) ## Count the launches and bytes of each step, without a GPU (ARGS='--card h200 --out FILE')
 	$(VENV)/bin/python -m benchmarks.gpu.table $(ARGS)
 
-bench-gpu-dry: $(READY) ## List what each case of bench-gpu needs of a card, without one (ARGS='--card h100 --out FILE')
+bench-gpu-dry: $(READY) ## List the memory and time that each case of bench-gpu needs, without a GPU (ARGS='--card h100 --out FILE')
 	$(VENV)/bin/python -m benchmarks.gpu --dry-run $(if $(PART),--only $(PART)) $(ARGS)
