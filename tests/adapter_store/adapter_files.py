@@ -1,4 +1,4 @@
-"""Random adapters as the two files that PEFT would save, made with numpy."""
+"""Random LoRA adapters in PEFT's two-file format, generated with numpy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tensor_name(layer: int, module: str, half: str) -> str:
 
 @dataclass
 class AdapterFiles:
-    """The two files of an adapter as PEFT would save them; tests may change any part of either file."""
+    """An adapter's two files, as PEFT saves them. Tests may modify either file."""
 
     config: dict[str, Any]
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class AdapterFiles:
 
 @dataclass(frozen=True)
 class AdapterMaker:
-    """Makes random adapters for a target."""
+    """Generates random adapters for a target."""
 
     target: PackTarget
 
@@ -49,7 +49,9 @@ class AdapterMaker:
         dtype: Any = np.float32,
         **config: Any,
     ) -> AdapterFiles:
-        """Make an adapter. `ranks(layer, module)` overrides `rank` and is saved in the configuration's rank_pattern."""
+        """Generate an adapter. `ranks(layer, module)` overrides `rank` and is saved as the configuration's
+        rank_pattern.
+        """
         generator = np.random.default_rng(seed)
         files = AdapterFiles(
             {

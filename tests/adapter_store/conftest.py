@@ -1,4 +1,4 @@
-"""A small base, adapters that numpy makes for this base, and every kind of blob store."""
+"""Fixtures: a small base, random adapters for it, and blob stores of every kind."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ def target() -> PackTarget:
 
 @pytest.fixture(params=["float32", "bfloat16"])
 def any_target(request: pytest.FixtureRequest) -> PackTarget:
-    """The small base, once for each dtype of the pool."""
+    """The small base, once per pool dtype."""
     return make_target(request.param)
 
 
 @pytest.fixture
 def fused_target() -> PackTarget:
-    """The small base with fused q/k/v and gate/up linears, as in Phi-3."""
+    """The small base with fused q/k/v and gate/up linear layers, as in Phi-3."""
     return make_target(modules=FUSED_MODULES)
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
 def outer_target(request: pytest.FixtureRequest) -> PackTarget:
-    """The small base with its embedding and head, once for each dtype of the pool."""
+    """The small base with its embedding and head, once per pool dtype."""
     return make_target(request.param, outer_modules=OUTER_MODULES)
 
 
 @pytest.fixture
 def odd_target() -> PackTarget:
-    """A base with rows whose lengths are not powers of two, so that rows are padded."""
+    """A base whose row lengths are not powers of two, so that rows need padding."""
     return make_target(modules=(LinearShape("self_attn.q_proj", 63, 1000), LinearShape("mlp.down_proj", 130, 63)))
 
 
@@ -68,13 +68,13 @@ def make_adapter(target: PackTarget) -> AdapterMaker:
 
 @pytest.fixture
 def adapter_maker() -> type[AdapterMaker]:
-    """The class itself, for tests that have their own target."""
+    """The AdapterMaker class, for tests that use their own target."""
     return AdapterMaker
 
 
 @pytest.fixture(scope="session")
 def s3_endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The URL of an HTTP server that speaks S3."""
+    """The URL of an S3-compatible HTTP server."""
     if not IS_RADOSGW:
         yield request.getfixturevalue("moto_endpoint")
         return
@@ -85,7 +85,7 @@ def s3_endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def moto_endpoint() -> Iterator[str]:
-    """The URL of moto over HTTP, which checks neither signatures nor checksums."""
+    """The URL of a moto server, which checks neither signatures nor checksums."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -97,7 +97,7 @@ def moto_endpoint() -> Iterator[str]:
 
 @pytest.fixture
 def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the variables that point boto3 to the server."""
+    """Set the environment variables that point boto3 at the server."""
     for name, value in (
         ("AWS_ENDPOINT_URL", s3_endpoint),
         ("AWS_ACCESS_KEY_ID", ACCESS_KEY),
@@ -110,7 +110,7 @@ def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def s3_resource(s3_endpoint: str) -> Any:
-    """Direct access to the S3 server, without our code or a proxy."""
+    """A boto3 resource that accesses the S3 server directly, bypassing our code and the proxy."""
     import boto3
 
     return boto3.resource(
@@ -132,13 +132,15 @@ def s3_bucket(s3_environment: None, s3_resource: Any) -> str:
 
 @pytest.fixture
 def raw_bucket(s3_resource: Any, s3_bucket: str) -> Any:
-    """Direct access to the new bucket, without our code or a proxy."""
+    """The new bucket, accessed directly through boto3, bypassing our code and the proxy."""
     return s3_resource.Bucket(s3_bucket)
 
 
 @pytest.fixture
 def fault_proxy(s3_endpoint: str, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """A proxy for the S3 server that every store opened later uses. At first it injects no faults."""
+    """A proxy in front of the S3 server. Stores opened later connect through the proxy, which injects no faults at
+    first.
+    """
     proxy = FaultProxy(s3_endpoint)
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
     yield proxy
@@ -192,7 +194,7 @@ def store_adapter(make_adapter: AdapterMaker, target: PackTarget, tmp_path: Path
 
 @pytest.fixture(scope="session")
 def subprocess_validator() -> Iterator[SubprocessValidator]:
-    """The real validator, at normal priority so that other tests do not starve it on a busy machine."""
+    """The real validator, run at normal priority so that other tests do not starve it on a busy machine."""
     validator = SubprocessValidator(niceness=0)
     yield validator
     validator.close()

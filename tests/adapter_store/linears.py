@@ -1,4 +1,4 @@
-"""The linears of a base: as in Llama, with q/k/v and gate/up fused as in Phi-3, and outside the layers."""
+"""Linear layers of test bases: as in Llama, as in Phi-3 with fused q/k/v and gate/up, and outside the layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Linears = tuple[LinearShape, ...]
 
 
 def llama_linears(hidden: int, queries: int, keys: int, intermediate: int) -> Linears:
-    """A Llama's linears. `queries` and `keys` count features: heads times head_dim."""
+    """A Llama model's linear layers. `queries` and `keys` count features: heads times head_dim."""
     return (
         LinearShape("self_attn.q_proj", hidden, queries),
         LinearShape("self_attn.k_proj", hidden, keys),
@@ -21,7 +21,7 @@ def llama_linears(hidden: int, queries: int, keys: int, intermediate: int) -> Li
 
 
 def fused_linears(hidden: int, queries: int, keys: int, intermediate: int) -> Linears:
-    """A Phi-3's linears, with fused q/k/v and gate/up; `queries` and `keys` count features."""
+    """A Phi-3 model's linear layers, with fused q/k/v and gate/up. `queries` and `keys` count features."""
     return (
         LinearShape("self_attn.qkv_proj", hidden, queries + 2 * keys),
         LinearShape("self_attn.o_proj", queries, hidden),

@@ -1,4 +1,4 @@
-"""The small base that these tests make adapters for: its linears and its pool's page layout."""
+"""The small base model that most of these tests use: its linear layers and its pool's page layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits until another thread or process has done something."""
+"""A helper that waits for another thread or process."""
 
 from __future__ import annotations
 

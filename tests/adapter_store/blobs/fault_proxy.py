@@ -59,7 +59,9 @@ class SeededPlan:
 
 
 class ListedPlan:
-    """Applies the listed faults in order to requests with `method`. None means no fault; so does an exhausted list."""
+    """Applies the listed faults, in order, to requests with `method`; None lets a request pass. Later requests also
+    pass.
+    """
 
     def __init__(self, method: str, *faults: Fault | None, part_of_path: str = "") -> None:
         self._method = method
@@ -123,7 +125,7 @@ class FaultProxy:
         self._thread.join(10)
 
     def reseed(self, seed: int) -> None:
-        """Reseed the random choice of bits and stale answers."""
+        """Reseed the random choice of flipped bits and stale answers."""
         self._random.seed(seed)
 
     def choose(self, method: str, path: str) -> Fault | None:
@@ -148,7 +150,7 @@ class FaultProxy:
             self._seen[path] = answer
 
     def stale(self, path: str) -> _Answer:
-        """Another object's answer, as if that object had previously been at this key, or a 404."""
+        """A stale answer: one recorded for another key, as if that object had been here before, or a 404."""
         with self._lock:
             others = [answer for seen, answer in self._seen.items() if seen != path]
             if others and self._random.random() < 0.7:
@@ -163,7 +165,7 @@ class _Server(socketserver.ThreadingTCPServer):
     proxy: FaultProxy
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that disconnect during a request, because faults make them disconnect."""
+        """Log nothing: injected faults make clients disconnect during requests."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -279,7 +281,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _reset(self) -> None:
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        # The socket stays open until both of these are closed.
+        # The socket is not closed until both the file and the connection are closed.
         self.rfile.close()
         self.connection.close()
         self.close_connection = True

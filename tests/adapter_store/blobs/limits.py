@@ -1,11 +1,11 @@
-"""S3 limits for tests: small parts, with short or long timeouts."""
+"""S3 limits for tests: small parts, and short or long timeouts."""
 
 from __future__ import annotations
 
 from loramux.adapter_store.blobs.s3_limits import MIN_PART_BYTES, S3Limits
 
 SMALL_PARTS = S3Limits(part_bytes=MIN_PART_BYTES)
-"""The smallest parts that S3 accepts, so that tests move little data."""
+"""The smallest part size that S3 accepts, so that tests transfer little data."""
 
 HURRIED = S3Limits(
     connect_s=1.0,
@@ -16,7 +16,7 @@ HURRIED = S3Limits(
     max_pause_s=0.05,
     part_bytes=MIN_PART_BYTES,
 )
-"""Short timeouts for tests with a hung store, but long enough for small blobs on a busy machine."""
+"""Timeouts short enough to test a hung store, but long enough for small blobs on a busy machine."""
 
 PATIENT = S3Limits(read_s=2.0, first_pause_s=0.01, max_pause_s=0.05, part_bytes=MIN_PART_BYTES)
 """Longer timeouts for large blobs."""

@@ -79,13 +79,13 @@ class RadosgwMissing(Exception):
 
 
 class Radosgw:
-    """A running server, accessible with `url`, `ACCESS_KEY` and `SECRET_KEY`. Raises RadosgwMissing or RuntimeError."""
+    """A running server at `url`, which accepts `ACCESS_KEY` and `SECRET_KEY`. Raises RadosgwMissing or RuntimeError."""
 
     def __init__(self) -> None:
         missing = [program for program in PROGRAMS if shutil.which(program) is None]
         if missing:
             raise RadosgwMissing(_how_to_install(missing))
-        # The directory's path must be short, because it contains Unix sockets.
+        # Keep the path short: the directory contains Unix sockets, whose paths have a maximum length.
         self._directory = Path(tempfile.mkdtemp(prefix="loramux-rgw-"))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._config = self._directory / "ceph.conf"
@@ -116,7 +116,7 @@ class Radosgw:
         self._spawn("ceph-mon", "-f", "-i", "a")
         osd_uuid = str(uuid.uuid4())
         self._run("ceph", "osd", "new", osd_uuid)
-        # The OSD normally adds itself, but sometimes it tries before it knows the cluster, and then stops trying.
+        # The OSD normally adds itself to the CRUSH map, but if it tries before the cluster is ready, it never retries.
         self._run("ceph", "osd", "crush", "add", "osd.0", "1.0", "root=default", "host=localhost")
         self._run("ceph-osd", "--mkfs", "-i", "0", "--osd-uuid", osd_uuid)
         self._spawn("ceph-osd", "-f", "-i", "0")
@@ -130,7 +130,7 @@ class Radosgw:
         self._make_pools()
 
     def _make_pools(self) -> None:
-        """Put an object, so that radosgw creates its pools now, which takes a second or two."""
+        """Put an object, so that radosgw creates its pools now. This takes a second or two."""
         client = boto3.client(
             "s3",
             endpoint_url=self.url,

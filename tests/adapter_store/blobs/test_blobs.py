@@ -1,4 +1,4 @@
-"""One test suite for every blob store."""
+"""Tests that run against every kind of blob store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from loramux.adapter_store.blobs.s3_limits import MIN_PART_BYTES
 from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable, BlobTooLarge, InvalidBlobUrl
 
 LARGE = 2 * MIN_PART_BYTES
-"""More than one part in the S3 store under test."""
+"""A size in bytes that the S3 store under test uploads in several parts."""
 
 
 def test_what_was_put_comes_back(blobs: BlobStore, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Calls stop while a service fails, resume one at a time, and are retried within a budget."""
+"""The circuit breaker and the retry budget: calls stop while a service fails, and resume one at a time."""
 
 from __future__ import annotations
 

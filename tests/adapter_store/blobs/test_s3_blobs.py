@@ -1,4 +1,4 @@
-"""Features of the S3 store alone: multipart and unfinished uploads, presigned requests, and the startup probe."""
+"""S3-specific features: multipart and unfinished uploads, presigned requests, and the startup probe."""
 
 from __future__ import annotations
 

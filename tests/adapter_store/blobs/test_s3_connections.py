@@ -1,4 +1,6 @@
-"""A connection is closed when its request attempt ends, on every route to the store. botocore's internals fit."""
+"""A connection is closed when its request attempt ends, over HTTP, HTTPS or a proxy. botocore has the expected
+internals.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ from tests.adapter_store.blobs.limits import HURRIED
 HALF_A_HEAD = b"HTTP/1.1 200 OK\r\nETag: "
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
 MARGIN_S = 1.0
-"""Slack for threads that wait for a core, in seconds."""
+"""Extra time allowed for thread scheduling, in seconds."""
 
 
 @pytest.fixture
 def aws_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set credentials, and clear the machine's proxy, endpoint and certificate settings."""
+    """Set credentials and clear the machine's proxy, endpoint and certificate settings."""
     for name in ("AWS_ENDPOINT_URL_S3", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
         monkeypatch.delenv(name, raising=False)
     for name in ("NO_PROXY", "no_proxy", "REQUESTS_CA_BUNDLE", "AWS_CA_BUNDLE"):

@@ -1,4 +1,4 @@
-"""The S3 store with a failing network and server: it returns correct bytes, or an error in time."""
+"""When the network or the server fails, the S3 store returns correct bytes or raises an error before its deadline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.adapter_store.blobs.radosgw import IS_RADOSGW
 DATA = random.Random(1).randbytes(70_000)
 LARGE = random.Random(2).randbytes(3 * MIN_PART_BYTES + 1)
 MARGIN_S = 1.0
-"""Slack for threads that wait for a core, in seconds."""
+"""Extra time allowed for thread scheduling, in seconds."""
 
 PASSING = (
     Fault.SLOW_DOWN,
@@ -36,7 +36,7 @@ PASSING = (
     Fault.TRUNCATE,
     Fault.FLIP,
 )
-"""Faults after which a retry may succeed."""
+"""Faults that a retry can overcome."""
 
 only_moto = pytest.mark.skipif(IS_RADOSGW, reason="radosgw 16 ignores conditions on multipart uploads")
 by_value = {"ids": lambda fault: fault.name.lower().replace("_", "-")}
@@ -176,7 +176,7 @@ def test_one_range_that_fails_is_had_again(
 
 
 def put_in_parts(raw_bucket: Any, data: bytes) -> None:
-    """Upload in parts as other tools do, which leaves an object without a comparable checksum."""
+    """Upload in parts as other tools do. The resulting object has no checksum that can be compared."""
     config = TransferConfig(multipart_threshold=MIN_PART_BYTES, multipart_chunksize=MIN_PART_BYTES)
     raw_bucket.upload_fileobj(io.BytesIO(data), "p/k/large", Config=config)
 

@@ -12,7 +12,7 @@ from loramux.adapter_store.errors import BlobStoreUnavailable
 
 
 class WatchedBlobStore(MemoryBlobStore):
-    """A blob store in memory that counts reads. A test can delay its answers or take it down."""
+    """An in-memory blob store that counts reads. A test can delay its answers or take it down."""
 
     def __init__(self) -> None:
         super().__init__()

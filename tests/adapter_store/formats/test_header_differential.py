@@ -15,7 +15,7 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.float_formats import STORAGE
 from loramux.adapter_store.formats.tensor_file import TensorFile
 
-# Spellings on which JSON parsers disagree, inserted in place of a value or of part of the text.
+# Spellings that JSON parsers treat differently. Each one replaces or is inserted into part of a header.
 _ODD_TEXTS = [
     b"-0", b"0.0", b"4.0", b"1e0", b"00", b"+1", b"0x10", b"-1", b"18446744073709551616", b"9223372036854775808",
     b"NaN", b"Infinity", b"null", b"true", b"[]", b"{}", b'""', b'"\\u0000"', b'"\\ud800"', b'"\\ud83d\\ude00"',
@@ -27,7 +27,7 @@ _TEXT = st.text(st.characters(codec="utf-8"), max_size=12)
 
 @st.composite
 def valid_files(draw: st.DrawFn) -> tuple[bytes, bytes]:
-    """The header and data of a file of matrices, in any valid spelling."""
+    """The header and data of a file with random matrices. The header's JSON is formatted in any valid way."""
     names = draw(st.lists(_TEXT.filter(lambda name: name != "__metadata__"), max_size=5, unique=True))
     entries: dict[str, Any] = {}
     position = 0
@@ -51,7 +51,7 @@ def valid_files(draw: st.DrawFn) -> tuple[bytes, bytes]:
 
 @st.composite
 def mutated_files(draw: st.DrawFn) -> bytes:
-    """A valid file with a few changes to its text, numbers or lengths."""
+    """A valid file with a few random changes to its header, data or header length."""
     header, data = draw(valid_files())
     for _ in range(draw(st.integers(0, 2))):
         begin = draw(st.integers(0, len(header)))
@@ -71,7 +71,7 @@ def mutated_files(draw: st.DrawFn) -> bytes:
 
 
 def is_accepted_alike(content: bytes) -> bool:
-    """Return whether we accept the file. If we do, check that the library reads the same tensors."""
+    """Return whether our parser accepts the file. If so, check that the library reads the same tensors."""
     try:
         with TensorFile(content) as ours:
             found = {

@@ -1,4 +1,4 @@
-"""Every element of a packed adapter is at the address that the formula gives, and all other bytes are zero."""
+"""Each element of a packed adapter is at the address given by the formula, and all other bytes are zero."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_outer_modules_lie_before_the_layers_in_pages_seen_whole(
             np.testing.assert_array_equal(found[:, : rows.shape[1]], stored(rows, outer_target))
             num_elements += rows.size
     assert np.count_nonzero(stream) == num_elements
-    # The layers' contents are the same as without outer modules, but a few pages later.
+    # The layers' contents are the same as without outer modules, but start a few pages later.
     inner = tuple(name for name in modules if name.startswith(("self_attn", "mlp")))
     inner_tensors = {name: tensor for name, tensor in files.tensors.items() if ".layers." in name}
     if inner:
@@ -170,7 +170,7 @@ def test_the_largest_adapter_is_counted_with_its_outer_modules(outer_target: Pac
 
 
 def test_a_file_of_the_first_format_is_refused(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
-    """The first format had no outer modules, and its files do not record this."""
+    """Files in the first format have no fields for outer modules."""
     write_packed(tmp_path / "p", packed_of(make_adapter(), target, tmp_path / "c"), target)
     data = (tmp_path / "p").read_bytes()
     assert data[:8] == b"LMXPACK\x02"
@@ -209,7 +209,7 @@ def test_bfloat16_rounds_to_nearest_even_like_torch() -> None:
     import torch
 
     bits = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
-    # Ties and their neighbours, which reveal wrong rounding.
+    # Ties and neighbouring values, which reveal wrong rounding.
     ties = (np.arange(2048, dtype=np.uint32)[:, None] << 16) + np.array([0x7FFF, 0x8000, 0x8001], np.uint32)
     values = np.concatenate([bits, ties.reshape(-1)]).view(np.float32)
     values = values[np.isfinite(values) & (np.abs(values) < 1e38)]

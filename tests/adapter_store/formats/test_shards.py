@@ -1,4 +1,4 @@
-"""An adapter's shards for several GPUs together form the whole adapter and compute the same result."""
+"""An adapter's shards for several GPUs add up to the whole adapter and compute the same result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLAIN = llama_linears(HIDDEN, QUERIES, KEYS, INTERMEDIATE)
 FUSED = fused_linears(HIDDEN, QUERIES, KEYS, INTERMEDIATE)
 OUTER = outer_linears(VOCAB_SIZE, HIDDEN)
 
-# Fused modules, with the parts whose outputs are split separately, and modules whose inputs are split.
+# Fused modules with their separately split parts, and modules that are split along their inputs.
 FUSED_PARTS = {"qkv_proj": (QUERIES, KEYS, KEYS), "gate_up_proj": (INTERMEDIATE, INTERMEDIATE)}
 SUMMED = ("o_proj", "down_proj", "embed_tokens")
 
@@ -47,7 +47,7 @@ def canonical_of(files: Any, target: PackTarget, path: Path) -> Path:
 
 
 def weights_of(packed: PackedAdapter, target: PackTarget, layer: int | None, m: int) -> list[npt.NDArray[np.float32]]:
-    """`A` `[rank, in]` and `B` `[out, rank]` of one module, read from the pages by the documented layout."""
+    """`A` `[rank, in]` and `B` `[out, rank]` of one module, read from the pages according to the documented layout."""
     outer = layer is None
     whole = (target.outer_modules if outer else target.modules)[m]
     shape = target.shard(whole).shape(whole)
@@ -73,7 +73,7 @@ def changes(packed: PackedAdapter, target: PackTarget, layer: int | None, m: int
 
 
 def own(values: Any, parts: tuple[int, ...], tp_size: int, tp_rank: int) -> Any:
-    """A rank's share of each of a vector's parts."""
+    """The rank's slices of all parts of a vector, concatenated."""
     pieces = np.split(values, np.cumsum(parts)[:-1])
     return np.concatenate([np.split(piece, tp_size)[tp_rank] for piece in pieces])
 

@@ -1,4 +1,4 @@
-"""Fixtures for ingestion in this process, with one tenant's adapter."""
+"""Fixtures for in-process ingestion, with one tenant's adapter."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def open_world(
 
 @pytest.fixture
 def world(open_world: Callable[..., IngestWorld], memory_blobs: MemoryBlobStore) -> IngestWorld:
-    """An ingestion world whose blobs are in memory."""
+    """An ingestion world with an in-memory blob store."""
     return open_world(memory_blobs)

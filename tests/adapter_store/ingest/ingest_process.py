@@ -40,14 +40,14 @@ __all__ = ["S3BlobStore"]
 
 
 class DirectValidator:
-    """Validates in the calling process, which is faster."""
+    """A validator that runs in the calling process, which is faster."""
 
     def validate(self, job: ValidationJob, target: PackTarget) -> Accepted:
         return run_job(job, target)
 
 
 class Server:
-    """A server's ingestion, configured by `job`."""
+    """Ingestion as on a server, configured by `job`."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._job = job
@@ -70,7 +70,7 @@ class Server:
         getattr(self, f"_{self._job['kind']}")()
 
     def _push(self) -> None:
-        """Act as a client that uploads an adapter, and then as a worker."""
+        """Act as a client that uploads an adapter, then as a worker."""
         self._ingest.process(self._upload())
 
     def _upload(self) -> str:
@@ -86,20 +86,20 @@ class Server:
         return version.id
 
     def _register(self) -> None:
-        """Act as an operator who registers a source, and then as a worker."""
+        """Act as an operator who registers a source, then as a worker."""
         version = self._ingest.create_version_from(self._job["adapter_id"], "s3://operator/adapters/one")
         self._acknowledge("version", version.id)
         self._ingest.process(version.id)
 
     def _recover(self) -> None:
-        """Recover, as a server does at startup and periodically afterwards."""
+        """Recover, as a server does at startup and periodically after that."""
         self._ingest.recover()
         while (version_id := self._ingest.next_waiting()) is not None:
             self._ingest.process(version_id)
         self._ingest.remove_abandoned()
 
     def _serve(self) -> None:
-        """Act as a running server until SIGTERM."""
+        """Act as a running server until SIGTERM arrives."""
         is_ending = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: is_ending.set())
         self._ingest.recover()
@@ -146,7 +146,7 @@ def start(job: dict[str, Any]) -> int:
 def main() -> None:
     assert "torch" not in sys.modules, "every child would pay for it"
     answers = os.fdopen(os.dup(1), "w")
-    # Keep the children's output separate from the answers.
+    # Keep the children's output out of the answers.
     os.dup2(2, 1)
     for line in sys.stdin:
         command = json.loads(line)

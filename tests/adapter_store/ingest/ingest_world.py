@@ -1,4 +1,4 @@
-"""An ingestion in one process, with a registry, a blob store, and parts that tests can make fail."""
+"""In-process ingestion with a registry, a blob store, and components that tests can make fail."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ SECOND_US = 1_000_000
 
 
 class DirectValidator:
-    """Validates in the calling process, which is faster. Tests can make it fail."""
+    """A validator that runs in the calling process, which is faster. Tests can make it fail."""
 
     def __init__(self) -> None:
         self.is_broken = False
         self.num_calls = 0
         self.meanwhile: Callable[[], None] = lambda: None
-        """Called while the next adapter is being validated."""
+        """Called once, during the next validation."""
 
     def validate(self, job: ValidationJob, target: PackTarget) -> Accepted:
         self.num_calls += 1
@@ -62,7 +62,7 @@ class FailingDatabase(Database):
 
 
 class FailingBlobStore(MemoryBlobStore):
-    """A blob store that accepts `num_calls` more changes and then fails."""
+    """A blob store that accepts `num_calls` more writes and deletions and then fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class FailingBlobStore(MemoryBlobStore):
 
 @dataclass
 class IngestWorld:
-    """An ingestion, its registry and blob store, and checks of their contents."""
+    """In-process ingestion, its registry and blob store, and methods that check their contents."""
 
     registry: AdapterRegistry
     blobs: BlobStore
@@ -101,13 +101,13 @@ class IngestWorld:
         return self.ingest
 
     def another(self, scratch: Path, at_failpoint: FailpointHook = no_op, lease_s: float = 30.0) -> Ingest:
-        """The ingestion of another server on the same database and blob store."""
+        """Ingestion on another server that shares the database and the blob store."""
         return Ingest(
             self.registry, self.blobs, self.target, scratch, self.validator, lease_s=lease_s, at_failpoint=at_failpoint
         )
 
     def aliases(self) -> dict[str, dict[int, int]]:
-        """The weight of each version number, by alias."""
+        """Each alias's version numbers and their weights."""
         named = AdapterAliases(self.registry.database).of([self.adapter_id])[self.adapter_id]
         return {name: {target.number: target.weight for target in alias.targets} for name, alias in named.items()}
 
@@ -130,7 +130,7 @@ class IngestWorld:
         return self.ingest.process(version.id) if version.state == "pending" else version
 
     def assert_nothing_left_over(self, *versions: AdapterVersion) -> None:
-        """Check that the store has exactly the blobs of these ready versions. Packed files are optional."""
+        """Check that the store contains the blobs of these ready versions and no others. Packed files are optional."""
         needed, packed = set(), set()
         for version in versions:
             assert version.digest is not None

@@ -1,4 +1,4 @@
-"""Starts real ingesting processes, kills them, and checks the state that they leave."""
+"""Starts real ingestion processes, kills them, and checks the state that they leave behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AWS = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DE
 
 
 class ProcessMaker:
-    """The process that forks all other processes; see `ingest_process.py`."""
+    """The process that forks all the others; see `ingest_process.py`."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -58,7 +58,7 @@ class ProcessMaker:
         self._ask(do="signal", process=process, signal=number)
 
     def wait(self, process: int, is_stop_enough: bool = False) -> int:
-        """Wait for a process. Return its exit status or, negated, the number of the signal that ended or stopped it."""
+        """Wait for a process. Return its exit status, or minus the number of the signal that killed or stopped it."""
         return int(self._ask(do="wait", process=process, is_stop_enough=is_stop_enough)["end"])
 
     def _ask(self, **command: Any) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class ProcessMaker:
 
 @dataclass
 class Lab:
-    """A database, a blob store, an adapter's files, the processes that use them, and checks of the outcome."""
+    """A database, a blob store, an adapter's files, the processes that use them, and methods that check the outcome."""
 
     makers: ProcessMaker
     database_url: str
@@ -123,11 +123,11 @@ class Lab:
         return self.makers.start({**job, **details})
 
     def run(self, kind: str, **details: Any) -> int:
-        """Run a server to its end, and return the result of `wait`."""
+        """Run a server until it exits, and return the result of `wait`."""
         return self.makers.wait(self.start(kind, **details))
 
     def acknowledged(self, what: str) -> list[str]:
-        """The identifiers or names of this kind that were acknowledged to clients."""
+        """The identifiers or names of this kind whose creation was acknowledged to a client."""
         if not self.acknowledged_path.exists():
             return []
         pairs = [line.split(" ") for line in self.acknowledged_path.read_text().splitlines()]
@@ -137,7 +137,9 @@ class Lab:
         return list(reversed(AdapterRegistry(self._database).list_versions(self.adapter_id, 100).data))
 
     def check_served(self) -> AdapterVersion | None:
-        """The version that the adapter's name resolves to, or None. Checks all bytes of the version."""
+        """Check all bytes of the version that the adapter's name resolves to. Return the version, or None if there is
+        none.
+        """
         registry = AdapterRegistry(self._database)
         ref = registry.resolve("acme", "support")
         if ref is None:
@@ -155,7 +157,7 @@ class Lab:
         return version
 
     def check_blobs(self) -> None:
-        """Check that the store has exactly the blobs that ready versions need. Packed files are optional."""
+        """Check that the store contains the blobs that ready versions need and no others. Packed files are optional."""
         needed, packed = set(), set()
         for version in self.versions():
             if version.state == "ready":

@@ -1,4 +1,4 @@
-"""Only one server at a time validates a version. A second server replaces a silent one, and one verdict is written."""
+"""One server at a time validates a version, and another takes over if it goes silent. Only one verdict is written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.adapter_store.ingest.ingest_world import SECOND_US, DirectValidator, 
 
 @dataclass
 class Clock:
-    """The database's clock, which only tests advance."""
+    """The database's clock, which advances only when a test says so."""
 
     now_us: int = 1_000_000 * SECOND_US
 
@@ -264,8 +264,8 @@ def test_an_equal_adapters_blobs_do_not_stand_in_for_the_files_that_a_version_ke
     files.config = dict(reversed(files.config.items()))
     upload = world.upload(files.config_bytes, files.tensor_bytes)
     second = world.ingest.create_version(world.adapter_id, upload.id)
-    # A server dies after recording that validation passed. The canonical file exists, because `first` has the same
-    # file.
+    # A server dies after recording that validation passed. The canonical file already exists, because `first` has the
+    # same one.
     dead = VersionClaims(database)
     assert dead.claim_version(second.id) is not None
     assert first.digest is not None

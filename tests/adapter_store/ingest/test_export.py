@@ -1,4 +1,4 @@
-"""Uploaded files are returned byte for byte or not at all, in memory that does not grow with their size."""
+"""Uploaded files are exported byte for byte or not at all. Memory use does not grow with file size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def content(export: VersionExport, version: AdapterVersion, name: str) -> bytes:
 
 
 def in_order(files: Any, names: list[str], metadata: dict[str, str]) -> bytes:
-    """A safetensors file with tensors in the given order, which no library would write."""
+    """A safetensors file whose tensors are in the given order, even an order that no library writes."""
     document: dict[str, Any] = {"__metadata__": metadata}
     position, data = 0, b""
     for name in names:
@@ -61,7 +61,7 @@ def with_equal_tensors(files: Any) -> bytes:
 
 
 def with_older_names(files: Any) -> bytes:
-    """The tensors have the names that older PEFT versions wrote; the canonical file has the current names."""
+    """The file uses tensor names from older PEFT versions. The canonical file uses the current names."""
     files.tensors = {
         name.replace(".weight", ".default.weight"): tensor for name, tensor in reversed(files.tensors.items())
     }

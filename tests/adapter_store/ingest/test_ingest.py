@@ -1,4 +1,4 @@
-"""From upload to version: invalid adapters are refused and leave nothing behind, and a crash loses nothing."""
+"""From upload to version: invalid adapters are rejected and leave nothing behind, and a crash loses nothing."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_a_store_that_fails_at_any_point_loses_and_leaves_nothing(
     upload = world.upload(files.config_bytes, files.tensor_bytes)
     version = world.ingest.create_version(world.adapter_id, upload.id)
     blobs.num_calls = num_calls
-    # Processing puts four blobs and deletes two. The deletions can wait.
+    # Processing writes four blobs and deletes two. The deletions can be done later.
     if num_calls < 4:
         with pytest.raises(BlobStoreUnavailable):
             world.ingest.process(version.id)
@@ -360,7 +360,7 @@ def test_a_file_that_comes_after_its_version_is_cleared_away(world: IngestWorld,
     made: list[AdapterVersion] = []
 
     def slow() -> Iterator[bytes]:
-        # Meanwhile the version is created and decided, and its files are deleted.
+        # Create and process the version, which deletes its files, while this file is still being uploaded.
         version = world.ingest.create_version(world.adapter_id, upload.id)
         made.append(world.ingest.process(version.id))
         yield files.config_bytes

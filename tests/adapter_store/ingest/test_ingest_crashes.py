@@ -36,7 +36,7 @@ AFTER_THE_VERDICT = (Failpoint.PUBLISHED, Failpoint.FIRST_FILE_DELETED, Failpoin
 
 @dataclass(frozen=True)
 class Crash:
-    """A server that pushes or registers an adapter dies after doing `step` for the `nth` time."""
+    """A scenario: a server that pushes or registers an adapter dies after doing `step` for the `nth` time."""
 
     kind: str
     step: Failpoint
@@ -75,7 +75,7 @@ def makers() -> Iterator[ProcessMaker]:
 
 @pytest.fixture
 def lab_directory() -> Iterator[Path]:
-    """A directory in memory if possible. A killed process's writes survive there, flushed or not."""
+    """A temporary directory, in memory if possible. A killed process's writes survive there even if unflushed."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as directory:
         yield Path(directory)
@@ -123,7 +123,7 @@ def open_lab(
 
 
 def crash_and_recover(lab: Lab, crash: Crash) -> None:
-    """Kill a server at a step, and check that the next server finds and leaves everything in order."""
+    """Kill a server at a step, and check that the next server recovers and leaves a consistent state."""
     scratch = lab.directory / "scratch"
     own = {"scratch": str(scratch)}
     assert lab.run(crash.kind, die_at=crash.step, nth=crash.nth, **own) == KILLED
@@ -141,7 +141,7 @@ def crash_and_recover(lab: Lab, crash: Crash) -> None:
         assert [version.state for version in versions] == ["ready" if crash.is_valid else "rejected"]
         assert set(acknowledged) <= {versions[0].id}
     assert (lab.check_served() is not None) == (crash.is_valid and versions != [])
-    # The client retries, because it got no answer.
+    # The client got no answer, so it retries.
     assert lab.run(crash.kind, offset_s=LEASE_S, **own) == 0
     assert [version.state for version in lab.versions()].count("ready") == crash.is_valid
     assert (lab.check_served() is not None) == crash.is_valid
@@ -175,7 +175,7 @@ def test_a_server_that_is_killed_at_any_moment_loses_nothing(
 ) -> None:
     lab = open_lab(database, store)
     process = lab.start("push")
-    # The kill may also hit between steps: inside a commit, or halfway through a blob.
+    # The kill can also land between steps, during a commit, or halfway through a blob.
     time.sleep(random.Random(seed).uniform(0.0, 0.25))
     lab.makers.signal(process, SIGKILL)
     assert lab.makers.wait(process) in (KILLED, 0)
@@ -196,7 +196,7 @@ TAKE_OVERS = [Failpoint.CLAIMED, Failpoint.ACCEPTED, Failpoint.CANONICAL_STORED,
 
 
 def take_over(lab: Lab, step: Failpoint, is_stopped: bool) -> None:
-    """One of two servers dies or stops at a step; the other takes over, and the version is published exactly once."""
+    """Kill or stop one of two servers at a step. The other must take over and publish the version exactly once."""
     ending = {"stop_at": step} if is_stopped else {"die_at": step}
     first = lab.start("push", **ending)
     assert lab.makers.wait(first, is_stop_enough=True) == (STOPPED if is_stopped else KILLED)
@@ -205,7 +205,7 @@ def take_over(lab: Lab, step: Failpoint, is_stopped: bool) -> None:
     published = lab.check_served()
     assert published is not None
     if is_stopped:
-        # The resumed server assumes that it still holds the version, and continues where it stopped.
+        # The resumed server continues where it stopped, as if it still owned the version.
         lab.makers.signal(first, SIGCONT)
         assert lab.makers.wait(first) == 0
     lab.makers.signal(second, SIGTERM)

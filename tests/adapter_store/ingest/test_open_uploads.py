@@ -1,4 +1,4 @@
-"""Open uploads are capped per tenant, even if calls race. Cancelling an upload frees both its slot and its bytes."""
+"""Open uploads are capped per tenant, even if calls race. Cancelling an upload releases its slot and its bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def upload_rows(database: Database) -> UploadRows:
 
 @pytest.fixture
 def adapter_ids(registry: AdapterRegistry, make_tenant: Callable[[str], str]) -> list[str]:
-    """Two adapters of one tenant, and one of another tenant."""
+    """Two adapters of one tenant and one adapter of another."""
     acme, globex = make_tenant("acme"), make_tenant("globex")
     named = ((acme, "support"), (acme, "sales"), (globex, "support"))
     return [registry.create_adapter(tenant_id, name).id for tenant_id, name in named]
@@ -198,7 +198,7 @@ def test_an_expired_upload_frees_its_place_and_its_blobs(world: IngestWorld, tmp
 
 
 class UnsigningBlobStore(MemoryBlobStore):
-    """A blob store that currently cannot sign requests."""
+    """A blob store that cannot sign requests for now."""
 
     def presign_put(self, key: str, size: int, sha256: str, expires_s: int) -> PresignedPut | None:
         raise BlobStoreUnavailable("there are no credentials")

@@ -1,4 +1,4 @@
-"""Validation takes turns among tenants: one tenant's backlog delays another tenant by at most one version."""
+"""Tenants take turns at validation: one tenant's backlog delays another tenant by at most one version."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOUR_US = 3600 * SECOND_US
 
 
 class Queue:
-    """Several tenants' pending versions, which have no bytes, and servers that decide them."""
+    """Several tenants' pending versions, without bytes, and methods that claim and decide them."""
 
     def __init__(self, database: Database, make_tenant: Callable[[str], str]) -> None:
         self._database = database
@@ -33,7 +33,7 @@ class Queue:
         self.names: dict[str, str] = {}
 
     def add(self, *names: str) -> None:
-        """Add a pending version for each name; a name's first letter is the tenant."""
+        """Add a pending version for each name. The first letter of a name is its tenant."""
         for name in names:
             tenant = name[0]
             if tenant not in self._adapters:
@@ -54,7 +54,7 @@ class Queue:
         assert server.claim_version(known[name]) is not None
 
     def decide(self, turns: IngestTurns, num_versions: int) -> list[str]:
-        """The names of the versions that a server claims and rejects, in order."""
+        """Claim and reject versions as a server would, and return their names in order."""
         server = VersionClaims(self._database)
         decided = []
         for _ in range(num_versions):
@@ -84,7 +84,7 @@ def test_who_comes_later_is_next(queue: Queue, database: Database) -> None:
     assert queue.decide(turns, 2) == ["a0", "a1"]
     queue.add("b0", "b1")
     assert queue.decide(turns, 3) == ["b0", "a2", "b1"]
-    # A tenant that had no versions for a while has neither gained nor lost turns.
+    # A tenant that had no versions for a while neither gains nor loses turns.
     assert queue.decide(turns, 2) == ["a3", "a4"]
     queue.add("b2", "b3", "b4")
     assert queue.decide(turns, 3) == ["b2", "a5", "b3"]

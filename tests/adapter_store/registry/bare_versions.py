@@ -1,4 +1,4 @@
-"""Adapter versions that have no bytes and are decided immediately."""
+"""Adapter versions without bytes that are accepted or rejected immediately."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOUR_US = 3_600_000_000
 
 @dataclass(frozen=True)
 class Versions:
-    """Adds versions that have no bytes to an adapter."""
+    """Adds versions without bytes to an adapter."""
 
     upload_rows: UploadRows
     claims: VersionClaims

@@ -1,4 +1,4 @@
-"""A fixture for bare versions in the registry's tests."""
+"""A fixture that adds versions without bytes."""
 
 from __future__ import annotations
 

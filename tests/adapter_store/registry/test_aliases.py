@@ -1,4 +1,4 @@
-"""Aliases on both databases: valid targets, how weights split requests, and how a rollback works."""
+"""Aliases on both databases: valid targets, how weights split requests, and rollbacks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Named:
         return {target.number: target.weight for target in self.aliases.get(self.adapter.id, name).targets}
 
     def drawn(self, num_texts: int, name: str | None = None) -> dict[str, int]:
-        """The version drawn for each of `num_texts` sticky texts."""
+        """The version chosen for each of `num_texts` sticky texts."""
         found = {}
         for number in range(num_texts):
             ref = self.registry.resolve("acme", "support", alias=name, sticky=f"user {number}")
@@ -97,7 +97,7 @@ def test_weights_share_requests_out_and_each_text_keeps_its_version(named: Named
     named.aliases.set(named.adapter.id, "default", {1: 90, 3: 10})
     before = named.drawn(600)
     assert named.drawn(600) == before
-    # The expected count of version 3 is 60, with a standard deviation of 7.3.
+    # Version 3 is expected 60 times, with a standard deviation of 7.3.
     assert 30 < Counter(before.values())[3] < 95
     assert set(before.values()) == {1, 3}
     named.aliases.set(named.adapter.id, "default", {1: 70, 3: 30})
@@ -106,7 +106,7 @@ def test_weights_share_requests_out_and_each_text_keeps_its_version(named: Named
     assert all(after[text] == 3 for text, version in before.items() if version == 3), (
         "a growing canary keeps its callers"
     )
-    # Two aliases draw independently. Otherwise the same callers would always get the new version.
+    # Different aliases draw independently. Otherwise the same callers would always get the new version.
     named.aliases.set(named.adapter.id, "beta", {1: 70, 3: 30})
     assert named.drawn(600, "beta") != after
 

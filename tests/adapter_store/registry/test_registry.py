@@ -1,4 +1,4 @@
-"""The version that a name resolves to, on both databases."""
+"""Name resolution to versions, on both databases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grants on both databases: which tenants may call an adapter that another tenant owns."""
+"""Grants on both databases: which tenants can call another tenant's adapter."""
 
 from __future__ import annotations
 

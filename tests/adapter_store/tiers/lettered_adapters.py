@@ -1,4 +1,4 @@
-"""Empty adapters named by single letters, and a host tier that contains some of these adapters."""
+"""Empty adapters with single-letter names, and a host tier that contains some of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A source of packed adapters over a disk tier, as in a staging process."""
+"""A packed-adapter source with a disk tier, as in a staging process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A caller can cancel a blob fetch immediately without affecting others; fetches that nobody wants are given up."""
+"""A caller can cancel a blob fetch at any time without affecting others. A fetch without callers is abandoned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.adapter_store.waiting import wait_until
 
 
 class Bench:
-    """A source over blobs that can be held up, and callers on threads."""
+    """A source whose blob store can be made to hang, and callers on threads."""
 
     def __init__(self, target: PackTarget, directory: Path, store_adapter: Any, pool: ThreadPoolExecutor) -> None:
         self.blobs = WatchedBlobStore()
@@ -34,7 +34,7 @@ class Bench:
         self._pool = pool
         self._lock = threading.Lock()
         self.num_downloads = 0
-        """Downloads in progress, including those that nobody waits for."""
+        """Number of downloads in progress, including those without a waiting caller."""
         self.source = self.reopen()
 
     def reopen(self, disk_bytes: int = PLENTY) -> PackedSource:
@@ -74,7 +74,7 @@ class Bench:
             waiting.result(10)
 
     def joined(self, digest: str) -> bool:
-        """Whether a fetch waits for the running download of this adapter."""
+        """Whether a fetch has joined the running download of this adapter."""
         return not self.source._running[digest][0].cancellation.is_cancelled
 
     def files(self) -> list[str]:
@@ -117,7 +117,7 @@ def test_what_was_left_goes_to_the_disk_and_not_to_memory(bench: Bench) -> None:
     bench.blobs.may_answer.set()
     wait_until(lambda: bench.files() == [stored.digest])
     assert taken == []
-    # The file was not verified when it was downloaded; it is verified now.
+    # The file was not verified when it was downloaded, so it is verified now.
     assert_right(fetch(bench.source, stored.digest), stored)
     assert bench.blobs.num_gets == {"packed": 1}
 
@@ -162,7 +162,7 @@ def test_a_fetch_after_a_cancelled_one_takes_over_its_download(bench: Bench) -> 
 
 
 def test_concurrent_fetches_have_memory_of_their_own(bench: Bench) -> None:
-    """Each caller owns its adapter's memory, so that neither can release the other's."""
+    """Each caller owns its adapter's memory, so no caller can release another's."""
     stored = bench.adapter()
     fetches = [bench.fetch_elsewhere(stored.digest) for _ in range(2)]
     assert bench.blobs.asked.wait(10)
@@ -206,7 +206,7 @@ def test_what_the_disk_has_is_read_to_its_end(bench: Bench, monkeypatch: pytest.
 def test_a_fetch_that_gets_no_thread_fails_once_and_leaves_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The executor keeps work for which it could start no thread, and runs it when one of its threads is free."""
+    """An executor that cannot start a thread keeps the submitted task and runs it on its next free thread."""
     stored = bench.adapter()
     kept: list[Callable[[], object]] = []
 

@@ -1,4 +1,4 @@
-"""Pieces never overlap while an array uses them, and all pieces are eventually freed."""
+"""Pieces never overlap while in use, and all pieces are eventually freed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_piece_is_writable_memory_of_its_size(slab: HostSlab) -> None:
 
 
 def test_views_keep_a_piece(slab: HostSlab) -> None:
-    """An adapter's payload becomes a view of a view, and then a tensor over that view."""
+    """An adapter's payload becomes a view of a view, then a tensor over that view."""
     tensor = torch.from_numpy(slab.allocate(3 * ALIGNMENT).reshape(3, -1)[1:].view(np.int32))
     gc.collect()
     assert slab.num_free_bytes == SIZE - 3 * ALIGNMENT

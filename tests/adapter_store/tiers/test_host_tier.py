@@ -1,4 +1,4 @@
-"""The adapters that stay in host memory when not all adapters fit."""
+"""Which adapters stay in host memory when not all of them fit."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_floors_that_do_not_fit_together_are_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_happens_the_bound_the_leases_and_the_floors_hold(seed: int) -> None:
-    """Compares the tier with an independent model, which sums all sizes again after each turn."""
+    """Compare the tier with a simple model that recomputes all sums after each operation."""
     rng = random.Random(seed)
     sizes = {chr(97 + number): rng.randint(1, 12) for number in range(20)}
     tier, leases = HostTier(60), dict.fromkeys(sizes, 0)
@@ -101,6 +101,6 @@ def test_whatever_happens_the_bound_the_leases_and_the_floors_hold(seed: int) ->
         protected = {one for members, _ in groups.values() for one in members}
         assert tier.used_bytes <= max(60, held)
         if any(not leases[one] for one in present - protected):
-            # Other adapters could have been evicted instead.
+            # An adapter outside the groups could have been evicted instead.
             for name, (members, floor) in groups.items():
                 assert sum(sizes[one] for one in members & present) >= min(floor, before[name])

@@ -1,4 +1,4 @@
-"""Adapters come from the disk or the blob store, depending on which has the correct bytes, within limits."""
+"""Adapters are read from the disk, or from the blob store if the disk does not have the correct bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines in separate processes share one directory: no file in use vanishes, and dead processes' files are removed."""
+"""Engine processes share one directory: no file in use disappears, and files of dead processes are removed."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_one_engine_adds_another_finds_counts_and_evicts(directory: Path, s
     assert held is not None
     with held:
         assert len(os.read(held.descriptor, 1 << 20)) == 100
-    # The other engine used `A` before `B` was added, and this engine used `B` later. Only a rescan shows this order.
+    # The other engine used `A` before `B` was added, and this engine used `B` later. Only a rescan reveals this order.
     put(tier, C, 100)
     assert (files(directory), tier.used_bytes) == ({B: 100, C: 100}, 200)
     assert other("hold", A) == "none"
@@ -130,7 +130,7 @@ def test_use_by_another_engine_counts_in_the_order_of_eviction(directory: Path, 
     tier, other = DiskTier(directory, 250, PACK_KEY), start(250)
     put(tier, A, 100)
     put(tier, B, 100)
-    # No file has been added or removed since, so only the file itself shows that it was used.
+    # The other engine adds and removes no file, so only the timestamp of A's file shows that A was used.
     assert other("hold", A) == "100"
     other("close")
     put(tier, C, 100)
@@ -222,7 +222,7 @@ def test_engines_that_read_add_evict_and_die_at_random_never_meet_wrong_bytes(di
         num_read, num_missed = map(int, answer.split())
         assert num_read + num_missed == num_turns
         assert min(num_read, num_missed) > num_turns // 10
-    # During a scan one file may be removed and another added. At worst, the scan counts both files.
+    # One file may be removed and another added during a scan. At worst, the scan counts both.
     assert 0 < largest <= max_bytes + 2 * 40_000
     assert sum(files(directory).values()) <= max_bytes
     tier = DiskTier(directory, max_bytes, PACK_KEY)

@@ -34,7 +34,7 @@ PLENTY = 1 << 26
 
 
 class Bench:
-    """Clients over a local blob store that contains `adapters`. By default host memory keeps only adapters in use."""
+    """Clients over a local blob store that contains `adapters`. Host memory keeps only adapters in use by default."""
 
     def __init__(self, target: PackTarget, directory: Path, store_adapter: Any, num_adapters: int) -> None:
         blobs = LocalBlobStore(directory / "blobs")
@@ -126,7 +126,7 @@ def not_staged(client: StagingClient, digest: str) -> NotStaged:
 
 
 def place(client: StagingClient, found: StagedAdapter | NotStaged) -> int | None:
-    """The adapter's offset in the shared memory; None if the adapter has separate memory."""
+    """The adapter's offset in shared memory, or None if the adapter has its own memory."""
     assert isinstance(found, StagedAdapter)
     memory = client._memory.array
     begin = int(found.packed.payload.ctypes.data - memory.ctypes.data)
@@ -152,7 +152,7 @@ def heard_s(client: StagingClient) -> float:
 
 
 def await_place(client: StagingClient, digest: str, begin: int) -> None:
-    """Wait until the adapter is staged at offset `begin`; the last user of this memory may release it a little late."""
+    """Wait until the adapter is staged at offset `begin`, whose last user may release it a little late."""
     wait_until(lambda: passing_place(client, digest) == begin)
 
 
@@ -306,7 +306,7 @@ def test_what_nobody_uses_any_more_gives_its_memory_back(bench: Bench) -> None:
     held.release()
     del held
     assert passing_place(client, third.digest) is None, "a view still exists"
-    # The payload is collected on another thread, as happens after a copy.
+    # The payload is garbage-collected on another thread, as happens after a copy.
     thread = threading.Thread(target=lambda views: views.clear(), args=([view],))
     del view
     thread.start()
@@ -333,7 +333,7 @@ def test_the_same_adapter_twice_lies_in_one_place_until_both_are_gone(bench: Ben
     other.release()
     view = other.packed.payload
     del other
-    # The adapter left host memory while its bytes were still in use.
+    # The adapter was evicted from host memory while its bytes were still in use.
     third = staged(client, first.digest)
     assert place(client, third) != 0
     assert bench.is_right(third)
@@ -436,7 +436,7 @@ def test_a_process_that_dies_is_followed_by_one_that_is_asked_again(
     del freed
     client.request(third.digest)
     dead = process_of(client).pid
-    # The memory is freed while no process exists that could be notified.
+    # The memory is freed while there is no process to notify.
     del view
     kill(client)
     (outcome,) = results(client)
@@ -449,7 +449,7 @@ def test_a_process_that_dies_is_followed_by_one_that_is_asked_again(
     after = client.counts()
     assert after.num_loaded == before.num_loaded + 1
     assert [tier.used_bytes for tier in after.tiers] == [tier.used_bytes for tier in before.tiers]
-    # Memory that the dead process handed out is returned to the new process.
+    # Memory allocated by the dead process is returned to the new process.
     places = {place(client, one) for one in held}
     for released in held:
         released.release()
@@ -470,7 +470,7 @@ def test_what_two_processes_die_of_fails_and_others_come_later(bench: Bench, mon
     assert [one.digest for one in found] == asked
     assert all(isinstance(one, NotStaged) and "the process that fetches adapters ended" in one.message for one in found)
     assert client.fileno() == -1
-    # A process that dies immediately is not replaced immediately. Meanwhile, requests wait for the next process.
+    # A process that dies on startup is not replaced right away. Requests wait for the next process.
     client.request(asked[0])
     assert client.poll() == []
     assert client.fileno() == -1
@@ -553,7 +553,7 @@ def test_a_process_that_says_nothing_is_killed_and_followed_by_another(
 def test_a_store_that_hangs_gives_its_thread_back_when_a_request_is_cancelled(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The only thread becomes free for other requests although the store never answers."""
+    """The only thread becomes free for other requests even though the store never answers."""
     here, away, _ = (adapter.digest for adapter in bench.adapters)
     staged(bench.open(), here).release()
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -584,7 +584,7 @@ def test_a_process_that_waits_for_the_blob_store_is_let_live(bench: Bench, monke
         client.request(bench.adapters[0].digest)
         for _ in range(5):
             bench.now_s += SILENCE_S
-            # The process is pinged, and gets as much time as it needs to answer.
+            # The process is pinged and given as much time as it needs to answer.
             wait_until(lambda: not client.poll() and heard_s(client) == bench.now_s)
         assert process_of(client) is process
 
@@ -613,7 +613,7 @@ def test_a_look_tells_what_the_disk_holds(bench: Bench) -> None:
     host, disk = client.contents()
     assert (host.tier, disk.tier) == ("host", "disk")
     assert [one.digest for one in disk.adapters] == [one.digest for one in reversed(held)]
-    # When no process can answer, a look reports the last known state.
+    # If no process can answer, a look reports the last known state.
     looked.clear()
     stop(client)
     client.look(looked.set)

@@ -1,4 +1,4 @@
-"""Fetches during all kinds of blob store faults: no wrong byte, errors in time, and other callers unaffected."""
+"""During blob store faults, fetches return no wrong byte, fail before their deadline and do not delay other callers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_ON_DISK, NUM_COLD, NUM_THREADS = 3, 8, 6
 DEADLINE_S = 4 * HURRIED.body_s + HURRIED.call_s
 MARGIN_S = 1.0
 ON_DISK_S = 0.5
-"""Time to read a small file, in seconds; mostly slack for threads that wait for a core."""
+"""Time limit for reading a small file, in seconds; mostly extra time for thread scheduling."""
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_no_wrong_byte_is_served_and_adapters_on_the_disk_do_not_notice(
         s3_bucket,
         "p",
         HURRIED,
-        # The circuit breaker must let enough of these faults through and close soon. It has its own test.
+        # The circuit breaker, which has its own test, must let many of these faults through and close quickly.
         CircuitBreaker(first_open_s=0.02, max_open_s=0.1),
         RetryBudget(capacity=50, refill_per_s=50),
     )

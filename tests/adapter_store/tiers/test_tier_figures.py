@@ -1,4 +1,4 @@
-"""Each lookup and each stage of a load is counted in its tier, with the number of bytes."""
+"""Each lookup and each stage of a load is counted in its tier, with its number of bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def lookups(counts: LoadCounts) -> dict[str, tuple[int, int]]:
 
 
 def stages(counts: LoadCounts) -> dict[str, tuple[int, int]]:
-    """The count and the number of bytes for each stage that took place."""
+    """The count and the number of bytes of each stage that ran."""
     return {f"{one.tier} {one.stage}": (one.count, one.num_bytes) for one in counts.stages if one.count}
 
 

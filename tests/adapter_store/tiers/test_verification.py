@@ -1,4 +1,4 @@
-"""Verification of payloads: wrong bytes are never served, whatever happens to a file, and no hashing is wasted."""
+"""Payload verification: wrong bytes are never served, whatever happens to a file, and nothing is hashed twice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lane_sums(payload: npt.NDArray[np.uint8]) -> bytes:
 
 @pytest.fixture(scope="module")
 def payload() -> npt.NDArray[np.uint8]:
-    """A payload of two chunks and an odd remainder."""
+    """A payload of two full chunks and a partial one."""
     return np.random.default_rng(0).integers(0, 256, 2 * CHUNK_BYTES + 70_003, np.uint8)
 
 
@@ -112,7 +112,7 @@ def test_a_payload_is_read_once_and_known_again(payload: npt.NDArray[np.uint8], 
     wrong = data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]
     assert not PayloadCheck(first.proof).run(found, sha256, Reader(wrong, piece))
     assert not PayloadCheck().run(found, sha256, Reader(wrong, piece))
-    # A proof for other bytes proves nothing about these bytes.
+    # A proof of other bytes proves nothing about these.
     other = PayloadCheck(Proof("0" * 64, lane_sums(payload)))
     assert not other.run(found, sha256, Reader(wrong, piece))
     with pytest.raises(EOFError):

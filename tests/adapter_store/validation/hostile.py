@@ -1,6 +1,6 @@
-"""A catalogue of hostile and broken uploads: the type of its entries, and the valid adapter that they corrupt.
+"""Entry type for the catalogue of hostile and broken uploads, and the valid adapter that the entries corrupt.
 
-Every text in an entry that a tenant could choose contains MARK, so that tests notice a message that repeats the text.
+Every text that a tenant could choose contains MARK, so that tests can detect a message that repeats it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.adapter_store.small_base import OUTER_MODULES, make_target
 
 MARK = "kilroy"
 TARGET = make_target(outer_modules=OUTER_MODULES)
-"""The tests' small base, with its embedding and head."""
+"""The small base with its embedding and head."""
 
 LAYER = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
 Q_A, Q_B = LAYER.format(0, "A"), LAYER.format(0, "B")
@@ -29,16 +29,16 @@ Place = Callable[[Path, bytes], None]
 
 
 def good_files(**adapter: Any) -> AdapterFiles:
-    """A valid adapter for q_proj and v_proj, by default with rank 4."""
+    """A valid adapter for q_proj and v_proj, with rank 4 by default."""
     return AdapterMaker(TARGET)(**adapter)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hostile:
-    """One entry: its name, the expected refusal, and how to make its files.
+    """A catalogue entry: its name, the expected refusal, and how to make its files.
 
-    `change` corrupts a valid adapter; `config` and `tensors`, where given, replace a whole file; `place` puts the
-    tensors' file at its path by means other than writing.
+    `change` corrupts a valid adapter. `config` or `tensors`, if set, replaces a whole file. `place`, if set, creates
+    the tensors file at its path in place of a plain write.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Hostile:
     adapter: dict[str, Any] = field(default_factory=dict)
 
     def files(self) -> tuple[bytes, bytes]:
-        """The configuration's bytes and the tensors' bytes."""
+        """The contents of the configuration file and of the tensors file."""
         files = good_files(**self.adapter)
         self.change(files)
         config = files.config_bytes if self.config is None else self.config
@@ -60,7 +60,7 @@ class Hostile:
         return config, self.tensors if isinstance(self.tensors, bytes) else self.tensors()
 
     def write(self, directory: Path) -> tuple[Path, Path]:
-        """Put both files into `directory`."""
+        """Write both files into `directory`."""
         config, tensors = self.files()
         places = directory / CONFIG_FILE, directory / TENSORS_FILE
         places[0].write_bytes(config)
@@ -72,7 +72,7 @@ class Hostile:
 
 
 def header_file(header: object, data: bytes = b"") -> bytes:
-    """A safetensors file with this header, given as a document or as bytes, and with this data."""
+    """A safetensors file with this data and this header, which is either a JSON document or raw bytes."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
 

@@ -1,4 +1,4 @@
-"""Configurations that are malformed, have values out of range, or use unsupported features."""
+"""Configurations that are malformed, contain out-of-range values, or use unsupported features."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.adapter_store.validation.hostile import CONFIG, MARK, Q_A, TENSORS, H
 
 
 class _Command:
-    """A command that pickle would run."""
+    """A command that unpickling would run."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, (f"echo {MARK}",)
@@ -42,14 +42,14 @@ def _tar(mode: str) -> bytes:
 
 
 def _spoilt(change: Callable[[dict[str, Any]], object], data: Callable[[bytes], bytes] = lambda data: data) -> bytes:
-    """A valid file with its header, and optionally its data, changed."""
+    """A valid file with a changed header and, optionally, changed data."""
     header, bytes_of = good_header()
     change(header)
     return header_file(header, data(bytes_of))
 
 
 def _raw(template: str) -> bytes:
-    """A file with one 4 by 32 matrix whose entry is spelled exactly as given."""
+    """A file with one 4 by 32 matrix, whose header entry is written exactly as given."""
     return header_file(f'{{"{MARK}": {template}}}'.encode(), bytes(512))
 
 

@@ -1,4 +1,4 @@
-"""Files that are valid separately but not as a pair, and values that cannot be served."""
+"""Files that are valid on their own but not as a pair, and values that cannot be served."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _swapped(files: AdapterFiles) -> None:
 
 
 def _cut(rank: int) -> Change:
-    """Give the tensors a rank that differs from the configuration's."""
+    """Give the tensors a different rank than the configuration."""
 
     def change(files: AdapterFiles) -> None:
         for name, tensor in files.tensors.items():
@@ -66,7 +66,7 @@ def _cut(rank: int) -> Change:
 
 
 def _copied(old: str, new: str) -> Change:
-    """Add the same tensors again under a second naming scheme."""
+    """Add the same tensors again under another naming scheme."""
 
     def change(files: AdapterFiles) -> None:
         files.tensors |= {name.replace(old, new): tensor for name, tensor in files.tensors.items()}

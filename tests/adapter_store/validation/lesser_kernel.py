@@ -1,8 +1,8 @@
-"""Runs a program as on a kernel or in a container without some sandbox measures, by refusing their system calls.
+"""Simulates a kernel or container without some sandbox measures by refusing those measures' system calls.
 
 Usage: python lesser_kernel.py landlock,seccomp -m loramux.adapter_store.validation.sandbox
 
-Seccomp filters stack and are inherited, so this has the same effect as a container's profile.
+Seccomp filters stack and are inherited, so the effect is the same as that of a container's profile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process that forks for each request: forks share no state, and no fork outlives its client."""
+"""A server that forks for each request: forks share no state, and no fork outlives its client."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Open = Callable[..., ForkServer]
 
 @pytest.fixture
 def open_server() -> Iterator[Open]:
-    """Opens a server whose process runs the text `before` once, and whose forks run `after`."""
+    """Opens a server whose process runs the code `before` once, and whose forks run the code `after`."""
     opened = []
 
     def open_one(after: str = "print(told)", before: str = "") -> ForkServer:
@@ -93,7 +93,7 @@ def test_callers_take_turns(open_server: Open) -> None:
 
 
 def test_nothing_outlives_who_asked(open_server: Open) -> None:
-    """The kernel closes the socket when the client process dies, however it dies."""
+    """The kernel closes the client's socket when the client process dies, however it dies."""
     server = open_server("open('/proc/self/comm', 'w').write('hanging'); time.sleep(60)")
     pids: list[int] = []
 

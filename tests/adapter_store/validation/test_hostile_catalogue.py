@@ -1,4 +1,4 @@
-"""Every entry is refused with its exact code and param, quickly and in little memory, and no text is echoed."""
+"""Every entry is refused quickly, in little memory, with the exact code and param, and without echoing its text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_adapter_that_each_entry_spoils_is_good() -> None:
 
 
 def assert_no_echo(message: str) -> None:
-    """Check that the message is printable ASCII and repeats no text or path of the upload."""
+    """Check that the message is printable ASCII and contains no text or path from the upload."""
     assert 10 < len(message) < 250
     assert message.isascii()
     assert message.isprintable()
@@ -55,7 +55,7 @@ def test_it_is_refused(hostile: Hostile, tmp_path: Path) -> None:
 
 
 def refuse_in_a_process(hostile: Hostile, directory: Path, validator: SubprocessValidator) -> dict[str, Any]:
-    """Check that the real validation process refuses an entry and leaves no files; return its report."""
+    """Check that the real validation process refuses an entry and leaves no files. Return its report."""
     config, tensors = hostile.write(directory)
     job = ValidationJob(config, tensors, directory / "canonical", directory / "packed")
     start = time.monotonic()
@@ -76,7 +76,7 @@ def refuse_in_a_process(hostile: Hostile, directory: Path, validator: Subprocess
 def test_what_no_upload_could_be_is_refused_by_the_process(
     hostile: Hostile, tmp_path: Path, subprocess_validator: SubprocessValidator
 ) -> None:
-    """`tests/admin/rest/adapters/test_hostile_uploads.py` runs some of the other entries through the process."""
+    """Other entries go through the process in `tests/admin/rest/adapters/test_hostile_uploads.py`."""
     report = refuse_in_a_process(hostile, tmp_path, subprocess_validator)
     assert report["usage"]["max_address_bytes"] < MAX_BYTES
 

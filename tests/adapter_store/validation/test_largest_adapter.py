@@ -1,4 +1,4 @@
-"""A base's largest valid adapter passes within the validation process's limits."""
+"""A base's largest valid adapter passes validation within the process's limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_base(hidden: int, kv: int, intermediate: int, num_layers: int, vocab: i
 
 
 def write_largest(target: PackTarget, directory: Path) -> ValidationJob:
-    """An adapter for every module at the highest rank, in the widest dtype."""
+    """An adapter for every module, with the highest rank and the widest dtype."""
     job = ValidationJob(directory / "config", directory / "tensors", directory / "canonical", directory / "packed")
     names = [shape.name.rsplit(".", 1)[-1] for shape in (*target.modules, *target.outer_modules)]
     job.config.write_text(json.dumps({"peft_type": "LORA", "r": MAX_RANK, "lora_alpha": 16, "target_modules": names}))
@@ -68,7 +68,7 @@ def assert_it_passes(target: PackTarget, directory: Path) -> None:
     )
     assert accepted.num_pages == target.max_pages
     assert usage["max_rss_bytes"] < usage["max_address_bytes"] < limits.memory_bytes
-    # The specified bound is 512 MiB above the maximum size of the inputs.
+    # The specification allows 512 MiB more than the maximum size of the inputs.
     assert limits.memory_bytes == (512 << 20) + max(target.max_tensors_bytes, target.max_payload_bytes)
 
 

@@ -1,4 +1,4 @@
-"""The configuration's allowlist: every key is supported, has no effect, or is refused by name."""
+"""The configuration allowlist: every key is supported, has no effect, or is refused by name."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_bad_json_is_refused(text: bytes, code: str) -> None:
     ],
 )
 def test_half_a_character_is_refused(text: str) -> None:
-    """The recorded configuration is later returned as UTF-8, which cannot encode a lone surrogate."""
+    """The stored configuration is later returned as UTF-8, which cannot encode a lone surrogate."""
     with pytest.raises(AdapterRejected) as refused:
         parse_peft_config(json.dumps(GOOD)[:-1].encode() + b", " + text.encode() + b"}")
     assert (refused.value.code, refused.value.param) == ("invalid_json", "adapter_config.json")

@@ -1,4 +1,4 @@
-"""Adapters saved by the real peft library are read correctly: names, ranks, scales, modules and the products B A."""
+"""Adapters saved by the real peft library are read correctly: names, ranks, scales, modules and B A products."""
 
 from __future__ import annotations
 

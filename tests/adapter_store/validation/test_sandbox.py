@@ -1,4 +1,4 @@
-"""A confined validation process can do no harm: each test tries a forbidden action in a separate process."""
+"""A sandboxed validation process can do no harm: each test tries a forbidden action in a separate process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def connect(family=socket.AF_INET, address="127.0.0.1"):
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A directory with a file that the confined process must not access."""
+    """A directory with a file that the sandboxed process must not access."""
     directory = tmp_path / "outside"
     directory.mkdir()
     (directory / "secret").write_text("secret")
@@ -74,7 +74,7 @@ def port() -> Any:
 def run_confined(
     code: str, scratch: Path, outside: Path, port: int, confinement: str = "sandbox.confine([scratch])"
 ) -> Any:
-    """Run `code` in a process that first confines itself, and return the value of `result`."""
+    """Run `code` in a new process that sandboxes itself first, and return the value of `result`."""
     program = f"{_PRELUDE}\nmissing = {confinement}\n{code}\nprint(json.dumps(result))"
     done = subprocess.run(
         [sys.executable, "-P", "-c", program, scratch, outside, str(port)],
@@ -91,7 +91,7 @@ def run_confined(
 
 @pytest.fixture(scope="module")
 def lacking() -> set[str]:
-    """The sandbox measures that this machine lacks; their tests are skipped."""
+    """The sandbox measures that this machine lacks. Tests of these measures are skipped."""
     return set(missing_measures())
 
 
@@ -225,7 +225,9 @@ result = [outcome, len(files) < 32]
 
 
 def test_it_dies_with_the_server(scratch: Path) -> None:
-    """The kernel kills the process when the thread that started it ends, because no one waits for the verdict."""
+    """The kernel kills the process when the thread that started it exits, because no one waits for the verdict any
+    more.
+    """
     child = (
         "import sys, time; from loramux.adapter_store import sandbox; from pathlib import Path; sandbox.confine([]);"
         " print('ready', flush=True); time.sleep(60)"
@@ -241,7 +243,7 @@ def test_it_dies_with_the_server(scratch: Path) -> None:
     pid = int(done.stdout)
     for _ in range(500):
         try:
-            # A process that has exited but has not been waited for is a zombie.
+            # A process that has exited but has not been reaped is a zombie.
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             return

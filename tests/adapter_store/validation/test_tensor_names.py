@@ -1,4 +1,4 @@
-"""Tensor names from older PEFT versions, other trainers and wrappers: equal weights are the same version."""
+"""Tensor names from older PEFT versions, other trainers and wrappers. Equal weights give the same version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREFIX = "base_model.model."
 
 
 def without_suffix(name: str) -> tuple[str, str]:
-    """The parts of a name before and after the adapter's name."""
+    """The parts of a tensor name before and after the adapter's name."""
     return (name.removesuffix(".weight"), ".weight") if name.endswith(".weight") else (name, "")
 
 

@@ -1,4 +1,4 @@
-"""The uploads that pass, and the code with which each bad upload is refused."""
+"""Valid uploads pass validation, and each invalid upload is refused with the right code."""
 
 from __future__ import annotations
 
@@ -416,7 +416,7 @@ def test_every_cut_of_a_file_is_refused(make_adapter: Any, target: PackTarget) -
 
 
 def test_a_changed_byte_never_causes_another_error(make_adapter: Any, target: PackTarget) -> None:
-    """Whichever byte of the header is replaced, the file is refused with a code or is still a valid adapter."""
+    """Replacing any byte of the header gives a file that is either refused with a code or still a valid adapter."""
     files = make_adapter(modules=("self_attn.q_proj",))
     tensors = bytearray(files.tensor_bytes)
     (length,) = struct.unpack_from("<Q", tensors)

@@ -1,4 +1,6 @@
-"""The validation process: the same verdicts as in the server, within limits, without the server's environment."""
+"""The validation process reaches the same verdicts as in-process validation, within limits and without the server's
+environment.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ _opened: list[SubprocessValidator] = []
 
 
 def opened(**options: Any) -> SubprocessValidator:
-    """A validator whose process is stopped at the end of the test."""
+    """A validator whose process is stopped after the test."""
     _opened.append(SubprocessValidator(**options))
     return _opened[-1]
 
@@ -86,7 +88,7 @@ def test_too_slow_is_refused(job: ValidationJob, target: PackTarget) -> None:
 
 
 def test_too_much_memory_is_refused(tmp_path: Path, target: PackTarget, adapter_maker: Any, job: ValidationJob) -> None:
-    """An adapter of 8 MB for one layer becomes half a gigabyte of pages for 64 layers."""
+    """An 8 MB adapter for one layer would become half a gigabyte of pages for 64 layers."""
     wide = PackTarget(
         (LinearShape("self_attn.q_proj", 4096, 4096),), replace(target.geometry, num_layers=64), "float32"
     )
@@ -99,7 +101,7 @@ def test_too_much_memory_is_refused(tmp_path: Path, target: PackTarget, adapter_
 
 
 def test_an_output_beyond_its_limit_is_refused_for_good(job: ValidationJob, target: PackTarget) -> None:
-    """The limit fits the largest valid adapter, so a retry would fail in the same way."""
+    """The largest valid adapter fits within the limit, so a retry would fail in the same way."""
     with pytest.raises(AdapterRejected) as refused:
         opened(file_bytes=10_000).validate(job, target)
     assert refused.value.code == "validation_killed"
@@ -130,7 +132,7 @@ def test_only_a_limit_of_its_own_is_the_adapters_fault(
 
 
 def test_a_sparse_giant_takes_no_memory(job: ValidationJob, target: PackTarget) -> None:
-    """The header matches the size of the file, which is a terabyte of holes."""
+    """The header matches the size of the file, a sparse terabyte."""
     shape = (1 << 20, 1 << 18)
     header = json.dumps({"kilroy": {"dtype": "F32", "shape": shape, "data_offsets": [0, 1 << 40]}}).encode()
     with job.tensors.open("wb") as file:
@@ -151,7 +153,7 @@ def test_a_refusal_says_what_passed_before(job: ValidationJob, target: PackTarge
 
 
 def worker(code: str) -> tuple[str, ...]:
-    """The command for a validation process whose forks run `code`."""
+    """The command that starts a validation process whose forks run `code`."""
     begin = "from loramux.adapter_store.validation.fork_server import fork_for_each_request\nfork_for_each_request()\n"
     return sys.executable, "-S", "-c", begin + code
 
@@ -160,7 +162,7 @@ HANGING = worker("import time; time.sleep(60)")
 
 
 def answering(**answer: Any) -> str:
-    """A program that prints `answer`, with the fields that every answer needs."""
+    """Code that prints `answer` together with the fields that every answer needs."""
     return f"print({json.dumps({'missing': [], 'usage': {}, **answer})!r})"
 
 
@@ -196,7 +198,7 @@ def test_a_process_that_was_taken_over_is_not_believed(job: ValidationJob, targe
 def test_all_processes_of_the_group_are_killed(
     job: ValidationJob, target: PackTarget, tmp_path: Path, way: str
 ) -> None:
-    """If the machine lets the process start other processes, they are killed together with it."""
+    """If the machine lets the process start other processes, they are killed along with it."""
     note = tmp_path / "pid"
     code = (
         "import os, time\n"
@@ -231,7 +233,7 @@ def test_all_processes_of_the_group_are_killed(
 
 
 def test_processor_time_is_bounded_as_well(job: ValidationJob, target: PackTarget) -> None:
-    """The wall-clock limit may be far away, but the kernel also limits the process's CPU time."""
+    """The kernel also limits the process's CPU time, even if the wall-clock limit is far away."""
     code = (
         "from loramux.adapter_store.validation.sandbox import limit_resources\n"
         "limit_resources(1 << 32, 1 << 20, 1)\n"
@@ -291,7 +293,7 @@ def test_a_process_that_cannot_work_says_nothing_about_the_adapter(job: Validati
 
 
 def fork_of(validator: SubprocessValidator) -> int:
-    """The process ID of the fork that validates, once it leads its own session."""
+    """The process ID of the validating fork, once the fork leads its own session."""
     while True:
         pid = validator._processes.pid
         with suppress(OSError):
