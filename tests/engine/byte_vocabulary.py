@@ -1,4 +1,4 @@
-"""A vocabulary whose tokens are bytes, and some words across quotes and braces."""
+"""A vocabulary of single bytes plus some longer tokens, mostly JSON punctuation and literals."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ WORDS = (
     b'"\xc3',
     b'\xa9"',
 )
-"""Tokens from 257 on."""
+"""Tokens with IDs from 257 on."""
 BYTES = [*(bytes([byte]) for byte in range(256)), b"<eos>"]
 TOKENS = [*BYTES, *WORDS]
 
 
 class _Tokenizer:
-    """The attributes that llguidance reads."""
+    """The tokenizer interface that llguidance expects."""
 
     eos_token_id = EOS
     bos_token_id = None
@@ -71,5 +71,5 @@ def ids(text: str) -> list[int]:
 
 
 def text(token_ids: list[int]) -> str:
-    """The text of tokens without the end of sequence."""
+    """Decode the tokens, leaving out the end of sequence."""
     return b"".join(TOKENS[one] for one in token_ids if one != EOS).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""An engine over a simulated device, and the output of each sequence."""
+"""An engine on a simulated device, and the output of each sequence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 class Clock:
-    """A clock that only tests advance."""
+    """A clock that advances only when a test says so."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -39,7 +39,7 @@ class Clock:
 
 @dataclass
 class Simulation:
-    """An engine over a simulated device, its parts, and the output of each sequence."""
+    """An engine on a simulated device, its parts, and the output of each sequence."""
 
     engine: Engine
     pages: PagePool
@@ -107,7 +107,7 @@ class Simulation:
         self.engine.check_integrity()
 
     def hold_loads(self) -> None:
-        """Delay requested adapters and started copies until `let_loads_go` is called."""
+        """Hold requested adapters and started copies until `let_loads_go` is called."""
         self.stager.is_holding = self.adapter_pages.is_holding = True
 
     def let_loads_go(self) -> None:
@@ -151,13 +151,13 @@ def stats_of(simulation: Simulation) -> Stats:
 
 
 class Simulate(Protocol):
-    """Makes a simulation; takes the arguments of `simulate_engine`."""
+    """Creates a simulation from the arguments of `simulate_engine`."""
 
     def __call__(self, **arguments: Any) -> Simulation: ...
 
 
 def finishes(simulation: Simulation, max_steps: int = 3000) -> bool:
-    """Step until no work is left; returns False if work is left after `max_steps`."""
+    """Step until no work is left. Return False if work is left after `max_steps`."""
     for _ in range(max_steps):
         if not simulation.engine.has_work:
             return True

@@ -1,4 +1,4 @@
-"""Settings that cannot work abort the start with a one-sentence error."""
+"""Settings that cannot work stop the engine from starting, with a one-sentence error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine over a simulated device: each sequence's output, and no leaks."""
+"""The engine on a simulated device: each sequence's output, and no leaks."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_seeded_stream_is_its_own(simulate: Simulate, simulation: Simulation) 
 
 
 def test_random_life_leaks_nothing(simulate: Simulate) -> None:
-    """Random sequences arrive, are aborted or preempted, and evict each other's adapters."""
+    """Random sequences arrive, are aborted or preempted, and evict one another's adapters."""
     rng = random.Random(3)
     names = {f"adapter{i}": rng.randint(1, 6) for i in range(12)}
     simulation = simulate(num_pages=40, num_slots=4, adapters=names, max_sequences=6)

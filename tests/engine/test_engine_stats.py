@@ -1,4 +1,4 @@
-"""The engine's statistics count nothing twice, and separate prompt, cached and recomputed tokens."""
+"""The engine's statistics count nothing twice and separate prompt, cached and recomputed tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_a_prompt_counts_once_however_often_it_is_computed(simulate: Simulate) -
     stats = stats_of(simulation)
     assert stats.num_preemptions > 0
     assert stats.prompt_tokens == sum(len(add.prompt) for add in adds)
-    # Each new token except the last has its own row; the other rows are prompts and recomputed tokens.
+    # Each new token except the last has a row of its own. The other rows are prompt tokens and recomputed tokens.
     num_rows = sum(batch.num_tokens for batch in simulation.executor.batches)
     assert stats.recomputed_tokens == num_rows - stats.prompt_tokens - sum(add.max_tokens - 1 for add in adds) > 0
 

@@ -1,4 +1,4 @@
-"""Modules are mapped to the groups that contain them."""
+"""Changed modules are mapped to the groups that contain them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bias and penalties: the formula and its cost. No token is missed while steps are in flight."""
+"""Bias and penalties follow vLLM's formula at a bounded cost. No token is missed while steps are in flight."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TABLE = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_s
 
 
 def expected_logits(logits: torch.Tensor, params: SamplingParams, prompt: list[int], output: list[int]) -> torch.Tensor:
-    """vLLM's definition, token by token."""
+    """The reference: vLLM's definition, token by token."""
     changed = logits.clone()
     for token, bias in params.logit_bias:
         changed[token] += bias
@@ -141,7 +141,7 @@ def test_settings_that_edit_nothing_make_no_edits() -> None:
     assert logit_penalties(SamplingParams(temperature=0.3, top_k=4, min_p=0.1, seed=1, min_tokens=4), [1, 2], 2) is None
 
 
-# No token is missed while steps are in flight.
+# Steps in flight
 
 
 def last_rows(batch: Batch, tokens: torch.Tensor) -> torch.Tensor:
@@ -224,7 +224,7 @@ def simulate(executor: object, monkeypatch: pytest.MonkeyPatch, lookahead: bool,
 
 
 def naive(prompt: tuple[int, ...], params: SamplingParams, num_tokens: int) -> list[int]:
-    """The tokens of one greedy sequence, with the penalties recomputed for each token."""
+    """The tokens of a greedy sequence, with the penalties recomputed for each token."""
     output: list[int] = []
     for _ in range(num_tokens):
         last = [*prompt, *output][-1]
@@ -238,7 +238,7 @@ def test_the_host_alone_gives_what_the_definition_does(monkeypatch: pytest.Monke
         if params.temperature == 0:
             assert found[name] == naive(tuple(range(3 + i, 9 + 4 * i)), params, 24), name
     plain = naive(tuple(range(3, 9)), GREEDY, 24)
-    # The model repeats itself if no penalty prevents it.
+    # Without penalties, the model repeats itself.
     assert len(set(plain)) < 12 < len(set(found["presence"]))
 
 
@@ -264,7 +264,7 @@ def test_a_sequence_that_a_step_leaves_out_loses_none_of_its_tokens() -> None:
         inputs = device.inputs([row])
         committed.extend(one.token_id or 0 for one in device.sampler.choose(logits, [row], inputs).tokens())
         if step in (14, 15, 29):
-            # Run a step without this sequence, after its earlier tokens have become known.
+            # Run a step without this sequence after its earlier tokens have become known.
             tokens[len(prompt) :] = committed
             other = SamplingRow(GREEDY, 0, 0)
             device.sampler.choose(TABLE[[0]].to(DEVICE), [other], device.inputs([other]))
@@ -281,7 +281,7 @@ def test_the_devices_own_kernel_sees_the_same(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_host_that_runs_ahead_notes_what_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     class AheadTable(HostTable):
-        """Samples on the host. Fills in the previous step's tokens if the engine has not read them yet."""
+        """A host model that fills in the previous step's tokens if the engine has not read them yet."""
 
         def __init__(self) -> None:
             self.chosen: list[SampledToken] = []

@@ -1,4 +1,4 @@
-"""Gateways are independent: two may use equal IDs, and one may die without affecting the other."""
+"""Gateways are independent: two of them can use equal IDs, and one can die without affecting the other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIRST, SECOND = b"first", b"second"
 
 
 def run_for(simulation: Simulation, max_steps: int = 100) -> dict[bytes, list[FromEngine]]:
-    """Step until no work is left, and return the messages sent to each gateway."""
+    """Step until no work is left, and return the messages for each gateway."""
     told: dict[bytes, list[FromEngine]] = defaultdict(list)
     for _ in range(max_steps):
         if not simulation.engine.has_work:

@@ -1,4 +1,4 @@
-"""Invalid times are refused and do not block other timers."""
+"""Invalid times are refused and do not stop other timers."""
 
 from __future__ import annotations
 

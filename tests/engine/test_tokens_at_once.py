@@ -1,4 +1,4 @@
-"""For answers that are not streamed, tokens are reported in groups, and no token is lost."""
+"""Tokens of answers that are not streamed are sent in groups, and none is lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.engine.simulated_engine import GREEDY, Simulate, Simulation
 
 
 def told(simulation: Simulation) -> tuple[list[int], list[int], Finished]:
-    """The number of tokens in each output of the only sequence, all its tokens, and its final message."""
+    """The number of tokens in each output of the only sequence, all of its tokens, and its final message."""
     sizes: list[int] = []
     tokens: list[int] = []
     while simulation.engine.has_work:

@@ -1,4 +1,4 @@
-"""Load, unload and pin calls take effect, and each call gets an answer whatever else happens."""
+"""Load, unload and pin calls take effect, and every call is answered, whatever else happens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Calls:
         return str(self.num_calls)
 
     def outcome(self, call_id: str) -> str | None:
-        """The code of the answer if the call failed, otherwise the adapter's state. None if there is no answer yet."""
+        """The error code if the call failed, otherwise the adapter's state; None if the call has not been answered."""
         answers = [one for one in self.simulation.answers if one.call_id == call_id]
         assert len(answers) <= 1, "answered twice"
         return answers[0].code or answers[0].state if answers else None
@@ -291,7 +291,7 @@ def test_what_pins_leave_no_room_for_is_refused_at_once(simulate: Simulate) -> N
 
 
 def test_an_adapter_with_nothing_but_its_pin_is_not_the_one_that_gives_its_slot_up(simulate: Simulate) -> None:
-    """A pin never ends: if the pinned adapter were chosen for eviction, no other adapter would ever be chosen."""
+    """A pin never ends, so if the pinned adapter were chosen for eviction, no slot would ever become free."""
     simulation = simulate(num_slots=2, adapters={"a": 1, "b": 1, "c": 1})
     calls = Calls(simulation)
     calls.pin("a")
@@ -351,7 +351,7 @@ def test_a_pin_outlives_its_gateway_and_can_be_ended_by_another(simulation: Simu
     assert not resident(simulation)["a"].is_pinned
 
 
-# Everything together
+# Random combinations of calls
 
 
 def happenings(calls: Calls, names: list[str], rng: random.Random) -> list[Callable[[], object]]:

@@ -1,4 +1,4 @@
-"""Adapters are loaded into the pool, used, pinned, and evicted in queue order."""
+"""Adapters are loaded into the pool, used, pinned, and evicted in the order of the queue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = {"a": 2, "b": 2, "c": 2, "large": 7}
 
 
 class Bench:
-    """An adapter pool of eight pages over an in-memory stager."""
+    """An adapter pool with eight pages and an in-memory stager."""
 
     def __init__(self, num_slots: int = 3, sizes: dict[str, int] = SIZES) -> None:
         self.pages = PagePool(8)
@@ -38,7 +38,7 @@ class Bench:
         )
 
     def ask(self, *digests: str, **demand: int) -> list[AdapterLoad]:
-        """Poll the pool once while sequences wait for these adapters, in this order."""
+        """Poll the pool once, with sequences that wait for these adapters in this order."""
         for digest in digests:
             self.pool.prefetch(digest)
         settled = self.pool.poll(Demand({digest: position for position, digest in enumerate(digests)}, **demand))
@@ -348,12 +348,12 @@ def test_adapters_that_do_not_fit_together_take_turns(
     simulation.run(max_steps=500)
     for add in adds:
         assert simulation.tokens[add.sequence_id] == simulation.expected(add)
-    # An adapter may lose its pages once to an older request's KV cache, but not repeatedly.
+    # An older request's KV cache may evict an adapter once, but not repeatedly.
     assert stats_of(simulation).num_adapter_loads <= 2 * num_requests
 
 
 def test_an_old_request_is_not_overtaken_for_ever(simulate: Simulate) -> None:
-    """A large adapter gets its pages although small requests keep arriving."""
+    """A large adapter gets its pages even though small requests keep arriving."""
     simulation = simulate(num_pages=12, adapters={"large": 10, "small": 1})
     for i in range(4):
         simulation.add(f"early{i}", digest="small", max_tokens=8)
@@ -411,7 +411,7 @@ def test_adapters_that_nobody_wants_any_more_are_let_go(simulate: Simulate) -> N
 
 @pytest.mark.parametrize("shares", [1, 5], ids=["one account", "five accounts"])
 def test_a_long_queue_loads_adapters_about_once_a_request(simulate: Simulate, shares: int) -> None:
-    """More requests wait for resident adapters than the order lists. The others must not load adapters in vain."""
+    """More requests wait for resident adapters than the order lists. The rest must not cause useless loads."""
     popular = [f"popular{number}" for number in range(5)]
     rare = [f"rare{number}" for number in range(20)]
     simulation = simulate(num_pages=200, num_slots=6, max_sequences=4, adapters=dict.fromkeys([*popular, *rare], 1))

@@ -1,4 +1,4 @@
-"""An adapter is refused after three strikes, for as long as the strikes are remembered."""
+"""An adapter with three remembered strikes is refused. A strike is forgotten after MEMORY_S seconds."""
 
 from __future__ import annotations
 

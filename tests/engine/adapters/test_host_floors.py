@@ -1,4 +1,4 @@
-"""Floors follow the requests of their shares, and a floor that does not fit affects no other floor."""
+"""A share's requests set its floor. A floor that does not fit affects no other floor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copying adapters into pages: the order of copies, and failed copies."""
+"""Copying adapters into pages: order and failures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class NumberedFence:
         self.number = number
 
     def wait(self) -> None:
-        """Do nothing; the tests only read the number."""
+        """Do nothing; the tests only read `number`."""
 
 
 class SteppingAccelerator(HostAccelerator):
@@ -102,7 +102,7 @@ class Bench:
         return load
 
     def settle(self, load: AdapterLoad) -> AdapterLoad:
-        """Wait until the copy of this load has ended."""
+        """Wait until this load's copy has finished."""
         while True:
             assert self.woken.wait(10)
             self.woken.clear()
@@ -183,7 +183,7 @@ def test_outer_modules_come_into_tables_of_their_own_and_leave_them_with_the_slo
 
 @pytest.fixture
 def copier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make even small copies use the copier's thread."""
+    """Make the copier's thread perform even small copies."""
     monkeypatch.setattr(page_copier, "QUICK_COPY_BYTES", 0)
 
 
@@ -192,7 +192,7 @@ def test_a_copy_comes_after_the_steps_that_were_submitted_before_it_and_no_other
     bench = Bench(packed("a", [[3, 0], [1, 2]]))
     bench.accelerator.num_steps = 4
     load = bench.begin("a")
-    # Steps submitted later cannot read these pages for another owner.
+    # Later steps cannot read these pages for another owner, so the copy does not wait for them.
     bench.accelerator.num_steps = 9
     bench.accelerator.may_upload.set()
     assert bench.settle(load).phase is AdapterPhase.RESIDENT
@@ -250,7 +250,7 @@ def test_an_adapter_that_is_nowhere_is_reported() -> None:
 def test_a_staged_adapter_that_nobody_copies_is_released(is_dropped: bool) -> None:
     bench = Bench(packed("a", [[1, 1], [1, 1]]))
     load = bench.pool.prefetch("a")
-    # An earlier sequence is short of pages.
+    # The adapter is not copied, because an earlier sequence is short of pages.
     bench.pool.poll(Demand({"a": 1}, short_position=0))
     assert (load.phase, bench.stager.num_held) == (AdapterPhase.STAGED, 1)
     if is_dropped:

@@ -1,4 +1,4 @@
-"""A fake GPU that tests can break: the host runs the steps, and calls named by the test fail."""
+"""A fake GPU with injected failures: steps run on the host, and the calls that a test names fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADVICE = (
 
 
 def cuda_error(what: str) -> torch.AcceleratorError:
-    """The error that torch raises for a failed CUDA call, with all the advice that torch appends."""
+    """The error that torch raises for a failed CUDA call, including all the advice that torch appends."""
     return torch.AcceleratorError(f"CUDA error: {what}\n{ADVICE}")
 
 
@@ -35,7 +35,9 @@ def out_of_memory() -> torch.OutOfMemoryError:
 
 
 class FakeCard(HostAccelerator):
-    """A fake GPU. `broken` maps a call's name (`launch` for kernels) to the error to raise; `lost` fails all calls."""
+    """A fake GPU. `broken` maps a call's name (`launch` for kernels) to its error; `lost`, if set, is raised by every
+    call.
+    """
 
     def __init__(self, free: int = 60 * GIB, total: int = 80 * GIB) -> None:
         self.broken: dict[str, Exception] = {}
@@ -72,7 +74,7 @@ class FakeCard(HostAccelerator):
 
 
 class FakeKernels(ReferenceKernels):
-    """The reference kernels, which count as launched on `card`."""
+    """The reference kernels, whose calls count as launches on `card`."""
 
     def __init__(self, pool: PoolViews, card: FakeCard) -> None:
         super().__init__(pool)
@@ -84,7 +86,7 @@ class FakeKernels(ReferenceKernels):
 
 
 def fake_backend(card: FakeCard, make_linear: Any = DenseLinear) -> Backend:
-    """A GPU backend that runs steps on `card` and picks the most likely tokens."""
+    """A GPU backend that runs steps on `card` and always samples the most likely token."""
 
     def sample_tokens(logits: torch.Tensor, *settings: torch.Tensor, all_greedy: bool = False) -> None:
         card.call("launch")

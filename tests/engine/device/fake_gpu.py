@@ -1,4 +1,4 @@
-"""A fake GPU: kernels are compiled for it or only looked up by name, and no kernel runs."""
+"""A fake GPU that runs no kernels: they are compiled for it or only looked up by name."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ GEMMA = {
 
 
 DEVICES = itertools.count(1000)
-"""Unused device numbers. They are never reused, because kernels cache their compiled programs by device."""
+"""Unused device numbers. No number is reused, because kernels cache their compiled programs by device."""
 
 
 class ZeroWeights:
-    """Weights of zero for engines that compute nothing."""
+    """All-zero weights, for engines that compute nothing."""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
@@ -60,7 +60,7 @@ class ZeroWeights:
 
 @dataclass(frozen=True, slots=True)
 class FakeDriver:
-    """The parts of a driver that Triton uses before a launch."""
+    """The parts of a driver that Triton calls before a launch."""
 
     capability: int
     device: int
@@ -79,7 +79,7 @@ class FakeDriver:
 
 @contextmanager
 def fake_driver(capability: int) -> Iterator[None]:
-    """Set the driver of a new GPU, for which no kernel is compiled. `capability` is 10 times the compute capability."""
+    """Activate a driver for a new GPU without compiled kernels. `capability` is 10 times the compute capability."""
     from triton.runtime import driver
 
     before = driver._active
@@ -103,7 +103,7 @@ class UnlaunchedProgram:
 
 
 def cache_key(source: Any, target: Any, options: dict[str, Any]) -> str:
-    """A program's name in Triton's cache, which `triton.compile` looks up first."""
+    """A program's key in Triton's cache, which `triton.compile` looks up first."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.compiler import make_backend
     from triton.runtime.cache import get_cache_key
@@ -120,7 +120,7 @@ def start_engine(
     accelerator: Accelerator | None = None,
     **settings: Any,
 ) -> AssembledEngine:
-    """Start an engine for `model` in host memory that is set up as on a GPU."""
+    """Start an engine for `model` that is set up as on a GPU but uses host memory."""
     (directory / "config.json").write_text(json.dumps(model))
     gpu, sampling = (importlib.import_module(f"loramux.kernels.gpu.{name}") for name in ("kernels", "sampling"))
     backend = Backend(

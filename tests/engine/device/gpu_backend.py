@@ -1,4 +1,4 @@
-"""The GPU's backend, or a substitute: interpreted Triton kernels on a host that acts as the device."""
+"""The GPU backend, or on machines without a GPU a substitute that interprets Triton kernels in host memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.kernels.gpu.interpreted import HAS_GPU, import_kernels, run_interpret
 
 
 def gpu_backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """The GPU's backend for one test, or the substitute, which differs only in CUDA itself."""
+    """Open the GPU backend or, without a GPU, its substitute, which lacks only CUDA itself."""
     if HAS_GPU:
         return open_backend("cuda")
     run_interpreted(monkeypatch)

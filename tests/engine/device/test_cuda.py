@@ -1,4 +1,4 @@
-"""The GPU's accelerator when CUDA fails, with a fake CUDA and, where available, with the real one."""
+"""The GPU accelerator when CUDA calls fail, tested with a fake CUDA and, if available, the real one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROW_BYTES = 1 << 20
 
 
 class FakeGraph:
-    """A graph that records its calls; ending a disturbed capture raises an error."""
+    """A graph that records its calls. If `ends_with` is set, ending the capture raises this error."""
 
     def __init__(self, ends_with: Exception | None = None) -> None:
         self.calls: list[str] = []
@@ -125,7 +125,7 @@ def test_a_refused_registration_harms_nothing_after_it(
     accelerator: CudaAccelerator, host_tier: torch.Tensor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     accelerator.pin(host_tier.flatten())
-    # CUDA refuses to register the same memory twice, and the error stays pending.
+    # CUDA refuses to register the same memory twice, and its error stays pending.
     accelerator.pin(host_tier.flatten())
     assert f"{host_tier.numel()} bytes stays pageable" in capsys.readouterr().err
     require_working(accelerator, host_tier)

@@ -1,4 +1,4 @@
-"""The device that an engine runs on, and a one-sentence error if no device can be used."""
+"""Choosing the device for an engine, and one-sentence errors if no device can be used."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_setting_for_overlapping_launches_reaches_the_kernels(monkeypatch: p
 
 
 class Driver:
-    """A fake of NVIDIA's driver for a machine with one GPU; calls listed in `broken` return an error."""
+    """A fake NVIDIA driver on a machine with one GPU. Calls listed in `broken` return an error."""
 
     def __init__(self, capability: tuple[int, int], broken: tuple[str, ...] = ()) -> None:
         self._attributes = dict(zip((75, 76), capability, strict=True))

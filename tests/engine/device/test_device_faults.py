@@ -1,4 +1,4 @@
-"""The engine process prints one line when its device fails, and a traceback only for faults of the program."""
+"""The engine process prints one line if its device fails, and a traceback only for bugs in the program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KERNEL = "@triton.jit\ndef kernel(x):\n    y = tl.load(x)\n    return tl.dot(y, 
 
 
 def raised_by(module: str, error: Exception) -> Exception:
-    """The error, raised so that its traceback has a frame of `module`."""
+    """The error, with a traceback that includes a frame from `module`."""
     try:
         exec("def work(error):\n    raise error\nwork(error)", {"__name__": module, "error": error})
     except Exception as caught:
@@ -89,11 +89,11 @@ def test_a_fault_of_the_program_is_no_failure_of_the_device(error: Exception) ->
 
 
 class Ended(BaseException):
-    """Raised in place of the process's exit, so that no `except Exception` can catch it."""
+    """Raised instead of exiting the process. No `except Exception` can catch it."""
 
 
 class Loop:
-    """The engine's loop, run in this process over a simulated device that fails in a step or when tokens are read."""
+    """The engine's loop in this process, on a simulated device that fails in a step or when tokens are read."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
         self.codes: list[int] = []

@@ -42,7 +42,7 @@ print(len(found))
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 @pytest.mark.parametrize("model", ["llama", "gemma"])
 def test_the_engine_compiles_nothing_itself(model: str, capability: int, tmp_path: Path) -> None:
-    """The first start compiles ahead and then loads every program. The second start compiles nothing."""
+    """The first start compiles ahead and then loads every program; the second start compiles nothing."""
     environment = {
         **os.environ,
         "TRITON_CACHE_DIR": str(tmp_path / "programs"),
@@ -66,7 +66,7 @@ def test_the_engine_compiles_nothing_itself(model: str, capability: int, tmp_pat
 def test_what_is_recorded_is_what_the_warm_up_looks_for(
     model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The names in Triton's cache agree, although the recording leaves out layers and JSON has no tuples."""
+    """The keys in Triton's cache match, although recording skips layers and JSON has no tuples."""
     from triton import compiler
 
     from loramux.kernels.gpu.ahead import Program, recorded_programs

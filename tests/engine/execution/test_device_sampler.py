@@ -1,4 +1,4 @@
-"""Sampling on the device: the host later reads the same tokens that its own sampler would choose."""
+"""Sampling on the device chooses the same tokens as sampling on the host."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rows_of(*params: SamplingParams, num_chosen: int = 0) -> list[SamplingRow]:
 
 def inputs_of(rows: list[SamplingRow]) -> SamplingInputs:
     def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        # A step's columns are padded with arbitrary values.
+        # Pad to the step's size. The padding's values do not matter.
         return torch.tensor([*values, *[0] * (MAX_SAMPLES - len(values))], dtype=dtype, device=DEVICE)
 
     params = [row.params for row in rows]
@@ -124,7 +124,7 @@ def test_the_next_step_finds_the_tokens_in_the_place_of_negative_ones(sampler: D
     chosen = [token.token_id for token in choose(sampler, logits, rows_of(*[GREEDY] * 4))]
     assert chosen[2] is None
     tokens = torch.tensor([7, -1, 0, -4, -3, -2], dtype=torch.int32, device=DEVICE)
-    # The row without a token resolves to 0, whatever value lies at the address that its index would give.
+    # A row without a token resolves to 0.
     assert sampler.resolve(tokens).tolist() == [7, chosen[0], 0, chosen[3], 0, chosen[1]]
 
 
@@ -167,7 +167,7 @@ EDITED = [
 
 
 def edited_rows(params: list[SamplingParams], num_output: int) -> list[SamplingRow]:
-    """Rows of sequences that have the same prompt and, so far, different answers."""
+    """Rows of sequences with the same prompt and different answers so far."""
     rows = []
     for seed, one in enumerate(params):
         output = torch.randint(VOCAB_SIZE, (num_output,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -182,9 +182,9 @@ def test_a_bias_and_penalties_are_the_hosts(
     sampler: DeviceSampler, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, at_once: int
 ) -> None:
     monkeypatch.setattr(device_sampler, "EDITED_AT_ONCE", at_once)
-    # Put plain rows before and between the edited rows.
+    # Put unedited rows before and between the edited rows.
     params = [GREEDY, *EDITED[:3], GREEDY, *EDITED[3:]]
-    # The logits are so large that their bfloat16 rounding steps reach the size of the penalties.
+    # These logits are so large that rounding to bfloat16 changes them by about as much as the penalties.
     logits = (random_logits(len(params)) * 12).to(dtype)
     found = choose(sampler, logits[:8], edited_rows(params[:8], 6))
     expected = sample(logits.float()[:8], edited_rows(params[:8], 6), EOS)
@@ -235,7 +235,7 @@ def test_no_setting_makes_a_row_pass_for_broken(sampler: DeviceSampler, repetiti
 def test_marks_follow_the_sequences_of_a_step() -> None:
     marks = DeviceTokenMarks(HostAccelerator())
     rows = edited_rows([EDITED[0]] * 9, 3)
-    # Hold more rows than fit in the initial memory, and drop some of them later.
+    # Use more rows than fit in the initial memory, then drop some.
     for held in (rows[:3], rows, rows[5:], [*rows[:2], *rows[8:]]):
         marks.hold(held, VOCAB_SIZE)
         assert marks.num_held == len(held)
@@ -251,7 +251,7 @@ def test_marks_follow_the_sequences_of_a_step() -> None:
 
 
 class DeviceOutOfSight(HostAccelerator):
-    """A device whose tensors have no contents; any attempt by the host to read them fails."""
+    """A device whose tensors have no contents, so any attempt to read them on the host fails."""
 
     device = torch.device("meta")
 
@@ -287,12 +287,12 @@ def test_masked_rows_choose_what_the_host_chooses_and_others_notice_nothing(
     logits = random_logits(len(rows))
     masks = {row: np.zeros(-(-VOCAB_SIZE // 32) * 4, np.uint8) for row in (0, 3, 4)}
     for row, mask in masks.items():
-        # Three tokens each, the last of the vocabulary among them.
+        # Allow three tokens per row, including the vocabulary's last.
         for token in (row, 2 * row + 1, VOCAB_SIZE - 1):
             mask[token // 8] |= 1 << token % 8
     found = sampler.choose(logits.clone().to(DEVICE), rows, inputs_of(rows), masks).tokens()
     host_rows = [SamplingRow(one, seed, 0, logit_penalties(one, [0, 1], 2)) for seed, one in enumerate(params)]
-    # Greedy rows are even; random ones are drawn in another order than the host's.
+    # Compare the greedy rows, which are the even ones. Random rows may differ, because the host draws in another order.
     assert found[::2] == sample(logits.clone(), host_rows, EOS, masks)[::2]
     for row in masks:
         assert found[row].token_id in (row, 2 * row + 1, VOCAB_SIZE - 1)

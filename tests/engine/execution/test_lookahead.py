@@ -1,4 +1,4 @@
-"""Steps are submitted before the previous step's tokens are known."""
+"""The next step is submitted before the previous step's tokens are known."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_next_step_is_submitted_before_this_one_is_committed(simulation: Sim
     while simulation.engine.has_work:
         simulation.step()
         seen.append((len(simulation.executor.batches), len(simulation.tokens["s"])))
-    # Three tokens take three steps: the engine knows in advance that the third is the last.
+    # Three tokens take three steps, because the engine knows in advance that the third token is the last.
     assert seen == [(1, 0), (2, 1), (3, 2), (3, 3)]
 
 

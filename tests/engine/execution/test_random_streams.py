@@ -1,4 +1,4 @@
-"""Random streams follow Philox, and their numbers are evenly distributed."""
+"""Random streams follow Philox and are evenly distributed."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_the_distribution_is_the_one_asked_for(params: SamplingParams, expected:
     count = 20_000
     drawn = torch.bincount(torch.tensor(draw(LOGITS, params, count)), minlength=4) / count
     wanted = torch.tensor(expected) / sum(expected)
-    # The limit is four standard deviations of a binomial share.
+    # Allow four standard deviations of a binomial proportion.
     assert ((drawn - wanted).abs() <= 4 * (wanted * (1 - wanted) / count).sqrt() + 1e-9).all()
 
 
@@ -64,7 +64,7 @@ def test_the_distribution_is_the_one_asked_for(params: SamplingParams, expected:
 )
 def test_min_p_leaves_out_the_unlikely_of_a_wide_vocabulary(temperature: float, expected: range) -> None:
     logits = torch.full((3000,), -9.0)
-    # Relative to the most likely token, these tokens weigh 0.37, and 0.78 at temperature 4.
+    # These tokens' weights relative to the most likely token are 0.37, or 0.78 at temperature 4.
     logits[:2000] = -1.0
     logits[0] = 0.0
     drawn = set(draw(logits, SamplingParams(min_p=0.5, temperature=temperature), 4000))

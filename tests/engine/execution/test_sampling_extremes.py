@@ -1,6 +1,6 @@
-"""Sampling with extreme settings and logits, compared with the definition in float64, on the host and on the device.
+"""Sampling with extreme settings and logits, on the host and on the device, compared with the definition in float64.
 
-Each row is drawn with evenly spaced numbers in [0, 1), so that a token's frequency is its probability on any device.
+Each row is sampled with evenly spaced numbers in [0, 1), so a token's frequency equals its probability on any device.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tests.engine.device.gpu_backend import gpu_backend
 from tests.kernels.gpu.interpreted import DEVICE
 
 NUM_EXAMPLES = int(os.environ.get("LORAMUX_SAMPLING_EXAMPLES", "3000"))
-"""Number of examples in the campaign on the host; the device gets a twentieth of this number."""
+"""Number of host examples in the campaign. The device runs a twentieth of this number."""
 
 Floats = npt.NDArray[np.float64]
 LEAST_FLOAT32 = float(np.float32(1e-45))
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 EDGE = 1e-4
-"""Largest relative error of float32 sums."""
+"""Upper bound on the relative error of float32 sums."""
 
 TEMPERATURES = [5e-324, 1e-320, 1e-45, 1e-40, 1e-38, 1e-30, 1e-10, 0.01, 1.0, 2.0, 1e6, LARGEST_FLOAT32, 1e300]
 SETTINGS = st.builds(
@@ -66,21 +66,23 @@ LOGITS = st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, 2**31), st.sam
 
 
 def make(kind: str, seed: int, size: int) -> torch.Tensor:
-    """One random row of float32 logits of this kind."""
+    """A random row of float32 logits of this kind."""
     return torch.tensor(KINDS[kind](np.random.default_rng(seed), size), dtype=torch.float32)
 
 
 @dataclass(frozen=True)
 class Definition:
-    """The distribution of the tokens drawn from a row with these float32 logits and settings, computed in float64."""
+    """The exact token distribution for a row with these float32 logits and settings, computed in float64."""
 
     logits: Floats
     params: SamplingParams
     keeps_ties: bool
-    """Whether tokens tied with the last token that top_k or top_p keeps are kept too, as on the device."""
+    """Whether all tokens tied with the last token inside top_k or top_p are kept, as on the device."""
 
     def shares(self, slack: float = 0.0) -> Floats:
-        """The probability of each distinct logit, largest logit first. With `slack`, top_p and min_p keep more."""
+        """The probability of each distinct logit, largest logit first. With positive `slack`, top_p and min_p keep more
+        tokens.
+        """
         distances = self.distances
         if self.params.temperature == 0:
             return (np.arange(len(distances)) == 0).astype(float)
@@ -95,7 +97,7 @@ class Definition:
             mass = float((weights * counts)[:place].sum()) / total
             top_p = self.params.top_p * (1 + slack)
             if top_p < 1:
-                # Keep as many of the tied tokens as are needed to reach top_p.
+                # Keep only the tied tokens that are needed to reach top_p.
                 most = min(most, math.ceil(min(max(0.0, (top_p - mass) * total / max(weight, 1e-300)), most)))
             if weight < self.params.min_p * (1 - slack):
                 most = 0
@@ -110,7 +112,7 @@ class Definition:
         return np.asarray(self.logits.max() - self.logits)
 
     def check(self, found: Sequence[SampledToken]) -> None:
-        """Check that the tokens drawn with evenly spaced numbers follow the definition."""
+        """Check that tokens sampled with evenly spaced numbers follow the definition."""
         tokens = [one.token_id for one in found]
         assert None not in tokens, "a finite row has a token"
         values, place = np.unique(self.distances, return_inverse=True)
@@ -120,15 +122,15 @@ class Definition:
             return
         wide, narrow, exact = self.shares(EDGE), self.shares(-EDGE), self.shares()
         assert not drawn[wide == 0].any(), "excluded tokens are never drawn"
-        # Each value's part of [0, 1) consists of only a few intervals. Any other difference must come from rounding at
-        # a threshold.
+        # A value covers only a few intervals of [0, 1), and the count for each interval can be off by one. Any larger
+        # difference must come from rounding at a threshold.
         unsure = np.abs(wide - narrow).sum() + 20 * EDGE
         pieces = np.bincount(place, minlength=len(values)) + 1
         assert (np.abs(drawn - exact) <= pieces / len(tokens) + unsure).all()
 
 
 def even(count: int) -> npt.NDArray[np.float32]:
-    """Evenly spaced numbers, including the ends of the range."""
+    """Evenly spaced numbers in [0, 1), including 0 and the largest float32 below 1."""
     numbers = (np.arange(count) + 0.5) / count
     numbers[0], numbers[-1] = 0.0, 1 - 2.0**-24
     return numbers.astype(np.float32)
@@ -245,7 +247,7 @@ EDITS = st.builds(
 
 
 def edited(logits: Floats, params: SamplingParams, prompt: Sequence[int], answer: Sequence[int]) -> Floats:
-    """Apply the bias and then the penalties, and clip each result to a finite number."""
+    """Apply the bias, then the penalties, and clip each result to a finite number."""
     changed = logits.copy()
     for token, bias in params.logit_bias:
         changed[token] = np.clip(changed[token] + bias, -LARGEST, LARGEST)
@@ -276,8 +278,8 @@ def test_edits_at_their_ends_are_those_of_the_definition(
     if penalties is not None:
         penalties.apply(changed, len(answer))
     assert torch.isfinite(changed).all()
-    # The error is relative to the largest term, because terms may cancel. A repetition penalty multiplies some logits
-    # and divides others.
+    # The error is relative to the largest term, because terms can cancel. A repetition penalty multiplies negative
+    # logits and divides positive ones.
     penalty = params.repetition_penalty
     scale = np.abs(logits.double().numpy()).clip(min=100.0) * max(1, penalty, 1 / penalty)
     assert (np.abs(changed.double().numpy() - expected) <= 1e-6 * scale).all()
@@ -294,5 +296,5 @@ def test_log_probabilities_of_any_logits_are_numbers(shape: tuple[str, int, int]
         assert token_id is not None
         assert logprob <= 0
         wanted = float(exact[token_id])
-        # A value below the lowest float32 becomes minus infinity, which the API shows as its lowest number.
+        # Values below the lowest float32 become minus infinity, which the API reports as -9999.
         assert logprob == pytest.approx(wanted, rel=1e-5, abs=1e-5) or (math.isinf(logprob) and wanted < -1e38)

@@ -1,4 +1,4 @@
-"""A step's shape and metadata: every batch fits its shape, and no data of an earlier batch remains."""
+"""A step's shape and metadata: every batch fits its shape, and no data from an earlier batch remains."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_TOKENS, MAX_SEQUENCES, MAX_PAGES = 600, 96, 96 * 8
 
 
 def a_batch(chunks: list[tuple[int, int, int]], seed: int = 0) -> Batch:
-    """Sequences given as `(computed, new tokens, slot)`, grouped by slot."""
+    """A batch of sequences given as `(computed, new tokens, slot)`, grouped by slot."""
     rng = np.random.default_rng(seed)
     scheduled = []
     for index, (num_computed, num_tokens, slot) in enumerate(sorted(chunks, key=lambda one: one[2])):
@@ -112,7 +112,7 @@ def test_the_device_reads_what_the_batch_says_and_padding_beyond(
 
 
 def outer_of(batch: Batch) -> OuterSlots:
-    """Outer slots for a batch: adapters in even slots change the embedding, and adapters in multiples of 3 the head."""
+    """Outer slots for a batch. Even slots change the embedding, and slots divisible by 3 change the head."""
     samples = batch.slots[batch.sample_rows]
     return OuterSlots(
         embedding=np.where(batch.slots % 2 == 0, batch.slots, np.int32(-1)),
@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_never_stored(buffer: StepBuffer, shape: StepShape,
 
 
 def test_more_segments_than_a_step_was_captured_for_are_never_stored(buffer: StepBuffer) -> None:
-    """The batch is artificial: no scheduler gives one sequence's rows to several adapters."""
+    """This batch is artificial: a scheduler never assigns one sequence's rows to several adapters."""
     batch = a_batch([(0, 48, 0)])
     shape = shape_of(batch)
     split = msgspec.structs.replace(batch, slots=np.arange(48, dtype=np.int32))
@@ -251,7 +251,7 @@ def test_segments_are_large_where_sequences_have_many_rows(
 
 
 def test_every_shape_fits_the_largest_buffer() -> None:
-    """A step with fewer rows and short segments may have more segments than the largest step."""
+    """A step with fewer rows but short segments can have more segments than the largest step."""
     buffer = StepBuffer(HostAccelerator(), 16640, 512, 1)
     for num_tokens in (16128, 16384, 16640):
         shape = replace(step_shape(num_tokens, 512, 2, 16), has_outer=True)
@@ -260,7 +260,7 @@ def test_every_shape_fits_the_largest_buffer() -> None:
 
 
 def test_the_largest_shapes_come_first() -> None:
-    """Memory for the largest shapes is therefore allocated at startup, or startup fails."""
+    """Warm-up begins with the largest shapes, so startup fails if their memory cannot be allocated."""
     shapes = list(reachable_shapes(2048, 256))
     assert (shapes[0].num_tokens, shapes[0].num_sequences, shapes[0].max_rank) == (2048, 512, 256)
     assert len(shapes) == len(set(shapes)) < 250

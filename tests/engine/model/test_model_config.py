@@ -1,4 +1,4 @@
-"""The supported contents of a model directory; everything else is refused by name."""
+"""Supported model directories are read correctly, and everything else is refused by name."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "float8_e4m3fn"}, "dtype"),
     ({"vocab_size": None}, "malformed"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    # Unsupported settings that change the computation are named.
+    # Unsupported settings that change the computation, with the name given in the error.
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' of LlamaForCausalLM is not supported"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' of LlamaForCausalLM is not supported"),
     (LONGROPE, "'longrope' of LlamaForCausalLM is not supported"),
@@ -316,7 +316,7 @@ def read(model_dir: Path, *names: str) -> None:
 
 
 def test_a_tensor_that_no_part_of_the_model_uses_is_refused(tmp_path: Path) -> None:
-    """The tensor may be a bias or norm of a computation that config.json does not mention."""
+    """The tensor may be a bias or norm that config.json does not mention."""
     used, inverse = "model.embed_tokens.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"
     save_file({used: torch.ones(4, 2), inverse: torch.ones(3)}, tmp_path / "model.safetensors")
     read(tmp_path, used)

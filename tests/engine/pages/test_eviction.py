@@ -1,4 +1,4 @@
-"""The order of eviction under each policy."""
+"""The eviction order under each policy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_what_has_been_idle_longest_goes_first(policy: EvictionPolicy) -> None:
     policy.add(a)
     policy.discard(c)
     taken = [policy.take(anything) for _ in range(3)]
-    # Both policies agree here: `a`, which was used twice, is worth more and was used last.
+    # Both policies agree here: `a` was used twice, so it is worth more and was used last.
     assert taken == [b, a, None]
 
 
@@ -101,7 +101,7 @@ def test_greedy_dual_remembers_what_was_evicted() -> None:
 
 
 class Waiters:
-    """The queue positions of the sequences that wait for things."""
+    """The queue positions of the sequences that wait for each thing."""
 
     def __init__(self, things: list[Thing]) -> None:
         self._things = things
@@ -118,7 +118,7 @@ class Waiters:
 
 
 def filled(policy: EvictionPolicy, positions: list[int | None]) -> tuple[Reclaimer, list[Thing]]:
-    """A pool of ten pages in which each thing holds two; `positions` are the queue positions of their waiters."""
+    """A full pool of ten pages with two pages per thing. `positions` are the queue positions of the things' waiters."""
     pages, things = PagePool(10), []
     for number, position in enumerate(positions):
         thing = Thing(str(number), num_pages=2, has_slot=True, position=position, pages=pages)
@@ -129,7 +129,7 @@ def filled(policy: EvictionPolicy, positions: list[int | None]) -> tuple[Reclaim
 
 
 def test_what_somebody_waits_for_gives_way_last_the_latest_turn_first(policy: EvictionPolicy) -> None:
-    """Otherwise an evicted adapter would have to be reloaded immediately, at the expense of the next waiter."""
+    """Evicting an adapter that a sequence waits for would force an immediate reload, at the next waiter's expense."""
     reclaimer, things = filled(policy, [1, 7, 6, None, None])
     assert reclaimer.make_room(4, position=5)
     assert [thing.is_gone for thing in things] == [False, False, False, True, True]

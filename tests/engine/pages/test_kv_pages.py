@@ -1,4 +1,4 @@
-"""Sequences grow by pages, start with prefixes computed by other sequences, and return their pages."""
+"""Sequences grow by pages, reuse prefixes computed by other sequences, and return their pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = tuple(range(100, 120))
 
 
 class Bench:
-    """Sequences' KV pages over a small pool; `compute` simulates the steps that fill the pages."""
+    """Sequences' KV pages in a small pool. `compute` simulates the steps that fill the pages."""
 
     def __init__(self, num_pages: int = 8) -> None:
         self.pages = PagePool(num_pages)
@@ -38,7 +38,7 @@ class Bench:
         self.kv.offer(sequence)
 
     def begin(self, num_prompt: int, isolation_key: bytes = OWNER) -> Sequence:
-        """A sequence whose prompt has been computed, except for the prefix found in the cache."""
+        """A sequence whose whole prompt is computed or was found in the cache."""
         sequence = self.sequence(num_prompt, isolation_key)
         self.kv.attach(sequence, self.kv.find_prefix(sequence))
         self.compute(sequence, num_prompt - sequence.num_computed)
@@ -92,7 +92,7 @@ def test_a_sequence_that_leaves_gives_back_all_but_what_the_cache_keeps() -> Non
     assert bench.pages.num_free == 5
     bench.kv.detach(sequence)
     assert (len(sequence.pages), sequence.num_computed, sequence.num_room) == (0, 0, 0)
-    # The third page was not full, so no other sequence can start with it.
+    # The third page was not full, so no other sequence can reuse it.
     assert (bench.pages.num_free, bench.cache.num_idle) == (6, 2)
     bench.pages.check_integrity()
 
@@ -151,7 +151,7 @@ def test_what_a_broken_sequence_has_offered_is_found_no_more() -> None:
 
 
 def test_a_prefix_that_nobody_uses_counts_as_pages_taken_from_others() -> None:
-    """The prefix's pages are evictable until the sequence starts with them."""
+    """The prefix's pages stay evictable until the sequence uses them."""
     bench = Bench()
     first = bench.begin(8)
     prefix = bench.kv.find_prefix(bench.sequence(12))

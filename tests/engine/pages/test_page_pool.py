@@ -1,4 +1,4 @@
-"""A page is free, or has an owner and a count of holders. Calls that violate this rule raise an error."""
+"""A page is either free or has an owner and a count of holders. Calls that would break this rule raise an error."""
 
 from __future__ import annotations
 

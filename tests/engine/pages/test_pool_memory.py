@@ -1,4 +1,4 @@
-"""The amount of a device's memory that the pool takes, on fake devices."""
+"""How much of a device's memory the pool takes, with fake devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB, GIB = 1 << 20, 1 << 30
 @pytest.mark.parametrize(
     ("free", "total", "kept"),
     [
-        # Llama-3.1-8B in bfloat16 is 15 GiB.
+        # Llama-3.1-8B takes 15 GiB in bfloat16.
         pytest.param(24 * GIB - 15 * GIB - 700 * MIB, 24 * GIB, 2 * GIB, id="8b-on-24-gb"),
         pytest.param(80 * GIB - 15 * GIB - 700 * MIB, 80 * GIB, int(6.4 * GIB), id="8b-on-80-gb"),
     ],
@@ -44,7 +44,7 @@ def test_the_pool_takes_nothing_of_what_activations_need(tmp_path: Path, monkeyp
     from triton import compiler
 
     class Card(HostAccelerator):
-        """A 24 GiB card with 2 GiB and 96 MiB free after loading the weights and releasing temporary copies."""
+        """A 24 GiB GPU with 2 GiB and 96 MiB free after loading the weights and releasing temporary copies."""
 
         free = MIN_RESERVE_BYTES + 32 * MIB
 
@@ -59,7 +59,7 @@ def test_the_pool_takes_nothing_of_what_activations_need(tmp_path: Path, monkeyp
     def compile_ahead(launch: Callable[[], None], num_processes: int) -> None:
         assert card.free == MIN_RESERVE_BYTES + 96 * MIB
         launch()
-        # Torch keeps the launched step's activations.
+        # Torch keeps the activations' memory after the step.
         card.free -= 80 * MIB
 
     monkeypatch.setattr(compiler, "compile", lambda *arguments, **options: UnlaunchedProgram())

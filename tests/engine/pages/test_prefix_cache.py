@@ -1,4 +1,4 @@
-"""Only a prefix's owner finds the prefix again."""
+"""Cached prefixes are found only by their owners."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ask(
 
 
 def answer(simulation: Simulation, *asked: Add) -> list[int]:
-    """Run to the end, check every answer, and return each request's number of cached prompt tokens."""
+    """Run all requests to the end, check every answer, and return each request's number of cached prompt tokens."""
     simulation.run()
     for add in asked:
         assert simulation.tokens[add.sequence_id] == simulation.expected(add)
@@ -63,7 +63,7 @@ def test_an_answer_is_a_prefix_of_the_next_turn(simulation: Simulation) -> None:
     first = ask(simulation, "first", prompt, max_tokens=40)
     answer(simulation, first)
     turn = (*prompt, *simulation.expected(first), *tokens(5, seed=1))
-    # The last token was sampled but never computed, so 59 positions are known and 3 pages are full.
+    # The last token was sampled but never computed, so 59 positions have K and V, and 3 pages are full.
     assert answer(simulation, ask(simulation, "second", turn)) == [48]
 
 
@@ -86,7 +86,7 @@ def test_without_a_key_not_even_oneself_is_found(simulation: Simulation) -> None
 
 
 def test_no_adapter_name_and_no_key_look_like_another(simulation: Simulation) -> None:
-    """The hashed parts are tagged with their lengths: moving bytes from one part to the next changes the key."""
+    """Each hashed part is prefixed with its length, so moving bytes from one part to the next changes the key."""
     cache = simulation.prefixes
     assert cache.root(b"ab") != cache.root(b"a")
     page = list(range(PAGE))
@@ -172,7 +172,7 @@ def test_a_preempted_sequence_finds_its_own_pages_again(simulate: Simulate) -> N
 
 
 def test_random_conversations_are_right_whatever_is_shared(simulate: Simulate) -> None:
-    """Conversations grow from common prefixes in only a few pages, with aborts and changing adapters."""
+    """Conversations extend shared prefixes in only a few pages, with aborts and changing adapters."""
     rng = random.Random(5)
     names = {f"adapter{i}": 1 + i % 3 for i in range(6)}
     simulation = simulate(num_pages=48, num_slots=3, adapters=names, max_sequences=6)

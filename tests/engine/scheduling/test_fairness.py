@@ -1,4 +1,4 @@
-"""The order of the queue: by priority, then by how much service each share has received. No share waits forever."""
+"""Queue order: by priority, then by the service that each share has received. No share waits forever."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_input_and_output_are_charged() -> None:
     (short,) = queue.order(1, 0)
     assert short.add.share_key == "short"
     for _ in range(40):
-        # 80 output tokens and 30 prompt tokens exceed the other share's 100.
+        # The cost of 80 output tokens and 30 prompt tokens exceeds the other share's 100.
         queue.charge_outputs([short])
     assert admit_next(queue).add.share_key == "long"
 
@@ -82,7 +82,7 @@ def test_nobody_saves_up_by_being_idle() -> None:
 
 
 def test_of_shares_served_alike_the_one_that_runs_least_goes_first() -> None:
-    """A share that arrives during a flood starts with equal service. By age alone it would wait behind the flood."""
+    """A share that arrives during a flood starts with equal service. Ordered by age, it would wait behind the flood."""
     queue = FairQueue()
     for arrival in range(40):
         waiting(queue, arrival, "flood")
@@ -115,7 +115,7 @@ def test_priorities_go_before_counters() -> None:
 
 @pytest.mark.parametrize(("num_prompt", "bound"), [(1, MAX_ROUNDS), (5000, MAX_COST_RATIO * MAX_ROUNDS)])
 def test_a_share_waits_for_a_bounded_number_of_rounds_whatever_others_do(num_prompt: int, bound: int) -> None:
-    """The bound is MAX_ROUNDS admissions of other shares. Much costlier requests have a higher bound."""
+    """The bound is MAX_ROUNDS admissions from other shares, or more for requests that cost much more than theirs."""
     queue = FairQueue()
     waiting(queue, 0, "patient", num_prompt=num_prompt)
     for arrival in range(1, bound + 100):
@@ -146,7 +146,7 @@ def test_dear_requests_get_no_more_than_their_share_however_many_wait(num_shares
 
 
 class PlainOrder:
-    """The order, recomputed from scratch; the queue's heaps must produce the same order."""
+    """The expected order, sorted from scratch. The queue's heaps must produce the same order."""
 
     def __init__(self, queue: FairQueue, num_ready: int, num_cold: int) -> None:
         self.turns: list[tuple[tuple[float, ...], int]] = []
@@ -212,7 +212,7 @@ def test_the_order_is_what_sorting_all_that_wait_gives(data: st.DataObject) -> N
 
 
 def test_a_flood_does_not_age_into_the_front() -> None:
-    """Shares age, not requests: one share's ten thousand old requests count as a single wait."""
+    """Age counts per share, not per request: a share's ten thousand old requests count as a single wait."""
     queue = FairQueue()
     for arrival in range(10_000):
         waiting(queue, arrival, "flood")
@@ -263,7 +263,9 @@ def test_sequences_are_ready_while_their_adapter_is_resident() -> None:
 
 
 def test_a_flood_costs_a_polite_share_little(simulate: Simulate) -> None:
-    """One share keeps the queue full while another has one request at a time. Steps to the first token are counted."""
+    """One share keeps the queue full while another sends one request at a time. The test counts the steps to the first
+    token.
+    """
 
     def first_token_steps(flood_share: str) -> list[int]:
         rng = random.Random(1)
@@ -296,7 +298,7 @@ def test_a_flood_costs_a_polite_share_little(simulate: Simulate) -> None:
 
 
 def test_counters_do_not_depend_on_the_order_of_equal_work(simulate: Simulate) -> None:
-    """Two shares with equal traffic get equal service, with or without preemptions and shared prefixes."""
+    """Two shares with equal traffic get equal service, with or without preemption and shared prefixes."""
     simulation: Simulation = simulate(num_pages=14, max_sequences=4)
     for i in range(12):
         simulation.add(f"s{i}", num_prompt=30, max_tokens=20, share_key="xy"[i % 2], isolation_key=b"k")

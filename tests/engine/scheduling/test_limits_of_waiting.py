@@ -1,4 +1,4 @@
-"""Limits of waiting: deadlines, pauses, full queues, and adapters that are unloaded."""
+"""Limits on waiting: deadlines, pauses, full queues, and unloaded adapters."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_an_extended_sequence_goes_on_as_if_nothing_had_been(simulation: Simulat
     assert "s" not in simulation.finished
     assert is_early or len(simulation.tokens["s"]) == 4
     simulation.engine.extend(b"gateway", Extend(sequence_id="s", max_tokens=12))
-    # The pause at the second limit times out.
+    # The sequence reaches its second limit, and the pause there times out.
     for _ in range(12):
         simulation.step()
     simulation.clock.now = 61.0

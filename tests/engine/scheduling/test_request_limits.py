@@ -1,4 +1,4 @@
-"""The engine itself rejects settings that no kernel can handle, whichever gateway sends them."""
+"""The engine rejects settings that no kernel can handle, even if a gateway lets them through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contents of each step: decode rows, prompt chunks within the budget, new sequences, and preemptions."""
+"""The contents of each step: decode rows, prompt chunks within the budget, new sequences, and preemption."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE_TOKENS = 4
 
 
 class Bench:
-    """A scheduler over real pages and adapters. Steps end as soon as they are scheduled, and always sample token 7."""
+    """A scheduler over real pages and adapters. Steps end as soon as they are scheduled and sample token 7."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ def test_the_demand_names_adapters_in_the_order_of_the_queue() -> None:
 
 
 def begin_all(bench: Bench, *sequences: Sequence) -> None:
-    """Run the sequences until each has filled its first page and needs a second."""
+    """Run the sequences until each has filled its first page and needs another."""
     for _ in range(2):
         bench.step()
     assert [len(sequence.pages) for sequence in sequences] == [1] * len(sequences)
@@ -196,7 +196,7 @@ def test_among_equals_the_victim_is_of_the_share_that_was_served_most() -> None:
 
 
 def test_a_step_that_preempts_admits_nobody() -> None:
-    """Otherwise the victim or a waiting sequence would immediately take the freed pages."""
+    """A sequence admitted in the same step, even the victim, would take the freed pages immediately."""
     bench = Bench(num_pages=4)
     bench.add("a")
     victim = bench.add("victim", num_prompt=11, priority=-1)
@@ -291,7 +291,7 @@ def test_any_number_of_adapter_misses_blocks_no_base_traffic(simulate: Simulate)
     for _ in range(5):
         simulation.step()
     assert simulation.tokens["base"] == simulation.expected(base)
-    # No more adapters are fetched ahead than can run next.
+    # The engine fetches no more adapters in advance than can run next.
     assert simulation.stager.num_requests <= 5
     simulation.let_loads_go()
     simulation.run()
@@ -324,7 +324,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_under_way(simulate: Simulat
 
 
 def test_rows_that_nobody_begins_with_go_to_the_prompt_under_way(simulate: Simulate) -> None:
-    """The waiting requests are ready but get no pages, so the running prompt must not lose rows to them."""
+    """The waiting requests are ready but get no pages, so no rows may be kept for them."""
     simulation = simulate(max_batch_tokens=64, max_model_len=1024, num_pages=64)
     simulation.add("long", num_prompt=1000, max_tokens=2)
     simulation.step()

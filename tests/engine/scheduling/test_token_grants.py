@@ -1,4 +1,4 @@
-"""Limits raised while a sequence waits, is paused, or lacks its adapter, and pauses that would be pointless."""
+"""Token limits raised for sequences that wait, are paused or lack their adapter, and pauses that would be pointless."""
 
 from __future__ import annotations
 

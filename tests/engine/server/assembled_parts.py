@@ -1,4 +1,4 @@
-"""The parts that an engine's loop needs besides the engine: a ready message, and a stager that a pipe controls."""
+"""What an engine's loop needs in addition to the engine: a ready message, and a stager controlled by a pipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ READY = EngineReady(max_model_len=512, num_pages=64, page_tokens=16, device="cpu
 
 
 class Stager:
-    """A stager that completes all looks when the test writes to its pipe, which is then replaced."""
+    """A stager that completes all pending looks when the test writes to its pipe. The pipe is then replaced."""
 
     def __init__(self) -> None:
         self.looks: list[Callable[[], None]] = []

@@ -1,4 +1,4 @@
-"""Credits: a gateway that reads late gets all messages later, in order and only once."""
+"""Credits: a gateway that reads late still gets every message, in order and only once."""
 
 from __future__ import annotations
 

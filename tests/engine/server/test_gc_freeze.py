@@ -1,4 +1,4 @@
-"""Objects that exist when a process begins to serve are exempt from garbage collection; later objects are not."""
+"""Objects that exist before a process starts serving are exempt from garbage collection; later ones are not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from loramux.engine.server.gc_freeze import freeze_gc
 
 
 class Node:
-    """A reference cycle, which only the collector can free."""
+    """A reference cycle, which only the garbage collector can free."""
 
     def __init__(self) -> None:
         self.itself = self

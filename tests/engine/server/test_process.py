@@ -33,7 +33,7 @@ from tests.engine.simulated_engine import Simulation, simulate_engine
 
 
 class Gateway:
-    """One gateway's end of the socket."""
+    """A gateway's end of the socket."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: Path) -> None:
         self._socket = context.socket(zmq.DEALER)
@@ -70,7 +70,7 @@ def stager() -> Iterator[Stager]:
 
 @pytest.fixture
 def served(simulation: Simulation, stager: Stager, tmp_path: Path) -> Iterator[tuple[Gateway, Gateway]]:
-    """Two gateways that are connected to an engine whose loop runs on a thread."""
+    """Two gateways connected to an engine whose loop runs on a thread."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

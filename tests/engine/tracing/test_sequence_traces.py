@@ -1,4 +1,4 @@
-"""The spans that the engine records for traced requests, without needing OpenTelemetry."""
+"""The spans that the engine records for traced requests. Only `otel_spans` imports OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST, SECOND = TRACE.format("a" * 32), TRACE.format("b" * 32)
 
 
 class Spans:
-    """A sink that stores all spans."""
+    """A sink that collects all spans."""
 
     def __init__(self) -> None:
         self.records: list[tuple[str, SpanRecord]] = []
@@ -41,7 +41,7 @@ class Spans:
 
 
 def traced(simulation: Simulation) -> Spans:
-    """Record the simulation's spans from now on. Every staged adapter appears to have been read from the disk."""
+    """Start recording the simulation's spans. Every staged adapter appears to have been read from the disk."""
     spans = Spans()
     simulation.engine._traces = SequenceTraces(spans)
     poll = simulation.stager.poll
@@ -142,7 +142,7 @@ def test_an_exporter_that_hangs_costs_the_engine_no_time() -> None:
 
 
 def imported(statements: list[ast.stmt]) -> set[str]:
-    """The modules that these statements of a module import when they run."""
+    """The modules imported when a module's top-level statements run."""
     found: set[str] = set()
     for statement in statements:
         match statement:
