@@ -1,4 +1,4 @@
-"""Every implementation of the kernels, over pools whose unused elements are NaN."""
+"""Fixtures for every implementation of the kernels, with pools whose unused elements are NaN."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.kernels.implementations import CPU_KERNELS, cpu_kernels
 from tests.kernels.pools import AdapterPool, adapter_pool, poisoned_pool
 
 MAX_INTERPRETED = 6
-"""Largest number of a test's cases that the interpreter runs outside the campaign."""
+"""Maximum number of cases per test that the interpreter runs outside the campaign."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave most of a sweep to the campaign if the GPU's kernels are interpreted, which is a thousand times slower.
+    """Leave most cases of a sweep to the campaign if GPU kernels are interpreted.
 
-    One case in 23 still runs. Every axis has fewer than 23 values, so a large sweep still covers all values of all
-    axes.
+    Interpreted kernels are a thousand times slower. One case in 23 still runs. Every axis has fewer than 23 values, so
+    a large sweep still covers all values of each axis.
     """
     if HAS_GPU:
         return
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Make every test draw the same random numbers."""
+    """Seed torch, so that every run of a test draws the same random numbers."""
     torch.manual_seed(0)
 
 
@@ -53,13 +53,13 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture(scope="session")
 def gpu_module() -> ModuleType:
-    """`loramux.kernels.gpu.kernels`, compiled if there is a GPU, otherwise interpreted."""
+    """The module `loramux.kernels.gpu.kernels`, compiled if there is a GPU and interpreted otherwise."""
     return import_kernels("kernels")[0]
 
 
 @pytest.fixture(params=CPU_KERNELS)
 def make_cpu_kernels(request: pytest.FixtureRequest) -> Callable[[PoolViews], Kernels]:
-    """A function that makes kernels over a pool, for each implementation that stores K and V in the CPU's layout."""
+    """A function that creates kernels over a pool, for each implementation that stores K and V in the CPU's layout."""
     return cpu_kernels(request.param)
 
 
@@ -67,7 +67,7 @@ def make_cpu_kernels(request: pytest.FixtureRequest) -> Callable[[PoolViews], Ke
 def make_kernels(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[PoolViews], Kernels]]:
-    """A function that makes kernels over a pool, for each implementation. Tests' tensors are on the kernels' device."""
+    """A function that creates kernels over a pool, for each implementation. New tensors are on the kernels' device."""
     if request.param != "gpu":
         yield cpu_kernels(request.param)
         return

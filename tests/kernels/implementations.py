@@ -12,7 +12,7 @@ CPU_KERNELS = ("reference", "cpu")
 
 
 def cpu_kernels(name: str) -> Callable[[PoolViews], Kernels]:
-    """The implementation with this name. Numba is imported only if the implementation needs it."""
+    """The implementation with this name. Numba is imported only if it is needed."""
     if name == "reference":
         return ReferenceKernels
     from loramux.kernels.cpu.kernels import CpuKernels

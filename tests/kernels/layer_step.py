@@ -1,4 +1,4 @@
-"""One layer's kernels as a step of the engine launches them, on the tested device and in the reference."""
+"""One layer's kernels, launched as in an engine step, on the device under test and in the reference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODULES = [LinearShape(name, HIDDEN, width) for name, width in (("q", 64), ("k",
 LAYER = 1
 MAX_LEN = 32
 POISON = 1 << 30
-"""A number that is not a valid row, page or segment number."""
+"""An invalid row, page or segment number."""
 
 
 STEPS = {
@@ -51,7 +51,7 @@ STEPS = {
         ],
     ),
 }
-"""The number of rows in the graph, then for each step the context lengths, query rows and slots of four sequences."""
+"""The number of rows in the graph, then per step the context lengths, query rows and slots of four sequences."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +67,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """A layer's inputs: `hidden` `[T, HIDDEN]`, the rows' rotary angles, their pages, and their adapters' segments."""
+    """A layer's inputs: `hidden` `[T, HIDDEN]`, the rows' rotary angles and pages, and their adapters' segments."""
 
     hidden: torch.Tensor
     cos: torch.Tensor  # [T, head_dim / 2]
@@ -77,7 +77,7 @@ class Step:
 
 
 def run(kernels: Kernels, weights: Weights, tables: AdapterTables, step: Step) -> list[torch.Tensor]:
-    """Run one layer's kernels, and return the residual and both gates of the normed sum."""
+    """Run one layer's kernels. Return the residual and the outputs of both gates."""
     num_tokens = step.hidden.shape[0]
 
     def adapted(x: torch.Tensor, y: torch.Tensor, group: ModuleGroup) -> torch.Tensor:
@@ -101,7 +101,7 @@ def run(kernels: Kernels, weights: Weights, tables: AdapterTables, step: Step) -
 def step_of(
     contexts: Sequence[int], num_queries: Sequence[int], slots: Sequence[int], pages: torch.Tensor, weights: Weights
 ) -> Step:
-    """A step of sequences with two pages each, which use the adapters in `slots`."""
+    """A step of sequences with two pages each. Their adapters are in `slots`."""
     owned = [pages[2 * i : 2 * i + -(-length // 16)] for i, length in enumerate(contexts)]
     positions = [torch.arange(length - rows, length) for length, rows in zip(contexts, num_queries, strict=True)]
     position = torch.cat(positions)
@@ -115,7 +115,7 @@ def step_of(
 
 
 def padded(step: Step, num_tokens: int, num_segments: int, num_listed: int, max_q: int) -> Step:
-    """The same step padded to a graph's shapes, with poison wherever nothing may be read."""
+    """The same step padded to a graph's shapes, with poison wherever the kernels must not read."""
 
     def to(tensor: torch.Tensor, length: int, value: float) -> torch.Tensor:
         tail = torch.full((length - tensor.shape[0], *tensor.shape[1:]), value, dtype=tensor.dtype)
@@ -153,7 +153,7 @@ def overwrite(old: Step, new: Step) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """One implementation of the kernels, over its own pool. Both implementations have the same weights and adapters."""
+    """An implementation of the kernels over its own pool. Both implementations use the same weights and adapters."""
 
     kernels: Kernels
     weights: Weights
@@ -167,7 +167,7 @@ def both_sides(gpu_module: ModuleType) -> tuple[Side, Side]:
     """The reference on the CPU and the GPU's kernels on `DEVICE`, with the same weights, adapters and poisoned pool."""
     ranks = np.random.default_rng(0).choice([0, 1, 3, 16, 32], (4, 2, 4)).astype(np.int32)
     adapters = adapter_pool(MODULES, ranks, GEOMETRY, torch.float32)
-    # Scale the adapters to the base's magnitude; larger sums would only amplify rounding errors.
+    # Scale the adapters to the base's magnitude, because larger sums would only amplify rounding errors.
     adapters.tables.scale.mul_(0.02)
     kv = poisoned_pool(9, GEOMETRY, torch.float32).kv
     angle = torch.randn(MAX_LEN, 8)

@@ -1,4 +1,4 @@
-"""A pool of random adapters, whose unused elements are all NaN; the adapters are also kept as dense matrices."""
+"""A pool of random adapters, which are also kept as dense matrices. All unused elements are NaN."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from loramux.kernels.tables import AdapterTables, PoolViews
 
 
 def poisoned_pool(num_pages: int, geometry: PageGeometry, dtype: torch.dtype) -> PoolViews:
-    """A pool of NaN, written as all bits set, which is NaN in both dtypes."""
+    """A pool of NaN. All bits are set, which is NaN in both dtypes."""
     raw = torch.full((num_pages, geometry.num_layers, geometry.page_bytes), 0xFF, dtype=torch.uint8)
     return PoolViews(raw=raw, kv=raw.view(dtype), adapter=raw.view(dtype), geometry=geometry)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterPool:
-    """Resident adapters, in pages and as dense A `[rank, in]` and Bᵀ `[rank, out]` by slot, layer and module."""
+    """Resident adapters, stored in pages and as dense A `[rank, in]` and Bᵀ `[rank, out]` by slot, layer and module."""
 
     pool: PoolViews
     tables: AdapterTables
@@ -39,7 +39,7 @@ def adapter_pool(
     num_slots = ranks.shape[0]
     layouts = [adapter_layout(geometry, modules, slot_ranks) for slot_ranks in ranks]
     longest = max(layout.num_pages for layout in layouts) + 1
-    # Unused table entries point to the last page, which holds only NaN.
+    # Unused table entries point to the last page, which contains only NaN.
     poison = sum(layout.num_pages for layout in layouts)
     pool = poisoned_pool(poison + 1, geometry, dtype)
     free = torch.randperm(poison, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Batches of sequences and their page lists, as in a step, with poison wherever nothing may be read."""
+"""Batches of sequences and their page lists, as in a step, with poison wherever the kernels must not read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def batch_of(
     *,
     listed_backwards: bool = False,
 ) -> AttentionBatch:
-    """A batch of sequences that take `pages` in order, from the front.
+    """A batch of sequences that take their pages from `pages` in order.
 
-    Entries with the value `poison` surround the sequences' lists. `listed_backwards` puts the last sequence's list
-    first, so that `page_starts` decreases.
+    Poison values surround the sequences' page lists. `listed_backwards` puts the last sequence's list first, so that
+    `page_starts` decreases.
     """
     counts = [-(-length // 16) for length in contexts]
     owned = list(pages[: sum(counts)].split(counts))
@@ -47,7 +47,7 @@ def batch_of(
 
 
 def store(kernels: Any, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:
-    """Store K and V unchanged, by rotating each row by an angle of zero."""
+    """Store K and V unchanged: each row is rotated by an angle of zero."""
     num_rows, _, head_dim = k.shape
     cos, sin = torch.ones(num_rows, head_dim // 2), torch.zeros(num_rows, head_dim // 2)
     kernels.rotate_and_store(torch.zeros(num_rows, 1, head_dim), k, v, cos, sin, layer, batch)

@@ -17,7 +17,7 @@ LAYER = 1
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """The attention of one sequence's last rows, head by head and row by row, in float64."""
+    """Attention for one sequence's last rows, computed head by head and row by row in float64."""
     out = torch.empty(q.shape, dtype=torch.float64)
     first = k.shape[0] - q.shape[0]
     for t in range(q.shape[0]):
@@ -40,7 +40,7 @@ HEADS = {
     "gqa-20": (20, 1, 16),
     "head-dim-256": (2, 1, 256),
 }
-"""Query heads, KV heads, head_dim."""
+"""Numbers of query heads and KV heads, and head_dim."""
 
 BATCHES = {
     "one-token": ([1], [1]),
@@ -49,7 +49,7 @@ BATCHES = {
     "chunked-prefill": ([50, 17], [20, 2]),
     "mixed": ([33, 40, 1, 70, 18], [1, 40, 1, 9, 1]),
 }
-"""Context lengths and query rows."""
+"""Context lengths and numbers of query rows."""
 
 
 @pytest.mark.parametrize(("contexts", "num_queries"), BATCHES.values(), ids=BATCHES.keys())
@@ -132,7 +132,7 @@ def test_the_bits_of_a_row_do_not_depend_on_those_beside_it(
     q = torch.randn(length, num_heads, head_dim)
 
     def attend(begin: int, end: int) -> torch.Tensor:
-        """The attention of query rows `[begin, end)`, in a step that computes no other rows."""
+        """Attention for query rows `[begin, end)`, in a step without other rows."""
         out = torch.empty(end - begin, num_heads, head_dim)
         kernels.paged_attention(q[begin:end], LAYER, batch_of([end], [end - begin], pages, poison), spec, out)
         return out
@@ -159,7 +159,7 @@ def check_attention(
     # The last page is never written.
     pages, poison = torch.randperm(num_pages - 1, dtype=torch.int32), num_pages - 1
     batch = batch_of(contexts, num_queries, pages, poison, listed_backwards=listed_backwards)
-    # Rows of K and V are views into wider rows, as a fused q/k/v linear returns them.
+    # The rows of K and V are views into wider rows, as in the output of a fused q/k/v linear layer.
     width = spec.num_kv_heads * spec.head_dim
     kv = torch.randn(sum(contexts), 2 * width).to(dtype).float()
     k = kv[:, :width].unflatten(1, (spec.num_kv_heads, spec.head_dim))
@@ -200,7 +200,7 @@ def test_kv_write_stores_the_rounded_value_and_nothing_else(
         max_q=num_rows,
     )
     k, v = torch.randn(num_rows, heads, head_dim), torch.randn(num_rows, heads, head_dim)
-    # Ties, overflow to infinity, infinity and NaN round as in torch.
+    # Ties, overflow to infinity, infinity and NaN are rounded as in torch.
     special = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, torch.inf, -torch.inf, torch.nan, -0.0, 1e-40])
     k[0, 0] = v[0, 1] = special
     make_cpu_kernels(pool).kv_write(k, v, LAYER, batch)

@@ -1,4 +1,4 @@
-"""The kernels chosen for a device, their number of threads, and that `warm` compiles everything that a step needs."""
+"""Choosing kernels and their number of threads for a device. `warm` compiles everything that a step needs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_device_without_kernels_is_refused(make_poisoned_pool: Callable[..., P
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A device that claims to be an Ampere GPU; no kernel is launched on the device."""
+    """A device that claims to be an Ampere GPU. No kernel is launched on it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     return torch.device("cuda")
@@ -133,7 +133,7 @@ OTHER_SPECS = {
 def test_attention_that_a_gpu_cannot_compute_is_refused(
     spec: AttentionSpec, message: str, cuda: torch.device, make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:
-    """The attention is refused even if only the last layer is at fault."""
+    """Unsupported attention is refused even if only the last layer uses it."""
     shapes = KernelShapes(SHAPES.groups, (*SHAPES.attention, spec))
     with pytest.raises(ValueError, match=message):
         select_kernels(cuda, make_poisoned_pool(1, GEOMETRY, torch.float32), shapes)
@@ -202,7 +202,7 @@ SHARES = {
 def test_what_threads_add_does_not_depend_on_their_shares(
     ranks: tuple[int, ...], make_adapter_pool: Callable[..., Any]
 ) -> None:
-    """The bits do not depend on the number of threads either. The results match the reference within rounding."""
+    """The bits do not depend on the number of threads either, and the results match the reference within rounding."""
     num_rows, most = len(ranks) + 1, max(ranks)
     table = np.array(ranks, np.int32).reshape(-1, 1, 1)
     adapters = make_adapter_pool([LinearShape("m", 1024, 1024)], table, PageGeometry(1, 8, 64, 4, 4), torch.float32)
@@ -214,7 +214,7 @@ def test_what_threads_add_does_not_depend_on_their_shares(
     results = []
     for threads in range(1, min(3, numba.config.NUMBA_NUM_THREADS) + 1):
         set_num_threads(threads)
-        # Poison the planes, so that no thread can use the results of an earlier call.
+        # Poison the planes, so that no thread can reuse the results of an earlier call.
         kernels.lora_planes(call, num_rows).fill_(torch.nan)
         y = torch.zeros(num_rows, 1024)
         kernels.lora_add(x, call, y)

@@ -42,7 +42,7 @@ def test_add_rms_norm_has_the_bits_of_both_steps(kernels: Any, num_rows: int, si
     expected = residual + x
     out = kernels.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(residual, expected)
-    # A GPU may sum the squares of differently aligned rows in another order.
+    # On a GPU, alignment can change the order in which a row's squares are summed.
     tolerance = 0 if torch.get_default_device().type == "cpu" else 1e-6
     torch.testing.assert_close(out, kernels.rms_norm(expected, weight, 1e-5), rtol=tolerance, atol=tolerance)
 
@@ -61,7 +61,7 @@ def test_gated_activations_equal_torch(
     gate_up = torch.randn(num_rows, 2 * size) * 8
     gate_up[:, 1] = 200
     gate_up[:, 2] = -200
-    # torch's own tanh form in float32 loses the tail of a negative gate, because it subtracts numbers near 1.
+    # In float32, torch's own tanh form loses the tail of a negative gate, because it subtracts numbers near 1.
     expected = activation(gate_up[:, :size].double()) * gate_up[:, size:].double()
     torch.testing.assert_close(getattr(kernels, name)(gate_up).double(), expected, rtol=1e-5, atol=4e-6)
 
@@ -74,7 +74,7 @@ def test_rotary_turns_each_pair_in_place(
     make_cpu_kernels: Callable[..., Any],
     make_poisoned_pool: Callable[..., PoolViews],
 ) -> None:
-    """This covers CPU kernels only. A GPU rotates while it stores K and V, which `gpu/test_attention.py` tests."""
+    """CPU kernels only. GPU kernels rotate while they store K and V; `gpu/test_attention.py` tests them."""
     kernels = make_cpu_kernels(make_poisoned_pool(1, PageGeometry(1, 1, 8, 4, 4), torch.float32))
     qkv = torch.randn(num_rows, 8 * 32)
     before = qkv.clone()

@@ -1,4 +1,4 @@
-"""Shrink and expand compared with dense matrices, over ragged ranks, shuffled pages and poisoned memory."""
+"""Shrink and expand compared with dense matrices, with ragged ranks, shuffled pages and poisoned memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GEOMETRY = {
     torch.float32: PageGeometry(num_layers=2, num_kv_heads=2, head_dim=16, kv_itemsize=4, adapter_itemsize=4),
     torch.bfloat16: PageGeometry(num_layers=2, num_kv_heads=3, head_dim=40, kv_itemsize=2, adapter_itemsize=2),
 }
-"""Pages of 1,024 elements or of 3,840, which is not a power of two."""
+"""Pages of 1,024 or 3,840 elements. 3,840 is not a power of two."""
 
 NUM_SLOTS = 5
 RANKS = (0, 1, 3, 31, 64, 128)
@@ -37,14 +37,14 @@ OUT_FEATURES = {"one": (96,), "three": (64, 63, 200)}
 
 
 def group_of(in_features: int, out_features: Sequence[int]) -> ModuleGroup:
-    """A group of the tables' modules 1, 2, ...; module 0 belongs to another group."""
+    """A group of modules 1, 2, ... of the tables. Module 0 belongs to another group."""
     offsets = np.concatenate([[0], np.cumsum(out_features)])[:-1].tolist()
     modules = tuple(range(1, len(out_features) + 1))
     return ModuleGroup(modules, in_features, tuple(out_features), tuple(offsets))
 
 
 def segments_of(slots: Sequence[int], kernels: Any, max_rank: int) -> Segments:
-    """A batch's segments on the tested device."""
+    """A batch's segments on the device under test."""
     segments = build_segments(np.array(slots, np.int32), kernels.segment_rows, max_rank)
     device = torch.get_default_device()
     return Segments(segments.rows.to(device), segments.starts.to(device), segments.slots.to(device), segments.max_rank)
@@ -55,7 +55,7 @@ def poisoned_planes(kernels: Any, call: LoraCall, num_tokens: int) -> torch.Tens
 
 
 def summed(planes: torch.Tensor) -> torch.Tensor:
-    """The planes as `[T, modules, max_rank]`, with the parts added if the device splits the sum."""
+    """The planes as `[T, modules, max_rank]`. If the device splits the sum, its parts are added."""
     return planes.sum(0) if planes.dim() == 4 else planes
 
 
@@ -113,7 +113,7 @@ def test_equals_dense_matrices(
 def test_adding_is_shrinking_and_then_expanding(
     slots: list[int], dtype: torch.dtype, make_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
 ) -> None:
-    """The results agree bit for bit, even if an adapter changes the group in only one layer."""
+    """Both methods agree bit for bit, even if an adapter changes the group in only one layer."""
     group = group_of(128, OUT_FEATURES["three"])
     modules = [LinearShape("other", 72, 72), *(LinearShape("m", 128, out) for out in OUT_FEATURES["three"])]
     ranks = np.random.default_rng(len(slots)).choice(RANKS, (NUM_SLOTS, 2, len(modules))).astype(np.int32)

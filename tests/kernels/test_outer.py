@@ -1,4 +1,4 @@
-"""Gather, shrink and expand of the outer modules, over pages that are each addressed as one layer."""
+"""Gather, shrink and expand for the outer modules, whose pages are each addressed as a single layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GEOMETRY = {
     torch.float32: PageGeometry(num_layers=3, num_kv_heads=2, head_dim=8, kv_itemsize=4, adapter_itemsize=4),
     torch.bfloat16: PageGeometry(num_layers=2, num_kv_heads=1, head_dim=40, kv_itemsize=2, adapter_itemsize=2),
 }
-"""Pages of 3 * 512 or 2 * 1,280 elements. Neither is a power of two, and many tokens' rows straddle two pages."""
+"""Pages of 3 * 512 or 2 * 1,280 elements. Neither size is a power of two, and many tokens' rows straddle two pages."""
 
 VOCAB_SIZE, HIDDEN_SIZE = 333, 72
 MODULES = (
@@ -27,7 +27,7 @@ MODULES = (
 EMBEDDING = ModuleGroup((0,), VOCAB_SIZE, (HIDDEN_SIZE,), (0,), is_embedding=True)
 HEAD = ModuleGroup((1,), HIDDEN_SIZE, (VOCAB_SIZE,), (0,))
 RANKS = ((3, 0), (0, 7), (31, 64), (1, 1), (0, 0))
-"""Ranks of the embedding and the head, by slot."""
+"""Ranks of the embedding and of the head, by slot."""
 
 BATCHES = {
     "mixed": [-1, 0, 2, 2, -1, 3, 0, 2, 4, -1, 3, 2, 2],
@@ -38,7 +38,7 @@ BATCHES = {
 
 
 class OuterPool:
-    """Adapters with outer modules, both as dense matrices and in shuffled pages of a pool that is otherwise NaN."""
+    """Adapters with outer modules, as dense matrices and in shuffled pages of a pool that is otherwise NaN."""
 
     def __init__(self, make_poisoned_pool: Callable[..., Any], dtype: torch.dtype) -> None:
         geometry, flat = GEOMETRY[dtype], GEOMETRY[dtype].flat
@@ -46,7 +46,7 @@ class OuterPool:
         layouts = [adapter_layout(geometry, (), no_ranks, MODULES, np.array(ranks, np.int32)) for ranks in RANKS]
         num_pages = sum(layout.num_pages for layout in layouts)
         self.pool = make_poisoned_pool(num_pages + 1, geometry, dtype)
-        # Unused table entries point to the last page, which holds only NaN.
+        # Unused table entries point to the last page, which contains only NaN.
         page_table = torch.full((len(RANKS), max(layout.num_pages for layout in layouts) + 1), num_pages).int()
         free = torch.randperm(num_pages, dtype=torch.int32)
         self.dense: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -74,7 +74,7 @@ class OuterPool:
 
 
 def segments_of(slots: Sequence[int], module: int, kernels: Any) -> Segments:
-    """Segments of rows whose adapters have the module, plus an empty segment if the device pads its steps."""
+    """Segments of the rows whose adapters change the module, plus an empty segment if the device pads its steps."""
     slots = [slot if slot >= 0 and RANKS[slot][module] else -1 for slot in slots]
     segments = build_segments(np.array(slots, np.int32), kernels.segment_rows, 64)
     device = torch.get_default_device()
@@ -144,7 +144,7 @@ def test_a_head_adds_its_part_to_the_logits(
 
 
 def test_a_large_vocabulary_takes_what_its_rank_takes() -> None:
-    """An embedding's rows of A are not padded, however short they are: 256k tokens at rank 1 take half a megabyte."""
+    """Rows of an embedding's A are not padded, however short: 256k tokens at rank 1 take half a megabyte."""
     geometry = PageGeometry(num_layers=16, num_kv_heads=8, head_dim=64, kv_itemsize=2, adapter_itemsize=2)
     modules = (LinearShape("embedding", 1 << 18, 2048, is_embedding=True), LinearShape("head", 2048, 1 << 18))
     no_ranks = np.zeros((16, 0), np.int32)

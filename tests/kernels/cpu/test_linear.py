@@ -1,4 +1,4 @@
-"""The packed linear layer compared with torch's, and many rows at a time compared with single rows."""
+"""The packed linear layer compared with torch, and batches of rows compared with single rows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_equals_linear(out_features: int, in_features: int, has_bias: bool, num_
         (512, 512),
         (1000, avx512_bf16.BLOCK_INPUTS + 1),
         (96, 2 * avx512_bf16.BLOCK_INPUTS),
-        # Fewer panels than threads and, with many rows, two chunks of inputs.
+        # Fewer panels than threads and, for many rows, two chunks of inputs.
         (32, 2048),
     ],
     ids=["small", "odd", "one", "large", "odd-blocks", "blocks", "deep"],
@@ -63,7 +63,7 @@ def test_products_of_bfloat16_equal_linear(
     bias = torch.randn(out_features).bfloat16() if has_bias else None
     x = torch.randn(num_rows, in_features)
     y = product(weight, bias)(x)
-    # Products of bfloat16 numbers are exact in float32, and are summed in float32.
+    # Products of two bfloat16 numbers are exact in float32 and are summed in float32.
     expected = functional.linear(x.bfloat16().double(), weight.double(), bias if bias is None else bias.double())
     torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
 
@@ -124,7 +124,7 @@ def test_a_bfloat16_weight_takes_and_gives_float32(
     x = torch.randn(7, 128)
     y = product(weight, bias)(x)
     assert y.dtype == torch.float32
-    # A CPU that multiplies bfloat16 rounds the input to bfloat16; oneDNN rounds the output as well.
+    # CPUs that multiply bfloat16 directly round the input to bfloat16. oneDNN rounds the output as well.
     torch.testing.assert_close(y, functional.linear(x, weight.float(), bias.float()), rtol=2e-2, atol=0.3)
 
 
@@ -152,7 +152,7 @@ def test_each_cpu_multiplies_bfloat16_in_its_fastest_way(
 
 @needs_tiles
 def test_the_bits_of_many_rows_are_those_of_each() -> None:
-    """There are more rows than the tiles hold, and more inputs than fit in the L2 cache."""
+    """There are more rows than fit in the tiles, and more inputs than fit in the L2 cache."""
     x = torch.randn(300, 2048)
     multiply = AmxPanels(torch.randn(64, 2048).bfloat16(), torch.randn(64))
     assert torch.equal(multiply(x), torch.cat([multiply(row[None]) for row in x]))

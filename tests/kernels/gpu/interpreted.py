@@ -1,4 +1,4 @@
-"""Runs Triton kernels on a machine without a GPU, with a private interpreting copy of Triton."""
+"""Runs Triton kernels on a machine without a GPU, using a private copy of Triton in interpreter mode."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TRITON_MODULES = (
 
 
 def import_kernels(*names: str) -> list[ModuleType]:
-    """Modules of `loramux.kernels.gpu`, compiled if there is a GPU, otherwise interpreted."""
+    """Modules of `loramux.kernels.gpu`, compiled if there is a GPU and interpreted otherwise."""
     if HAS_GPU:
         return [importlib.import_module(f"loramux.kernels.gpu.{name}") for name in names]
     with _interpreted_triton():
@@ -40,9 +40,9 @@ def import_kernels(*names: str) -> list[ModuleType]:
 
 
 def run_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the environment variable that parts of Triton read when a kernel runs, for the rest of a test.
+    """Switch Triton to interpreter mode for the rest of a test. Parts of Triton read the mode when a kernel runs.
 
-    Skips the test if the interpreter cannot loop up to a tensor's value.
+    Skips the test if the interpreter does not support loops up to a tensor's value.
     """
     numbers = [int(part) for part in version("triton").split(".")[:2]]
     if numbers < [3, 7] and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
@@ -52,11 +52,11 @@ def run_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def _interpreted_triton() -> Iterator[None]:
-    """Import an interpreting copy of triton, and restore the process's modules afterwards.
+    """Import a copy of Triton in interpreter mode, and restore the process's modules afterwards.
 
-    Triton chooses between compiling and interpreting at import, for its own functions too, and a library of another
-    test may have imported the compiling Triton already. Triton's C extension does not depend on this choice and cannot
-    be loaded twice.
+    Triton chooses between compiling and interpreting when it is imported, even for its own functions, and another
+    test's library may already have imported a compiling Triton. Triton's C extension does not depend on this choice and
+    cannot be loaded twice.
     """
 
     def is_ours(name: str) -> bool:
@@ -80,16 +80,16 @@ def _interpreted_triton() -> Iterator[None]:
 
 
 def _prepare_once_a_launch(interpreter: Any) -> None:
-    """Make the interpreter prepare `triton.language` once per launch, not again for each call of a device function.
+    """Make the interpreter patch `triton.language` once per launch instead of for each call of a device function.
 
-    Each preparation takes a millisecond. `tl.sum` is a device function, and a search calls it a hundred times.
+    Each patch takes a millisecond. `tl.sum` is a device function, and a search calls it a hundred times.
     """
     prepare, prepared = interpreter._patch_lang, set()
 
     def prepare_once(function: Any) -> Any:
         names = id(function.__globals__)
         if names in prepared:
-            # The interpreter does not use the preparation of a device function.
+            # For a device function, the interpreter does not use the result.
             return None
         prepared.add(names)
         scope = prepare(function)

@@ -1,4 +1,4 @@
-"""Programs are divided among compiling processes, and a failed process does not stop the engine."""
+"""Programs are divided among compiler processes, and a failed process does not stop the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIE_OF_B = "import sys; sys.exit('no space left' if 'b' in sys.stdin.read() else
 
 
 def launch_two() -> None:
-    """Launch two programs of one kernel."""
+    """Launch two programs of the same kernel."""
     from loramux.kernels.gpu.fused import silu_and_mul
 
     for dtype in (torch.float32, torch.bfloat16):
@@ -73,7 +73,7 @@ def test_what_the_cache_has_is_not_compiled(
 
 
 class Parsed:
-    """A program that fails to compile or records that it was compiled."""
+    """A program that either fails to compile or records that it was compiled."""
 
     compiled: list[str]
 

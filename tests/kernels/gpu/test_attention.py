@@ -1,4 +1,4 @@
-"""The GPU's KV writes and paged attention compared with a float64 softmax, on a GPU or in Triton's interpreter."""
+"""GPU KV writes and paged attention compared with a float64 softmax, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ AttentionPlan, Tiling = attention_module.AttentionPlan, attention_module.Tiling
 attention_plan, check_attention = attention_module.attention_plan, attention_module.check_attention
 paged_attention = attention_module.paged_attention
 
-# The interpreter of older Triton versions warns about each loop's bound.
+# In older Triton versions, the interpreter warns about every loop's bound.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 NUM_LAYERS = 2
 LAYER = 1
 POISON = 1 << 30
-"""A number that is not a valid page number."""
+"""An invalid page number."""
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The GPU, or the host if Triton interprets."""
+    """The GPU, or the host if kernels are interpreted."""
     if not HAS_GPU:
         run_interpreted(monkeypatch)
     return DEVICE
@@ -44,7 +44,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Context:
-    """Sequences in shuffled pages of a poisoned pool, and the same K and V as dense tensors."""
+    """Sequences in shuffled pages of a poisoned pool, plus their K and V as dense tensors."""
 
     pool: PoolViews
     batch: AttentionBatch
@@ -58,7 +58,7 @@ def moved(batch: AttentionBatch, device: torch.device) -> AttentionBatch:
 
 
 def kv_write(k: torch.Tensor, v: torch.Tensor, pool: PoolViews, layer: int, batch: AttentionBatch) -> None:
-    """Store K and V unchanged, by rotating each row by an angle of zero."""
+    """Store K and V unchanged: each row is rotated by an angle of zero."""
     num_rows, _, head_dim = k.shape
     cos, sin = torch.ones(num_rows, head_dim // 2).to(k.device), torch.zeros(num_rows, head_dim // 2).to(k.device)
     rotate_and_store(torch.zeros(num_rows, 1, head_dim).to(k), k, v, cos, sin, pool, layer, batch)
@@ -80,7 +80,7 @@ def context_of(
     raw = poisoned.raw.to(device)
     pool = PoolViews(raw=raw, kv=raw.view(dtype), adapter=raw.view(dtype), geometry=geometry)
     pages = torch.randperm(num_pages, dtype=torch.int32)
-    # Rows of K and V are views into wider rows, as a fused q/k/v linear returns them.
+    # The rows of K and V are views into wider rows, as in the output of a fused q/k/v linear layer.
     width = spec.num_kv_heads * spec.head_dim
     kv = torch.randn(sum(contexts), 2 * width).to(device, dtype)
     k, v = (x.unflatten(1, (spec.num_kv_heads, spec.head_dim)) for x in kv.split(width, 1))
@@ -90,7 +90,7 @@ def context_of(
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """The attention of one sequence's last rows, in float64."""
+    """Attention for one sequence's last rows, computed in float64."""
     group_size = spec.num_heads // spec.num_kv_heads
     k, v = (x.double().repeat_interleave(group_size, 1) for x in (k, v))
     scores = torch.einsum("thd,shd->hts", q.double(), k) * spec.scale
@@ -107,7 +107,7 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Att
 def attended(
     q: torch.Tensor, context: Context, spec: AttentionSpec, plan: AttentionPlan, batch: AttentionBatch | None = None
 ) -> torch.Tensor:
-    """The kernel's result, computed with a poisoned output and a poisoned workspace."""
+    """The kernel's output. The output and the workspace are poisoned before the launch."""
     batch = batch or context.batch
     elements = plan.workspace_elements(q.shape[0], batch.seq_lens.shape[0], spec)
     workspace = torch.full((elements,), torch.nan, device=q.device)
@@ -168,7 +168,7 @@ SMALL_TILES = AttentionPlan(
     short=Tiling(min_rows=1, max_rows=1, block_m=16, tile_n=32, num_splits=2, num_warps=4, num_stages=2),
     long=Tiling(min_rows=2, max_rows=1 << 30, block_m=32, tile_n=32, num_splits=1, num_warps=4, num_stages=2),
 )
-"""A plan with several tiles of queries and keys, and with several splits, even for short contexts."""
+"""A plan with several query tiles, key tiles and splits, even for short contexts."""
 
 HEADS = {
     "mha-8": (2, 2, 8),
@@ -177,7 +177,7 @@ HEADS = {
     "gqa-4-128": (4, 1, 128),
     "gqa-3-256": (3, 1, 256),
 }
-"""Query heads, KV heads, head_dim."""
+"""Numbers of query heads and KV heads, and head_dim."""
 
 MIXED = [33, 21, 1, 70], [1, 21, 1, 9]
 
@@ -188,7 +188,7 @@ BATCHES = {
     "chunked-prefill": ([200, 17], [20, 2]),
     "mixed": MIXED,
 }
-"""Context lengths and query rows."""
+"""Context lengths and numbers of query rows."""
 
 MASKS = {
     "whole": (None, None),
@@ -271,7 +271,7 @@ def test_more_sequences_than_one_pass_of_the_search_are_all_found(
 def test_a_captured_launch_follows_the_batch_in_device_memory(
     device: torch.device, make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:
-    """Shapes and plan stay fixed; the number, lengths and kinds of sequences change. The padding is not written."""
+    """Shapes and plan stay fixed while the number, lengths and kinds of sequences change. Padding is not written."""
     spec = AttentionSpec(4, 1, 16, 0.25)
     contexts = [90, 20, 41, 7]
     context = context_of(contexts, [1, 1, 1, 1], spec, torch.float32, device, make_poisoned_pool)
@@ -293,7 +293,7 @@ def test_a_captured_launch_follows_the_batch_in_device_memory(
         replay = graph.replay
     for num_queries in ([1, 1, 1, 1], [3, 20, 1, 0], [0, 0, 17, 7], [0, 0, 0, 0]):
         static.cu_q.copy_(torch.tensor([0, *torch.tensor(num_queries).cumsum(0)]))
-        # A sequence without rows is padding, and its length is ignored.
+        # A sequence without rows is padding, so its length is ignored.
         static.seq_lens.copy_(torch.tensor([n if r else 0 for n, r in zip(contexts, num_queries, strict=True)]))
         out.fill_(torch.nan)
         replay()
@@ -336,7 +336,7 @@ def test_kv_write_stores_the_rounded_value_and_nothing_else(
     if num_rows:
         # Ties round to even.
         k[0, 0, :2] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8])
-    # The interpreter truncates to bfloat16 instead of rounding.
+    # The interpreter truncates to bfloat16 where a GPU rounds.
     rtol = 2**-7 if dtype is torch.bfloat16 and device.type == "cpu" else 0.0
     kv_write(k, v, pool, LAYER, batch)
 
@@ -350,7 +350,7 @@ def test_kv_write_stores_the_rounded_value_and_nothing_else(
 
 
 HEADS = {"joined": (5, 1, 32, 32), "part-of-head": (4, 2, 40, 12), "odd-heads": (3, 3, 24, 24)}
-"""Query heads, KV heads, head_dim, and the number of rotated elements per head."""
+"""Numbers of query heads and KV heads, head_dim, and the number of rotated elements per head."""
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim", "rotated"), HEADS.values(), ids=HEADS.keys())
@@ -366,7 +366,7 @@ def test_rows_are_rotated_and_stored_as_the_reference_does(
     device: torch.device,
     make_poisoned_pool: Callable[..., PoolViews],
 ) -> None:
-    """The reference stores K in the CPU's layout, so the two pools are compared position by position."""
+    """The reference stores K in the CPU's layout, so the pools are compared position by position."""
     num_pages = 5
     geometry = PageGeometry(NUM_LAYERS, num_kv_heads, head_dim, dtype.itemsize, dtype.itemsize)
     expected_pool = make_poisoned_pool(num_pages, geometry, dtype)
@@ -376,7 +376,7 @@ def test_rows_are_rotated_and_stored_as_the_reference_does(
     is_padding = torch.arange(num_rows) % 7 == 3
     unused = torch.zeros(1, dtype=torch.int32)
     batch = AttentionBatch(unused, unused, unused, unused, torch.where(is_padding, -1, kv_slots), num_rows)
-    # Rows of q, k and v are views into one wider row, as a fused linear returns them.
+    # The rows of q, k and v are views into one wider row, as in the output of a fused linear layer.
     widths = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
     wide = torch.randn(num_rows, sum(widths) + 9).to(device, dtype)
     before = wide.clone()
@@ -392,7 +392,7 @@ def test_rows_are_rotated_and_stored_as_the_reference_does(
     tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2.0**-7}[dtype]
     torch.testing.assert_close(q.cpu().float()[~is_padding], rows[0][~is_padding], rtol=tolerance, atol=tolerance)
     assert torch.equal(q[is_padding], padded)
-    # The kernel changed q, but not the elements around q.
+    # The kernel changed only q, not its neighbours in the row.
     assert torch.equal(wide[:, 4 + widths[0] :], before[:, 4 + widths[0] :])
     assert torch.equal(wide[:, :4], before[:, :4])
     half = geometry.kv_elements // 2
@@ -447,7 +447,7 @@ def test_plans_are_within_bounds(
         if tiling is not None:
             assert tiling.num_splits >= 1
             assert tiling.block_m >= group_size * tiling.block_q(group_size) > 0
-            # Shared memory for the queries and two or three stages of K and V.
+            # Shared memory must fit the queries and two or three stages of K and V.
             block_d = max(16, head_dim)
             assert (tiling.block_m + 2 * tiling.num_stages * tiling.tile_n) * block_d * 2 <= 227 * 1024
     assert plan.workspace_elements(num_tokens, num_sequences, spec) * 4 < 1 << 30
@@ -514,7 +514,7 @@ print(*sorted(set(compiled)))
     [pytest.param(name, marks=pytest.mark.campaign) for name in ("llama", "gemma", "odd", "exact")],
 )
 def test_everything_compiles_for_a_hopper_gpu(model: str, tmp_path: Path) -> None:
-    """The compiler refuses code that the interpreter accepts; compiling needs no GPU."""
+    """The compiler rejects some code that the interpreter accepts. Compiling needs no GPU."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
@@ -560,12 +560,12 @@ def test_every_context_length_equals_plain_attention(
 
 
 def test_pages_past_4_gib_are_written_and_read(device: torch.device) -> None:
-    """The elements of the highest pages are beyond 2^31, where 32-bit arithmetic would overflow."""
+    """The highest pages' elements are beyond 2^31, where 32-bit arithmetic would overflow."""
     spec = AttentionSpec(4, 2, 128, 0.1)
     geometry = PageGeometry(32, 2, 128, 2, 2)
     num_pages = (5 << 30) // geometry.total_page_bytes
     assert num_pages * geometry.kv_elements * geometry.num_layers > 1 << 31
-    # On a host, physical memory backs only the pages that the test touches.
+    # On a host, only the pages that the test touches use physical memory.
     raw = torch.empty(num_pages, 32, geometry.page_bytes, dtype=torch.uint8, device=device)
     pool = PoolViews(raw, raw.view(torch.float16), raw.view(torch.float16), geometry)
     pages = torch.tensor([num_pages - 1, 0, num_pages - 2, 1], dtype=torch.int32)

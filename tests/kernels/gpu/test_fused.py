@@ -1,4 +1,4 @@
-"""The GPU's norms and gates compared with torch in float64, on a GPU or in Triton's interpreter."""
+"""GPU norms and gates compared with torch in float64, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLERANCE = {
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The GPU, or the host if Triton interprets; parts of Triton read the environment only when a kernel runs."""
+    """The GPU, or the host in interpreter mode. Parts of Triton read the mode when a kernel runs."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

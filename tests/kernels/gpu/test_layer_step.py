@@ -1,4 +1,4 @@
-"""One layer's step on the GPU's kernels: captured once, then replayed after its tensors' contents have changed."""
+"""One layer's step on the GPU kernels: captured once, then replayed after the contents of its tensors have changed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_replayed_step_follows_its_tensors(
     gpu_module: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Replay on the same tensors with other contents: fewer segments, other lengths, new and finished sequences."""
+    """Replay with the same tensors and new contents: fewer segments, other lengths, new and finished sequences."""
     if not HAS_GPU:
         run_interpreted(monkeypatch)
     reference, gpu = both_sides(gpu_module)

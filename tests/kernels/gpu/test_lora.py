@@ -1,4 +1,4 @@
-"""The GPU's shrink and expand compared with dense matrices in float64, on a GPU or in Triton's interpreter."""
+"""GPU shrink and expand compared with dense matrices in float64, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels
 RANKS = (0, 1, 3, 31, 64, 128)
 NUM_SLOTS = 5
 ALONE = "LORAMUX_TEST_ALONE"
-"""Environment variable that is set for a test in its own process."""
+"""Environment variable that is set when a test runs in its own process."""
 POISON = 1 << 30
-"""A number that is not a valid row or segment number."""
+"""An invalid row or segment number."""
 
-# Rounding error of y. Float32 sums are added in another order; the interpreter truncates to bfloat16.
+# Rounding error of y. Float32 sums are computed in another order, and the interpreter truncates to bfloat16.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 2.0**-8 if HAS_GPU else 2.0**-7}
 
-# Each batch, and the number of columns in its grid. With at least one column per row, single rows are processed
-# separately; otherwise all rows are in tiles.
+# Batches, each with the number of columns in its grid. With at least one column per row, rows are processed one by one;
+# otherwise all rows are grouped into tiles.
 BATCHES = {
     "empty": ([], 0),
     "empty-padded": ([], 3),
@@ -68,20 +68,20 @@ def expand(triton_kernels: dict[str, ModuleType]) -> Callable[..., None]:
 
 
 def geometry_of(dtype: torch.dtype) -> PageGeometry:
-    """Pages of 1,024 elements per layer, or of 3,840, which is not a power of two."""
+    """Pages of 1,024 or 3,840 elements per layer. 3,840 is not a power of two."""
     itemsize = torch.empty(0, dtype=dtype).element_size()
     num_kv_heads, head_dim = (2, 16) if itemsize == 4 else (3, 40)
     return PageGeometry(2, num_kv_heads, head_dim, itemsize, itemsize)
 
 
 def group_of(in_features: int, out_features: Sequence[int]) -> ModuleGroup:
-    """A group of the tables' modules 1, 2, ...; module 0 belongs to another group."""
+    """A group of modules 1, 2, ... of the tables. Module 0 belongs to another group."""
     offsets = np.concatenate([[0], np.cumsum(out_features)])[:-1].tolist()
     return ModuleGroup(tuple(range(1, len(out_features) + 1)), in_features, tuple(out_features), tuple(offsets))
 
 
 def padded_segments(slots: Sequence[int], num_segments: int, max_rows: int = 16) -> Segments:
-    """A batch's segments as a captured graph has them: padded with slot -1, and otherwise with poison."""
+    """A batch's segments as in a captured graph: slots are padded with -1, and rows and starts with poison."""
     segments = build_segments(np.array(slots, np.int32), max_rows)
     missing = num_segments - segments.num_segments
     assert missing >= 0
@@ -95,7 +95,7 @@ def padded_segments(slots: Sequence[int], num_segments: int, max_rows: int = 16)
 
 
 def on_device(adapters: Any) -> Any:
-    """Copy the adapters' pool and tables to the tested device."""
+    """Copy the adapters' pool and tables to the device under test."""
     pool, tables = adapters.pool, adapters.tables
     dtype, raw = pool.adapter.dtype, pool.raw.to(DEVICE)
     fields = {name: getattr(tables, name).to(DEVICE) for name in ("page_table", "off", "rank", "scale")}
@@ -116,7 +116,7 @@ def check(
     y: torch.Tensor,
     planes: torch.Tensor,
 ) -> None:
-    """Compare with float64: `planes` is written exactly where it must be, and `y` is correct within one rounding."""
+    """Compare with float64: `y` has only rounding errors, and `planes` is written exactly where it must be."""
     x, before, y, planes = x.cpu(), before.cpu(), y.cpu(), planes.cpu()
     scales, tolerance = adapters.tables.scale.cpu().double(), TOLERANCE[y.dtype]
     for t, slot in enumerate(slots):
@@ -151,7 +151,7 @@ def run_case(
     pdl: bool = False,
     max_rows: int = 16,
 ) -> None:
-    """Shrink and expand random adapters; x, planes and y are views into wider rows that are poisoned or guarded."""
+    """Shrink and expand random adapters. x, planes and y are views into wider rows that are poisoned or guarded."""
     slots, num_segments = batch
     rng = np.random.default_rng(in_features + len(slots))
     group = group_of(in_features, out_features)
@@ -164,7 +164,7 @@ def run_case(
     x = torch.full((num_rows, in_features + 5), torch.nan, dtype=x_dtype)
     x[:, 2:-3] = torch.randn(num_rows, in_features)
     x = x.to(DEVICE)[:, 2:-3]
-    # The planes have room for a model's largest batch, which has more rows than this one.
+    # The planes fit a model's largest batch, which has more rows than this one.
     planes = torch.full((num_planes, num_rows + 3, len(out_features), max(ranks) + 2), torch.nan, device=DEVICE)
     y_wide = torch.randn(num_rows, group.total_out + 3).to(DEVICE, x_dtype)
     before = y_wide.clone()
@@ -295,7 +295,7 @@ def test_one_launch_serves_whatever_the_segments_hold(
     expand: Callable[..., None],
     make_adapter_pool: Callable[..., Any],
 ) -> None:
-    """As with a graph, the launch is captured once; then segments and tables are rewritten in place."""
+    """The launch is captured once, as in a graph. Segments and tables are then rewritten in place."""
     geometry = geometry_of(torch.float32)
     modules = [LinearShape("m", 128, 96)]
     ranks = np.array([3, 31, 64], np.int32).reshape(3, 1, 1).repeat(2, 1)
@@ -361,7 +361,7 @@ def test_refuses_what_it_cannot_serve(
 
 
 class CompiledForHopper:
-    """Intercepts a kernel's launches and compiles them for compute capability 9.0, which needs no GPU."""
+    """Intercepts a kernel's launches and compiles them for compute capability 9.0. No GPU is needed."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -383,7 +383,7 @@ class CompiledForHopper:
         for i, argument in enumerate(arguments):
             is_tensor = isinstance(argument, torch.Tensor)
             signature[names[i]] = pointers[argument.dtype] if is_tensor else "i32"
-            # The launcher derives the same alignment from its arguments.
+            # The launcher derives the same alignment from the arguments.
             if is_tensor or (names[i] != "layer" and argument % 16 == 0):
                 aligned[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned)
@@ -392,7 +392,7 @@ class CompiledForHopper:
 
 
 def run_alone(request: pytest.FixtureRequest) -> None:
-    """Run a test in its own process, because a process that has interpreted kernels can no longer compile any."""
+    """Run a test in its own process, because a process that has interpreted kernels can no longer compile them."""
     test = f"{__file__}::{request.node.name}"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "campaign or not campaign", test]
     done = subprocess.run(command, env={**os.environ, ALONE: "1"}, capture_output=True, text=True, check=False)
@@ -400,7 +400,7 @@ def run_alone(request: pytest.FixtureRequest) -> None:
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """A tensor that is never read, for launches that are only compiled."""
+    """A tensor whose contents are never read, for launches that are only compiled."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -409,7 +409,7 @@ def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 def test_outer_modules_compile_for_hopper(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The embedding and head of Llama-3.1-8B, whose pages are addressed as one layer of 4 MiB."""
+    """The embedding and head of Llama-3.1-8B, with pages addressed as one layer of 4 MiB."""
     if ALONE not in os.environ:
         run_alone(request)
         return
@@ -459,7 +459,7 @@ def test_compiles_for_hopper(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The compiler refuses code that the interpreter accepts. The shapes are q/k/v of Llama-3.1-8B."""
+    """The compiler rejects some code that the interpreter accepts. The shapes are those of Llama-3.1-8B's q/k/v."""
     if ALONE not in os.environ:
         run_alone(request)
         return
@@ -496,7 +496,7 @@ def test_compiles_for_hopper(
         ptx = kernel.compiled.asm["ptx"]
         assert kernel.compiled.metadata.launch_pdl == (pdl and kernel is expand_kernel)
         assert (f"griddepcontrol.{instruction}" in ptx) == pdl
-        # Tiles of 64 rows are multiplied by a whole warp group.
+        # A whole warp group multiplies each tile of 64 rows.
         assert ("wgmma.mma_async" if max_rows == 64 else "mma.sync") in ptx
         # Adapters are read 16 bytes at a time, into registers or directly into shared memory.
         assert re.search(r"ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10", ptx)
@@ -504,7 +504,7 @@ def test_compiles_for_hopper(
             # The first block of B is prefetched before the wait for shrink.
             waits = [match.start() for match in re.finditer(r"griddepcontrol\.wait", ptx)]
             assert ptx.index("prefetch.global.L2") < waits[-1] < ptx.index("mma.sync")
-        # Several programs fit in a multiprocessor's 228 KiB of shared memory.
+        # A multiprocessor's 228 KiB of shared memory fits several programs.
         assert kernel.compiled.metadata.shared <= 32 * 1024
 
 
@@ -530,7 +530,7 @@ def test_every_batch_and_width_equals_dense_matrices(
 def test_adapters_past_4_gib_are_read(
     shrink: Callable[..., None], expand: Callable[..., None], make_adapter_pool: Callable[..., Any]
 ) -> None:
-    """The adapters are placed after 5 GiB of other pages."""
+    """The adapters' pages come after 5 GiB of other pages."""
     dtype = torch.bfloat16
     geometry = geometry_of(dtype)
     modules = [LinearShape("m", 128, 128)]

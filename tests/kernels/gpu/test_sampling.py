@@ -1,4 +1,4 @@
-"""The GPU's sampling compared with its specification in float64, on a GPU or in Triton's interpreter."""
+"""GPU sampling compared with its specification in float64, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels
 REAL_TILES = {name: getattr(sampling, name) for name in ("GROUP", "GROUPS_PER_PROGRAM", "BLOCK", "MAX_CANDIDATES")}
 
 ALONE = "LORAMUX_TEST_ALONE"
-"""Environment variable that is set for a test in its own process."""
+"""Environment variable that is set when a test runs in its own process."""
 
 EDGE = 2e-5
-"""Distance of a uniform number from the border between two tokens, far larger than the error of float32 sums."""
+"""Distance of a uniform number from the border between two tokens. Much larger than the error of float32 sums."""
 
 LARGEST_UNIFORM = 1 - 2.0**-24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One row's settings; the defaults sample from the plain softmax."""
+    """One row's settings. By default, tokens are sampled from the plain softmax."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -56,26 +56,26 @@ RESTRICTIONS = {
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scale the tiles down, so that a vocabulary of a thousand tokens behaves like one of a hundred thousand."""
+    """Scale down the tiles, so that a vocabulary of a thousand tokens behaves like one of a hundred thousand."""
     monkeypatch.setattr(sampling, "GROUP", 16)
     monkeypatch.setattr(sampling, "GROUPS_PER_PROGRAM", 8)
     monkeypatch.setattr(sampling, "BLOCK", 256)
     monkeypatch.setattr(sampling, "MAX_CANDIDATES", 64)
     if not HAS_GPU:
-        # Parts of the interpreter read the environment only when a kernel runs.
+        # Parts of the interpreter read the environment when a kernel runs.
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         skip_overflow_checks(monkeypatch)
 
 
 def skip_overflow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the overflow check for integer sums, which takes half the time. Tests with real tiles keep the check."""
+    """Skip the overflow check for integer sums, which takes half of the time. Tests with real tiles keep this check."""
     builder = sampling.triton.runtime.interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
 
 
 @pytest.fixture
 def real_tiles(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the tile sizes that a server uses."""
+    """Restore the tile sizes used by a server."""
     for name, value in REAL_TILES.items():
         monkeypatch.setattr(sampling, name, value)
     if not HAS_GPU:
@@ -84,7 +84,7 @@ def real_tiles(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def columns(rows: list[Settings]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The rows' temperature, top_k, top_p and min_p, as the kernel expects them."""
+    """The rows' temperature, top_k, top_p and min_p as tensors for the kernel."""
     return (
         torch.tensor([one.temperature for one in rows], dtype=torch.float32),
         torch.tensor([one.top_k for one in rows], dtype=torch.int32),
@@ -96,7 +96,7 @@ def columns(rows: list[Settings]) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 def run_kernel(
     logits: torch.Tensor, rows: list[Settings], uniform: torch.Tensor | list[float], *, all_greedy: bool = False
 ) -> list[int]:
-    """The kernel's tokens, sampled with a poisoned workspace and guard rows around `out_tokens`."""
+    """The tokens that the kernel samples. The workspace is poisoned, and guard rows surround `out_tokens`."""
     num_rows, vocab_size = logits.shape
     workspace = sampling.sampling_workspace(num_rows + 1, vocab_size, DEVICE).fill_(torch.nan)
     guarded = torch.full((num_rows + 2,), -77, dtype=torch.int32, device=DEVICE)
@@ -119,7 +119,9 @@ def run_reference(logits: torch.Tensor, rows: list[Settings], uniform: torch.Ten
 
 
 def weights_of(logits: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """The weights `[V]` that the oracle keeps in one row. Rounding top_p and min_p must not change the selection."""
+    """The weights `[V]` that the oracle keeps in one row. Asserts that rounding top_p or min_p cannot change the
+    selection.
+    """
     settings_of = columns([settings])
     weights = kept_weights(logits[None], *settings_of)[0]
     for factor in (1 - EDGE, 1 + EDGE):
@@ -151,7 +153,7 @@ def borders(weights: torch.Tensor, shares: tuple[float, ...]) -> tuple[torch.Ten
 
 
 def check_kept(logits: torch.Tensor, settings: Settings, shares: tuple[float, ...] = (0.5,)) -> set[int]:
-    """Draw from one row with `settings`, just around its tokens' borders, and return the tokens that are kept."""
+    """Sample from one row just around the borders between tokens, check the results, and return the kept tokens."""
     weights = weights_of(logits.float(), settings)
     uniform, expected = borders(weights, shares)
     rows = [settings] * len(expected)
@@ -192,7 +194,9 @@ def test_a_flat_row_is_narrowed_by_passes(
 
 @pytest.mark.parametrize("top_k", [21, 41, 900])
 def test_passes_may_stop_at_a_token(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Distances are multiples of 1/8, some twice as large as others, so tokens lie on ends of the search interval."""
+    """Distances are multiples of 1/8, and some are twice others, so some tokens are exactly at ends of the search
+    interval.
+    """
     monkeypatch.setattr(sampling, "MAX_CANDIDATES", 16)
     logits = (torch.arange(1025) // 5).float() / -8
     settings = Settings(temperature=20, top_k=top_k)
@@ -264,7 +268,7 @@ def test_one_likely_token_is_always_chosen(token: int) -> None:
 def test_equal_logits_are_equally_likely(value: float) -> None:
     logits = torch.full((1000,), value)
     if value == 0:
-        # Positive and negative zeros are equal, in any order.
+        # Positive and negative zeros are equal, so the order of tokens stays the same.
         logits[500:] = 0.0
     every = [Settings(), Settings(top_k=3), Settings(top_p=0.1), Settings(min_p=1.0)]
     rows = [GREEDY, *[Settings()] * 5, *every]
@@ -294,7 +298,7 @@ def test_a_tiny_temperature_chooses_the_likeliest(temperature: float) -> None:
 
 
 def test_a_huge_temperature_evens_weights_but_not_the_order() -> None:
-    """The weights of top_k's tokens are almost equal, but their distances differ."""
+    """The tokens in top_k have almost equal weights but different distances."""
     logits = torch.randn(1000) * 3
     assert check_kept(logits, Settings(temperature=1e4, top_k=5)) == set(logits.topk(5).indices.tolist())
     assert len(check_kept(logits, Settings(temperature=1e4, top_p=0.2))) == 200
@@ -302,7 +306,7 @@ def test_a_huge_temperature_evens_weights_but_not_the_order() -> None:
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(top_k=4), Settings(top_p=0.999)], ids=["none", "k", "p"])
 def test_a_token_without_weight_is_never_chosen(settings: Settings) -> None:
-    """This holds even for uniform numbers at the ends of their range."""
+    """Such a token is not chosen even if the uniform number is at an end of its range."""
     logits = torch.full((600,), -300.0)
     logits[[290, 301, 400, 511]] = torch.tensor([0.0, -1.0, -0.5, -2.0])
     assert run_kernel(logits.expand(2, -1), [settings] * 2, [0.0, LARGEST_UNIFORM]) == [290, 511]
@@ -312,13 +316,13 @@ def test_rounding_leads_to_the_last_token_with_a_weight() -> None:
     logits = torch.randn(30, 250) * 0.1
     logits[:, 240:] = -300
     chosen = run_kernel(logits, [Settings()] * 30, [LARGEST_UNIFORM] * 30)
-    # Sums in another order may reach the last border one token early.
+    # A sum in another order can reach the last border one token early.
     assert set(chosen) <= {238, 239}
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_the_largest_finite_logits_share_the_draw() -> None:
-    """A distance that overflows is not an error: its token has no weight."""
+    """A distance that overflows is not an error: the token has no weight."""
     logits = torch.full((300,), -3.3e38)
     logits[[20, 280]] = 3.3e38
     rows = [Settings(), Settings(top_k=9), Settings(top_p=0.9), Settings(min_p=0.1)]
@@ -327,7 +331,7 @@ def test_the_largest_finite_logits_share_the_draw() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_neighbours_change_nothing() -> None:
-    """Tokens must be exactly the same, although some of the random uniform numbers are within rounding of a border."""
+    """Tokens must be identical, even where a random uniform number is within rounding of a border."""
     logits = torch.randn(4, 1000)
     names = ("none", "top-k", "top-p", "min-p-within-both")
     rows, uniform = [RESTRICTIONS[name] for name in names], torch.rand(4)
@@ -342,7 +346,7 @@ def test_neighbours_change_nothing() -> None:
 
 @pytest.mark.parametrize("vocab_size", [63, 1000, 1025])
 def test_greedy_rows_need_no_flag(vocab_size: int) -> None:
-    """The first of equal maxima wins, wherever groups, programs and blocks end. Only the logits are read."""
+    """The first of several equal maxima wins, wherever groups, programs and blocks end. Only the logits are read."""
     logits = torch.randn(5, vocab_size).clamp(max=4)
     for row, tokens in enumerate([[0], [15, 16], [vocab_size - 1], [40, 41, 62], list(range(vocab_size))]):
         logits[row, tokens] = 5
@@ -353,7 +357,7 @@ def test_greedy_rows_need_no_flag(vocab_size: int) -> None:
 
 
 def test_draws_are_distributed_as_the_weights() -> None:
-    """Pearson's chi-square for 200 draws; with 7 degrees of freedom it exceeds 24.3 once in a thousand times."""
+    """Pearson's chi-square for 200 draws. With 7 degrees of freedom, it exceeds 24.3 once in a thousand times."""
     logits = torch.full((63,), -9.0)
     tokens = torch.tensor([1, 5, 17, 30, 31, 32, 50, 62])
     logits[tokens] = torch.tensor([0.0, 0.3, -0.4, 0.9, -1.0, 0.1, 0.5, -0.2])
@@ -391,7 +395,7 @@ def test_a_graph_serves_other_rows_and_nothing_waits() -> None:
 
 
 class CompiledForHopper:
-    """Intercepts a kernel's launches and compiles them for compute capability 9.0, which needs no GPU."""
+    """Intercepts a kernel's launches and compiles them for compute capability 9.0. No GPU is needed."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -413,7 +417,7 @@ class CompiledForHopper:
         for i, argument in enumerate(arguments):
             is_tensor = isinstance(argument, torch.Tensor)
             signature[names[i]] = pointers[argument.dtype] if is_tensor else "i32"
-            # The launcher derives the same alignment from its arguments.
+            # The launcher derives the same alignment from the arguments.
             if is_tensor or argument % 16 == 0:
                 aligned[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned)
@@ -424,9 +428,9 @@ class CompiledForHopper:
 @pytest.mark.campaign
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
 def test_compiles_for_hopper(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler refuses code that the interpreter accepts. The vocabularies are Llama 3's and an odd one."""
+    """The compiler rejects some code that the interpreter accepts. The vocabularies are Llama 3's and an odd one."""
     if ALONE not in os.environ:
-        # A process that has interpreted kernels can no longer compile any, so this test runs in its own process.
+        # This test runs in its own process, because a process that has interpreted kernels can no longer compile them.
         test = f"{__file__}::{request.node.name}"
         command = [sys.executable, "-m", "pytest", "-m", "campaign", "-p", "no:cacheprovider", "--noconftest", test]
         done = subprocess.run(command, env={**os.environ, ALONE: "1"}, capture_output=True, text=True, check=False)
@@ -446,7 +450,7 @@ def test_compiles_for_hopper(request: pytest.FixtureRequest, tmp_path: Path, mon
         module.sample_tokens(logits, real, whole, real, real, real, whole, all_greedy=all_greedy)
 
     launch(128_256, torch.float32, all_greedy=False)
-    # Logits are read 16 bytes at a time, and a row's next blocks are loaded while this one is processed.
+    # Logits are read 16 bytes at a time, and a row's next blocks are loaded while the current one is processed.
     assert "ld.global.v4.b32" in maxima.compiled.asm["ptx"]
     assert "cp.async.cg.shared.global" in choose.compiled.asm["ptx"]
     launch(128_256, torch.float32, all_greedy=True)
@@ -463,5 +467,5 @@ def test_a_real_vocabulary_is_drawn_as_specified(settings: Settings, spread: flo
     chosen, specified = run_kernel(logits, rows, uniform), run_reference(logits, rows, uniform)
     for found, expected, row in zip(chosen, specified, logits, strict=True):
         running = kept_weights(row[None], *columns([settings]))[0].cumsum(0)
-        # With this many tokens, some are within rounding of a border.
+        # With a vocabulary this large, some draws are within rounding of a border.
         assert abs(running[found] - running[expected]) <= EDGE * running[-1]
