@@ -22,25 +22,25 @@ def config(**settings: Any) -> EngineConfig:
     return EngineConfig(model_dir="", blob_url="", cache_dir="", **settings)
 
 
-def test_every_running_sequence_has_a_row_of_a_step() -> None:
+def test_max_batch_tokens_below_max_sequences_is_refused() -> None:
     assert config(max_batch_tokens=16, max_sequences=16).max_sequences == 16
     with pytest.raises(ConfigNotUsable, match=r"max_batch_tokens \(15\) is less than max_sequences \(16\)"):
         config(max_batch_tokens=15, max_sequences=16)
 
 
-def test_the_engines_process_checks_what_it_is_handed() -> None:
+def test_engine_process_checks_its_config() -> None:
     document = msgspec.json.encode(config()).replace(b'"max_sequences":64', b'"max_sequences":4096')
     with pytest.raises(ConfigNotUsable, match="4096"):
         msgspec.json.decode(document, type=EngineConfig)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, float("nan"), float("inf")])
-def test_not_everything_may_be_pinned(share: float) -> None:
+def test_invalid_max_pinned_share_is_refused(share: float) -> None:
     with pytest.raises(ConfigNotUsable, match="max_pinned_share"):
         config(max_pinned_share=share)
 
 
-def test_a_disk_tier_that_cannot_be_written_is_refused_without_its_path(target: PackTarget, tmp_path: Path) -> None:
+def test_unwritable_disk_tier_is_refused_without_its_path(target: PackTarget, tmp_path: Path) -> None:
     place = tmp_path / "secret-name"
     place.write_text("a file where a directory should be")
     settings = EngineConfig(model_dir="", blob_url=f"file://{tmp_path / 'blobs'}", cache_dir=str(place))
@@ -49,7 +49,7 @@ def test_a_disk_tier_that_cannot_be_written_is_refused_without_its_path(target: 
     assert "secret-name" not in str(refused.value)
 
 
-def test_the_host_tier_is_memory_that_the_device_knows(target: PackTarget, tmp_path: Path) -> None:
+def test_host_tier_memory_is_pinned(target: PackTarget, tmp_path: Path) -> None:
     settings = EngineConfig(
         model_dir="", blob_url=f"file://{tmp_path / 'blobs'}", cache_dir=str(tmp_path / "disk"), host_tier_bytes=1 << 20
     )

@@ -27,7 +27,7 @@ def test_a_batch_mixes_adapters_and_base(simulation: Simulation) -> None:
     assert stats_of(simulation).mixed_steps >= 1
 
 
-def test_the_simulation_notices_pages_that_are_mixed_up(simulation: Simulation) -> None:
+def test_simulation_detects_mixed_up_pages(simulation: Simulation) -> None:
     adds = [simulation.add(f"s{i}", num_prompt=20, max_tokens=8) for i in range(3)]
     simulation.step()
     first, second, _ = simulation.scheduler.running
@@ -57,7 +57,7 @@ def test_the_simulation_notices_pages_that_are_mixed_up(simulation: Simulation) 
         "request beyond the pool",
     ],
 )
-def test_a_request_that_can_never_run_is_refused_and_disturbs_nobody(
+def test_request_that_can_never_run_is_refused_without_side_effects(
     simulate: Simulate, num_prompt: int, max_tokens: int, digest: str | None, code: str
 ) -> None:
     simulation = simulate(num_pages=20, adapters={"huge": 21, "large": 15})
@@ -70,7 +70,7 @@ def test_a_request_that_can_never_run_is_refused_and_disturbs_nobody(
 
 
 @pytest.mark.parametrize("token", [-1, 1000, 2**40])
-def test_a_token_id_outside_the_vocabulary_never_reaches_a_kernel(simulation: Simulation, token: int) -> None:
+def test_token_id_outside_the_vocabulary_is_refused(simulation: Simulation, token: int) -> None:
     add = simulation.add("good")
     bad = type(add)(sequence_id="bad", prompt=(1, token), max_tokens=3, sampling=GREEDY)
     simulation.engine.add(b"gateway", bad)
@@ -84,9 +84,7 @@ def test_a_token_id_outside_the_vocabulary_never_reaches_a_kernel(simulation: Si
     [SamplingParams(logit_bias=((VOCAB_SIZE, 1.0),)), SamplingParams(logit_bias=((-1, 1.0),))],
     ids=["beyond the vocabulary", "negative"],
 )
-def test_a_biased_token_outside_the_vocabulary_never_reaches_a_kernel(
-    simulation: Simulation, bad: SamplingParams
-) -> None:
+def test_biased_token_outside_the_vocabulary_is_refused(simulation: Simulation, bad: SamplingParams) -> None:
     good = simulation.add("good")
     simulation.add("bad", sampling=bad)
     simulation.run()
@@ -94,7 +92,7 @@ def test_a_biased_token_outside_the_vocabulary_never_reaches_a_kernel(
     assert simulation.tokens["good"] == simulation.expected(good)
 
 
-def test_a_row_that_is_not_finite_ends_alone(simulation: Simulation) -> None:
+def test_non_finite_row_ends_only_its_own_sequence(simulation: Simulation) -> None:
     simulation.executor.not_finite_for.add("a")
     good = [simulation.add("base"), simulation.add("b", digest="b")]
     simulation.add("bad", digest="a")
@@ -105,7 +103,7 @@ def test_a_row_that_is_not_finite_ends_alone(simulation: Simulation) -> None:
 
 
 @pytest.mark.parametrize("keep", [None, 0, 2, 100], ids=["disconnect", "keep none", "keep two", "keep more"])
-def test_an_abort_bills_what_was_committed_or_kept(simulation: Simulation, keep: int | None) -> None:
+def test_abort_bills_committed_or_kept_tokens(simulation: Simulation, keep: int | None) -> None:
     simulation.add("s", max_tokens=50)
     for _ in range(5):
         simulation.step()
@@ -164,7 +162,7 @@ def test_load_is_answered_once_resident(simulation: Simulation) -> None:
     assert answers == {"l": "resident", "m": "failed"}
 
 
-def test_a_seeded_stream_is_its_own(simulate: Simulate, simulation: Simulation) -> None:
+def test_seeded_stream_is_independent(simulate: Simulate, simulation: Simulation) -> None:
     sampling = SamplingParams(temperature=5.0, seed=7, ignore_eos=True)
     alone = simulate()
     alone.add("s", max_tokens=8, sampling=sampling)
@@ -176,7 +174,7 @@ def test_a_seeded_stream_is_its_own(simulate: Simulate, simulation: Simulation) 
     assert simulation.tokens["s"] == alone.tokens["s"]
 
 
-def test_random_life_leaks_nothing(simulate: Simulate) -> None:
+def test_random_traffic_leaks_nothing(simulate: Simulate) -> None:
     """Random sequences arrive, are aborted or preempted, and evict one another's adapters."""
     rng = random.Random(3)
     names = {f"adapter{i}": rng.randint(1, 6) for i in range(12)}
@@ -203,7 +201,7 @@ def test_random_life_leaks_nothing(simulate: Simulate) -> None:
     assert counts.num_adapter_evictions > 0
 
 
-def test_a_load_that_loses_its_adapter_at_once_is_still_answered(simulate: Simulate) -> None:
+def test_load_is_answered_even_if_the_adapter_is_evicted_immediately(simulate: Simulate) -> None:
     simulation = simulate(num_slots=1, adapters={"a": 1, "b": 1})
     simulation.add("s", digest="a", max_tokens=1)
     simulation.run()

@@ -7,7 +7,7 @@ import msgspec
 from tests.engine.simulated_engine import Simulate, stats_of
 
 
-def test_a_prompt_counts_once_however_often_it_is_computed(simulate: Simulate) -> None:
+def test_recomputed_prompt_counts_once(simulate: Simulate) -> None:
     simulation = simulate(num_pages=12, adapters={"a": 2})
     adds = [simulation.add(f"s{i}", num_prompt=20, max_tokens=60, digest="a" if i % 2 else None) for i in range(5)]
     simulation.run()
@@ -19,7 +19,7 @@ def test_a_prompt_counts_once_however_often_it_is_computed(simulate: Simulate) -
     assert stats.recomputed_tokens == num_rows - stats.prompt_tokens - sum(add.max_tokens - 1 for add in adds) > 0
 
 
-def test_what_the_prefix_cache_spared_counts_as_cached_only(simulate: Simulate) -> None:
+def test_prefix_cache_hits_count_only_as_cached(simulate: Simulate) -> None:
     simulation = simulate()
     prompt = tuple(range(50))
     for name in ("first", "second"):
@@ -29,7 +29,7 @@ def test_what_the_prefix_cache_spared_counts_as_cached_only(simulate: Simulate) 
     assert (stats.prompt_tokens, stats.cached_tokens, stats.recomputed_tokens) == (50 + 2, 48, 0)
 
 
-def test_stats_say_what_sequences_wait_for(simulate: Simulate) -> None:
+def test_stats_report_what_sequences_wait_for(simulate: Simulate) -> None:
     simulation = simulate(num_pages=8, adapters={"a": 2})
     for i in range(6):
         simulation.add(f"s{i}", num_prompt=20, max_tokens=20)

@@ -21,7 +21,7 @@ FUSED = ((0,), (1,), (2,), (3,))
         pytest.param([3], FUSED, LayerGroups.DOWN, id="fused-down"),
     ],
 )
-def test_groups_are_those_that_hold_the_changed_modules(
+def test_changed_modules_map_to_their_groups(
     modules: list[int], module_groups: tuple[tuple[int, ...], ...], expected: LayerGroups
 ) -> None:
     changed = np.zeros(7, np.bool_)

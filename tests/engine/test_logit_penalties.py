@@ -60,7 +60,7 @@ bias = st.dictionaries(tokens, st.floats(-100, 100, width=32), max_size=6)
     frequency=st.sampled_from([0.0, 0.3, -0.7]),
     bias=bias,
 )
-def test_a_row_is_edited_as_vllm_edits_it(
+def test_edited_row_matches_vllm(
     prompt: list[int],
     output: list[int],
     repetition: float,
@@ -94,7 +94,7 @@ def test_a_bias_of_100_bans_and_selects() -> None:
         assert {one.token_id for one in sample(logits.expand(300, -1), rows, ())} <= allowed
 
 
-def test_neither_the_models_logits_nor_a_neighbour_are_touched() -> None:
+def test_edits_leave_logits_and_other_rows_unchanged() -> None:
     params = SamplingParams(temperature=0.0, presence_penalty=2.0, logit_bias=((5, 100.0),), num_logprobs=1)
     logits = TABLE[:3].clone()
     rows = [
@@ -111,7 +111,7 @@ def test_neither_the_models_logits_nor_a_neighbour_are_touched() -> None:
     assert found[2].token_id == int(TABLE[2].argmax())
 
 
-def test_a_token_is_looked_at_once_however_often_the_row_comes() -> None:
+def test_each_token_is_read_only_once() -> None:
     class CountedList(list[int]):
         num_read = 0
 
@@ -129,7 +129,7 @@ def test_a_token_is_looked_at_once_however_often_the_row_comes() -> None:
     assert tokens.num_read == 20 + 14
 
 
-def test_marks_count_the_answer_and_remember_the_prompt() -> None:
+def test_marks_count_output_tokens_and_flag_prompt_tokens() -> None:
     marks = TokenMarks([5, 6, 5])
     for token in (6, 6, 9):
         marks.add(token)
@@ -137,7 +137,7 @@ def test_marks_count_the_answer_and_remember_the_prompt() -> None:
     assert dict(zip(ids.tolist(), values.tolist(), strict=True)) == {5: 1, 6: 5, 9: 2}
 
 
-def test_settings_that_edit_nothing_make_no_edits() -> None:
+def test_settings_without_edits_return_none() -> None:
     assert logit_penalties(SamplingParams(temperature=0.3, top_k=4, min_p=0.1, seed=1, min_tokens=4), [1, 2], 2) is None
 
 
@@ -232,7 +232,7 @@ def naive(prompt: tuple[int, ...], params: SamplingParams, num_tokens: int) -> l
     return output
 
 
-def test_the_host_alone_gives_what_the_definition_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_sampling_follows_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     found = generated(simulate(HostTable(), monkeypatch, lookahead=False), 24)
     for i, (name, params) in enumerate(ASKED.items()):
         if params.temperature == 0:
@@ -243,7 +243,7 @@ def test_the_host_alone_gives_what_the_definition_does(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("num_pages", [64, 13], ids=["room for all", "preemptions"])
-def test_steps_in_flight_miss_no_token(monkeypatch: pytest.MonkeyPatch, num_pages: int) -> None:
+def test_penalties_miss_no_token_in_flight(monkeypatch: pytest.MonkeyPatch, num_pages: int) -> None:
     expected = generated(simulate(HostTable(), monkeypatch, lookahead=False), 24)
     device = DeviceTable(reference)
     simulation = simulate(device, monkeypatch, lookahead=True, num_pages=num_pages)
@@ -252,7 +252,7 @@ def test_steps_in_flight_miss_no_token(monkeypatch: pytest.MonkeyPatch, num_page
     assert (simulation.scheduler.num_preemptions > 0) == (num_pages == 13)
 
 
-def test_a_sequence_that_a_step_leaves_out_loses_none_of_its_tokens() -> None:
+def test_sequence_skipped_by_a_step_keeps_its_tokens() -> None:
     params, prompt = ASKED["frequency"], (3, 4, 5)
     device = DeviceTable(reference)
     tokens = list(prompt)
@@ -271,7 +271,7 @@ def test_a_sequence_that_a_step_leaves_out_loses_none_of_its_tokens() -> None:
     assert committed == naive(prompt, params, 40)
 
 
-def test_the_devices_own_kernel_sees_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_kernel_sees_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generated(simulate(HostTable(), monkeypatch, lookahead=False), 6)
     sample_tokens = gpu_backend(monkeypatch).sample_tokens
     assert sample_tokens is not None
@@ -279,7 +279,7 @@ def test_the_devices_own_kernel_sees_the_same(monkeypatch: pytest.MonkeyPatch) -
     assert generated(simulation, 6) == expected
 
 
-def test_a_host_that_runs_ahead_notes_what_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_lookahead_records_chosen_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     class AheadTable(HostTable):
         """A host model that fills in the previous step's tokens if the engine has not read them yet."""
 

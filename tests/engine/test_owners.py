@@ -40,7 +40,7 @@ def tokens_of(told: list[FromEngine]) -> list[int]:
 
 
 @pytest.mark.parametrize("digest", [None, "a"])
-def test_two_gateways_may_use_the_same_id(simulation: Simulation, digest: str | None) -> None:
+def test_two_gateways_can_use_the_same_id(simulation: Simulation, digest: str | None) -> None:
     adds = {}
     for owner, prompt in ((FIRST, (1, 2, 3)), (SECOND, (9, 8, 7, 6))):
         adds[owner] = simulation.make_add("same", prompt, 6, digest)
@@ -53,7 +53,7 @@ def test_two_gateways_may_use_the_same_id(simulation: Simulation, digest: str | 
     assert len(simulation.executor.batches) == 6, "both run concurrently"
 
 
-def test_an_id_that_runs_is_rejected_and_the_running_one_goes_on(simulation: Simulation) -> None:
+def test_duplicate_id_is_rejected_and_the_running_sequence_continues(simulation: Simulation) -> None:
     add = simulation.make_add("same", (1, 2, 3), 6)
     simulation.engine.add(FIRST, add)
     simulation.engine.step()
@@ -64,7 +64,7 @@ def test_an_id_that_runs_is_rejected_and_the_running_one_goes_on(simulation: Sim
     assert [one.completion_tokens for one in told if isinstance(one, Finished)] == [6]
 
 
-def test_nobody_ends_or_extends_anothers_sequence(simulation: Simulation) -> None:
+def test_gateway_cannot_end_or_extend_anothers_sequence(simulation: Simulation) -> None:
     add = simulation.make_add("mine", (1, 2, 3), 6)
     simulation.engine.add(FIRST, add)
     simulation.engine.step()
@@ -73,7 +73,7 @@ def test_nobody_ends_or_extends_anothers_sequence(simulation: Simulation) -> Non
     assert tokens_of(run_for(simulation)[FIRST]) == simulation.expected(add)
 
 
-def test_what_a_dead_gateway_asked_for_is_forgotten(simulation: Simulation) -> None:
+def test_requests_of_a_dead_gateway_are_dropped(simulation: Simulation) -> None:
     simulation.hold_loads()
     simulation.engine.load(FIRST, Load(call_id="l", digest="b"))
     running = simulation.make_add("running", (1, 2, 3), 30)
@@ -85,7 +85,7 @@ def test_what_a_dead_gateway_asked_for_is_forgotten(simulation: Simulation) -> N
     assert not simulation.engine.has_work
 
 
-def test_an_unload_ends_with_its_gateway_but_not_with_another(simulation: Simulation) -> None:
+def test_unload_ends_only_with_its_own_gateway(simulation: Simulation) -> None:
     first = simulation.make_add("running", (1, 2, 3), 40, "a")
     simulation.engine.add(SECOND, first)
     for _ in range(4):

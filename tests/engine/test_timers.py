@@ -14,9 +14,7 @@ NO_TIMES = [math.nan, math.inf, -math.inf, -1.0]
 
 @pytest.mark.parametrize("field", ["timeout_s", "pause_s"])
 @pytest.mark.parametrize("seconds", NO_TIMES)
-def test_a_time_that_is_none_is_refused_and_disturbs_no_other(
-    simulation: Simulation, field: str, seconds: float
-) -> None:
+def test_invalid_time_is_refused_without_affecting_others(simulation: Simulation, field: str, seconds: float) -> None:
     simulation.add("bad", max_tokens=2, **{field: seconds})
     simulation.add("late", max_tokens=400, timeout_s=5.0)
     for _ in range(6):
@@ -28,7 +26,7 @@ def test_a_time_that_is_none_is_refused_and_disturbs_no_other(
 
 
 @pytest.mark.parametrize("seconds", NO_TIMES)
-def test_an_unload_with_such_a_deadline_is_refused(simulation: Simulation, seconds: float) -> None:
+def test_unload_with_an_invalid_deadline_is_refused(simulation: Simulation, seconds: float) -> None:
     add = simulation.add("s", digest="a", max_tokens=10)
     simulation.step()
     simulation.engine.unload(b"gateway", Unload(call_id="u", digest="a", deadline_s=seconds))
@@ -39,7 +37,7 @@ def test_an_unload_with_such_a_deadline_is_refused(simulation: Simulation, secon
     assert simulation.tokens["s"] == simulation.expected(add)
 
 
-def test_a_deadline_that_is_over_at_once_ends_the_request_unrun(simulation: Simulation) -> None:
+def test_expired_deadline_ends_the_request_before_it_runs(simulation: Simulation) -> None:
     simulation.add("s", timeout_s=0.0)
     simulation.run()
     assert (simulation.finished["s"].code, simulation.finished["s"].prompt_tokens) == ("deadline_exceeded", 0)

@@ -29,7 +29,7 @@ def told(simulation: Simulation) -> tuple[list[int], list[int], Finished]:
     ("max_tokens", "expected"),
     [(1, [1]), (2, [1, 1]), (4, [1, 3]), (5, [1, 4]), (14, [1, 4, 4, 4, 1])],
 )
-def test_the_first_alone_then_so_many_and_the_rest_at_the_end(
+def test_first_token_is_sent_alone_and_the_rest_in_groups(
     simulate: Simulate, lookahead: bool, max_tokens: int, expected: list[int]
 ) -> None:
     simulation = simulate(lookahead=lookahead)
@@ -40,7 +40,7 @@ def test_the_first_alone_then_so_many_and_the_rest_at_the_end(
     assert (finished.reason, finished.completion_tokens) == ("length", max_tokens)
 
 
-def test_what_is_still_to_be_told_comes_before_a_stop_token_s_end(simulate: Simulate) -> None:
+def test_pending_tokens_are_sent_before_a_stop_token_ends_the_sequence(simulate: Simulate) -> None:
     whole = simulate().expected(simulate().make_add("one", (1, 2, 3), 12))
     stop = whole[7]
     num_told = whole.index(stop)
@@ -52,7 +52,7 @@ def test_what_is_still_to_be_told_comes_before_a_stop_token_s_end(simulate: Simu
     assert (finished.reason, finished.completion_tokens) == ("stop", num_told + 1)
 
 
-def test_an_abort_tells_all_that_is_billed(simulation: Simulation) -> None:
+def test_abort_sends_all_billed_tokens(simulation: Simulation) -> None:
     add = simulation.add("one", max_tokens=50, tokens_at_once=100)
     for _ in range(10):
         simulation.step()
@@ -62,7 +62,7 @@ def test_an_abort_tells_all_that_is_billed(simulation: Simulation) -> None:
     assert simulation.tokens["one"] == simulation.expected(add)[: len(simulation.tokens["one"])]
 
 
-def test_others_are_told_of_each_token(simulation: Simulation) -> None:
+def test_streamed_sequences_receive_each_token_immediately(simulation: Simulation) -> None:
     whole = simulation.add("whole", max_tokens=20, tokens_at_once=100)
     streamed = simulation.add("streamed", max_tokens=20, sampling=GREEDY)
     while len(simulation.tokens["streamed"]) < 19:

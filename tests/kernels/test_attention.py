@@ -103,7 +103,7 @@ def test_long_contexts_equal_a_plain_softmax(
     check_attention(contexts, num_queries, spec, dtype, make_kernels, make_poisoned_pool)
 
 
-def test_pages_may_be_listed_in_any_order(
+def test_pages_can_be_listed_in_any_order(
     dtype: torch.dtype, make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:
     spec = AttentionSpec(4, 2, 16, 0.25)
@@ -113,7 +113,7 @@ def test_pages_may_be_listed_in_any_order(
 
 @pytest.mark.parametrize("sliding_window", [None, 7, 20], ids=["whole", "window-7", "window-20"])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS.values(), ids=HEADS.keys())
-def test_the_bits_of_a_row_do_not_depend_on_those_beside_it(
+def test_row_is_bitwise_independent_of_other_rows(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -179,7 +179,7 @@ def check_attention(
 
 
 @pytest.mark.parametrize("num_rows", [1, 40, 4000], ids=["one-row", "40-rows", "on-all-threads"])
-def test_kv_write_stores_the_rounded_value_and_nothing_else(
+def test_kv_write_stores_only_the_rounded_values(
     num_rows: int,
     dtype: torch.dtype,
     make_cpu_kernels: Callable[..., Any],

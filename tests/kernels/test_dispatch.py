@@ -57,7 +57,7 @@ def test_the_cpu_has_kernels(make_poisoned_pool: Callable[..., PoolViews]) -> No
     assert isinstance(select_kernels(torch.device("cpu"), pool, SHAPES), CpuKernels)
 
 
-def test_a_machine_without_triton_serves_on_its_cpu() -> None:
+def test_cpu_kernels_work_without_triton() -> None:
     """Run this check in a separate process, where nothing has imported Triton yet."""
     program = """
 import sys
@@ -130,7 +130,7 @@ OTHER_SPECS = {
 
 
 @pytest.mark.parametrize(("spec", "message"), OTHER_SPECS.values(), ids=OTHER_SPECS.keys())
-def test_attention_that_a_gpu_cannot_compute_is_refused(
+def test_unsupported_attention_on_a_gpu_is_refused(
     spec: AttentionSpec, message: str, cuda: torch.device, make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:
     """Unsupported attention is refused even if only the last layer uses it."""
@@ -149,7 +149,7 @@ OTHER_PAGES = {
 
 
 @pytest.mark.parametrize(("geometry", "kv_dtype", "adapter_dtype", "message"), OTHER_PAGES.values(), ids=OTHER_PAGES)
-def test_a_pool_that_a_gpu_cannot_read_is_refused(
+def test_unsupported_pool_on_a_gpu_is_refused(
     geometry: PageGeometry, kv_dtype: torch.dtype, adapter_dtype: torch.dtype, message: str, cuda: torch.device
 ) -> None:
     raw = torch.zeros(1, 1, geometry.page_bytes, dtype=torch.uint8)
@@ -167,7 +167,7 @@ def test_a_pool_that_a_gpu_cannot_read_is_refused(
         pytest.param(PageGeometry(1, 1, 8, 2, 2), torch.float16, "float16", id="dtype"),
     ],
 )
-def test_a_pool_that_the_cpu_cannot_read_is_refused(
+def test_unsupported_pool_on_the_cpu_is_refused(
     geometry: PageGeometry, dtype: torch.dtype, message: str, make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -175,7 +175,7 @@ def test_a_pool_that_the_cpu_cannot_read_is_refused(
 
 
 @pytest.mark.parametrize("num_threads", [0, -1, 100_000])
-def test_an_impossible_number_of_threads_is_refused(num_threads: int) -> None:
+def test_invalid_number_of_threads_is_refused(num_threads: int) -> None:
     with pytest.raises(ValueError, match=f"got {num_threads}"):
         set_num_threads(num_threads)
 
@@ -199,7 +199,7 @@ SHARES = {
 
 @pytest.mark.usefixtures("threads_restored")
 @pytest.mark.parametrize("ranks", SHARES.values(), ids=SHARES)
-def test_what_threads_add_does_not_depend_on_their_shares(
+def test_results_do_not_depend_on_how_threads_share_the_work(
     ranks: tuple[int, ...], make_adapter_pool: Callable[..., Any]
 ) -> None:
     """The bits do not depend on the number of threads either, and the results match the reference within rounding."""
@@ -223,7 +223,7 @@ def test_what_threads_add_does_not_depend_on_their_shares(
     assert all(torch.equal(y, results[0]) for y in results)
 
 
-def test_no_call_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Callable[..., Any]) -> None:
+def test_nothing_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Callable[..., Any]) -> None:
     for pool_dtype in (torch.float32, torch.bfloat16):
         warm(pool_dtype)
     before = [len(function.signatures) for function in COMPILED]
@@ -263,12 +263,12 @@ def test_no_call_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Call
     assert [len(function.signatures) for function in COMPILED] == before
 
 
-def test_warm_says_how_long_it_took(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warm_reports_its_duration(capsys: pytest.CaptureFixture[str]) -> None:
     main()
     said = r"compiling the CPU kernels, .* \.\.\.\nthe CPU kernels are compiled \(\d+\.\d s\)\n"
     assert re.fullmatch(said, capsys.readouterr().out)
 
 
-def test_compiled_code_is_kept_under_the_name_of_its_sources() -> None:
+def test_compiled_code_is_stored_in_the_cache_directory() -> None:
     assert Path(numba.config.CACHE_DIR) == cache_directory()
     assert list(cache_directory().rglob("*.nbi")), "this run's kernels are cached there"

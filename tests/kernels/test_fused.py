@@ -36,7 +36,7 @@ def test_rms_norm_of_heads_inside_wider_rows_equals_torch(kernels: Any) -> None:
 
 
 @pytest.mark.parametrize(("num_rows", "size"), SHAPES.values(), ids=SHAPES.keys())
-def test_add_rms_norm_has_the_bits_of_both_steps(kernels: Any, num_rows: int, size: int) -> None:
+def test_add_rms_norm_equals_add_then_norm_bitwise(kernels: Any, num_rows: int, size: int) -> None:
     x, weight = torch.randn(num_rows, size + 9)[:, 4 : size + 4] * 3, torch.randn(size)
     residual = torch.randn(num_rows, size)
     expected = residual + x
@@ -68,7 +68,7 @@ def test_gated_activations_equal_torch(
 
 @pytest.mark.parametrize("rotated", [32, 12], ids=["whole-head", "part-of-head"])
 @pytest.mark.parametrize("num_rows", [0, 1, 9, 500], ids=lambda n: f"{n}-rows")
-def test_rotary_turns_each_pair_in_place(
+def test_rotary_rotates_each_pair_in_place(
     num_rows: int,
     rotated: int,
     make_cpu_kernels: Callable[..., Any],
@@ -93,7 +93,7 @@ def test_rotary_turns_each_pair_in_place(
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "silu_and_mul", "gelu_and_mul"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=["nan", "inf"])
-def test_a_row_that_is_not_finite_stays_so_alone(kernels: Any, name: str, bad: float) -> None:
+def test_non_finite_row_does_not_affect_others(kernels: Any, name: str, bad: float) -> None:
     x = torch.randn(3, 64)
     x[1, 3] = bad
     out = {

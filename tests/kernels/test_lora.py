@@ -110,7 +110,7 @@ def test_equals_dense_matrices(
 
 
 @pytest.mark.parametrize("slots", SLOTS.values(), ids=SLOTS.keys())
-def test_adding_is_shrinking_and_then_expanding(
+def test_lora_add_equals_shrink_then_expand(
     slots: list[int], dtype: torch.dtype, make_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
 ) -> None:
     """Both methods agree bit for bit, even if an adapter changes the group in only one layer."""
@@ -132,7 +132,7 @@ def test_adding_is_shrinking_and_then_expanding(
         assert torch.equal(found, expected)
 
 
-def test_what_an_adapter_does_not_change_is_known_of_each_step_anew(
+def test_changed_ranks_apply_in_the_next_step(
     make_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
 ) -> None:
     ranks = np.array([[[4, 0]] * 2, [[4, 4]] * 2], np.int32)
@@ -160,7 +160,7 @@ def test_what_an_adapter_does_not_change_is_known_of_each_step_anew(
 # The interpreter multiplies matrices with numpy, which warns.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("slot", [0, 1], ids=["finite-neighbour", "not-finite"])
-def test_a_row_that_is_not_finite_harms_only_itself(
+def test_non_finite_row_affects_only_itself(
     slot: int, make_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
 ) -> None:
     geometry = GEOMETRY[torch.float32]
@@ -178,7 +178,7 @@ def test_a_row_that_is_not_finite_harms_only_itself(
     assert not y[1].isfinite().any()
 
 
-def test_tables_may_be_rewritten_between_steps(
+def test_tables_can_be_rewritten_between_steps(
     make_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
 ) -> None:
     adapters = make_adapter_pool(
@@ -196,7 +196,7 @@ def test_tables_may_be_rewritten_between_steps(
 
 
 @pytest.mark.parametrize("in_features", [63, 1000], ids=lambda n: f"in-{n}")
-def test_the_bits_of_a_row_do_not_depend_on_how_many_share_its_adapter(
+def test_row_is_bitwise_independent_of_rows_with_its_adapter(
     in_features: int, dtype: torch.dtype, make_adapter_pool: Callable[..., Any]
 ) -> None:
     from loramux.kernels.cpu.kernels import CpuKernels

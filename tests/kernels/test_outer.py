@@ -93,7 +93,7 @@ def summed(planes: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("slots", BATCHES.values(), ids=BATCHES.keys())
-def test_an_embedding_adds_the_row_of_each_token(
+def test_embedding_adds_the_row_of_each_token(
     slots: list[int], dtype: torch.dtype, make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., Any]
 ) -> None:
     adapters = OuterPool(make_poisoned_pool, dtype)
@@ -122,7 +122,7 @@ def test_an_embedding_adds_the_row_of_each_token(
 
 
 @pytest.mark.parametrize("slots", BATCHES.values(), ids=BATCHES.keys())
-def test_a_head_adds_its_part_to_the_logits(
+def test_head_adds_to_the_logits(
     slots: list[int], dtype: torch.dtype, make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., Any]
 ) -> None:
     adapters = OuterPool(make_poisoned_pool, dtype)
@@ -143,7 +143,7 @@ def test_a_head_adds_its_part_to_the_logits(
         torch.testing.assert_close(y[t].double(), before[t] + delta, rtol=1e-4, atol=1e-3)
 
 
-def test_a_large_vocabulary_takes_what_its_rank_takes() -> None:
+def test_large_vocabulary_memory_is_proportional_to_rank() -> None:
     """Rows of an embedding's A are not padded, however short: 256k tokens at rank 1 take half a megabyte."""
     geometry = PageGeometry(num_layers=16, num_kv_heads=8, head_dim=64, kv_itemsize=2, adapter_itemsize=2)
     modules = (LinearShape("embedding", 1 << 18, 2048, is_embedding=True), LinearShape("head", 2048, 1 << 18))

@@ -48,7 +48,7 @@ def test_covers_every_adapter_row_once(max_rows: int) -> None:
     [(1, 1, 1), (64, 64, 64), (64, 1, 5), (512, 10, 42), (15, 1, 1), (16, 0, 1), (40, 3, 5)],
     ids=lambda n: str(n),
 )
-def test_the_bound_holds_every_batch(num_tokens: int, num_sequences: int, expected: int) -> None:
+def test_segment_count_is_within_the_bound(num_tokens: int, num_sequences: int, expected: int) -> None:
     assert max_segments(num_tokens, num_sequences) == expected
     rng = np.random.default_rng(num_tokens)
     for _ in range(20 if num_sequences else 0):

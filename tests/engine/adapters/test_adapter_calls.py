@@ -66,7 +66,7 @@ def use(simulation: Simulation, *digests: str) -> None:
 # Unloads
 
 
-def test_an_unload_comes_to_its_end_although_requests_keep_coming(simulation: Simulation) -> None:
+def test_unload_finishes_while_requests_keep_arriving(simulation: Simulation) -> None:
     calls = Calls(simulation)
     running = simulation.add("running", digest="a", max_tokens=12)
     for _ in range(3):
@@ -106,7 +106,7 @@ def test_an_overdue_unload_frees_an_adapter_that_is_being_copied(simulation: Sim
     assert stats_of(simulation).num_adapter_pages == 0
 
 
-def test_an_overdue_unload_gives_up_a_fetch_and_waits_for_no_store(simulation: Simulation) -> None:
+def test_overdue_unload_abandons_a_fetch_immediately(simulation: Simulation) -> None:
     calls = Calls(simulation)
     simulation.hold_loads()
     simulation.add("s", digest="a")
@@ -129,7 +129,7 @@ def test_an_overdue_unload_gives_up_a_fetch_and_waits_for_no_store(simulation: S
     assert (simulation.stager.num_requests, stats_of(simulation).num_adapter_loads) == (2, 1)
 
 
-def test_an_unload_leaves_a_fetch_alone_that_a_request_waits_for(simulation: Simulation) -> None:
+def test_unload_keeps_a_fetch_that_a_request_waits_for(simulation: Simulation) -> None:
     calls = Calls(simulation)
     simulation.hold_loads()
     wanted = simulation.add("s", digest="a")
@@ -155,7 +155,7 @@ def test_the_later_of_a_load_and_an_unload_wins(simulation: Simulation) -> None:
     assert simulation.stager.num_requests == 2
 
 
-def test_a_load_that_comes_after_an_unload_waits_for_it(simulation: Simulation) -> None:
+def test_load_waits_for_an_earlier_unload(simulation: Simulation) -> None:
     calls = Calls(simulation)
     simulation.add("user", digest="a", max_tokens=8)
     for _ in range(3):
@@ -166,9 +166,7 @@ def test_a_load_that_comes_after_an_unload_waits_for_it(simulation: Simulation) 
     assert simulation.stager.num_requests == 2
 
 
-def test_an_unload_looks_at_no_sequence_that_does_not_want_its_adapter(
-    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unload_does_not_scan_all_sequences(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(simulation)
     simulation.add("user", digest="a", max_tokens=20)
     for i in range(5):
@@ -186,7 +184,7 @@ def test_an_unload_looks_at_no_sequence_that_does_not_want_its_adapter(
 # Pins
 
 
-def test_a_pinned_adapter_stays_whatever_else_is_used(simulate: Simulate) -> None:
+def test_pinned_adapter_is_never_evicted(simulate: Simulate) -> None:
     simulation = simulate(num_pages=8, num_slots=3, adapters={"a": 2, "b": 2, "c": 3, "d": 3})
     calls = Calls(simulation)
     call = calls.pin("a")
@@ -204,7 +202,7 @@ def test_a_pinned_adapter_stays_whatever_else_is_used(simulate: Simulate) -> Non
     assert simulation.stager.num_requests == fetches
 
 
-def test_an_adapter_that_is_unpinned_gives_way_again(simulate: Simulate) -> None:
+def test_unpinned_adapter_is_evictable_again(simulate: Simulate) -> None:
     simulation = simulate(num_slots=2, adapters={"a": 1, "b": 1, "c": 1})
     calls = Calls(simulation)
     calls.pin("a")
@@ -232,7 +230,7 @@ def test_an_adapter_that_is_unpinned_gives_way_again(simulate: Simulate) -> None
     ],
     ids=["half the slots", "the only slot", "half the pages", "more than half the pages", "not in the store"],
 )
-def test_pins_take_their_share_and_no_more(
+def test_pins_are_limited_to_their_share_of_the_pool(
     simulate: Simulate, num_slots: int, sizes: dict[str, int], outcomes: list[str]
 ) -> None:
     stored = {digest: pages for digest, pages in sizes.items() if pages}
@@ -244,7 +242,7 @@ def test_pins_take_their_share_and_no_more(
     assert not simulation.engine.has_work
 
 
-def test_a_pin_that_an_accepted_request_has_no_room_beside_is_refused(simulate: Simulate) -> None:
+def test_pin_that_leaves_no_room_for_an_accepted_request_is_refused(simulate: Simulate) -> None:
     simulation = simulate(num_pages=10, adapters={"a": 2})
     calls = Calls(simulation)
     add = simulation.add("large", num_prompt=40, max_tokens=100)
@@ -255,7 +253,7 @@ def test_a_pin_that_an_accepted_request_has_no_room_beside_is_refused(simulate: 
     assert simulation.tokens["large"] == simulation.expected(add)
 
 
-def test_a_pin_that_an_adapter_on_its_way_has_no_room_beside_is_refused(simulate: Simulate) -> None:
+def test_pin_that_leaves_no_room_for_a_loading_adapter_is_refused(simulate: Simulate) -> None:
     simulation = simulate(num_pages=10, adapters={"a": 2, "big": 9})
     calls = Calls(simulation)
     use(simulation, "a")
@@ -271,7 +269,7 @@ def test_a_pin_that_an_adapter_on_its_way_has_no_room_beside_is_refused(simulate
     assert simulation.tokens["waiting"] == simulation.expected(waiting)
 
 
-def test_what_pins_leave_no_room_for_is_refused_at_once(simulate: Simulate) -> None:
+def test_requests_without_room_next_to_pins_are_refused_immediately(simulate: Simulate) -> None:
     simulation = simulate(num_pages=10, adapters={"a": 4, "big": 7, "half": 4})
     calls = Calls(simulation)
     calls.pin("a")
@@ -290,7 +288,7 @@ def test_what_pins_leave_no_room_for_is_refused_at_once(simulate: Simulate) -> N
     assert simulation.tokens["fits beside"] == simulation.expected(fits_beside)
 
 
-def test_an_adapter_with_nothing_but_its_pin_is_not_the_one_that_gives_its_slot_up(simulate: Simulate) -> None:
+def test_unused_pinned_adapter_is_not_chosen_for_eviction(simulate: Simulate) -> None:
     """A pin never ends, so if the pinned adapter were chosen for eviction, no slot would ever become free."""
     simulation = simulate(num_slots=2, adapters={"a": 1, "b": 1, "c": 1})
     calls = Calls(simulation)
@@ -325,7 +323,7 @@ def test_an_unload_ends_a_pin(simulation: Simulation) -> None:
     assert [calls.outcome(call) for call in again] == ["resident"] * 3
 
 
-def test_a_pinned_adapter_that_was_not_finite_comes_back_pinned(simulation: Simulation) -> None:
+def test_reloaded_non_finite_adapter_is_pinned_again(simulation: Simulation) -> None:
     calls = Calls(simulation)
     calls.pin("a")
     simulation.run()
@@ -340,7 +338,7 @@ def test_a_pinned_adapter_that_was_not_finite_comes_back_pinned(simulation: Simu
     use(simulation, "a")
 
 
-def test_a_pin_outlives_its_gateway_and_can_be_ended_by_another(simulation: Simulation) -> None:
+def test_pin_outlives_its_gateway_and_another_can_remove_it(simulation: Simulation) -> None:
     calls = Calls(simulation)
     simulation.engine.pin(b"dead", Pin(call_id="dead", digest="a"))
     simulation.run()
@@ -372,7 +370,7 @@ def happenings(calls: Calls, names: list[str], rng: random.Random) -> list[Calla
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_call_is_answered_whatever_happens(simulate: Simulate, seed: int) -> None:
+def test_every_call_is_answered(simulate: Simulate, seed: int) -> None:
     rng = random.Random(seed)
     names = {f"adapter{i}": rng.randint(1, 6) for i in range(8)}
     simulation = simulate(

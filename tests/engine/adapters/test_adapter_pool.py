@@ -78,14 +78,14 @@ def test_an_adapter_is_fetched_then_copied_then_resident() -> None:
     assert (bench.pool.num_loads, bench.residency) == (1, [("a", True)])
 
 
-def test_an_adapter_that_is_known_is_not_fetched_again() -> None:
+def test_known_adapter_is_not_fetched_again() -> None:
     bench = Bench()
     (load,) = bench.bring("a")
     assert bench.pool.prefetch("a") is load
     assert bench.stager.num_requests == 1
 
 
-def test_a_load_that_fails_says_why_and_is_forgotten() -> None:
+def test_failed_load_reports_its_reason_and_is_removed() -> None:
     bench = Bench()
     (failed,) = bench.ask("missing")
     assert failed.failure == "the store has no such adapter"
@@ -93,7 +93,7 @@ def test_a_load_that_fails_says_why_and_is_forgotten() -> None:
     assert bench.pages.num_free == 8
 
 
-def test_an_adapter_that_nobody_wants_any_more_is_not_copied() -> None:
+def test_adapter_without_waiters_is_not_copied() -> None:
     bench = Bench()
     bench.pool.prefetch("a")
     bench.ask()
@@ -172,14 +172,14 @@ def test_an_adapter_is_idle_since_its_last_use() -> None:
 # Eviction order
 
 
-def test_adapters_that_nobody_waits_for_are_evicted_first() -> None:
+def test_adapters_without_waiters_are_evicted_first() -> None:
     bench = Bench(num_slots=2)
     bench.bring("b", "a")
     bench.ask("c", "b")
     assert set(bench.phases) == {"b", "c"}, "a was used last, but b is waited for"
 
 
-def test_an_adapter_takes_the_room_of_a_later_position_and_of_no_earlier_one() -> None:
+def test_adapter_evicts_only_adapters_of_later_queue_positions() -> None:
     bench = Bench(num_slots=1)
     bench.bring("a")
     bench.ask("a", "b")
@@ -189,14 +189,14 @@ def test_an_adapter_takes_the_room_of_a_later_position_and_of_no_earlier_one() -
     assert bench.phases["b"] is AdapterPhase.COPYING
 
 
-def test_fetched_adapters_get_room_in_the_order_of_the_queue() -> None:
+def test_fetched_adapters_get_pages_in_queue_order() -> None:
     bench = Bench(num_slots=1)
     bench.pool.prefetch("b")
     bench.ask("a", "b")
     assert bench.phases == {"b": AdapterPhase.STAGED, "a": AdapterPhase.COPYING}
 
 
-def test_the_first_that_finds_no_room_keeps_later_ones_waiting() -> None:
+def test_adapter_without_room_blocks_later_adapters() -> None:
     bench = Bench()
     bench.pool.acquire(*bench.bring("a"))
     bench.ask("a", "large", "b")
@@ -206,14 +206,14 @@ def test_the_first_that_finds_no_room_keeps_later_ones_waiting() -> None:
 
 
 @pytest.mark.parametrize(("short_position", "is_placed"), [(0, False), (1, True)])
-def test_no_adapter_takes_pages_that_an_earlier_sequence_is_short_of(short_position: int, is_placed: bool) -> None:
+def test_adapter_takes_no_pages_needed_by_an_earlier_sequence(short_position: int, is_placed: bool) -> None:
     bench = Bench()
     bench.ask("missing", "a", short_position=short_position)
     assert (bench.find("a").phase is AdapterPhase.COPYING) == is_placed
 
 
 @pytest.mark.parametrize(("num_growing", "is_placed"), [(6, True), (7, False)])
-def test_an_adapter_ahead_of_its_turn_leaves_room_for_what_runs(num_growing: int, is_placed: bool) -> None:
+def test_prefetched_adapter_leaves_room_for_running_sequences(num_growing: int, is_placed: bool) -> None:
     bench = Bench()
     bench.ask("a", num_free_sequence_slots=0, num_growing=num_growing)
     assert (bench.find("a").phase is AdapterPhase.COPYING) == is_placed
@@ -222,7 +222,7 @@ def test_an_adapter_ahead_of_its_turn_leaves_room_for_what_runs(num_growing: int
 # Unloading
 
 
-def test_an_idle_adapter_is_unloaded_at_once() -> None:
+def test_idle_adapter_is_unloaded_immediately() -> None:
     bench = Bench()
     bench.bring("a")
     assert bench.pool.unload("a")
@@ -231,7 +231,7 @@ def test_an_idle_adapter_is_unloaded_at_once() -> None:
 
 
 @pytest.mark.parametrize("num_polls", [0, 1], ids=["fetching", "placing"])
-def test_an_adapter_on_its_way_is_given_up(num_polls: int) -> None:
+def test_unloading_a_loading_adapter_abandons_the_load(num_polls: int) -> None:
     bench = Bench(num_slots=1)
     bench.pool.acquire(*bench.bring("a"))
     bench.pool.prefetch("b")
@@ -250,7 +250,7 @@ def test_an_adapter_that_is_being_copied_is_not_unloaded() -> None:
     assert bench.ask("a") == [bench.find("a")]
 
 
-def test_an_adapter_to_be_evicted_when_idle_goes_with_its_last_use() -> None:
+def test_adapter_marked_for_eviction_is_evicted_after_its_last_use() -> None:
     bench = Bench()
     used, _ = bench.bring("a", "b")
     bench.pool.acquire(used)
@@ -279,7 +279,7 @@ def test_a_pinned_adapter_stays_until_it_is_unpinned() -> None:
     assert (bench.phases, bench.pool.num_pinned_pages) == ({"b": AdapterPhase.COPYING}, 0)
 
 
-def test_a_sequence_never_has_pinned_pages_and_counts_its_own_adapter_once() -> None:
+def test_pages_beside_pins_count_the_sequences_own_adapter_once() -> None:
     bench = Bench()
     bench.pool.pin(bench.bring("a")[0])
     assert bench.pool.num_pages_beside(None, 0) == 2
@@ -290,7 +290,7 @@ def test_a_sequence_never_has_pinned_pages_and_counts_its_own_adapter_once() -> 
 # In an engine
 
 
-def test_one_fetch_serves_all_who_wait(simulation: Simulation) -> None:
+def test_one_fetch_serves_all_waiting_sequences(simulation: Simulation) -> None:
     for i in range(6):
         simulation.add(f"s{i}", digest="a")
     simulation.run()
@@ -352,7 +352,7 @@ def test_adapters_that_do_not_fit_together_take_turns(
     assert stats_of(simulation).num_adapter_loads <= 2 * num_requests
 
 
-def test_an_old_request_is_not_overtaken_for_ever(simulate: Simulate) -> None:
+def test_old_request_is_not_overtaken_forever(simulate: Simulate) -> None:
     """A large adapter gets its pages even though small requests keep arriving."""
     simulation = simulate(num_pages=12, adapters={"large": 10, "small": 1})
     for i in range(4):
@@ -368,7 +368,7 @@ def test_an_old_request_is_not_overtaken_for_ever(simulate: Simulate) -> None:
     simulation.run()
 
 
-def test_adapters_of_later_turns_take_no_pages_from_the_first(simulate: Simulate) -> None:
+def test_later_adapters_take_no_pages_from_the_first_sequence(simulate: Simulate) -> None:
     simulation = simulate(num_pages=8, max_batch_tokens=128, adapters={"b": 2, "c": 2})
     simulation.add("b", digest="b", max_tokens=2)
     simulation.step()
@@ -379,7 +379,7 @@ def test_adapters_of_later_turns_take_no_pages_from_the_first(simulate: Simulate
 
 
 @pytest.mark.parametrize("num_slots", [1, 2])
-def test_an_adapter_without_a_slot_is_not_kept_out_by_streams_for_others(simulate: Simulate, num_slots: int) -> None:
+def test_continuous_traffic_does_not_starve_an_adapter_without_a_slot(simulate: Simulate, num_slots: int) -> None:
     names = [f"stream{i}" for i in range(num_slots)]
     simulation = simulate(num_pages=200, num_slots=num_slots, adapters={**dict.fromkeys(names, 1), "late": 1})
     for turn in range(400):
@@ -394,7 +394,7 @@ def test_an_adapter_without_a_slot_is_not_kept_out_by_streams_for_others(simulat
     assert simulation.finished["late"].reason == "length"
 
 
-def test_adapters_that_nobody_wants_any_more_are_let_go(simulate: Simulate) -> None:
+def test_adapters_without_waiters_are_released(simulate: Simulate) -> None:
     names = {f"a{i}": 2 for i in range(50)}
     simulation = simulate(num_pages=70, num_slots=1, adapters={**names, "busy": 1})
     simulation.add("busy", num_prompt=5, max_tokens=400, digest="busy")
@@ -410,7 +410,7 @@ def test_adapters_that_nobody_wants_any_more_are_let_go(simulate: Simulate) -> N
 
 
 @pytest.mark.parametrize("shares", [1, 5], ids=["one account", "five accounts"])
-def test_a_long_queue_loads_adapters_about_once_a_request(simulate: Simulate, shares: int) -> None:
+def test_long_queue_needs_about_one_load_per_request(simulate: Simulate, shares: int) -> None:
     """More requests wait for resident adapters than the order lists. The rest must not cause useless loads."""
     popular = [f"popular{number}" for number in range(5)]
     rare = [f"rare{number}" for number in range(20)]

@@ -6,7 +6,7 @@ from loramux.engine.adapters.adapter_strikes import MAX_STRIKES, MEMORY_S, Adapt
 from tests.engine.simulated_engine import Clock, Simulation
 
 
-def test_strikes_are_forgotten_one_by_one() -> None:
+def test_strikes_expire_one_by_one() -> None:
     clock = Clock()
     strikes = AdapterStrikes(clock)
     for minute in range(MAX_STRIKES):
@@ -24,7 +24,7 @@ def test_strikes_are_forgotten_one_by_one() -> None:
     assert strikes.is_quarantined("a")
 
 
-def test_strikes_far_apart_refuse_nobody() -> None:
+def test_strikes_far_apart_do_not_quarantine() -> None:
     clock = Clock()
     strikes = AdapterStrikes(clock)
     for day in range(30):
@@ -33,7 +33,7 @@ def test_strikes_far_apart_refuse_nobody() -> None:
         assert not strikes.is_quarantined("a")
 
 
-def test_an_adapter_is_served_again_once_its_strikes_are_forgotten(simulation: Simulation) -> None:
+def test_adapter_is_served_again_after_its_strikes_expire(simulation: Simulation) -> None:
     simulation.executor.not_finite_for.add("a")
     for i in range(MAX_STRIKES):
         simulation.add(f"bad{i}", digest="a")
@@ -47,7 +47,7 @@ def test_an_adapter_is_served_again_once_its_strikes_are_forgotten(simulation: S
     assert simulation.tokens["served"] == simulation.expected(add)
 
 
-def test_a_step_with_many_broken_rows_of_one_adapter_is_one_strike(simulation: Simulation) -> None:
+def test_several_broken_rows_in_one_step_count_as_one_strike(simulation: Simulation) -> None:
     for i in range(4):
         simulation.add(f"s{i}", digest="a", max_tokens=20)
     for _ in range(3):

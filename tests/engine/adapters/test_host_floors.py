@@ -41,7 +41,7 @@ def floors(tier: Tier) -> HostFloors:
     return HostFloors(tier.protect)
 
 
-def test_the_adapters_that_a_share_asks_for_are_protected(tier: Tier, floors: HostFloors) -> None:
+def test_requested_adapters_of_a_share_are_protected(tier: Tier, floors: HostFloors) -> None:
     for digest in "aba":
         floors.note("acme", digest, 40)
     floors.note("umbrella", "b", 60)
@@ -49,7 +49,7 @@ def test_the_adapters_that_a_share_asks_for_are_protected(tier: Tier, floors: Ho
     assert tier.num_calls == 3, "protected adapters are not reported again"
 
 
-def test_a_floor_is_changed_and_ended_by_the_next_request(tier: Tier, floors: HostFloors) -> None:
+def test_next_request_changes_or_removes_the_floor(tier: Tier, floors: HostFloors) -> None:
     floors.note("acme", "a", 40)
     floors.note("acme", "a", 50)
     assert tier.groups == {"acme": ({"a"}, 50)}
@@ -58,7 +58,7 @@ def test_a_floor_is_changed_and_ended_by_the_next_request(tier: Tier, floors: Ho
     assert (tier.groups, tier.num_calls) == ({}, 3)
 
 
-def test_a_floor_that_does_not_fit_waits_for_room_and_disturbs_nobody(tier: Tier, floors: HostFloors) -> None:
+def test_oversized_floor_waits_without_affecting_others(tier: Tier, floors: HostFloors) -> None:
     floors.note("acme", "a", 70)
     floors.note("umbrella", "b", 40)
     assert tier.groups == {"acme": ({"a"}, 70)}
@@ -67,14 +67,14 @@ def test_a_floor_that_does_not_fit_waits_for_room_and_disturbs_nobody(tier: Tier
     assert tier.groups == {"acme": ({"a"}, 60), "umbrella": ({"b"}, 40)}
 
 
-def test_a_share_cannot_make_the_list_of_its_adapters_grow_without_end(tier: Tier, floors: HostFloors) -> None:
+def test_number_of_protected_adapters_per_share_is_limited(tier: Tier, floors: HostFloors) -> None:
     for number in range(MAX_MEMBERS + 2):
         floors.note("acme", str(number), 10)
     assert len(tier.groups["acme"][0]) == MAX_MEMBERS
     assert not {"0", "1"} & tier.groups["acme"][0]
 
 
-def test_what_a_share_asked_for_stays_in_the_tier_when_others_adapters_come() -> None:
+def test_protected_adapter_survives_other_shares_adapters() -> None:
     tier = filled(40, "a", "b")
     floors = HostFloors(tier.protect)
     floors.note("acme", "a", 10)

@@ -118,7 +118,7 @@ class Bench:
 
 
 @pytest.mark.parametrize("quick_bytes", [0, 1 << 20], ids=["copier", "at once"])
-def test_an_adapter_comes_whole_into_its_pages_and_tables(quick_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_is_copied_completely_into_pages_and_tables(quick_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_copier, "QUICK_COPY_BYTES", quick_bytes)
     adapter = packed("a", [[3, 0], [1, 2]])
     bench = Bench(adapter)
@@ -145,7 +145,7 @@ def test_an_adapter_comes_whole_into_its_pages_and_tables(quick_bytes: int, monk
     bench.pool.close()
 
 
-def test_outer_modules_come_into_tables_of_their_own_and_leave_them_with_the_slot() -> None:
+def test_outer_module_tables_are_filled_and_cleared_with_the_slot() -> None:
     adapter = packed("both", [[3, 0], [1, 2]], (5, 2))
     plain = packed("a", [[3, 0], [1, 2]])
     bare = adapter_layout(GEOMETRY, MODULES, plain.layout.ranks)
@@ -188,7 +188,7 @@ def copier(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("copier")
-def test_a_copy_comes_after_the_steps_that_were_submitted_before_it_and_no_others() -> None:
+def test_copy_waits_only_for_steps_submitted_before_it() -> None:
     bench = Bench(packed("a", [[3, 0], [1, 2]]))
     bench.accelerator.num_steps = 4
     load = bench.begin("a")
@@ -201,7 +201,9 @@ def test_a_copy_comes_after_the_steps_that_were_submitted_before_it_and_no_other
 
 
 @pytest.mark.parametrize("quick_bytes", [0, 1 << 20], ids=["copier", "at once"])
-def test_a_copy_that_fails_gives_its_hold_back_and_says_so(quick_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_releases_its_hold_and_reports_the_failure(
+    quick_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(page_copier, "QUICK_COPY_BYTES", quick_bytes)
     bench = Bench(packed("a", [[3, 0], [1, 2]]))
     bench.accelerator.fails = True
@@ -216,7 +218,7 @@ def test_a_copy_that_fails_gives_its_hold_back_and_says_so(quick_bytes: int, mon
     bench.pool.close()
 
 
-def test_between_two_steps_only_so_much_is_copied_on_their_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_bytes_on_the_step_thread_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     adapters = [packed(digest, [[1, 1], [1, 1]]) for digest in ("a", "bb", "ccc")]
     monkeypatch.setattr(page_copier, "QUICK_COPY_BYTES", 2 * adapters[0].payload.nbytes)
     bench = Bench(*adapters)
@@ -238,7 +240,7 @@ def test_between_two_steps_only_so_much_is_copied_on_their_thread(monkeypatch: p
     assert threads == [here, here, "adapter-copier_0"]
 
 
-def test_an_adapter_that_is_nowhere_is_reported() -> None:
+def test_missing_adapter_is_reported() -> None:
     bench = Bench()
     bench.pool.prefetch("x")
     (failed,) = bench.poll("x")
@@ -247,7 +249,7 @@ def test_an_adapter_that_is_nowhere_is_reported() -> None:
 
 
 @pytest.mark.parametrize("is_dropped", [True, False], ids=["dropped", "closed"])
-def test_a_staged_adapter_that_nobody_copies_is_released(is_dropped: bool) -> None:
+def test_staged_adapter_is_released_if_never_copied(is_dropped: bool) -> None:
     bench = Bench(packed("a", [[1, 1], [1, 1]]))
     load = bench.pool.prefetch("a")
     # The adapter is not copied, because an earlier sequence is short of pages.
@@ -262,7 +264,7 @@ def test_a_staged_adapter_that_nobody_copies_is_released(is_dropped: bool) -> No
 
 
 @pytest.mark.usefixtures("copier")
-def test_closing_waits_for_the_copy_under_way_and_drops_later_ones() -> None:
+def test_close_waits_for_the_running_copy_and_drops_later_ones() -> None:
     adapters = [packed(digest, [[1, 1], [1, 1]]) for digest in ("a", "bb")]
     bench = Bench(*adapters)
     for adapter in adapters:
@@ -275,7 +277,7 @@ def test_closing_waits_for_the_copy_under_way_and_drops_later_ones() -> None:
     assert bench.stager.num_held == 0
 
 
-def test_a_request_that_is_cancelled_says_nothing() -> None:
+def test_cancelled_request_reports_nothing() -> None:
     bench = Bench(packed("a", [[1, 1], [1, 1]]), packed("b", [[1, 1], [1, 1]]))
     bench.accelerator.may_upload.set()
     bench.stager.is_holding = True
@@ -288,7 +290,7 @@ def test_a_request_that_is_cancelled_says_nothing() -> None:
     bench.pool.close()
 
 
-def test_closing_waits_for_no_request_that_hangs() -> None:
+def test_close_does_not_wait_for_hanging_requests() -> None:
     bench = Bench(packed("a", [[1, 1], [1, 1]]))
     bench.stager.is_holding = True
     bench.pool.prefetch("a")

@@ -62,7 +62,7 @@ def test_a_step_that_raises_ends_its_capture(ends_with: Exception | None) -> Non
 
 
 @pytest.mark.parametrize("code", [0, 2], ids=["registered", "refused"])
-def test_memory_that_the_driver_does_not_register_stays_pageable(
+def test_memory_refused_by_the_driver_stays_pageable(
     code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cleared: list[str] = []
@@ -88,7 +88,7 @@ def test_memory_that_the_driver_does_not_register_stays_pageable(
     assert all("4096 bytes stays pageable" in line for line in lines)
 
 
-def test_the_runtimes_of_this_process_are_found() -> None:
+def test_loaded_cuda_runtimes_are_found() -> None:
     assert all(isinstance(runtime, ctypes.CDLL) for runtime in loaded_runtimes())
 
 
@@ -121,7 +121,7 @@ def test_shared_memory_is_registered(
 
 
 @needs_gpu
-def test_a_refused_registration_harms_nothing_after_it(
+def test_refused_registration_does_not_break_later_calls(
     accelerator: CudaAccelerator, host_tier: torch.Tensor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     accelerator.pin(host_tier.flatten())
@@ -132,7 +132,7 @@ def test_a_refused_registration_harms_nothing_after_it(
 
 
 @needs_gpu
-def test_memory_that_is_not_registered_is_copied_from(accelerator: CudaAccelerator) -> None:
+def test_unregistered_memory_can_be_uploaded(accelerator: CudaAccelerator) -> None:
     require_working(accelerator, torch.arange(8 * ROW_BYTES).to(torch.uint8).view(8, ROW_BYTES))
 
 

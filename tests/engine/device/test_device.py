@@ -30,27 +30,27 @@ MISSING = "something is missing"
         ("cuda", None, "cuda"),
     ],
 )
-def test_the_device_is_a_gpu_where_one_can_be_used(
+def test_gpu_is_used_if_possible(
     monkeypatch: pytest.MonkeyPatch, requested: str, missing: str | None, expected: str
 ) -> None:
     monkeypatch.setattr(config_module, "missing_for_cuda", lambda: missing)
     assert resolve_device(requested) == expected
 
 
-def test_a_gpu_that_was_asked_for_and_is_missing_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requested_gpu_fails_with_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_module, "missing_for_cuda", lambda: MISSING)
     with pytest.raises(DeviceNotUsable, match=MISSING):
         resolve_device("cuda")
 
 
 @pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
-def test_without_a_gpu_the_backend_is_refused_with_the_remedy() -> None:
+def test_gpu_backend_without_a_gpu_is_refused_with_a_remedy() -> None:
     with pytest.raises(DeviceNotUsable, match="use --device cpu"):
         open_backend("cuda")
 
 
 @pytest.mark.parametrize("pdl", [False, True])
-def test_the_setting_for_overlapping_launches_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch, pdl: bool) -> None:
+def test_overlapping_launches_setting_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch, pdl: bool) -> None:
     asked: list[bool] = []
     accelerator = SimpleNamespace(device=torch.device("cuda", 0))
     monkeypatch.setattr(backend_module, "missing_for_cuda", lambda: None)
@@ -99,7 +99,7 @@ class Driver:
         pytest.param(Driver((9, 0), ("cuInit",)), "none was found", id="lost"),
     ],
 )
-def test_a_gpu_that_the_kernels_cannot_use_is_refused_before_anything_is_begun(
+def test_unsupported_gpu_is_refused_before_startup(
     monkeypatch: pytest.MonkeyPatch, driver: Driver, expected: str | None
 ) -> None:
     monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda name: driver)
@@ -112,7 +112,7 @@ def test_a_gpu_that_the_kernels_cannot_use_is_refused_before_anything_is_begun(
     assert resolve_device("auto") == "cpu"
 
 
-def test_a_gpu_needs_a_torch_that_was_built_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_requires_a_torch_built_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "count_gpus", lambda: 1)
     monkeypatch.setattr(cuda_driver, "capability_of_first_gpu", lambda: (9, 0))
     monkeypatch.setattr(cuda_driver, "torch_has_cuda", lambda: False)
@@ -123,7 +123,7 @@ def test_a_gpu_needs_a_torch_that_was_built_for_it(monkeypatch: pytest.MonkeyPat
     assert missing_for_cuda() is None
 
 
-def test_no_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_driver_means_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "DRIVER", "libno-such-driver.so.1")
     assert count_gpus() == 0
 
@@ -139,7 +139,7 @@ def test_no_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("__all__ = ['__version__', 'debug', 'cuda', 'git_version']", False),
     ],
 )
-def test_what_torch_says_it_was_built_for(line: str, expected: bool) -> None:
+def test_cuda_build_of_torch_is_detected(line: str, expected: bool) -> None:
     assert (
         states_cuda(f"from typing import Optional\n\n__version__ = '2.13.0'\n{line}\nhip: Optional[str] = None\n")
         is expected

@@ -66,7 +66,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("error", "said"), FAULTS.values(), ids=FAULTS.keys())
-def test_a_failure_of_the_device_is_one_line(error: Exception, said: str) -> None:
+def test_device_failure_is_one_line(error: Exception, said: str) -> None:
     fault = device_fault(error)
     assert fault is not None
     assert fault.startswith(said)
@@ -84,7 +84,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("error", OTHERS.values(), ids=OTHERS.keys())
-def test_a_fault_of_the_program_is_no_failure_of_the_device(error: Exception) -> None:
+def test_program_bug_is_not_a_device_failure(error: Exception) -> None:
     assert device_fault(error) is None
 
 
@@ -140,7 +140,7 @@ def loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Loop:
 
 @pytest.mark.parametrize("fails_in", ["submit", "tokens"])
 @pytest.mark.parametrize("fault", ["launch", "memory", "compile"])
-def test_a_device_that_fails_ends_the_loop_with_one_sentence(
+def test_device_failure_ends_the_loop_with_one_sentence(
     loop: Loop, fault: str, fails_in: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error, said = FAULTS[fault]
@@ -151,7 +151,7 @@ def test_a_device_that_fails_ends_the_loop_with_one_sentence(
     assert line.startswith(f"the GPU failed: {said}")
 
 
-def test_a_fault_of_the_program_keeps_its_traceback(loop: Loop, capsys: pytest.CaptureFixture[str]) -> None:
+def test_program_bug_keeps_its_traceback(loop: Loop, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match="must match"):
         loop.run(OTHERS["shapes"], "submit")
     assert loop.codes == []

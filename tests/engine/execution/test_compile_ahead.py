@@ -63,7 +63,7 @@ def test_the_engine_compiles_nothing_itself(model: str, capability: int, tmp_pat
 
 
 @pytest.mark.parametrize("model", [LLAMA, GEMMA], ids=["llama", "gemma"])
-def test_what_is_recorded_is_what_the_warm_up_looks_for(
+def test_recorded_programs_match_the_warm_up(
     model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The keys in Triton's cache match, although recording skips layers and JSON has no tuples."""
@@ -102,7 +102,7 @@ def test_what_is_recorded_is_what_the_warm_up_looks_for(
     assert captured
 
 
-def test_an_engine_that_cannot_compile_ahead_starts(
+def test_engine_starts_even_if_compiling_ahead_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from triton import compiler

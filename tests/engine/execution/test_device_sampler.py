@@ -64,7 +64,7 @@ def random_logits(num_rows: int) -> torch.Tensor:
     return torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(num_rows))
 
 
-def test_greedy_rows_and_log_probabilities_equal_the_hosts(sampler: DeviceSampler) -> None:
+def test_greedy_rows_and_log_probabilities_match_the_host(sampler: DeviceSampler) -> None:
     rows = rows_of(
         GREEDY,
         SamplingParams(temperature=0.0, num_logprobs=0),
@@ -84,7 +84,7 @@ def test_greedy_rows_and_log_probabilities_equal_the_hosts(sampler: DeviceSample
             )
 
 
-def test_log_probabilities_are_the_models_whatever_is_forbidden_or_cut(sampler: DeviceSampler) -> None:
+def test_log_probabilities_ignore_forbidden_and_truncated_tokens(sampler: DeviceSampler) -> None:
     rows = rows_of(SamplingParams(temperature=0.7, top_k=2, min_tokens=1, num_logprobs=2, seed=1))
     logits = random_logits(1)
     logits[0, EOS[0]] = 9.0
@@ -108,7 +108,7 @@ def test_no_token_ends_a_sequence_before_its_minimum(sampler: DeviceSampler, tem
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(min_tokens=4, num_logprobs=1)], ids=["greedy", "short"])
-def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other(
+def test_non_finite_row_has_no_token_and_affects_no_other(
     sampler: DeviceSampler, params: SamplingParams, value: float
 ) -> None:
     logits = random_logits(3)
@@ -118,7 +118,7 @@ def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other(
     assert [tokens[row].token_id for row in (0, 2)] == logits[[0, 2]].argmax(1).tolist()
 
 
-def test_the_next_step_finds_the_tokens_in_the_place_of_negative_ones(sampler: DeviceSampler) -> None:
+def test_resolve_replaces_negative_token_ids(sampler: DeviceSampler) -> None:
     logits = random_logits(4)
     logits[2] = torch.nan
     chosen = [token.token_id for token in choose(sampler, logits, rows_of(*[GREEDY] * 4))]
@@ -178,7 +178,7 @@ def edited_rows(params: list[SamplingParams], num_output: int) -> list[SamplingR
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("at_once", [2, 16], ids=["in several parts", "in one"])
-def test_a_bias_and_penalties_are_the_hosts(
+def test_bias_and_penalties_match_the_host(
     sampler: DeviceSampler, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, at_once: int
 ) -> None:
     monkeypatch.setattr(device_sampler, "EDITED_AT_ONCE", at_once)
@@ -191,7 +191,7 @@ def test_a_bias_and_penalties_are_the_hosts(
     assert [one.token_id for one in found] == [one.token_id for one in expected]
 
 
-def test_rows_beside_edited_ones_choose_what_they_choose_alone(sampler: DeviceSampler) -> None:
+def test_edited_rows_do_not_affect_other_rows(sampler: DeviceSampler) -> None:
     plain = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
     logits = random_logits(3)
     rows = [SamplingRow(plain, 3, 0), edited_rows(EDITED[:1], 2)[0], SamplingRow(GREEDY, 0, 0)]
@@ -200,7 +200,7 @@ def test_rows_beside_edited_ones_choose_what_they_choose_alone(sampler: DeviceSa
     assert [together[0], together[2]] == alone
 
 
-def test_what_is_edited_does_not_show_in_log_probabilities(sampler: DeviceSampler) -> None:
+def test_edits_do_not_change_log_probabilities(sampler: DeviceSampler) -> None:
     params = SamplingParams(temperature=0.0, logit_bias=((5, 100.0),), presence_penalty=2.0, num_logprobs=1)
     logits = random_logits(1)
     (found,) = choose(sampler, logits, edited_rows([params], 3))
@@ -213,14 +213,14 @@ def test_what_is_edited_does_not_show_in_log_probabilities(sampler: DeviceSample
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("params", EDITED, ids=repr)
-def test_no_edit_hides_that_a_row_is_not_finite(sampler: DeviceSampler, params: SamplingParams, value: float) -> None:
+def test_edits_do_not_hide_a_non_finite_row(sampler: DeviceSampler, params: SamplingParams, value: float) -> None:
     logits = random_logits(1)
     logits[0, 31] = value
     assert choose(sampler, logits, edited_rows([params], 2))[0].token_id is None
 
 
 @pytest.mark.parametrize("repetition", [0.01, 100.0])
-def test_no_setting_makes_a_row_pass_for_broken(sampler: DeviceSampler, repetition: float) -> None:
+def test_extreme_settings_do_not_make_a_row_look_broken(sampler: DeviceSampler, repetition: float) -> None:
     params = SamplingParams(
         temperature=0.0, repetition_penalty=repetition, logit_bias=((3, -100.0),), min_tokens=9, stop_token_ids=(31,)
     )
@@ -279,9 +279,7 @@ def test_submitting_a_step_never_waits_for_the_device() -> None:
 
 
 @pytest.mark.parametrize("edits", [{}, {"logit_bias": ((3, 5.0),), "presence_penalty": 1.5}], ids=["plain", "edited"])
-def test_masked_rows_choose_what_the_host_chooses_and_others_notice_nothing(
-    sampler: DeviceSampler, edits: dict[str, Any]
-) -> None:
+def test_masked_rows_match_the_host_and_do_not_affect_others(sampler: DeviceSampler, edits: dict[str, Any]) -> None:
     params = [SamplingParams(temperature=temperature, top_p=0.9, **edits) for temperature in (0.0, 1.0) * 3]
     rows = [SamplingRow(one, seed, 0, logit_penalties(one, [0, 1], 2)) for seed, one in enumerate(params)]
     logits = random_logits(len(rows))
@@ -303,7 +301,7 @@ def test_masked_rows_choose_what_the_host_chooses_and_others_notice_nothing(
     ]
 
 
-def test_a_masked_row_that_is_not_finite_is_still_found(sampler: DeviceSampler) -> None:
+def test_non_finite_masked_row_is_detected(sampler: DeviceSampler) -> None:
     logits = random_logits(1)
     logits[0, 5] = torch.nan
     mask = np.zeros(-(-VOCAB_SIZE // 32) * 4, np.uint8)

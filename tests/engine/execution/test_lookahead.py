@@ -13,7 +13,7 @@ def simulation() -> Simulation:
     return simulate_engine(adapters={"a": 2, "b": 3}, lookahead=True)
 
 
-def test_decode_rows_read_the_token_that_the_step_before_chose(simulation: Simulation) -> None:
+def test_decode_rows_read_the_previous_steps_token(simulation: Simulation) -> None:
     adds = [simulation.add(f"s{i}", num_prompt=3 + i, max_tokens=6, digest=d) for i, d in enumerate([None, "a", "b"])]
     simulation.run()
     for add in adds:
@@ -23,7 +23,7 @@ def test_decode_rows_read_the_token_that_the_step_before_chose(simulation: Simul
     assert all((batch.tokens < 0).all() for batch in decodes)
 
 
-def test_the_next_step_is_submitted_before_this_one_is_committed(simulation: Simulation) -> None:
+def test_next_step_is_submitted_before_the_current_one_is_committed(simulation: Simulation) -> None:
     simulation.add("s", max_tokens=3)
     seen = []
     while simulation.engine.has_work:
@@ -33,7 +33,7 @@ def test_the_next_step_is_submitted_before_this_one_is_committed(simulation: Sim
     assert seen == [(1, 0), (2, 1), (3, 2), (3, 3)]
 
 
-def test_an_end_that_comes_to_light_late_wastes_one_row_and_bills_none(simulation: Simulation) -> None:
+def test_late_end_of_sequence_wastes_one_unbilled_row(simulation: Simulation) -> None:
     probe = simulate_engine()
     third = probe.expected(probe.add("s", max_tokens=9))[2]
     late = simulate_engine(eos=(third,), lookahead=True)
@@ -43,7 +43,7 @@ def test_an_end_that_comes_to_light_late_wastes_one_row_and_bills_none(simulatio
     assert (late.finished["s"].reason, late.finished["s"].completion_tokens) == ("stop", 3)
 
 
-def test_pages_of_an_aborted_sequence_serve_others_while_its_step_is_in_flight() -> None:
+def test_aborted_sequences_pages_are_reused_while_its_step_is_in_flight() -> None:
     simulation = simulate_engine(num_pages=4, lookahead=True)
     simulation.add("first", num_prompt=40, max_tokens=8)
     simulation.step()
@@ -55,7 +55,7 @@ def test_pages_of_an_aborted_sequence_serve_others_while_its_step_is_in_flight()
     assert simulation.finished["first"].completion_tokens == len(simulation.tokens["first"]) == 1
 
 
-def test_a_sequence_id_may_come_again_while_its_last_step_is_in_flight(simulation: Simulation) -> None:
+def test_sequence_id_can_be_reused_while_its_last_step_is_in_flight(simulation: Simulation) -> None:
     simulation.add("s", max_tokens=8)
     for _ in range(3):
         simulation.step()
@@ -68,7 +68,7 @@ def test_a_sequence_id_may_come_again_while_its_last_step_is_in_flight(simulatio
     assert simulation.tokens["s"] == simulation.expected(add)
 
 
-def test_a_preempted_sequence_keeps_the_token_that_was_in_flight() -> None:
+def test_preempted_sequence_keeps_its_token_in_flight() -> None:
     simulation = simulate_engine(num_pages=6, lookahead=True)
     adds = [simulation.add(f"s{i}", num_prompt=20, max_tokens=40) for i in range(3)]
     simulation.run()

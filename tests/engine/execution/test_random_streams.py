@@ -21,14 +21,14 @@ from loramux.engine.execution.sampler import philox, uniforms
     ],
     ids=["zeros", "ones", "pi"],
 )
-def test_philox_gives_its_authors_known_answers(
+def test_philox_matches_the_published_values(
     counter: tuple[int, ...], key: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
     words = philox(np.array([counter] * 2, np.uint64).T, np.array([key] * 2, np.uint64).T)
     assert words.T.tolist() == [list(expected)] * 2
 
 
-def test_a_number_depends_on_its_stream_and_place_alone() -> None:
+def test_number_depends_only_on_stream_and_position() -> None:
     seeds, places = [3, 2**64 - 1, 3, 2**33], [0, 7, 2**32 + 5, 1]
     together = uniforms(seeds, places)
     alone = [float(uniforms([seed], [place])[0]) for seed, place in zip(seeds, places, strict=True)]
@@ -37,7 +37,7 @@ def test_a_number_depends_on_its_stream_and_place_alone() -> None:
 
 
 @pytest.mark.parametrize("axis", ["seeds", "places"])
-def test_numbers_are_even_and_below_one(axis: str) -> None:
+def test_numbers_are_uniform_and_below_one(axis: str) -> None:
     count = 200_000
     drawn = uniforms(range(count), [5] * count) if axis == "seeds" else uniforms([11] * count, range(count))
     assert drawn.dtype == np.float32

@@ -51,7 +51,7 @@ LOGITS = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1]))
         "all three", "nearly greedy", "greedy",
     ],
 )  # fmt: skip
-def test_the_distribution_is_the_one_asked_for(params: SamplingParams, expected: list[float]) -> None:
+def test_distribution_matches_the_settings(params: SamplingParams, expected: list[float]) -> None:
     count = 20_000
     drawn = torch.bincount(torch.tensor(draw(LOGITS, params, count)), minlength=4) / count
     wanted = torch.tensor(expected) / sum(expected)
@@ -62,7 +62,7 @@ def test_the_distribution_is_the_one_asked_for(params: SamplingParams, expected:
 @pytest.mark.parametrize(
     ("temperature", "expected"), [(1.0, range(1)), (4.0, range(2000))], ids=["few", "more than are looked at first"]
 )
-def test_min_p_leaves_out_the_unlikely_of_a_wide_vocabulary(temperature: float, expected: range) -> None:
+def test_min_p_drops_unlikely_tokens_of_a_large_vocabulary(temperature: float, expected: range) -> None:
     logits = torch.full((3000,), -9.0)
     # These tokens' weights relative to the most likely token are 0.37, or 0.78 at temperature 4.
     logits[:2000] = -1.0
@@ -73,7 +73,7 @@ def test_min_p_leaves_out_the_unlikely_of_a_wide_vocabulary(temperature: float, 
 
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=2.0), SamplingParams(min_p=0.1)], ids=["plain", "min_p"])
-def test_a_row_does_not_depend_on_its_neighbours(params: SamplingParams) -> None:
+def test_row_does_not_depend_on_its_neighbours(params: SamplingParams) -> None:
     logits = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
     rows = [sampling_row(params, seed=row, num_chosen=row) for row in range(5)]
     together = [one.token_id for one in sample(logits, rows, ())]
@@ -81,7 +81,7 @@ def test_a_row_does_not_depend_on_its_neighbours(params: SamplingParams) -> None
     assert together == alone
 
 
-def test_a_seed_gives_another_number_each_token() -> None:
+def test_seed_gives_a_new_number_for_each_token() -> None:
     params = SamplingParams(temperature=100.0)
     logits = torch.zeros(1, 1000)
     drawn = {sample(logits, [sampling_row(params, seed=1, num_chosen=n)], ())[0].token_id for n in range(50)}
@@ -89,7 +89,7 @@ def test_a_seed_gives_another_number_each_token() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=["nan", "infinite"])
-def test_a_row_that_is_not_finite_yields_no_token_and_spoils_no_other(bad: float) -> None:
+def test_non_finite_row_yields_no_token_and_affects_no_other(bad: float) -> None:
     logits = LOGITS.repeat(2, 1)
     logits[0, 2] = bad
     found = sample(logits, [sampling_row(SamplingParams(temperature=0.0)), sampling_row(SamplingParams())], ())
@@ -97,19 +97,19 @@ def test_a_row_that_is_not_finite_yields_no_token_and_spoils_no_other(bad: float
     assert found[1].token_id is not None
 
 
-def test_minimum_length_forbids_the_end() -> None:
+def test_minimum_length_forbids_stop_tokens() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(1,))
     for num_chosen, expected in [(0, 2), (1, 2), (2, 0)]:
         assert sample(LOGITS[None], [sampling_row(params, num_chosen=num_chosen)], (0,))[0].token_id == expected
 
 
-def test_an_end_that_would_be_ignored_is_not_forbidden() -> None:
+def test_ignored_eos_is_not_forbidden() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=2, ignore_eos=True, stop_token_ids=(1,))
     assert sample(LOGITS[None], [sampling_row(params)], (0,))[0].token_id == 0
     assert sample(LOGITS[None], [sampling_row(params)], (2,))[0].token_id == 0
 
 
-def test_logprobs_are_those_of_the_model() -> None:
+def test_logprobs_come_from_the_models_logits() -> None:
     params = SamplingParams(temperature=0.0, num_logprobs=2)
     found = sample(LOGITS[None], [sampling_row(params)], ())[0].logprobs
     assert found is not None

@@ -178,12 +178,12 @@ HOST = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 @example(("highest", 0, 64), SamplingParams())
 @example(("ends", 0, 64), SamplingParams(temperature=1e300, top_p=0.9))
 @given(LOGITS, SETTINGS)
-def test_the_host_draws_as_defined(shape: tuple[str, int, int], params: SamplingParams) -> None:
+def test_host_follows_the_definition(shape: tuple[str, int, int], params: SamplingParams) -> None:
     check_host(shape, params)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(top_p=1 - 2**-24), SamplingParams(min_p=5e-324, top_k=2**31 - 1)])
-def test_the_host_draws_as_defined_beyond_the_likeliest(params: SamplingParams) -> None:
+def test_host_follows_the_definition_beyond_the_top_candidates(params: SamplingParams) -> None:
     for kind in sorted(KINDS):
         check_host((kind, 1, NUM_LIKELIEST + 1), params)
 
@@ -211,7 +211,7 @@ def check_device(device: DeviceSampler, shape: tuple[str, int, int], params: Sam
 @example(("ends", 0, 64), SamplingParams(temperature=1e300, top_p=0.9))
 @example(("denormal", 0, 70), SamplingParams(temperature=1e-40, top_p=0.5))
 @given(LOGITS, SETTINGS)
-def test_the_device_draws_as_defined(
+def test_device_follows_the_definition(
     device: DeviceSampler, shape: tuple[str, int, int], params: SamplingParams
 ) -> None:
     check_device(device, shape, params, 4)
@@ -219,7 +219,7 @@ def test_the_device_draws_as_defined(
 
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
-def test_the_host_draws_as_defined_for_long() -> None:
+def test_host_follows_the_definition_campaign() -> None:
     found = settings(max_examples=NUM_EXAMPLES, deadline=None, database=None)(given(LOGITS, SETTINGS)(check_host))
     found()
 
@@ -227,7 +227,7 @@ def test_the_host_draws_as_defined_for_long() -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_the_device_draws_as_defined_for_long(device: DeviceSampler) -> None:
+def test_device_follows_the_definition_campaign(device: DeviceSampler) -> None:
     @settings(max_examples=NUM_EXAMPLES // 20, deadline=None, database=None)
     @given(LOGITS, SETTINGS)
     def check(shape: tuple[str, int, int], params: SamplingParams) -> None:
@@ -267,7 +267,7 @@ def edited(logits: Floats, params: SamplingParams, prompt: Sequence[int], answer
     st.lists(st.integers(0, 69), min_size=1, max_size=30),
     st.lists(st.integers(0, 69), max_size=30),
 )
-def test_edits_at_their_ends_are_those_of_the_definition(
+def test_extreme_edits_follow_the_definition(
     kind: str, params: SamplingParams, prompt: list[int], answer: list[int]
 ) -> None:
     logits = make(kind, 0, 70)
@@ -287,7 +287,7 @@ def test_edits_at_their_ends_are_those_of_the_definition(
 
 @HOST
 @given(LOGITS, st.sampled_from([0.0, 5e-324, 1.0]))
-def test_log_probabilities_of_any_logits_are_numbers(shape: tuple[str, int, int], temperature: float) -> None:
+def test_log_probabilities_of_extreme_logits_are_correct(shape: tuple[str, int, int], temperature: float) -> None:
     logits = make(*shape)
     (found,) = drawn_by_host(logits, SamplingParams(temperature=temperature, num_logprobs=5), 1)
     assert found.logprobs is not None

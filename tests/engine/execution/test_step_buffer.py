@@ -72,7 +72,7 @@ def test_every_batch_fits_its_shape(chunks: list[tuple[int, int, int]]) -> None:
 
 @given(st.lists(batches, min_size=2, max_size=4))
 @settings(max_examples=60, deadline=None)
-def test_the_device_reads_what_the_batch_says_and_padding_beyond(
+def test_device_reads_the_batch_followed_by_padding(
     steps: list[list[tuple[int, int, int]]],
 ) -> None:
     buffer = StepBuffer(HostAccelerator(), MAX_TOKENS, MAX_SEQUENCES, MAX_PAGES)
@@ -122,7 +122,7 @@ def outer_of(batch: Batch) -> OuterSlots:
 
 @given(st.lists(batches, min_size=1, max_size=3))
 @settings(max_examples=60, deadline=None)
-def test_rows_that_need_outer_modules_fit_every_shape_that_has_them(steps: list[list[tuple[int, int, int]]]) -> None:
+def test_outer_module_rows_fit_every_shape_with_outer_modules(steps: list[list[tuple[int, int, int]]]) -> None:
     buffer = StepBuffer(HostAccelerator(), MAX_TOKENS, MAX_SEQUENCES, MAX_PAGES)
     for seed, chunks in enumerate(steps):
         batch = a_batch([*chunks[:-1], (*chunks[-1][:2], 0)], seed)
@@ -142,7 +142,7 @@ def test_rows_that_need_outer_modules_fit_every_shape_that_has_them(steps: list[
             assert (segments.slots[len(listed) :] == -1).all()
 
 
-def test_a_shape_without_outer_modules_carries_nothing_for_them(buffer: StepBuffer) -> None:
+def test_shape_without_outer_modules_has_no_outer_tensors(buffer: StepBuffer) -> None:
     batch = a_batch([(4, 1, 0)] * 3)
     plain, outer = shape_of(batch), replace(shape_of(batch), has_outer=True)
     layout = buffer.load(batch, plain)
@@ -170,12 +170,12 @@ def test_a_shape_keeps_its_views(buffer: StepBuffer) -> None:
         (StepShape(16, 2, False, 16), "cu_q"),
     ],
 )
-def test_what_does_not_fit_is_never_stored(buffer: StepBuffer, shape: StepShape, field: str) -> None:
+def test_batch_that_does_not_fit_is_refused(buffer: StepBuffer, shape: StepShape, field: str) -> None:
     with pytest.raises(ValueError, match=f"{field} do not fit"):
         buffer.load(a_batch([(4, 1, 0)] * 3), shape)
 
 
-def test_more_segments_than_a_step_was_captured_for_are_never_stored(buffer: StepBuffer) -> None:
+def test_more_segments_than_captured_are_refused(buffer: StepBuffer) -> None:
     """This batch is artificial: a scheduler never assigns one sequence's rows to several adapters."""
     batch = a_batch([(0, 48, 0)])
     shape = shape_of(batch)
@@ -184,7 +184,7 @@ def test_more_segments_than_a_step_was_captured_for_are_never_stored(buffer: Ste
         buffer.load(split, shape)
 
 
-def test_an_unfinished_copy_is_waited_for_before_its_memory_is_filled_again() -> None:
+def test_memory_is_not_refilled_before_its_copy_finishes() -> None:
     waited: list[int] = []
 
     class CountingFence:
@@ -208,7 +208,7 @@ def test_an_unfinished_copy_is_waited_for_before_its_memory_is_filled_again() ->
     assert waited == [1, 2]
 
 
-def test_few_shapes_serve_all_decodes() -> None:
+def test_a_few_shapes_cover_all_decode_steps() -> None:
     shapes = {step_shape(count, count, 1, 16) for count in range(1, 513)}
     assert len(shapes) <= 24
     assert all(shape.is_captured for shape in shapes)
@@ -244,7 +244,7 @@ def test_every_captured_shape_of_a_served_batch_was_warmed_up(
         pytest.param(40, 3, 38, 16, id="short-prompts"),
     ],
 )
-def test_segments_are_large_where_sequences_have_many_rows(
+def test_segments_are_large_if_sequences_have_many_rows(
     num_tokens: int, num_sequences: int, max_q: int, expected: int
 ) -> None:
     assert step_shape(num_tokens, num_sequences, max_q, 16).segment_rows == expected
@@ -276,7 +276,7 @@ def test_a_step_without_rows_is_all_padding(buffer: StepBuffer) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-45, 1e-30, 1.0, 1e300])
-def test_the_device_reads_the_temperature_that_the_host_draws_at(buffer: StepBuffer, temperature: float) -> None:
+def test_device_reads_the_temperature_used_by_the_host(buffer: StepBuffer, temperature: float) -> None:
     add = Add(sequence_id="0", prompt=(1, 2), max_tokens=9, sampling=SamplingParams(temperature=temperature))
     sequence = Sequence(add=add, owner=b"", arrival=0, seed=0, slot=-1, num_computed=0, pages=page_list([1]))
     batch = build_batch([ScheduledSequence(sequence, 2)], 16)

@@ -48,18 +48,18 @@ def load(tmp_path: Path, changes: dict[str, Any], generation: dict[str, Any] | N
     return ModelConfig.load(tmp_path)
 
 
-def test_llama_is_read_as_its_config_says(tmp_path: Path) -> None:
+def test_llama_config_is_read(tmp_path: Path) -> None:
     config = load(tmp_path, {})
     assert (config.head_dim, config.dtype, config.eos_token_ids) == (16, "bfloat16", (2,))
     assert [module.name for module in config.modules][:2] == ["self_attn.q_proj", "self_attn.k_proj"]
     assert config.geometry(2, 2).page_bytes == 16 * 2 * 2 * 16 * 2
 
 
-def test_generation_config_decides_what_ends_a_sequence(tmp_path: Path) -> None:
+def test_generation_config_sets_the_end_of_sequence_tokens(tmp_path: Path) -> None:
     assert load(tmp_path, {}, {"eos_token_id": [2, 5]}).eos_token_ids == (2, 5)
 
 
-def test_gemma_2_is_read_as_transformers_fills_it_in(tmp_path: Path) -> None:
+def test_gemma_2_defaults_match_transformers(tmp_path: Path) -> None:
     config = load(tmp_path, {**GEMMA2, "num_key_value_heads": 4})
     assert (config.activation, config.norm_offset, config.output_norms, config.qk_norm) == (GELU_TANH, 1.0, True, False)
     assert (config.attention_soft_cap, config.logit_soft_cap) == (50.0, 30.0)
@@ -70,7 +70,7 @@ def test_gemma_2_is_read_as_transformers_fills_it_in(tmp_path: Path) -> None:
     assert (plain.attention_soft_cap, plain.tied_embeddings) == (None, False)
 
 
-def test_gemma_3_turns_its_windowed_layers_otherwise(tmp_path: Path) -> None:
+def test_gemma_3_windowed_layers_use_their_own_rope(tmp_path: Path) -> None:
     before = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     now = {
         "rope_parameters": {
@@ -114,7 +114,7 @@ def test_longrope_scales_phi_3_beyond_its_original_context(tmp_path: Path, name:
     torch.testing.assert_close(cos.square() + sin.square(), torch.full((65, 8), rope.attention_factor**2))
 
 
-def test_phi_3_turns_a_part_of_each_head(tmp_path: Path) -> None:
+def test_phi_3_rotates_part_of_each_head(tmp_path: Path) -> None:
     scaling = {**LONGROPE["rope_scaling"], "short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "attention_factor": 1.5}
     config = load(tmp_path, {**PHI3, **LONGROPE, "rope_scaling": scaling, "partial_rotary_factor": 0.75})
     assert (config.layer_ropes[0].rotary_fraction, config.layer_ropes[0].attention_factor) == (0.75, 1.5)
@@ -148,7 +148,7 @@ def test_each_kind_of_rope_is_read(tmp_path: Path, changes: dict[str, Any], expe
     ],
     ids=lambda value: value["architectures"][0] if isinstance(value, dict) else None,
 )
-def test_heads_that_are_not_said_are_those_of_transformers(
+def test_default_head_counts_match_transformers(
     tmp_path: Path, changes: dict[str, Any], expected: tuple[int, int, int]
 ) -> None:
     silent = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
@@ -183,13 +183,13 @@ def test_heads_that_are_not_said_are_those_of_transformers(
     ],
     ids=["mistral", "qwen2 without", "qwen2 from a layer on", "qwen3 by layer"],
 )
-def test_each_layer_has_the_window_of_its_config(
+def test_each_layer_uses_the_configured_window(
     tmp_path: Path, changes: dict[str, Any], expected: tuple[int | None, ...]
 ) -> None:
     assert load(tmp_path, changes).layer_windows == expected
 
 
-def test_a_window_that_is_not_said_is_that_of_transformers(tmp_path: Path) -> None:
+def test_default_window_matches_transformers(tmp_path: Path) -> None:
     assert load(tmp_path, {"architectures": ["MistralForCausalLM"]}).layer_windows == (4096,) * 4
     assert (
         load(tmp_path, {"architectures": ["MistralForCausalLM"], "sliding_window": None}).layer_windows == (None,) * 4
@@ -274,7 +274,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("changes", "message"), REFUSED, ids=lambda value: None if isinstance(value, dict) else str(value)
 )
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelNotSupported, match=message):
         load(tmp_path, changes)
 
@@ -292,19 +292,19 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[
     ],
     ids=["llama 2", "llama, saved by transformers 5", "multipliers of 1", "zeros", "gemma 2", "gemma 3", "phi 3"],
 )
-def test_fields_that_change_nothing_are_accepted(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_fields_without_effect_are_accepted(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert load(tmp_path, changes).num_layers == 4
 
 
 @pytest.mark.parametrize("text", [None, "{", "[1]"], ids=["absent", "not JSON", "no object"])
-def test_a_directory_without_a_usable_config_is_refused(tmp_path: Path, text: str | None) -> None:
+def test_directory_without_usable_config_is_refused(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelNotSupported, match=r"config\.json"):
         ModelConfig.load(tmp_path)
 
 
-def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+def test_missing_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotSupported, match="does not exist"):
         ModelConfig.load(tmp_path / "none")
 
@@ -315,7 +315,7 @@ def read(model_dir: Path, *names: str) -> None:
             weights.tensor(name, (4, 2))
 
 
-def test_a_tensor_that_no_part_of_the_model_uses_is_refused(tmp_path: Path) -> None:
+def test_unused_tensor_is_refused(tmp_path: Path) -> None:
     """The tensor may be a bias or norm that config.json does not mention."""
     used, inverse = "model.embed_tokens.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"
     save_file({used: torch.ones(4, 2), inverse: torch.ones(3)}, tmp_path / "model.safetensors")
@@ -326,7 +326,7 @@ def test_a_tensor_that_no_part_of_the_model_uses_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("is_same", [True, False])
-def test_a_stored_head_must_be_what_it_is_tied_to(tmp_path: Path, is_same: bool) -> None:
+def test_tied_head_must_equal_the_embedding(tmp_path: Path, is_same: bool) -> None:
     embedding = torch.randn(4, 2)
     head = embedding.clone() if is_same else embedding + 1
     names = "model.embed_tokens.weight", "lm_head.weight"
@@ -339,7 +339,7 @@ def test_a_stored_head_must_be_what_it_is_tied_to(tmp_path: Path, is_same: bool)
             read(tmp_path, names[0])
 
 
-def test_the_reason_that_a_model_cannot_be_loaded_is_not_replaced(tmp_path: Path) -> None:
+def test_missing_tensor_is_reported_before_unused_tensors(tmp_path: Path) -> None:
     save_file({"a": torch.ones(4, 2), "b": torch.ones(4, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelNotSupported, match="no tensor c"):
         read(tmp_path, "a", "c")

@@ -45,7 +45,7 @@ def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
     return made
 
 
-def test_what_has_been_idle_longest_goes_first(policy: EvictionPolicy) -> None:
+def test_longest_idle_item_is_evicted_first(policy: EvictionPolicy) -> None:
     a, b, c = (Thing(name) for name in "abc")
     for thing in (a, b, c):
         policy.add(thing)
@@ -57,7 +57,7 @@ def test_what_has_been_idle_longest_goes_first(policy: EvictionPolicy) -> None:
     assert taken == [b, a, None]
 
 
-def test_what_is_not_allowed_stays_in_its_place(policy: EvictionPolicy) -> None:
+def test_disallowed_items_keep_their_position(policy: EvictionPolicy) -> None:
     things = [Thing(str(number)) for number in range(5)]
     for thing in things:
         policy.add(thing)
@@ -65,7 +65,7 @@ def test_what_is_not_allowed_stays_in_its_place(policy: EvictionPolicy) -> None:
     assert [policy.take(anything) for _ in range(4)] == [things[0], things[1], things[3], things[4]]
 
 
-def test_greedy_dual_keeps_what_is_dear_for_its_size_and_often_used() -> None:
+def test_greedy_dual_keeps_costly_and_frequently_used_items() -> None:
     policy = GreedyDual()
     large, dear, often = Thing("large", num_pages=10), Thing("dear", cost=5.0), Thing("often")
     for thing in (often, large, dear):
@@ -76,7 +76,7 @@ def test_greedy_dual_keeps_what_is_dear_for_its_size_and_often_used() -> None:
     assert [policy.take(anything) for _ in range(3)] == [large, dear, often]
 
 
-def test_greedy_dual_forgets_old_glory() -> None:
+def test_greedy_dual_ages_unused_items() -> None:
     policy = GreedyDual()
     once_great = Thing("once great", cost=50.0)
     policy.add(once_great)
@@ -88,7 +88,7 @@ def test_greedy_dual_forgets_old_glory() -> None:
         pytest.fail("an unused item must age")
 
 
-def test_greedy_dual_remembers_what_was_evicted() -> None:
+def test_greedy_dual_remembers_evicted_items() -> None:
     policy = GreedyDual(memory=10)
     for _ in range(3):
         policy.add(Thing("popular"))
@@ -128,7 +128,7 @@ def filled(policy: EvictionPolicy, positions: list[int | None]) -> tuple[Reclaim
     return Reclaimer(pages, policy, Waiters(things)), things
 
 
-def test_what_somebody_waits_for_gives_way_last_the_latest_turn_first(policy: EvictionPolicy) -> None:
+def test_items_with_waiters_are_evicted_last_and_latest_position_first(policy: EvictionPolicy) -> None:
     """Evicting an adapter that a sequence waits for would force an immediate reload, at the next waiter's expense."""
     reclaimer, things = filled(policy, [1, 7, 6, None, None])
     assert reclaimer.make_room(4, position=5)
@@ -137,7 +137,7 @@ def test_what_somebody_waits_for_gives_way_last_the_latest_turn_first(policy: Ev
     assert [thing.is_gone for thing in things] == [False, True, False, True, True]
 
 
-def test_nobody_takes_what_is_waited_for_in_an_earlier_turn(policy: EvictionPolicy) -> None:
+def test_items_awaited_at_earlier_positions_are_not_evicted(policy: EvictionPolicy) -> None:
     reclaimer, things = filled(policy, [3, None, None, None, 5])
     assert not reclaimer.can_make_room(9, position=4)
     assert not reclaimer.make_room(9, position=4)
@@ -148,7 +148,7 @@ def test_nobody_takes_what_is_waited_for_in_an_earlier_turn(policy: EvictionPoli
     assert reclaimer.make_room(10, position=2)
 
 
-def test_a_slot_is_not_looked_for_among_prefixes(policy: EvictionPolicy) -> None:
+def test_slot_search_skips_prefixes(policy: EvictionPolicy) -> None:
     prefixes, adapters = [Thing(f"p{number}") for number in range(9)], [Thing("a", has_slot=True), Thing("b")]
     asked: list[object] = []
     for thing in prefixes + adapters:
@@ -164,7 +164,7 @@ def test_a_slot_is_not_looked_for_among_prefixes(policy: EvictionPolicy) -> None
     assert [policy.take(anything) for _ in range(10)] == [*prefixes, adapters[1]]
 
 
-def test_greedy_dual_keeps_no_more_than_it_needs() -> None:
+def test_greedy_dual_heap_stays_small() -> None:
     policy, thing = GreedyDual(), Thing("busy")
     for _ in range(10_000):
         policy.add(thing)
@@ -172,7 +172,7 @@ def test_greedy_dual_keeps_no_more_than_it_needs() -> None:
     assert len(policy._heaps[False]) < 2000
 
 
-def test_a_random_life_takes_each_item_once(policy: EvictionPolicy) -> None:
+def test_random_operations_take_each_item_once(policy: EvictionPolicy) -> None:
     rng = random.Random(2)
     idle: list[Thing] = []
     for number in range(3000):

@@ -46,7 +46,7 @@ class Bench:
 
 
 @pytest.mark.parametrize(("num_tokens", "num_pages"), [(1, 1), (4, 1), (5, 2), (12, 3)])
-def test_a_sequence_grows_by_as_few_pages_as_hold_its_tokens(num_tokens: int, num_pages: int) -> None:
+def test_sequence_grows_by_the_fewest_pages(num_tokens: int, num_pages: int) -> None:
     bench = Bench()
     sequence = bench.sequence(20)
     assert bench.kv.grow(sequence, num_tokens)
@@ -54,7 +54,7 @@ def test_a_sequence_grows_by_as_few_pages_as_hold_its_tokens(num_tokens: int, nu
     assert bench.pages.num_owned(PageOwner.KV) == num_pages
 
 
-def test_room_on_the_last_page_is_used_before_another_is_taken() -> None:
+def test_last_page_is_filled_before_another_is_allocated() -> None:
     bench = Bench(num_pages=2)
     sequence = bench.begin(5)
     for _ in range(3):
@@ -63,7 +63,7 @@ def test_room_on_the_last_page_is_used_before_another_is_taken() -> None:
     assert not bench.kv.grow(sequence, 1)
 
 
-def test_growth_that_does_not_fit_takes_nothing() -> None:
+def test_failed_growth_allocates_nothing() -> None:
     bench = Bench(num_pages=3)
     bench.begin(8)
     refused = bench.sequence(8, b"another")
@@ -71,7 +71,7 @@ def test_growth_that_does_not_fit_takes_nothing() -> None:
     assert (len(refused.pages), refused.num_room, bench.pages.num_free) == (0, 0, 1)
 
 
-def test_growth_evicts_prefixes_that_nobody_uses() -> None:
+def test_growth_evicts_unused_prefixes() -> None:
     bench = Bench(num_pages=3)
     bench.kv.detach(bench.begin(8))
     assert (len(bench.cache), bench.pages.num_free) == (2, 1)
@@ -86,7 +86,7 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
     assert [cached.page for cached in bench.kv.find_prefix(bench.sequence(13))] == [0, 1]
 
 
-def test_a_sequence_that_leaves_gives_back_all_but_what_the_cache_keeps() -> None:
+def test_finished_sequence_returns_all_but_cached_pages() -> None:
     bench = Bench()
     sequence = bench.begin(10)
     assert bench.pages.num_free == 5
@@ -97,7 +97,7 @@ def test_a_sequence_that_leaves_gives_back_all_but_what_the_cache_keeps() -> Non
     bench.pages.check_integrity()
 
 
-def test_a_sequence_begins_with_the_pages_that_another_filled() -> None:
+def test_sequence_starts_with_another_sequences_pages() -> None:
     bench = Bench()
     first = bench.begin(10)
     second = bench.sequence(11)
@@ -119,13 +119,13 @@ def test_a_prefix_leaves_at_least_one_token_to_compute(num_prompt: int, num_page
 
 
 @pytest.mark.parametrize("isolation_key", [b"another", b""], ids=["another owner", "no key"])
-def test_a_prefix_is_found_by_its_owner_alone(isolation_key: bytes) -> None:
+def test_prefix_is_found_only_by_its_owner(isolation_key: bytes) -> None:
     bench = Bench()
     bench.begin(12)
     assert bench.kv.find_prefix(bench.sequence(12, isolation_key)) == []
 
 
-def test_pages_are_offered_once_they_are_full() -> None:
+def test_only_full_pages_are_offered() -> None:
     bench = Bench()
     sequence = bench.sequence(9)
     for num_tokens, num_offered in [(3, 0), (1, 1), (3, 1), (1, 2)]:
@@ -133,7 +133,7 @@ def test_pages_are_offered_once_they_are_full() -> None:
         assert len(bench.cache) == num_offered
 
 
-def test_a_sequence_that_may_be_broken_offers_nothing() -> None:
+def test_possibly_broken_sequence_offers_nothing() -> None:
     bench = Bench()
     sequence = bench.sequence(12)
     sequence.is_tainted = True
@@ -141,7 +141,7 @@ def test_a_sequence_that_may_be_broken_offers_nothing() -> None:
     assert len(bench.cache) == 0
 
 
-def test_what_a_broken_sequence_has_offered_is_found_no_more() -> None:
+def test_prefixes_of_a_broken_sequence_are_forgotten() -> None:
     bench = Bench()
     sequence = bench.begin(12)
     bench.kv.disown(sequence)
@@ -150,7 +150,7 @@ def test_what_a_broken_sequence_has_offered_is_found_no_more() -> None:
     assert bench.pages.num_free == 8
 
 
-def test_a_prefix_that_nobody_uses_counts_as_pages_taken_from_others() -> None:
+def test_unused_prefix_counts_towards_the_pages_to_begin() -> None:
     """The prefix's pages stay evictable until the sequence uses them."""
     bench = Bench()
     first = bench.begin(8)
@@ -160,7 +160,7 @@ def test_a_prefix_that_nobody_uses_counts_as_pages_taken_from_others() -> None:
     assert bench.kv.num_pages_to_begin(prefix, 4) == 3
 
 
-def test_the_most_tokens_are_those_of_the_pool_beside_other_pages() -> None:
+def test_max_tokens_excludes_other_pages() -> None:
     assert [Bench(num_pages=8).kv.max_tokens(num_other_pages) for num_other_pages in (0, 3, 8)] == [32, 20, 0]
 
 

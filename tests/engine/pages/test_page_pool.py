@@ -14,7 +14,7 @@ def pool() -> PagePool:
     return PagePool(5)
 
 
-def test_every_page_is_handed_out_once_and_counted_for_its_owner(pool: PagePool) -> None:
+def test_each_page_is_allocated_once_and_counted_for_its_owner(pool: PagePool) -> None:
     kv, adapter = pool.alloc(2, PageOwner.KV), pool.alloc(3, PageOwner.ADAPTER)
     assert sorted(kv + adapter) == [0, 1, 2, 3, 4]
     assert (pool.num_owned(PageOwner.KV), pool.num_owned(PageOwner.ADAPTER), pool.num_free) == (2, 3, 0)
@@ -23,7 +23,7 @@ def test_every_page_is_handed_out_once_and_counted_for_its_owner(pool: PagePool)
     pool.check_integrity()
 
 
-def test_no_more_pages_are_given_than_are_free(pool: PagePool) -> None:
+def test_allocating_more_than_the_free_pages_fails(pool: PagePool) -> None:
     pool.alloc(3, PageOwner.KV)
     assert pool.can_alloc(2)
     assert not pool.can_alloc(3)
@@ -33,25 +33,25 @@ def test_no_more_pages_are_given_than_are_free(pool: PagePool) -> None:
     pool.check_integrity()
 
 
-def test_a_full_pool_still_gives_no_pages(pool: PagePool) -> None:
+def test_full_pool_can_allocate_zero_pages(pool: PagePool) -> None:
     pool.alloc(5, PageOwner.KV)
     assert pool.can_alloc(0)
     assert pool.alloc(0, PageOwner.KV) == []
 
 
-def test_nobody_is_given_pages_as_free_ones(pool: PagePool) -> None:
+def test_pages_cannot_be_allocated_to_the_free_owner(pool: PagePool) -> None:
     with pytest.raises(AssertionError):
         pool.alloc(1, PageOwner.FREE)
 
 
-def test_pages_that_were_freed_longest_ago_are_reused_first(pool: PagePool) -> None:
+def test_longest_free_pages_are_reused_first(pool: PagePool) -> None:
     first, second = pool.alloc(2, PageOwner.KV), pool.alloc(3, PageOwner.KV)
     pool.free(second)
     pool.free(first)
     assert pool.alloc(5, PageOwner.KV) == second + first
 
 
-def test_a_shared_page_is_free_once_each_holder_has_given_it_back(pool: PagePool) -> None:
+def test_shared_page_is_free_after_its_last_holder_releases_it(pool: PagePool) -> None:
     (page,) = pool.alloc(1, PageOwner.KV)
     pool.share(page)
     pool.share(page)
@@ -67,7 +67,7 @@ def test_a_free_page_cannot_be_shared(pool: PagePool) -> None:
 
 
 @pytest.mark.parametrize("num_shares", [0, 2])
-def test_a_page_is_given_back_no_oftener_than_it_was_taken(pool: PagePool, num_shares: int) -> None:
+def test_extra_release_of_a_page_is_refused(pool: PagePool, num_shares: int) -> None:
     (page,) = pool.alloc(1, PageOwner.ADAPTER)
     for _ in range(num_shares):
         pool.share(page)
@@ -77,14 +77,14 @@ def test_a_page_is_given_back_no_oftener_than_it_was_taken(pool: PagePool, num_s
     assert pool.num_free == 5
 
 
-def test_the_check_finds_a_page_that_is_free_and_held(pool: PagePool) -> None:
+def test_check_detects_a_free_page_with_holders(pool: PagePool) -> None:
     (page,) = pool.alloc(1, PageOwner.KV)
     pool._free.append(page)
     with pytest.raises(AssertionError):
         pool.check_integrity()
 
 
-def test_a_random_life_keeps_every_page_accounted_for() -> None:
+def test_random_operations_account_for_every_page() -> None:
     rng, pool = random.Random(4), PagePool(20)
     holds: list[int] = []
     for _ in range(2000):

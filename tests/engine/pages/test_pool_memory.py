@@ -29,18 +29,18 @@ def test_room_for_graphs_stays_free(free: int, total: int, kept: int) -> None:
     assert pool_bytes_of(5 * GIB, DeviceMemory(free, total)) == 5 * GIB
 
 
-def test_a_device_that_shares_the_host_s_memory_takes_a_fixed_part() -> None:
+def test_device_sharing_host_memory_uses_the_default_pool_size() -> None:
     assert pool_bytes_of(None, None) == DEFAULT_BYTES
 
 
 @pytest.mark.parametrize("free", [0, MIN_RESERVE_BYTES])
-def test_a_model_that_leaves_no_room_is_refused_with_the_remedy(free: int) -> None:
+def test_model_that_leaves_no_room_is_refused_with_a_remedy(free: int) -> None:
     with pytest.raises(PoolTooSmall, match=r"GiB of the GPU's 16\.0 GiB free.* use a larger GPU"):
         pool_bytes_of(None, DeviceMemory(free, 16 * GIB))
 
 
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
-def test_the_pool_takes_nothing_of_what_activations_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_leaves_memory_for_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import compiler
 
     class Card(HostAccelerator):

@@ -49,7 +49,7 @@ def tokens(count: int, seed: int = 0) -> tuple[int, ...]:
     ("num_prompt", "spared"), [(15, 0), (16, 0), (17, 16), (32, 16), (33, 32), (100, 96)], ids=lambda value: str(value)
 )
 @pytest.mark.parametrize("digest", [None, "a"])
-def test_a_prompt_that_comes_again_is_spared_but_for_its_last_page(
+def test_repeated_prompt_is_cached_except_for_its_last_page(
     simulation: Simulation, num_prompt: int, spared: int, digest: str | None
 ) -> None:
     prompt = tokens(num_prompt)
@@ -72,20 +72,22 @@ def test_an_answer_is_a_prefix_of_the_next_turn(simulation: Simulation) -> None:
     [(None, OWNER), ("b", OWNER), ("a", b"owner-b"), ("a", b"")],
     ids=["the base", "another adapter", "another owner", "an owner without a key"],
 )
-def test_what_differs_shares_nothing(simulation: Simulation, digest: str | None, isolation_key: bytes) -> None:
+def test_different_adapter_or_key_shares_nothing(
+    simulation: Simulation, digest: str | None, isolation_key: bytes
+) -> None:
     prompt = tokens(50)
     answer(simulation, ask(simulation, "first", prompt, "a"))
     assert answer(simulation, ask(simulation, "other", prompt, digest, isolation_key)) == [0]
 
 
-def test_without_a_key_not_even_oneself_is_found(simulation: Simulation) -> None:
+def test_empty_key_disables_the_cache(simulation: Simulation) -> None:
     prompt = tokens(50)
     for name in ("first", "again"):
         assert answer(simulation, ask(simulation, name, prompt, isolation_key=b"")) == [0]
     assert len(simulation.prefixes) == 0
 
 
-def test_no_adapter_name_and_no_key_look_like_another(simulation: Simulation) -> None:
+def test_cache_keys_are_unambiguous(simulation: Simulation) -> None:
     """Each hashed part is prefixed with its length, so moving bytes from one part to the next changes the key."""
     cache = simulation.prefixes
     assert cache.root(b"ab") != cache.root(b"a")
@@ -120,7 +122,7 @@ def test_a_shared_page_outlives_the_sequence_that_filled_it(simulation: Simulati
     answer(simulation, second, *filler)
 
 
-def test_prefixes_give_way_before_anybody_is_preempted(simulate: Simulate) -> None:
+def test_prefixes_are_evicted_before_any_preemption(simulate: Simulate) -> None:
     simulation = simulate(num_pages=20, adapters={"a": 2})
     answer(simulation, ask(simulation, "first", tokens(160)))
     assert len(simulation.prefixes) == 10
@@ -129,7 +131,7 @@ def test_prefixes_give_way_before_anybody_is_preempted(simulate: Simulate) -> No
     assert stats_of(simulation).num_preemptions == 0
 
 
-def test_the_end_of_a_prefix_goes_before_its_beginning(simulate: Simulate) -> None:
+def test_end_of_a_prefix_is_evicted_before_its_beginning(simulate: Simulate) -> None:
     simulation = simulate(num_pages=12)
     prompt = tokens(100)
     answer(simulation, ask(simulation, "first", prompt))
@@ -138,7 +140,7 @@ def test_the_end_of_a_prefix_goes_before_its_beginning(simulate: Simulate) -> No
     assert 0 < spared < 96
 
 
-def test_the_pages_of_an_evicted_adapter_stay_good_until_it_is_unloaded(simulate: Simulate) -> None:
+def test_prefixes_of_an_evicted_adapter_stay_valid_until_unload(simulate: Simulate) -> None:
     simulation = simulate(num_pages=64, num_slots=1, adapters={"a": 2, "b": 3})
     prompt = tokens(50)
     answer(simulation, ask(simulation, "first", prompt, "a"))
@@ -149,7 +151,7 @@ def test_the_pages_of_an_evicted_adapter_stay_good_until_it_is_unloaded(simulate
     assert answer(simulation, ask(simulation, "later", prompt, "a")) == [0]
 
 
-def test_what_a_broken_adapter_computed_is_forgotten(simulation: Simulation) -> None:
+def test_prefixes_of_a_broken_adapter_are_forgotten(simulation: Simulation) -> None:
     prompt = tokens(50)
     answer(simulation, ask(simulation, "first", prompt, "a"))
     simulation.executor.not_finite_for.add("a")
@@ -162,7 +164,7 @@ def test_what_a_broken_adapter_computed_is_forgotten(simulation: Simulation) -> 
     assert answer(simulation, *again) == [0, 0]
 
 
-def test_a_preempted_sequence_finds_its_own_pages_again(simulate: Simulate) -> None:
+def test_preempted_sequence_reuses_its_own_pages(simulate: Simulate) -> None:
     simulation = simulate(num_pages=12, max_batch_tokens=64)
     adds = [ask(simulation, f"s{i}", tokens(40, seed=i), max_tokens=60) for i in range(3)]
     answer(simulation, *adds)
@@ -171,7 +173,7 @@ def test_a_preempted_sequence_finds_its_own_pages_again(simulate: Simulate) -> N
     assert recomputed < 3 * 40
 
 
-def test_random_conversations_are_right_whatever_is_shared(simulate: Simulate) -> None:
+def test_random_conversations_with_shared_prefixes_are_correct(simulate: Simulate) -> None:
     """Conversations extend shared prefixes in only a few pages, with aborts and changing adapters."""
     rng = random.Random(5)
     names = {f"adapter{i}": 1 + i % 3 for i in range(6)}

@@ -32,7 +32,7 @@ def admit_next(queue: FairQueue) -> Sequence:
     return sequence
 
 
-def test_shares_take_turns_whoever_came_first() -> None:
+def test_shares_take_turns_regardless_of_arrival() -> None:
     queue = FairQueue()
     for arrival in range(6):
         waiting(queue, arrival, "flood")
@@ -60,7 +60,7 @@ def test_input_and_output_are_charged() -> None:
 
 
 @pytest.mark.parametrize("weight", [1, 2, 5])
-def test_weights_share_out_in_proportion(weight: int) -> None:
+def test_service_is_proportional_to_weight(weight: int) -> None:
     queue = FairQueue()
     for arrival in range(300):
         waiting(queue, arrival, "heavy", weight=weight)
@@ -69,7 +69,7 @@ def test_weights_share_out_in_proportion(weight: int) -> None:
     assert served["heavy"] / served["light"] == pytest.approx(weight, rel=0.1)
 
 
-def test_nobody_saves_up_by_being_idle() -> None:
+def test_idle_shares_accumulate_no_credit() -> None:
     queue = FairQueue()
     for arrival in range(40):
         waiting(queue, arrival, "busy")
@@ -81,7 +81,7 @@ def test_nobody_saves_up_by_being_idle() -> None:
     assert Counter(served) == {"busy": 5, "late": 5}
 
 
-def test_of_shares_served_alike_the_one_that_runs_least_goes_first() -> None:
+def test_equally_served_share_with_fewest_running_goes_first() -> None:
     """A share that arrives during a flood starts with equal service. Ordered by age, it would wait behind the flood."""
     queue = FairQueue()
     for arrival in range(40):
@@ -92,7 +92,7 @@ def test_of_shares_served_alike_the_one_that_runs_least_goes_first() -> None:
     assert admit_next(queue).add.share_key == "polite"
 
 
-def test_a_moment_of_idleness_resets_nothing() -> None:
+def test_brief_idleness_does_not_reset_service() -> None:
     queue = FairQueue()
     greedy = waiting(queue, 0, "greedy", num_prompt=1000)
     waiting(queue, 1, "other", num_prompt=5)
@@ -103,7 +103,7 @@ def test_a_moment_of_idleness_resets_nothing() -> None:
     assert [admit_next(queue).arrival for _ in range(3)] == [1, 3, 2]
 
 
-def test_priorities_go_before_counters() -> None:
+def test_priority_precedes_service() -> None:
     queue = FairQueue()
     for arrival in range(3):
         waiting(queue, arrival, "a")
@@ -114,7 +114,7 @@ def test_priorities_go_before_counters() -> None:
 
 
 @pytest.mark.parametrize(("num_prompt", "bound"), [(1, MAX_ROUNDS), (5000, MAX_COST_RATIO * MAX_ROUNDS)])
-def test_a_share_waits_for_a_bounded_number_of_rounds_whatever_others_do(num_prompt: int, bound: int) -> None:
+def test_wait_is_bounded_whatever_other_shares_do(num_prompt: int, bound: int) -> None:
     """The bound is MAX_ROUNDS admissions from other shares, or more for requests that cost much more than theirs."""
     queue = FairQueue()
     waiting(queue, 0, "patient", num_prompt=num_prompt)
@@ -125,7 +125,7 @@ def test_a_share_waits_for_a_bounded_number_of_rounds_whatever_others_do(num_pro
 
 
 @pytest.mark.parametrize("num_shares", [10, 200])
-def test_dear_requests_get_no_more_than_their_share_however_many_wait(num_shares: int) -> None:
+def test_costly_requests_get_only_their_share(num_shares: int) -> None:
     """Aging must not turn fairness by tokens into fairness by requests."""
     queue, arrivals = FairQueue(), itertools.count()
 
@@ -179,7 +179,7 @@ class PlainOrder:
 
 @given(st.data())
 @settings(max_examples=40, deadline=None)
-def test_the_order_is_what_sorting_all_that_wait_gives(data: st.DataObject) -> None:
+def test_queue_order_equals_sorting_all_waiting_sequences(data: st.DataObject) -> None:
     queue, arrivals, running = FairQueue(), itertools.count(), []
     rng = random.Random(data.draw(st.integers(0, 2**32)))
     num_shares = data.draw(st.sampled_from([2, 20]))
@@ -211,7 +211,7 @@ def test_the_order_is_what_sorting_all_that_wait_gives(data: st.DataObject) -> N
         assert found == PlainOrder(queue, num_ready, num_cold).arrivals
 
 
-def test_a_flood_does_not_age_into_the_front() -> None:
+def test_flood_does_not_age_to_the_front() -> None:
     """Age counts per share, not per request: a share's ten thousand old requests count as a single wait."""
     queue = FairQueue()
     for arrival in range(10_000):
@@ -224,7 +224,7 @@ def test_a_flood_does_not_age_into_the_front() -> None:
 
 @given(st.data())
 @settings(max_examples=15, deadline=None)
-def test_the_bound_holds_for_any_traffic(data: st.DataObject) -> None:
+def test_wait_bound_applies_to_any_traffic(data: st.DataObject) -> None:
     shares = data.draw(st.integers(2, 6))
     queue, arrival = FairQueue(), 0
     unserved: dict[str, int] = {}
@@ -262,7 +262,7 @@ def test_sequences_are_ready_while_their_adapter_is_resident() -> None:
     assert (queue.num_waiting, queue.num_cold, queue.num_waiting_tokens) == (0, 0, 0)
 
 
-def test_a_flood_costs_a_polite_share_little(simulate: Simulate) -> None:
+def test_flood_barely_delays_a_polite_share(simulate: Simulate) -> None:
     """One share keeps the queue full while another sends one request at a time. The test counts the steps to the first
     token.
     """
@@ -297,7 +297,7 @@ def test_a_flood_costs_a_polite_share_little(simulate: Simulate) -> None:
     assert p99(beside_flood) <= 1.25 * p99(beside_many)
 
 
-def test_counters_do_not_depend_on_the_order_of_equal_work(simulate: Simulate) -> None:
+def test_equal_work_gives_equal_counters(simulate: Simulate) -> None:
     """Two shares with equal traffic get equal service, with or without preemption and shared prefixes."""
     simulation: Simulation = simulate(num_pages=14, max_sequences=4)
     for i in range(12):
@@ -308,7 +308,7 @@ def test_counters_do_not_depend_on_the_order_of_equal_work(simulate: Simulate) -
     assert served["x"] == pytest.approx(served["y"], abs=40)
 
 
-def test_who_comes_to_an_idle_engine_owes_as_little_as_who_left_it(simulate: Simulate) -> None:
+def test_new_and_returning_shares_start_level_on_an_idle_engine(simulate: Simulate) -> None:
     simulation = simulate(num_pages=400, max_sequences=4)
     for i in range(30):
         simulation.add(f"old{i}", num_prompt=60, max_tokens=40, share_key="old")
@@ -324,7 +324,7 @@ def test_who_comes_to_an_idle_engine_owes_as_little_as_who_left_it(simulate: Sim
     assert max(ends.index(f"again{i}") for i in range(10)) < 40
 
 
-def test_weights_hold_however_many_shares_wait() -> None:
+def test_weights_apply_with_any_number_of_waiting_shares() -> None:
     queue, arrival = FairQueue(), 0
     num_shares = 2 * MAX_ROUNDS
     for _ in range(60):

@@ -8,7 +8,7 @@ from loramux.engine.messages import Abort, AdapterState, Extend, Unload
 from tests.engine.simulated_engine import Simulate, Simulation, stats_of
 
 
-def test_a_request_ends_at_its_deadline_and_pays_for_what_it_got(simulation: Simulation) -> None:
+def test_request_ends_at_its_deadline_and_is_billed_for_its_tokens(simulation: Simulation) -> None:
     simulation.add("late", max_tokens=100, timeout_s=5.0)
     other = simulation.add("other", max_tokens=30)
     for _ in range(6):
@@ -21,7 +21,7 @@ def test_a_request_ends_at_its_deadline_and_pays_for_what_it_got(simulation: Sim
     assert simulation.tokens["other"] == simulation.expected(other)
 
 
-def test_a_request_that_never_ran_by_its_deadline_costs_nothing(simulation: Simulation) -> None:
+def test_request_that_never_ran_before_its_deadline_is_not_billed(simulation: Simulation) -> None:
     simulation.hold_loads()
     simulation.add("late", digest="a", timeout_s=5.0)
     simulation.step()
@@ -32,7 +32,7 @@ def test_a_request_that_never_ran_by_its_deadline_costs_nothing(simulation: Simu
     simulation.run()
 
 
-def test_a_request_waits_for_its_first_step_no_longer_than_allowed(simulate: Simulate) -> None:
+def test_first_step_wait_is_limited(simulate: Simulate) -> None:
     simulation = simulate(max_sequences=1, max_waiting_s=10.0)
     running = simulation.add("running", max_tokens=40)
     simulation.step()
@@ -44,7 +44,7 @@ def test_a_request_waits_for_its_first_step_no_longer_than_allowed(simulate: Sim
     assert simulation.tokens["running"] == simulation.expected(running)
 
 
-def test_a_full_queue_refuses_the_newest_of_the_share_that_waits_most(simulate: Simulate) -> None:
+def test_full_queue_refuses_the_newest_request_of_the_largest_share(simulate: Simulate) -> None:
     simulation = simulate(max_sequences=1, max_waiting_tokens=100)
     simulation.add("running", num_prompt=5, max_tokens=5)
     simulation.step()
@@ -60,7 +60,7 @@ def test_a_full_queue_refuses_the_newest_of_the_share_that_waits_most(simulate: 
     assert len(simulation.finished) == 12
 
 
-def test_a_queue_without_others_takes_any_request(simulate: Simulate) -> None:
+def test_empty_queue_accepts_a_request_above_the_limit(simulate: Simulate) -> None:
     simulation = simulate(max_waiting_tokens=10)
     simulation.add("large", num_prompt=50, max_tokens=5)
     simulation.run()
@@ -68,7 +68,7 @@ def test_a_queue_without_others_takes_any_request(simulate: Simulate) -> None:
 
 
 @pytest.mark.parametrize("is_early", [True, False], ids=["before the limit", "while paused"])
-def test_an_extended_sequence_goes_on_as_if_nothing_had_been(simulation: Simulation, is_early: bool) -> None:
+def test_extended_sequence_continues_unchanged(simulation: Simulation, is_early: bool) -> None:
     add = simulation.add("s", max_tokens=4, pause_s=60.0)
     for _ in range(2 if is_early else 8):
         simulation.step()
@@ -84,7 +84,7 @@ def test_an_extended_sequence_goes_on_as_if_nothing_had_been(simulation: Simulat
     assert simulation.finished["s"].reason == "length"
 
 
-def test_a_pause_ends_at_its_time_and_the_sequence_with_length(simulation: Simulation) -> None:
+def test_pause_timeout_ends_the_sequence_with_length(simulation: Simulation) -> None:
     add = simulation.add("s", max_tokens=4, pause_s=60.0)
     for _ in range(8):
         simulation.step()
@@ -97,7 +97,7 @@ def test_a_pause_ends_at_its_time_and_the_sequence_with_length(simulation: Simul
     assert simulation.finished["s"].completion_tokens == 4
 
 
-def test_a_paused_sequence_that_was_preempted_goes_on_after_its_extension(simulate: Simulate) -> None:
+def test_preempted_paused_sequence_continues_after_extension(simulate: Simulate) -> None:
     simulation = simulate(num_pages=6)
     paused = simulation.add("paused", num_prompt=20, max_tokens=4, pause_s=600.0, priority=-1)
     for _ in range(6):
@@ -115,7 +115,7 @@ def test_a_paused_sequence_that_was_preempted_goes_on_after_its_extension(simula
     assert simulation.tokens["paused"] == simulation.executor.generate(paused.prompt, 9, None)
 
 
-def test_an_extension_reaches_no_further_than_the_context(simulate: Simulate) -> None:
+def test_extension_stops_at_the_context_length(simulate: Simulate) -> None:
     simulation = simulate(max_model_len=30)
     add = simulation.add("s", num_prompt=20, max_tokens=2, pause_s=9.0)
     simulation.engine.extend(b"gateway", Extend(sequence_id="s", max_tokens=10_000))
@@ -134,7 +134,7 @@ def test_a_paused_sequence_can_be_aborted(simulation: Simulation) -> None:
 
 
 @pytest.mark.parametrize("num_users", [1, 2, 5])
-def test_an_unload_with_a_deadline_truly_frees(simulation: Simulation, num_users: int) -> None:
+def test_unload_frees_the_adapter_at_its_deadline(simulation: Simulation, num_users: int) -> None:
     for i in range(num_users):
         simulation.add(f"s{i}", digest="a", max_tokens=100)
     base = simulation.add("base", max_tokens=20)
@@ -162,7 +162,7 @@ def test_an_unload_with_a_deadline_truly_frees(simulation: Simulation, num_users
     assert simulation.tokens["base"] == simulation.expected(base)
 
 
-def test_an_unload_that_is_done_in_time_takes_nothing_away_later(simulation: Simulation) -> None:
+def test_deadline_of_a_finished_unload_has_no_effect(simulation: Simulation) -> None:
     simulation.add("first", digest="a", max_tokens=3)
     simulation.engine.unload(b"gateway", Unload(call_id="u", digest="a", deadline_s=3.0))
     simulation.run()
@@ -173,7 +173,7 @@ def test_an_unload_that_is_done_in_time_takes_nothing_away_later(simulation: Sim
     assert simulation.tokens["again"] == simulation.expected(again)
 
 
-def test_an_adapter_that_is_broken_again_and_again_is_refused(simulation: Simulation) -> None:
+def test_repeatedly_broken_adapter_is_refused(simulation: Simulation) -> None:
     simulation.executor.not_finite_for.add("a")
     for i in range(3):
         simulation.add(f"bad{i}", digest="a")

@@ -22,7 +22,7 @@ VOCAB_SIZE = 70
     ],
     ids=["default", "at the edges", "penalties", "ids"],
 )
-def test_usable_settings_have_no_problem(params: SamplingParams) -> None:
+def test_valid_settings_are_accepted(params: SamplingParams) -> None:
     assert sampling_problem(params, VOCAB_SIZE) is None
 
 
@@ -60,7 +60,7 @@ def test_usable_settings_have_no_problem(params: SamplingParams) -> None:
     ],
     ids=repr,
 )
-def test_a_problem_is_named_by_its_field(params: SamplingParams, field: str) -> None:
+def test_invalid_field_is_named(params: SamplingParams, field: str) -> None:
     problem = sampling_problem(params, 1000 if len(params.logit_bias) > 300 else VOCAB_SIZE)
     assert problem is not None
     assert problem.split()[0] == field

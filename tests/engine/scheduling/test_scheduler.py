@@ -80,7 +80,7 @@ class Bench:
 # The token budget
 
 
-def test_decode_rows_come_before_prompts_and_prompts_fill_the_budget() -> None:
+def test_decode_rows_come_first_and_prompts_fill_the_budget() -> None:
     bench = Bench(max_batch_tokens=16)
     bench.add("short")
     assert bench.step() == {"short": 3}
@@ -90,7 +90,7 @@ def test_decode_rows_come_before_prompts_and_prompts_fill_the_budget() -> None:
     assert [step["long"] for step in steps] == [15, 15, 10, 1]
 
 
-def test_prompts_under_way_keep_a_quarter_for_prompts_that_fit_into_it() -> None:
+def test_running_prompts_leave_a_quarter_for_new_short_prompts() -> None:
     bench = Bench(max_batch_tokens=16)
     bench.add("long", num_prompt=100)
     assert bench.step() == {"long": 16}
@@ -100,7 +100,7 @@ def test_prompts_under_way_keep_a_quarter_for_prompts_that_fit_into_it() -> None
     assert bench.step() == {"long": 15, "short": 1}, "unused rows go back to the long prompt"
 
 
-def test_no_more_sequences_run_than_allowed() -> None:
+def test_number_of_running_sequences_is_limited() -> None:
     bench = Bench(max_sequences=2)
     for name in ("first", "second", "third"):
         bench.add(name, max_tokens=2)
@@ -108,7 +108,7 @@ def test_no_more_sequences_run_than_allowed() -> None:
     assert bench.step().keys() == {"third"}
 
 
-def test_a_sequence_that_reaches_its_limit_gives_back_all_it_held() -> None:
+def test_finished_sequence_releases_all_resources() -> None:
     bench = Bench(sizes={"a": 2})
     sequence = bench.add("s", num_prompt=9, max_tokens=2, digest="a")
     while sequence.state is not SequenceState.FINISHED:
@@ -121,7 +121,7 @@ def test_a_sequence_that_reaches_its_limit_gives_back_all_it_held() -> None:
 # Adapters
 
 
-def test_rows_of_one_adapter_are_side_by_side() -> None:
+def test_rows_of_an_adapter_are_adjacent() -> None:
     bench = Bench(max_sequences=5, sizes={"a": 1, "b": 1})
     for name, digest in [("1", "a"), ("2", "b"), ("3", None), ("4", "a"), ("5", "b")]:
         bench.add(name, digest=digest)
@@ -131,7 +131,7 @@ def test_rows_of_one_adapter_are_side_by_side() -> None:
     assert abs(order.index("1") - order.index("4")) == abs(order.index("2") - order.index("5")) == 1
 
 
-def test_a_sequence_whose_adapter_loads_is_passed_over() -> None:
+def test_sequence_with_a_loading_adapter_is_skipped() -> None:
     bench = Bench(sizes={"a": 1})
     bench.hold_loads()
     bench.add("cold", digest="a", priority=9)
@@ -143,7 +143,7 @@ def test_a_sequence_whose_adapter_loads_is_passed_over() -> None:
     assert bench.running == {"cold", "base"}
 
 
-def test_a_sequence_that_never_fits_beside_its_adapter_is_handed_out_once() -> None:
+def test_sequence_that_can_never_fit_with_its_adapter_is_reported_once() -> None:
     bench = Bench(num_pages=4, sizes={"a": 2})
     sequence = bench.add("s", num_prompt=5, max_tokens=4, digest="a")
     for _ in range(3):
@@ -153,7 +153,7 @@ def test_a_sequence_that_never_fits_beside_its_adapter_is_handed_out_once() -> N
     assert bench.scheduler.max_tokens(num_adapter_pages=2) == 8
 
 
-def test_the_demand_names_adapters_in_the_order_of_the_queue() -> None:
+def test_demand_lists_adapters_in_queue_order() -> None:
     bench = Bench(max_sequences=3, sizes={"a": 1, "b": 1})
     bench.hold_loads()
     bench.add("running")
@@ -178,7 +178,7 @@ def begin_all(bench: Bench, *sequences: Sequence) -> None:
 @pytest.mark.parametrize(
     ("priorities", "victim"), [((0, 0, 0), "c"), ((-1, 0, 0), "a"), ((0, -1, 1), "b")], ids=["youngest", "a", "b"]
 )
-def test_the_victim_is_the_youngest_of_the_lowest_priority(priorities: tuple[int, ...], victim: str) -> None:
+def test_victim_is_the_youngest_with_the_lowest_priority(priorities: tuple[int, ...], victim: str) -> None:
     bench = Bench(num_pages=4)
     begin_all(bench, *(bench.add(name, priority=priority) for name, priority in zip("abc", priorities, strict=True)))
     bench.step()
@@ -186,7 +186,7 @@ def test_the_victim_is_the_youngest_of_the_lowest_priority(priorities: tuple[int
     assert bench.running == set("abc") - {victim}
 
 
-def test_among_equals_the_victim_is_of_the_share_that_was_served_most() -> None:
+def test_victim_comes_from_the_most_served_share_at_equal_priority() -> None:
     bench = Bench(num_pages=6)
     shares = {"1": "greedy", "2": "greedy", "3": "x", "4": "y"}
     begin_all(bench, *(bench.add(name, share_key=share) for name, share in shares.items()))
@@ -195,7 +195,7 @@ def test_among_equals_the_victim_is_of_the_share_that_was_served_most() -> None:
     assert bench.running == {"1", "3", "4"}
 
 
-def test_a_step_that_preempts_admits_nobody() -> None:
+def test_step_that_preempts_admits_no_sequence() -> None:
     """A sequence admitted in the same step, even the victim, would take the freed pages immediately."""
     bench = Bench(num_pages=4)
     bench.add("a")
@@ -208,7 +208,7 @@ def test_a_step_that_preempts_admits_nobody() -> None:
     assert bench.step() == {"a": 1, "waiting": 2}
 
 
-def test_a_victim_comes_back_with_room_for_all_it_had_and_computes_it_again() -> None:
+def test_victim_resumes_with_room_for_all_tokens_and_recomputes_them() -> None:
     bench = Bench(num_pages=4, max_batch_tokens=8)
     bench.add("a", max_tokens=6)
     victim = bench.add("victim", num_prompt=11, priority=-1)
@@ -220,7 +220,7 @@ def test_a_victim_comes_back_with_room_for_all_it_had_and_computes_it_again() ->
     assert [bench.step() for _ in range(3)] == [{"victim": 8}, {"victim": 4}, {"victim": 1}]
 
 
-def test_nobody_is_preempted_while_pages_of_a_copy_are_about_to_be_evictable() -> None:
+def test_no_preemption_while_a_copy_is_about_to_become_evictable() -> None:
     bench = Bench(num_pages=3, sizes={"a": 1})
     begin_all(bench, bench.add("x"), bench.add("y"))
     bench.add("waiting", digest="a")
@@ -244,7 +244,7 @@ def test_sequences_of_one_adapter_are_adjacent(simulation: Simulation) -> None:
         assert len(seen) == len(set(seen))
 
 
-def test_a_long_prompt_is_cut_into_chunks_and_decode_goes_on(simulation: Simulation) -> None:
+def test_long_prompt_is_chunked_while_decode_continues(simulation: Simulation) -> None:
     short = simulation.add("short", num_prompt=4, max_tokens=12)
     simulation.step()
     long = simulation.add("long", num_prompt=300, max_tokens=3)
@@ -271,7 +271,7 @@ def test_base_traffic_does_not_wait_for_a_loading_adapter(simulation: Simulation
     assert simulation.tokens["waiting"] == simulation.expected(waiting)
 
 
-def test_preempted_sequences_are_computed_again_and_end_right(simulate: Simulate) -> None:
+def test_preempted_sequences_are_recomputed_correctly(simulate: Simulate) -> None:
     simulation = simulate(num_pages=12, adapters={"a": 2})
     adds = [simulation.add(f"s{i}", num_prompt=20, max_tokens=60, digest="a" if i % 2 else None) for i in range(5)]
     simulation.run()
@@ -281,7 +281,7 @@ def test_preempted_sequences_are_computed_again_and_end_right(simulate: Simulate
     assert stats_of(simulation).num_preemptions > 0
 
 
-def test_any_number_of_adapter_misses_blocks_no_base_traffic(simulate: Simulate) -> None:
+def test_adapter_misses_do_not_block_base_traffic(simulate: Simulate) -> None:
     names = {f"adapter{i}": 1 for i in range(100)}
     simulation = simulate(num_slots=4, adapters=names, max_sequences=4)
     simulation.hold_loads()
@@ -298,7 +298,7 @@ def test_any_number_of_adapter_misses_blocks_no_base_traffic(simulate: Simulate)
     assert len(simulation.finished) == 101
 
 
-def test_the_victim_is_of_the_lowest_priority_then_of_the_share_that_was_served_most(simulate: Simulate) -> None:
+def test_victim_has_the_lowest_priority_then_the_most_served_share(simulate: Simulate) -> None:
     simulation = simulate(num_pages=9, max_sequences=3)
     simulation.add("greedy", num_prompt=60, max_tokens=60, share_key="greedy")
     simulation.step()
@@ -311,7 +311,7 @@ def test_the_victim_is_of_the_lowest_priority_then_of_the_share_that_was_served_
     assert {one.reason for one in simulation.finished.values()} == {"length"}
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one_under_way(simulate: Simulate) -> None:
+def test_short_prompt_does_not_wait_for_a_running_long_prompt(simulate: Simulate) -> None:
     simulation = simulate(max_batch_tokens=64, max_model_len=1024, num_pages=100)
     simulation.add("long", num_prompt=1000)
     simulation.step()
@@ -323,7 +323,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_under_way(simulate: Simulat
     simulation.run()
 
 
-def test_rows_that_nobody_begins_with_go_to_the_prompt_under_way(simulate: Simulate) -> None:
+def test_rows_unused_by_new_prompts_go_to_the_running_prompt(simulate: Simulate) -> None:
     """The waiting requests are ready but get no pages, so no rows may be kept for them."""
     simulation = simulate(max_batch_tokens=64, max_model_len=1024, num_pages=64)
     simulation.add("long", num_prompt=1000, max_tokens=2)
@@ -338,7 +338,7 @@ def test_rows_that_nobody_begins_with_go_to_the_prompt_under_way(simulate: Simul
     simulation.run()
 
 
-def test_a_prompt_that_is_cut_into_chunks_gets_on_beside_adapters_that_come(simulate: Simulate) -> None:
+def test_chunked_prompt_progresses_while_adapters_arrive(simulate: Simulate) -> None:
     for num_pages, num_prompt, num_adapters, size, budget in itertools.product(
         (10, 12), (120, 150), (2, 4), (1, 3), (16, 32)
     ):

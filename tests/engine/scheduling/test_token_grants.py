@@ -8,7 +8,7 @@ from loramux.engine.messages import Extend
 from tests.engine.simulated_engine import Simulate, stats_of
 
 
-def test_an_extension_counts_while_a_preempted_sequences_adapter_is_away(simulate: Simulate) -> None:
+def test_extension_counts_while_a_preempted_sequence_lacks_its_adapter(simulate: Simulate) -> None:
     simulation = simulate(num_pages=8, adapters={"a": 2})
     paused = simulation.add("paused", num_prompt=20, max_tokens=4, digest="a", pause_s=600.0, priority=-1)
     for _ in range(8):
@@ -29,9 +29,7 @@ def test_an_extension_counts_while_a_preempted_sequences_adapter_is_away(simulat
 
 
 @pytest.mark.parametrize(("wanted", "granted"), [(12, 12), (1000, 28)], ids=["beside the adapter", "beyond the pool"])
-def test_an_extension_that_comes_before_the_adapter_counts_once_it_is_there(
-    simulate: Simulate, wanted: int, granted: int
-) -> None:
+def test_extension_before_the_adapter_is_resident_counts(simulate: Simulate, wanted: int, granted: int) -> None:
     simulation = simulate(num_pages=8, adapters={"a": 5})
     simulation.hold_loads()
     add = simulation.add("s", num_prompt=20, max_tokens=4, digest="a")
@@ -44,9 +42,7 @@ def test_an_extension_that_comes_before_the_adapter_counts_once_it_is_there(
 
 
 @pytest.mark.parametrize(("digest", "max_tokens"), [(None, 44), ("a", 12)], ids=["base", "beside its adapter"])
-def test_a_sequence_that_fills_the_pool_does_not_wait_for_more(
-    simulate: Simulate, digest: str | None, max_tokens: int
-) -> None:
+def test_sequence_that_fills_the_pool_does_not_pause(simulate: Simulate, digest: str | None, max_tokens: int) -> None:
     simulation = simulate(num_pages=4, adapters={"a": 2})
     add = simulation.add("s", num_prompt=20, max_tokens=max_tokens, digest=digest, pause_s=60.0)
     simulation.run(max_steps=100)
@@ -54,7 +50,7 @@ def test_a_sequence_that_fills_the_pool_does_not_wait_for_more(
     assert simulation.finished["s"].reason == "length"
 
 
-def test_a_sequence_that_could_go_on_beside_its_adapter_still_waits(simulate: Simulate) -> None:
+def test_sequence_with_room_to_continue_still_pauses(simulate: Simulate) -> None:
     simulation = simulate(num_pages=4, adapters={"a": 2})
     simulation.add("s", num_prompt=20, max_tokens=11, digest="a", pause_s=60.0)
     for _ in range(30):

@@ -14,7 +14,7 @@ def end(name: str) -> Finished:
     return Finished(sequence_id=name, reason="length", prompt_tokens=1, completion_tokens=1)
 
 
-def test_with_credit_messages_go_out_as_they_come() -> None:
+def test_messages_are_sent_immediately_with_credit() -> None:
     sent: list[FromEngine] = []
     link = GatewayLink(sent.append)
     link.grant(2)
@@ -23,7 +23,7 @@ def test_with_credit_messages_go_out_as_they_come() -> None:
     assert sent == [output("a", 1), output("a", 2), end("a")]
 
 
-def test_without_credit_tokens_join_and_the_end_waits_behind_them() -> None:
+def test_tokens_are_merged_before_the_final_message_without_credit() -> None:
     sent: list[FromEngine] = []
     link = GatewayLink(sent.append)
     for message in (output("a", 1), output("b", 7), output("a", 2), end("a"), output("b", 8)):
@@ -41,7 +41,7 @@ def test_other_messages_need_no_credit() -> None:
     assert sent == [ready]
 
 
-def test_the_end_of_a_sequence_without_tokens_needs_no_credit() -> None:
+def test_final_message_without_tokens_needs_no_credit() -> None:
     sent: list[FromEngine] = []
     GatewayLink(sent.append).post(end("refused"))
     assert sent == [end("refused")]

@@ -15,7 +15,7 @@ class Node:
         self.itself = self
 
 
-def test_what_is_there_is_left_alone_and_what_comes_is_collected() -> None:
+def test_existing_objects_are_frozen_and_new_ones_are_collected() -> None:
     there = Node()
     is_there = weakref.ref(there)
     gone = weakref.ref(Node())

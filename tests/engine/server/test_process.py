@@ -91,7 +91,7 @@ def served(simulation: Simulation, stager: Stager, tmp_path: Path) -> Iterator[t
     os.close(wake_write)
 
 
-def test_a_message_that_cannot_be_read_is_rejected_and_disturbs_nobody(
+def test_unreadable_message_is_rejected_without_side_effects(
     served: tuple[Gateway, Gateway], simulation: Simulation
 ) -> None:
     broken, sound = served
@@ -125,7 +125,7 @@ def test_an_adapter_is_pinned_over_the_socket(served: tuple[Gateway, Gateway]) -
     assert [(one.digest, one.is_pinned) for one in getattr(stats, "adapters", ())] == [("a", True)]
 
 
-def test_the_sequences_of_a_gateway_that_is_gone_end_though_nothing_is_sent_to_it(
+def test_sequences_of_a_dead_gateway_end_even_without_a_failed_send(
     served: tuple[Gateway, Gateway], simulation: Simulation
 ) -> None:
     gone, staying = served
@@ -156,9 +156,7 @@ def num_held(gateway: Gateway) -> tuple[int, int]:
     return stats.num_running, stats.num_waiting
 
 
-def test_who_asks_for_the_tiers_waits_for_a_look_and_others_do_not(
-    served: tuple[Gateway, Gateway], stager: Stager
-) -> None:
+def test_only_stats_requests_with_tiers_wait_for_a_look(served: tuple[Gateway, Gateway], stager: Stager) -> None:
     looking, other = served
     for number in (1, 2):
         looking.send(StatsRequest(call_id=f"look {number}", with_tiers=True))

@@ -60,7 +60,7 @@ def traced(simulation: Simulation) -> Spans:
     return spans
 
 
-def test_a_cold_request_waits_loads_reads_and_answers(simulate: Simulate) -> None:
+def test_cold_request_records_load_queue_prefill_and_decode_spans(simulate: Simulate) -> None:
     simulation = simulate(adapters={"a": 2})
     spans = traced(simulation)
     simulation.add("cold", digest="a", traceparent=FIRST)
@@ -84,7 +84,7 @@ def test_a_cold_request_waits_loads_reads_and_answers(simulate: Simulate) -> Non
     assert not simulation.engine._traces._lives
 
 
-def test_a_load_that_fails_is_the_failure_of_the_wait(simulate: Simulate) -> None:
+def test_failed_load_fails_the_wait_span(simulate: Simulate) -> None:
     simulation = simulate()
     spans = traced(simulation)
     simulation.add("lost", digest="gone", traceparent=FIRST)
@@ -94,7 +94,7 @@ def test_a_load_that_fails_is_the_failure_of_the_wait(simulate: Simulate) -> Non
     assert spans.find(FIRST, "engine.queue").failure == "adapter_unavailable"
 
 
-def test_spans_become_opentelemetrys_with_their_own_times() -> None:
+def test_exported_spans_keep_their_times() -> None:
     kept, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(kept))
     sink = OtelSpanSink(provider)
@@ -117,7 +117,7 @@ def test_spans_become_opentelemetrys_with_their_own_times() -> None:
     assert not outer.status.is_ok
 
 
-def test_an_exporter_that_hangs_costs_the_engine_no_time() -> None:
+def test_hanging_exporter_does_not_delay_the_engine() -> None:
     hangs = threading.Event()
 
     class Stuck(InMemorySpanExporter):
@@ -159,7 +159,7 @@ def imported(statements: list[ast.stmt]) -> set[str]:
     return found
 
 
-def test_every_other_module_of_the_engine_needs_no_opentelemetry() -> None:
+def test_only_otel_spans_imports_opentelemetry() -> None:
     root = Path(__file__).parents[3]
     users = {
         path.relative_to(root).as_posix()

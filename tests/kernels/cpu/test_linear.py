@@ -56,7 +56,7 @@ def test_equals_linear(out_features: int, in_features: int, has_bias: bool, num_
     ],
     ids=["small", "odd", "one", "large", "odd-blocks", "blocks", "deep"],
 )
-def test_products_of_bfloat16_equal_linear(
+def test_bfloat16_products_equal_linear(
     out_features: int, in_features: int, has_bias: bool, num_rows: int, product: type[Avx512Bf16Panels | AmxPanels]
 ) -> None:
     weight = torch.randn(out_features, in_features).bfloat16()
@@ -78,7 +78,7 @@ def test_products_of_bfloat16_equal_linear(
         pytest.param(AmxPanels, torch.bfloat16, amx.BLOCK_STEPS * TILE_INPUTS, id="tiles", marks=needs_tiles),
     ],
 )
-def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(
+def test_row_is_bitwise_independent_of_its_neighbours(
     product: type[FloatPanels | Avx512Bf16Panels | AmxPanels], dtype: torch.dtype, block_inputs: int, out_features: int
 ) -> None:
     in_features = block_inputs + 50
@@ -91,7 +91,7 @@ def test_the_bits_of_a_row_do_not_depend_on_its_neighbours(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
+def test_non_finite_values_stay_in_their_row(dtype: torch.dtype) -> None:
     linear = PackedLinear(torch.randn(64, 48).to(dtype))
     x = torch.randn(9, 48)
     expected = linear(x)
@@ -117,7 +117,7 @@ def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
         ),
     ],
 )
-def test_a_bfloat16_weight_takes_and_gives_float32(
+def test_bfloat16_weight_accepts_and_returns_float32(
     product: type[FloatPanels | Avx512Bf16Panels | AmxPanels | OneDnnProduct], out_features: int
 ) -> None:
     weight, bias = torch.randn(out_features, 128).bfloat16(), torch.randn(out_features).bfloat16()
@@ -138,7 +138,7 @@ def test_a_bfloat16_weight_takes_and_gives_float32(
         ({"neon"}, "aarch64", False, FloatPanels),
     ],
 )
-def test_each_cpu_multiplies_bfloat16_in_its_fastest_way(
+def test_fastest_bfloat16_product_is_chosen_for_each_cpu(
     features: set[str], machine: str, has_onednn: bool, expected: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_linear, "cpu_features", lambda: features)
@@ -151,7 +151,7 @@ def test_each_cpu_multiplies_bfloat16_in_its_fastest_way(
 
 
 @needs_tiles
-def test_the_bits_of_many_rows_are_those_of_each() -> None:
+def test_many_rows_equal_single_rows_bitwise() -> None:
     """There are more rows than fit in the tiles, and more inputs than fit in the L2 cache."""
     x = torch.randn(300, 2048)
     multiply = AmxPanels(torch.randn(64, 2048).bfloat16(), torch.randn(64))
@@ -168,7 +168,7 @@ def test_the_bits_of_many_rows_are_those_of_each() -> None:
     ],
     ids=["allowed", "refused", "not Linux", "no AMX"],
 )
-def test_tiles_are_used_where_linux_allows_them(
+def test_amx_tiles_are_used_if_linux_allows_them(
     features: set[str], system: str, answer: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(amx, "cpu_features", lambda: features)
@@ -192,7 +192,7 @@ def test_rows_of_a_wider_buffer_equal_linear(out_features: int) -> None:
 
 
 @pytest.mark.parametrize("out_features", [64, 4096], ids=["small", "large"])
-def test_keeps_the_weight_once(out_features: int) -> None:
+def test_original_weight_is_not_kept(out_features: int) -> None:
     weight = torch.randn(out_features, 64).bfloat16()
     original = weakref.ref(weight)
     linear = PackedLinear(weight)

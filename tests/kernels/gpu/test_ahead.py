@@ -28,7 +28,7 @@ def launch_two() -> None:
         silu_and_mul(torch.zeros(2, 64, dtype=dtype))
 
 
-def test_every_program_goes_to_one_process(tmp_path: Path) -> None:
+def test_each_program_goes_to_one_process(tmp_path: Path) -> None:
     assert ahead.compile_in_processes(list("abcdefg"), 3, [sys.executable, "-c", KEEP, str(tmp_path)]) == []
     assert sorted(path.read_text().split() for path in tmp_path.iterdir()) == [["a", "d", "g"], ["b", "e"], ["c", "f"]]
 
@@ -41,12 +41,12 @@ def test_every_program_goes_to_one_process(tmp_path: Path) -> None:
     ],
     ids=["died", "never-began"],
 )
-def test_a_process_that_fails_is_told_of(command: list[str], expected: list[str]) -> None:
+def test_failed_process_is_reported(command: list[str], expected: list[str]) -> None:
     assert ahead.compile_in_processes(["a", "b"], 2, command) == expected
 
 
 @pytest.mark.parametrize("num_cores", [1, 2])
-def test_failing_processes_stop_nobody_and_one_core_needs_none(
+def test_failed_processes_do_not_stop_the_engine_and_one_core_uses_none(
     num_cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -62,7 +62,7 @@ def test_failing_processes_stop_nobody_and_one_core_needs_none(
     ]
 
 
-def test_what_the_cache_has_is_not_compiled(
+def test_cached_programs_are_not_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -94,13 +94,13 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> type[Parsed]:
     return Parsed
 
 
-def test_a_program_that_cannot_be_compiled_stops_no_other(parsed: type[Parsed]) -> None:
+def test_failed_program_does_not_stop_the_others(parsed: type[Parsed]) -> None:
     with pytest.raises(SystemExit, match="ValueError: no such type"):
         ahead.main()
     assert parsed.compiled == ["one", "two"]
 
 
-def test_nothing_is_compiled_for_an_engine_that_is_gone(parsed: type[Parsed], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_stops_if_the_engine_is_gone(parsed: type[Parsed], monkeypatch: pytest.MonkeyPatch) -> None:
     parents: Any = iter([7, 7, 1, 1])
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
     ahead.main()

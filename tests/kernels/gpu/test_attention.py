@@ -225,7 +225,7 @@ def test_every_kind_of_batch_equals_plain_attention(
     check_attention_of(contexts, num_queries, spec, torch.float32, SMALL_TILES, device, make_poisoned_pool)
 
 
-def test_pages_may_be_listed_in_any_order(device: torch.device, make_poisoned_pool: Callable[..., PoolViews]) -> None:
+def test_pages_can_be_listed_in_any_order(device: torch.device, make_poisoned_pool: Callable[..., PoolViews]) -> None:
     spec = AttentionSpec(4, 1, 16, 0.25)
     check_attention_of(*MIXED, spec, torch.float32, SMALL_TILES, device, make_poisoned_pool, listed_backwards=True)
 
@@ -259,7 +259,7 @@ def test_a_split_prefill_equals_plain_attention(
     check_attention_of([130, 31], [15, 3], spec, torch.float32, plan, device, make_poisoned_pool)
 
 
-def test_more_sequences_than_one_pass_of_the_search_are_all_found(
+def test_search_finds_more_sequences_than_one_pass_covers(
     device: torch.device, make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:
     contexts, num_queries = [1] * 254 + [20, 3, 30], [0] * 254 + [20, 3, 30]
@@ -302,7 +302,7 @@ def test_a_captured_launch_follows_the_batch_in_device_memory(
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN (slice|axis) encountered:RuntimeWarning")
-def test_a_row_that_is_not_finite_stays_so_alone(
+def test_non_finite_row_does_not_affect_others(
     device: torch.device, make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:
     spec = AttentionSpec(4, 1, 16, 0.25)
@@ -320,7 +320,7 @@ def test_a_row_that_is_not_finite_stays_so_alone(
 
 @pytest.mark.parametrize("num_rows", [0, 1, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_kv_write_stores_the_rounded_value_and_nothing_else(
+def test_kv_write_stores_only_the_rounded_values(
     num_rows: int, dtype: torch.dtype, device: torch.device, make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:
     heads, head_dim, num_pages = 3, 8, 5
@@ -356,7 +356,7 @@ HEADS = {"joined": (5, 1, 32, 32), "part-of-head": (4, 2, 40, 12), "odd-heads": 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim", "rotated"), HEADS.values(), ids=HEADS.keys())
 @pytest.mark.parametrize("num_rows", [0, 1, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_rows_are_rotated_and_stored_as_the_reference_does(
+def test_rotated_and_stored_rows_match_the_reference(
     dtype: torch.dtype,
     num_rows: int,
     num_heads: int,
@@ -417,7 +417,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("spec", "geometry", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_is_not_supported_is_refused_with_its_limit(
+def test_unsupported_attention_is_refused_with_its_limit(
     spec: AttentionSpec, geometry: PageGeometry, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -104,7 +104,7 @@ def test_gated_activations_equal_torch(
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("name", ["rms_norm", "silu_and_mul", "gelu_and_mul"])
-def test_a_row_that_is_not_finite_stays_so_alone(name: str, bad: float, device: torch.device) -> None:
+def test_non_finite_row_does_not_affect_others(name: str, bad: float, device: torch.device) -> None:
     x = torch.randn(20, 64, device=device)
     x[1, 3] = bad
     out = {

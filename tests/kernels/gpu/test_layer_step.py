@@ -34,7 +34,7 @@ from tests.kernels.layer_step import (
         for name, step in STEPS.items()
     ],
 )
-def test_a_replayed_step_follows_its_tensors(
+def test_replayed_step_uses_the_new_tensor_contents(
     num_tokens: int,
     steps: list[tuple[list[int], list[int], list[int]]],
     gpu_module: ModuleType,
@@ -70,7 +70,7 @@ def test_a_replayed_step_follows_its_tensors(
             torch.testing.assert_close(result[: sum(num_queries)].cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_empty_batch_is_no_work(
+def test_empty_batch_writes_nothing(
     gpu_module: ModuleType, make_poisoned_pool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not HAS_GPU:

@@ -270,7 +270,7 @@ def test_the_largest_rank_equals_dense_matrices(
 
 # The interpreter multiplies matrices with numpy, which warns.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_a_row_that_is_not_finite_harms_only_itself(
+def test_non_finite_row_affects_only_itself(
     shrink: Callable[..., None], expand: Callable[..., None], make_adapter_pool: Callable[..., Any]
 ) -> None:
     geometry = geometry_of(torch.float32)
@@ -289,7 +289,7 @@ def test_a_row_that_is_not_finite_harms_only_itself(
 
 
 @pytest.mark.parametrize("num_segments", [5, 9], ids=["tiles", "single-rows"])
-def test_one_launch_serves_whatever_the_segments_hold(
+def test_captured_launch_works_for_any_segments(
     num_segments: int,
     shrink: Callable[..., None],
     expand: Callable[..., None],
@@ -336,7 +336,7 @@ def test_one_launch_serves_whatever_the_segments_hold(
 
 
 @pytest.mark.parametrize("num_segments", [1, 16, 256, 1024], ids=lambda n: f"segments-{n}")
-def test_planes_suit_the_batch(num_segments: int, triton_kernels: dict[str, ModuleType]) -> None:
+def test_number_of_splits_suits_the_batch(num_segments: int, triton_kernels: dict[str, ModuleType]) -> None:
     num_splits = triton_kernels["shrink"].num_splits
     narrow, wide = group_of(63, (64,)), group_of(14336, (64, 64))
     assert num_splits(narrow, 32768, num_segments, num_segments) == 1
@@ -351,7 +351,7 @@ def test_planes_suit_the_batch(num_segments: int, triton_kernels: dict[str, Modu
         pytest.param(torch.float32, 8 * 125, "chunks of 8; .* at least 16", id="chunk"),
     ],
 )
-def test_refuses_what_it_cannot_serve(
+def test_unsupported_geometry_is_refused(
     dtype: torch.dtype, page_elements: int, message: str, triton_kernels: dict[str, ModuleType]
 ) -> None:
     geometry = PageGeometry(1, 1, 1, page_elements, 32)

@@ -165,13 +165,13 @@ def check_kept(logits: torch.Tensor, settings: Settings, shares: tuple[float, ..
 
 @pytest.mark.parametrize("settings", RESTRICTIONS.values(), ids=RESTRICTIONS.keys())
 @pytest.mark.parametrize("vocab_size", [63, 1025])
-def test_keeps_and_draws_what_the_specification_does(vocab_size: int, settings: Settings) -> None:
+def test_kept_and_drawn_tokens_match_the_specification(vocab_size: int, settings: Settings) -> None:
     kept = check_kept(torch.randn(vocab_size) * 3, settings)
     assert (len(kept) == vocab_size) == (settings == RESTRICTIONS["none"])
 
 
 @pytest.mark.parametrize("name", ["none", "top-k", "top-p-within-top-k"])
-def test_real_tiles_keep_what_the_specification_does(name: str, real_tiles: None) -> None:
+def test_kept_tokens_with_real_tiles_match_the_specification(name: str, real_tiles: None) -> None:
     check_kept(torch.randn(1025) * 3, RESTRICTIONS[name])
 
 
@@ -184,7 +184,7 @@ def test_real_tiles_keep_what_the_specification_does(name: str, real_tiles: None
         pytest.param(Settings(top_k=650, top_p=0.97), 650, id="both"),
     ],
 )
-def test_a_flat_row_is_narrowed_by_passes(
+def test_flat_row_is_narrowed_in_passes(
     settings: Settings, fewest: int, max_candidates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The threshold does not depend on whether the candidates fit in their buffer."""
@@ -193,7 +193,7 @@ def test_a_flat_row_is_narrowed_by_passes(
 
 
 @pytest.mark.parametrize("top_k", [21, 41, 900])
-def test_passes_may_stop_at_a_token(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_can_end_exactly_at_a_token(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Distances are multiples of 1/8, and some are twice others, so some tokens are exactly at ends of the search
     interval.
     """
@@ -204,7 +204,7 @@ def test_passes_may_stop_at_a_token(top_k: int, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7])
-def test_rows_with_different_settings_choose_as_specified(num_rows: int) -> None:
+def test_rows_with_different_settings_match_the_specification(num_rows: int) -> None:
     rows = [GREEDY, *RESTRICTIONS.values()][:num_rows]
     logits = torch.randn(num_rows, 500) * 4
     uniform = torch.zeros(num_rows)
@@ -216,19 +216,19 @@ def test_rows_with_different_settings_choose_as_specified(num_rows: int) -> None
     assert run_kernel(logits, rows, uniform) == expected
 
 
-def test_no_rows_choose_no_token() -> None:
+def test_zero_rows_return_zero_tokens() -> None:
     assert run_kernel(torch.empty(0, 63), [], []) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-def test_half_precision_with_its_ties_chooses_as_specified(dtype: torch.dtype) -> None:
+def test_half_precision_ties_match_the_specification(dtype: torch.dtype) -> None:
     logits = (torch.randn(1000) * 3).to(dtype)
     check_kept(logits, Settings(top_k=20, top_p=0.95))
     check_kept(logits, RESTRICTIONS["none"], (0.1, 0.9))
     assert run_kernel(logits[None], [GREEDY], [0.0]) == [logits.float().argmax()]
 
 
-def test_rows_inside_wider_rows_choose_as_specified() -> None:
+def test_rows_inside_wider_rows_match_the_specification() -> None:
     wide = torch.full((6, 307), torch.nan)
     wide[::2, 3:-4] = torch.randn(3, 300) * 3
     logits, rows = wide[::2, 3:-4], [GREEDY, RESTRICTIONS["none"], RESTRICTIONS["top-k-within-top-p"]]
@@ -249,7 +249,7 @@ def test_rows_inside_wider_rows_choose_as_specified() -> None:
         pytest.param(Settings(min_p=0.3), {7, 200, 299, 0, 100}, id="min-p-in-the-second"),
     ],
 )
-def test_all_tokens_at_the_threshold_stay(settings: Settings, kept: set[int]) -> None:
+def test_all_tokens_at_the_threshold_are_kept(settings: Settings, kept: set[int]) -> None:
     logits = torch.full((300,), -7.0)
     logits[[7, 200, 299]] = torch.tensor([-0.0, 0.0, -0.0])
     logits[[0, 100]] = -1
@@ -278,7 +278,7 @@ def test_equal_logits_are_equally_likely(value: float) -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=["nan", "inf", "minus-inf"])
 @pytest.mark.parametrize("place", [0, 255, 298])
-def test_a_row_that_is_not_finite_has_no_token(bad: float, place: int) -> None:
+def test_non_finite_row_has_no_token(bad: float, place: int) -> None:
     rows = [GREEDY, Settings(), Settings(top_k=5, top_p=0.5, min_p=0.1)]
     logits = (torch.randn(299) * 3).repeat(2, 1).repeat_interleave(3, 0)
     logits[:3, place] = bad
@@ -290,14 +290,14 @@ def test_a_row_that_is_not_finite_has_no_token(bad: float, place: int) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-20, 1e-38])
-def test_a_tiny_temperature_chooses_the_likeliest(temperature: float) -> None:
+def test_tiny_temperature_chooses_the_most_likely_token(temperature: float) -> None:
     logits = torch.randn(1000) * 3
     plain, cut = Settings(temperature=temperature), Settings(temperature=temperature, top_k=7, top_p=0.9, min_p=0.1)
     uniform = [0.0, LARGEST_UNIFORM, 0.5]
     assert run_kernel(logits.expand(3, -1), [plain, plain, cut], uniform) == [int(logits.argmax())] * 3
 
 
-def test_a_huge_temperature_evens_weights_but_not_the_order() -> None:
+def test_huge_temperature_keeps_the_order_of_tokens() -> None:
     """The tokens in top_k have almost equal weights but different distances."""
     logits = torch.randn(1000) * 3
     assert check_kept(logits, Settings(temperature=1e4, top_k=5)) == set(logits.topk(5).indices.tolist())
@@ -305,14 +305,14 @@ def test_a_huge_temperature_evens_weights_but_not_the_order() -> None:
 
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(top_k=4), Settings(top_p=0.999)], ids=["none", "k", "p"])
-def test_a_token_without_weight_is_never_chosen(settings: Settings) -> None:
+def test_token_without_weight_is_never_chosen(settings: Settings) -> None:
     """Such a token is not chosen even if the uniform number is at an end of its range."""
     logits = torch.full((600,), -300.0)
     logits[[290, 301, 400, 511]] = torch.tensor([0.0, -1.0, -0.5, -2.0])
     assert run_kernel(logits.expand(2, -1), [settings] * 2, [0.0, LARGEST_UNIFORM]) == [290, 511]
 
 
-def test_rounding_leads_to_the_last_token_with_a_weight() -> None:
+def test_largest_uniform_number_selects_the_last_token_with_weight() -> None:
     logits = torch.randn(30, 250) * 0.1
     logits[:, 240:] = -300
     chosen = run_kernel(logits, [Settings()] * 30, [LARGEST_UNIFORM] * 30)
@@ -321,7 +321,7 @@ def test_rounding_leads_to_the_last_token_with_a_weight() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-def test_the_largest_finite_logits_share_the_draw() -> None:
+def test_largest_finite_logits_are_equally_likely() -> None:
     """A distance that overflows is not an error: the token has no weight."""
     logits = torch.full((300,), -3.3e38)
     logits[[20, 280]] = 3.3e38
@@ -330,7 +330,7 @@ def test_the_largest_finite_logits_share_the_draw() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_neighbours_change_nothing() -> None:
+def test_token_does_not_depend_on_other_rows() -> None:
     """Tokens must be identical, even where a random uniform number is within rounding of a border."""
     logits = torch.randn(4, 1000)
     names = ("none", "top-k", "top-p", "min-p-within-both")
@@ -356,7 +356,7 @@ def test_greedy_rows_need_no_flag(vocab_size: int) -> None:
     assert run_kernel(logits, [poison] * 5, [torch.nan] * 5, all_greedy=True) == expected
 
 
-def test_draws_are_distributed_as_the_weights() -> None:
+def test_draws_follow_the_weights() -> None:
     """Pearson's chi-square for 200 draws. With 7 degrees of freedom, it exceeds 24.3 once in a thousand times."""
     logits = torch.full((63,), -9.0)
     tokens = torch.tensor([1, 5, 17, 30, 31, 32, 50, 62])
@@ -371,7 +371,7 @@ def test_draws_are_distributed_as_the_weights() -> None:
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
-def test_a_graph_serves_other_rows_and_nothing_waits() -> None:
+def test_captured_graph_works_for_new_rows_without_synchronizing() -> None:
     settings = [one.to(DEVICE) for one in columns([GREEDY, Settings(), Settings(top_k=5), Settings(top_p=0.6)])]
     logits, uniform = torch.randn(4, 1000, device=DEVICE), torch.rand(4, device=DEVICE)
     out = torch.empty(4, dtype=torch.int32, device=DEVICE)
@@ -460,7 +460,7 @@ def test_compiles_for_hopper(request: pytest.FixtureRequest, tmp_path: Path, mon
 @pytest.mark.campaign
 @pytest.mark.parametrize("spread", [0.3, 3.0], ids=["flat", "peaked"])
 @pytest.mark.parametrize("settings", RESTRICTIONS.values(), ids=RESTRICTIONS.keys())
-def test_a_real_vocabulary_is_drawn_as_specified(settings: Settings, spread: float, real_tiles: None) -> None:
+def test_real_vocabulary_matches_the_specification(settings: Settings, spread: float, real_tiles: None) -> None:
     logits = torch.randn(3, 128_256) * spread
     rows = [settings] * 3
     uniform = torch.rand(3)
