@@ -25,7 +25,7 @@ LARGE = 2 * MIN_PART_BYTES
 """A size in bytes that the S3 store under test uploads in several parts."""
 
 
-def test_what_was_put_comes_back(blobs: BlobStore, tmp_path: Path) -> None:
+def test_blob_is_read_back_unchanged(blobs: BlobStore, tmp_path: Path) -> None:
     blobs.check()
     source, copy = tmp_path / "source", tmp_path / "copy"
     source.write_bytes(bytes(range(256)) * 9000)
@@ -46,7 +46,7 @@ def test_a_blob_is_never_replaced(blobs: BlobStore, tmp_path: Path) -> None:
     assert blobs.read_bytes("k/one") == b"first"
 
 
-def test_a_deleted_blob_is_gone_and_can_be_put_again(blobs: BlobStore) -> None:
+def test_deleted_blob_can_be_put_again(blobs: BlobStore) -> None:
     blobs.put("k/one", b"1")
     blobs.delete("k/one")
     blobs.delete("k/one")
@@ -54,7 +54,7 @@ def test_a_deleted_blob_is_gone_and_can_be_put_again(blobs: BlobStore) -> None:
     assert blobs.put("k/one", b"2")
 
 
-def test_a_missing_blob_has_its_own_error(blobs: BlobStore, tmp_path: Path) -> None:
+def test_missing_blob_raises_blob_not_found(blobs: BlobStore, tmp_path: Path) -> None:
     assert not blobs.exists("k/none")
     with pytest.raises(BlobNotFound):
         blobs.read_bytes("k/none")
@@ -99,7 +99,7 @@ def is_refused_as_key(call: Callable[[str], object], key: str) -> bool:
     return False
 
 
-def test_a_key_that_is_no_key_is_an_error_of_ours(blobs: BlobStore, tmp_path: Path) -> None:
+def test_invalid_key_is_refused(blobs: BlobStore, tmp_path: Path) -> None:
     calls: dict[str, Callable[[str], object]] = {
         "exists": blobs.exists,
         "head": blobs.head,
@@ -120,7 +120,7 @@ def test_a_key_that_is_no_key_is_an_error_of_ours(blobs: BlobStore, tmp_path: Pa
 
 
 @pytest.mark.parametrize("size", [0, 1, LARGE, LARGE + 1], ids=["empty", "one-byte", "two-parts", "three-parts"])
-def test_blobs_of_any_size_come_back(blobs: BlobStore, tmp_path: Path, size: int) -> None:
+def test_blobs_of_any_size_are_read_back(blobs: BlobStore, tmp_path: Path, size: int) -> None:
     source, copy = tmp_path / "source", tmp_path / "copy"
     source.write_bytes(random.Random(size).randbytes(size))
     assert blobs.put("k/sized", source)
@@ -134,11 +134,11 @@ def test_blobs_of_any_size_come_back(blobs: BlobStore, tmp_path: Path, size: int
     assert info.sha256 in (None, hashlib.sha256(source.read_bytes()).hexdigest())
 
 
-def test_a_missing_blob_has_no_facts(blobs: BlobStore) -> None:
+def test_head_of_a_missing_blob_returns_none(blobs: BlobStore) -> None:
     assert blobs.head("k/none") is None
 
 
-def test_no_more_is_written_than_the_reader_takes(blobs: BlobStore, tmp_path: Path) -> None:
+def test_get_stops_at_max_bytes(blobs: BlobStore, tmp_path: Path) -> None:
     blobs.put("k/ten", b"0123456789")
     blobs.get("k/ten", tmp_path / "copy", max_bytes=10)
     assert (tmp_path / "copy").read_bytes() == b"0123456789"
@@ -148,31 +148,31 @@ def test_no_more_is_written_than_the_reader_takes(blobs: BlobStore, tmp_path: Pa
     assert not other.exists() or other.stat().st_size == 0
 
 
-def test_a_source_that_cannot_be_read_leaves_nothing(blobs: BlobStore, tmp_path: Path) -> None:
+def test_unreadable_source_leaves_no_blob(blobs: BlobStore, tmp_path: Path) -> None:
     with pytest.raises((OSError, BlobStoreUnavailable)):
         blobs.put("k/one", tmp_path / "no such file")
     assert list(blobs.list_keys()) == []
     assert blobs.put("k/one", b"1")
 
 
-def test_clearing_up_disturbs_no_blob(blobs: BlobStore) -> None:
+def test_cleanup_keeps_all_blobs(blobs: BlobStore) -> None:
     blobs.put("k/one", b"1")
     blobs.remove_unfinished()
     assert list(blobs.list_keys()) == ["k/one"]
 
 
-def test_a_check_leaves_nothing(blobs: BlobStore) -> None:
+def test_check_leaves_nothing_behind(blobs: BlobStore) -> None:
     blobs.check()
     assert list(blobs.list_keys()) == []
 
 
-def test_parts_that_were_never_begun_cannot_be_finished(blobs: BlobStore) -> None:
+def test_unknown_multipart_upload_cannot_be_completed(blobs: BlobStore) -> None:
     blobs.abort_parts("k/one", "no-such-upload")
     with pytest.raises(BlobNotFound):
         blobs.complete_parts("k/one", "no-such-upload", 10)
 
 
-def test_of_many_writers_exactly_one_wins(blobs: BlobStore) -> None:
+def test_exactly_one_of_many_writers_wins(blobs: BlobStore) -> None:
     won = []
 
     def write(number: int) -> None:
@@ -199,13 +199,13 @@ def test_a_local_store_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not (root / "uploads").exists()
 
 
-def test_a_directory_that_cannot_be_one_is_said_in_a_sentence(tmp_path: Path) -> None:
+def test_unusable_directory_fails_with_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(BlobStoreUnavailable, match="cannot be written"):
         open_blob_store(f"file://{tmp_path / 'file' / 'below'}").check()
 
 
-def test_a_missing_bucket_is_said_in_a_sentence(s3_environment: None) -> None:
+def test_missing_bucket_fails_with_one_sentence(s3_environment: None) -> None:
     blobs = open_blob_store("s3://no-such-bucket")
     with pytest.raises(BlobStoreUnavailable, match="no-such-bucket does not exist"):
         blobs.check()
@@ -215,7 +215,7 @@ def test_a_missing_bucket_is_said_in_a_sentence(s3_environment: None) -> None:
         list(blobs.list_keys())
 
 
-def test_a_server_that_is_down_is_unavailable(s3_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_is_down_raises_unavailable(s3_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(BlobStoreUnavailable, match="bucket"):
         open_blob_store("s3://bucket").read_bytes("k/one")
@@ -224,12 +224,12 @@ def test_a_server_that_is_down_is_unavailable(s3_environment: None, monkeypatch:
 @pytest.mark.parametrize(
     "url", ["", "file://", "/srv/blobs", "gs://bucket", "s3://", "s3:///prefix", "s3://B_/x", "s3://bucket/a b"]
 )
-def test_a_bad_url_is_refused_with_the_way_to_mend_it(url: str) -> None:
+def test_invalid_url_is_refused_with_a_remedy(url: str) -> None:
     with pytest.raises(InvalidBlobUrl, match=r"use (file|s3)://"):
         open_blob_store(url)
 
 
-def test_what_a_crash_left_unfinished_is_removed_after_a_day(tmp_path: Path) -> None:
+def test_unfinished_files_are_removed_after_a_day(tmp_path: Path) -> None:
     blobs = LocalBlobStore(tmp_path / "blobs")
     blobs.remove_unfinished()
     old, young = blobs._write_unfinished(b"old"), blobs._write_unfinished(b"young")
@@ -253,7 +253,7 @@ while True:
 """
 
 
-def test_what_was_acknowledged_before_a_kill_is_whole_and_nothing_else_shows(tmp_path: Path) -> None:
+def test_only_acknowledged_blobs_survive_a_kill(tmp_path: Path) -> None:
     root = tmp_path / "blobs"
     writer = subprocess.Popen([sys.executable, "-c", _PUT_UNTIL_KILLED, str(root)], stdout=subprocess.PIPE)
     assert writer.stdout is not None

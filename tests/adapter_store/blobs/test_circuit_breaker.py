@@ -27,7 +27,7 @@ def fail(breaker: CircuitBreaker, times: int) -> None:
         breaker.failed()
 
 
-def test_it_opens_after_failures_in_a_row_only() -> None:
+def test_opens_only_after_consecutive_failures() -> None:
     breaker, _ = make_breaker()
     fail(breaker, 2)
     breaker.succeeded()
@@ -37,14 +37,14 @@ def test_it_opens_after_failures_in_a_row_only() -> None:
     assert (breaker.state, breaker.enter()) == ("open", 1.0)
 
 
-def test_while_open_it_says_for_how_long() -> None:
+def test_open_breaker_reports_the_remaining_time() -> None:
     breaker, clock = make_breaker()
     fail(breaker, 3)
     clock.now += 0.25
     assert breaker.enter() == 0.75
 
 
-def test_one_caller_tries_and_closes_it() -> None:
+def test_successful_trial_closes_the_breaker() -> None:
     breaker, clock = make_breaker()
     fail(breaker, 3)
     clock.now += 1.0
@@ -55,7 +55,7 @@ def test_one_caller_tries_and_closes_it() -> None:
     assert (breaker.state, breaker.enter()) == ("closed", None)
 
 
-def test_each_failed_trial_doubles_the_pause_up_to_its_bound() -> None:
+def test_each_failed_trial_doubles_the_pause_up_to_a_maximum() -> None:
     breaker, clock = make_breaker()
     fail(breaker, 3)
     pauses = []
@@ -71,7 +71,7 @@ def test_each_failed_trial_doubles_the_pause_up_to_its_bound() -> None:
     assert breaker.enter() == 1.0, "a success resets the pause"
 
 
-def test_a_trial_that_never_reports_keeps_nobody_out_for_good() -> None:
+def test_trial_without_a_result_does_not_block_forever() -> None:
     breaker, clock = make_breaker()
     fail(breaker, 3)
     clock.now += 1.0
@@ -80,7 +80,7 @@ def test_a_trial_that_never_reports_keeps_nobody_out_for_good() -> None:
     assert breaker.enter() is None
 
 
-def test_calls_from_before_it_opened_do_not_prolong_it() -> None:
+def test_earlier_calls_do_not_prolong_the_open_state() -> None:
     breaker, clock = make_breaker()
     fail(breaker, 3)
     clock.now += 0.5
@@ -88,7 +88,7 @@ def test_calls_from_before_it_opened_do_not_prolong_it() -> None:
     assert breaker.enter() == 0.5
 
 
-def test_of_many_threads_one_tries() -> None:
+def test_only_one_of_many_threads_gets_the_trial() -> None:
     breaker, clock = make_breaker()
     fail(breaker, 3)
     clock.now += 1.0
@@ -101,7 +101,7 @@ def test_of_many_threads_one_tries() -> None:
     assert sum(let_in) == 1
 
 
-def test_retries_end_with_the_budget_and_come_back_with_success_and_time() -> None:
+def test_retry_budget_is_refilled_by_success_and_time() -> None:
     clock = Clock()
     budget = RetryBudget(capacity=2, per_success=0.25, refill_per_s=0.5, clock=clock)
     assert [budget.take_retry() for _ in range(3)] == [True, True, False]

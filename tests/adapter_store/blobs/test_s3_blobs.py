@@ -46,7 +46,7 @@ def send(put: PresignedPut, data: bytes, **headers: str) -> int:
 
 
 @only_moto
-def test_a_large_file_goes_up_in_parts(
+def test_large_file_is_uploaded_in_parts(
     fault_proxy: FaultProxy, s3_bucket: str, raw_bucket: Any, tmp_path: Path
 ) -> None:
     blobs = S3BlobStore(s3_bucket, PREFIX, SMALL_PARTS)
@@ -59,7 +59,7 @@ def test_a_large_file_goes_up_in_parts(
 
 @only_moto
 @pytest.mark.campaign
-def test_of_many_writers_of_parts_exactly_one_wins(
+def test_exactly_one_of_many_multipart_writers_wins(
     fault_proxy: FaultProxy, s3_bucket: str, raw_bucket: Any, tmp_path: Path
 ) -> None:
     blobs = S3BlobStore(s3_bucket, PREFIX, SMALL_PARTS)
@@ -82,7 +82,7 @@ def test_of_many_writers_of_parts_exactly_one_wins(
 
 
 @only_moto
-def test_where_parts_cannot_be_conditional_a_large_file_goes_in_one_piece(
+def test_large_file_is_put_in_one_piece_without_conditional_multipart(
     s3_endpoint: str, s3_bucket: str, raw_bucket: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "source").write_bytes(THREE_PARTS)
@@ -96,7 +96,7 @@ def test_where_parts_cannot_be_conditional_a_large_file_goes_in_one_piece(
 
 
 @only_moto
-def test_parts_that_failed_are_aborted(
+def test_failed_multipart_upload_is_aborted(
     fault_proxy: FaultProxy, s3_bucket: str, raw_bucket: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "source").write_bytes(THREE_PARTS)
@@ -108,7 +108,7 @@ def test_parts_that_failed_are_aborted(
     assert not blobs.exists("k/large")
 
 
-def test_uploads_in_parts_are_aborted_a_day_after_they_began(s3_bucket: str, raw_bucket: Any) -> None:
+def test_multipart_uploads_are_aborted_after_a_day(s3_bucket: str, raw_bucket: Any) -> None:
     ours, other = raw_bucket.Object(f"{PREFIX}/k/large"), raw_bucket.Object("another/prefix")
     uploads = [ours.initiate_multipart_upload(), other.initiate_multipart_upload()]
     began_s = next(iter(raw_bucket.multipart_uploads.all())).initiated.timestamp()
@@ -118,7 +118,7 @@ def test_uploads_in_parts_are_aborted_a_day_after_they_began(s3_bucket: str, raw
     assert [upload.id for upload in raw_bucket.multipart_uploads.all()] == [uploads[1].id]
 
 
-def test_probes_that_a_crash_left_are_removed_after_a_day(s3_bucket: str, raw_bucket: Any) -> None:
+def test_leftover_probes_are_removed_after_a_day(s3_bucket: str, raw_bucket: Any) -> None:
     raw_bucket.put_object(Key=f"{PREFIX}/probes/left", Body=b"1")
     tomorrow_s = datetime.now(UTC).timestamp() + DAY_S + 60
     S3BlobStore(s3_bucket, PREFIX).remove_unfinished()
@@ -127,7 +127,7 @@ def test_probes_that_a_crash_left_are_removed_after_a_day(s3_bucket: str, raw_bu
     assert list(raw_bucket.objects.all()) == []
 
 
-def test_a_presigned_put_is_used_with_any_client(s3_blobs: S3BlobStore) -> None:
+def test_presigned_put_works_with_any_client(s3_blobs: S3BlobStore) -> None:
     put = s3_blobs.presign_put("uploads/u/file", 5, sha256(b"hello"), 60)
     assert put is not None
     assert send(put, b"hello") == 200
@@ -149,7 +149,7 @@ def test_a_presigned_put_is_used_with_any_client(s3_blobs: S3BlobStore) -> None:
     ],
     ids=["shorter", "longer", "unconditional", "another-checksum"],
 )
-def test_a_presigned_put_takes_nothing_but_what_was_signed(
+def test_presigned_put_accepts_only_the_signed_bytes(
     s3_blobs: S3BlobStore, data: bytes, headers: dict[str, str]
 ) -> None:
     put = s3_blobs.presign_put("uploads/u/file", 5, sha256(b"hello"), 60)
@@ -161,7 +161,7 @@ def test_a_presigned_put_takes_nothing_but_what_was_signed(
 @pytest.mark.parametrize(
     "extra", [pytest.param(0, marks=pytest.mark.campaign, id="whole-parts"), pytest.param(1, id="a-byte-more")]
 )
-def test_presigned_parts_become_a_blob(s3_blobs: S3BlobStore, tmp_path: Path, extra: int) -> None:
+def test_presigned_parts_are_combined_into_a_blob(s3_blobs: S3BlobStore, tmp_path: Path, extra: int) -> None:
     data = random.Random(4).randbytes(2 * MIN_PART_BYTES + extra)
     assert s3_blobs.presign_put("uploads/u/file", len(data), sha256(data), 60) is None
     upload = s3_blobs.presign_parts("uploads/u/file", len(data), 60)
@@ -203,7 +203,7 @@ def test_aborted_parts_are_gone(s3_blobs: S3BlobStore, raw_bucket: Any) -> None:
         s3_blobs.complete_parts("uploads/u/file", upload.upload_id, MIN_PART_BYTES + 1)
 
 
-def test_nothing_is_presigned_for_longer_than_stores_take(s3_blobs: S3BlobStore) -> None:
+def test_presigned_lifetime_is_limited_to_seven_days(s3_blobs: S3BlobStore) -> None:
     put = s3_blobs.presign_put("uploads/u/file", 5, sha256(b"hello"), 30 * DAY_S)
     assert put is not None
     assert send(put, b"hello") == 200
@@ -227,13 +227,13 @@ def test_nothing_is_presigned_without_credentials(
 
 
 @pytest.mark.parametrize("kind", ["memory", "local"])
-def test_other_stores_presign_nothing(tmp_path: Path, kind: str) -> None:
+def test_other_stores_do_not_presign(tmp_path: Path, kind: str) -> None:
     blobs: BlobStore = MemoryBlobStore() if kind == "memory" else LocalBlobStore(tmp_path)
     assert blobs.presign_put("k/one", 1, sha256(b"1"), 60) is None
     assert blobs.presign_parts("k/one", 1 << 30, 60) is None
 
 
-def test_objects_of_others_are_read_through_their_url(s3_bucket: str, raw_bucket: Any, tmp_path: Path) -> None:
+def test_foreign_objects_are_read_by_url(s3_bucket: str, raw_bucket: Any, tmp_path: Path) -> None:
     raw_bucket.put_object(Key="team/adapter/adapter_model.safetensors", Body=b"not ours")
     blobs = open_blob_store(f"s3://{s3_bucket}/team/adapter")
     info = blobs.head("adapter_model.safetensors")
@@ -243,7 +243,7 @@ def test_objects_of_others_are_read_through_their_url(s3_bucket: str, raw_bucket
     assert (tmp_path / "copy").read_bytes() == b"not ours"
 
 
-def test_a_blob_that_is_damaged_where_it_lies_says_so(s3_bucket: str, raw_bucket: Any, tmp_path: Path) -> None:
+def test_blob_damaged_in_the_store_is_reported(s3_bucket: str, raw_bucket: Any, tmp_path: Path) -> None:
     raw_bucket.put_object(Key="k/one", Body=b"changed", Metadata={"loramux-sha256": sha256(b"written")})
     blobs = S3BlobStore(s3_bucket, limits=S3Limits(first_pause_s=0.01))
     with pytest.raises(BlobDamaged):
@@ -269,13 +269,13 @@ def test_a_store_that_ignores_conditions_is_refused(
     proxy.stop()
 
 
-def test_a_store_that_knows_no_conditions_is_refused(fault_proxy: FaultProxy, s3_bucket: str) -> None:
+def test_store_without_conditional_requests_is_refused(fault_proxy: FaultProxy, s3_bucket: str) -> None:
     fault_proxy.plan = ListedPlan("PUT", Fault.NOT_IMPLEMENTED)
     with pytest.raises(BlobStoreUnavailable, match="does not support If-None-Match"):
         open_blob_store(f"s3://{s3_bucket}").check()
 
 
 @pytest.mark.parametrize("nth", [0, 1], ids=["first-put", "second-put"])
-def test_an_answer_that_is_lost_does_not_mislead_the_probe(fault_proxy: FaultProxy, s3_bucket: str, nth: int) -> None:
+def test_lost_answer_does_not_mislead_the_probe(fault_proxy: FaultProxy, s3_bucket: str, nth: int) -> None:
     fault_proxy.plan = ListedPlan("PUT", *[None] * nth, Fault.LOST_RESET)
     open_blob_store(f"s3://{s3_bucket}").check()

@@ -38,14 +38,14 @@ def aws_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
 
 
-def test_botocore_keeps_its_pools_where_ours_are_put(aws_environment: None) -> None:
+def test_botocore_pool_classes_are_where_expected(aws_environment: None) -> None:
     client: Any = boto3.client("s3")
     session = client._endpoint.http_session
     assert type(session) is URLLib3Session
     assert session._pool_classes_by_scheme == {"http": AWSHTTPConnectionPool, "https": AWSHTTPSConnectionPool}
 
 
-def test_other_clients_of_the_process_keep_botocores_pools(aws_environment: None) -> None:
+def test_other_clients_keep_the_original_pool_classes(aws_environment: None) -> None:
     ours: Any = connect(S3Limits())
     other: Any = boto3.client("s3")
     pools = ours._endpoint.http_session._pool_classes_by_scheme
@@ -58,7 +58,7 @@ def test_other_clients_of_the_process_keep_botocores_pools(aws_environment: None
 
 @pytest.mark.parametrize("way", ["http", "https", "proxy"])
 @pytest.mark.parametrize("at_once", [HALF_A_HEAD, HEAD], ids=["in-the-head", "in-the-body"])
-def test_a_drip_ends_with_its_attempt(
+def test_slow_response_ends_at_the_deadline(
     aws_environment: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str, at_once: bytes
 ) -> None:
     server = DrippingServer(at_once, tmp_path if way == "https" else None)

@@ -61,7 +61,7 @@ def always(fault: Fault, method: str) -> Callable[[str, str], Fault | None]:
 
 
 @pytest.mark.parametrize("fault", PASSING, **by_value)
-def test_a_read_that_fails_once_is_made_again(
+def test_read_is_retried_after_one_failure(
     fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path, fault: Fault
 ) -> None:
     s3_blobs.put("k/one", DATA)
@@ -73,7 +73,7 @@ def test_a_read_that_fails_once_is_made_again(
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("fault", sorted(set(Fault) - {Fault.STALE, Fault.FLIP_HEAD}, key=str), **by_value)
-def test_a_read_that_keeps_failing_ends_in_time(
+def test_persistently_failing_read_ends_before_its_deadline(
     fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path, fault: Fault
 ) -> None:
     s3_blobs.put("k/one", DATA)
@@ -86,7 +86,9 @@ def test_a_read_that_keeps_failing_ends_in_time(
     assert "k/one" not in str(caught.value)
 
 
-def test_a_drip_ends_when_the_caller_says(fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path) -> None:
+def test_slow_response_ends_at_the_callers_deadline(
+    fault_proxy: FaultProxy, s3_blobs: S3BlobStore, tmp_path: Path
+) -> None:
     s3_blobs.put("k/one", DATA)
     fault_proxy.plan = always(Fault.DRIP, "GET")
     begin = time.monotonic()
@@ -98,7 +100,7 @@ def test_a_drip_ends_when_the_caller_says(fault_proxy: FaultProxy, s3_blobs: S3B
 
 
 @pytest.mark.parametrize("num_answers", [40, pytest.param(600, marks=pytest.mark.campaign)])
-def test_a_damaged_head_gives_right_bytes_or_an_error_of_ours(
+def test_damaged_response_head_never_returns_wrong_bytes(
     fault_proxy: FaultProxy, s3_bucket: str, tmp_path: Path, num_answers: int
 ) -> None:
     blobs = S3BlobStore(s3_bucket, "p", HURRIED, never_opens())
@@ -117,16 +119,14 @@ def test_a_damaged_head_gives_right_bytes_or_an_error_of_ours(
 
 
 @pytest.mark.parametrize("fault", [fault for fault in PASSING if fault is not Fault.FLIP], **by_value)
-def test_a_write_that_fails_once_is_made_again_and_known_as_ours(
-    fault_proxy: FaultProxy, s3_blobs: S3BlobStore, fault: Fault
-) -> None:
+def test_retried_write_is_recognized_as_ours(fault_proxy: FaultProxy, s3_blobs: S3BlobStore, fault: Fault) -> None:
     fault_proxy.plan = ListedPlan("PUT", fault)
     assert s3_blobs.put("k/one", DATA), "there was no other writer"
     assert not s3_blobs.put("k/one", DATA), "equal bytes do not make it our write"
     assert s3_blobs.read_bytes("k/one") == DATA
 
 
-def test_a_write_that_comes_after_anothers_is_known_as_the_others(
+def test_retried_write_recognizes_another_writers_blob(
     raw_bucket: Any, fault_proxy: FaultProxy, s3_blobs: S3BlobStore
 ) -> None:
     def interfere(method: str, path: str) -> Fault | None:
@@ -139,7 +139,7 @@ def test_a_write_that_comes_after_anothers_is_known_as_the_others(
     assert not s3_blobs.put("k/one", DATA)
 
 
-def test_bytes_that_are_damaged_on_their_way_up_are_never_read(fault_proxy: FaultProxy, s3_blobs: S3BlobStore) -> None:
+def test_bytes_damaged_during_upload_are_never_read(fault_proxy: FaultProxy, s3_blobs: S3BlobStore) -> None:
     fault_proxy.plan = ListedPlan("PUT", Fault.FLIP)
     assert s3_blobs.put("k/one", DATA)
     fault_proxy.plan = no_faults
@@ -154,7 +154,7 @@ def test_bytes_that_are_damaged_on_their_way_up_are_never_read(fault_proxy: Faul
 @pytest.mark.campaign
 @pytest.mark.parametrize("method", ["PUT", "POST"], ids=["a-part", "completion"])
 @pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.LOST_RESET, Fault.LOST_HANG, Fault.TRUNCATE], **by_value)
-def test_parts_that_fail_once_are_sent_again(
+def test_failed_parts_are_sent_again(
     raw_bucket: Any, fault_proxy: FaultProxy, patient_blobs: S3BlobStore, tmp_path: Path, fault: Fault, method: str
 ) -> None:
     (tmp_path / "source").write_bytes(LARGE)
@@ -166,7 +166,7 @@ def test_parts_that_fail_once_are_sent_again(
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("fault", PASSING, **by_value)
-def test_one_range_that_fails_is_had_again(
+def test_failed_range_is_requested_again(
     raw_bucket: Any, fault_proxy: FaultProxy, patient_blobs: S3BlobStore, tmp_path: Path, fault: Fault
 ) -> None:
     raw_bucket.put_object(Key="p/k/large", Body=LARGE)
@@ -184,7 +184,7 @@ def put_in_parts(raw_bucket: Any, data: bytes) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("heeds", [True, pytest.param(False, marks=only_moto)], ids=["if-match", "without-if-match"])
 @pytest.mark.parametrize("nth", [1, 2, 3], ids=["second-range", "third-range", "last-range"])
-def test_ranges_are_of_one_object_where_it_is_replaced_meanwhile(
+def test_ranges_of_a_replaced_object_are_never_mixed(
     raw_bucket: Any, fault_proxy: FaultProxy, patient_blobs: S3BlobStore, tmp_path: Path, nth: int, heeds: bool
 ) -> None:
     if not heeds:
@@ -208,7 +208,7 @@ def test_ranges_are_of_one_object_where_it_is_replaced_meanwhile(
 
 
 @pytest.mark.campaign
-def test_a_range_of_another_object_is_not_taken(
+def test_range_of_another_object_is_refused(
     raw_bucket: Any, fault_proxy: FaultProxy, patient_blobs: S3BlobStore, tmp_path: Path
 ) -> None:
     raw_bucket.put_object(Key="p/k/other", Body=LARGE[::-1])
@@ -224,7 +224,7 @@ def test_a_range_of_another_object_is_not_taken(
 
 
 @pytest.mark.parametrize("fault", [Fault.EXPIRED, Fault.NOT_IMPLEMENTED], **by_value)
-def test_what_no_retry_mends_is_asked_once(fault_proxy: FaultProxy, patient_blobs: S3BlobStore, fault: Fault) -> None:
+def test_permanent_errors_are_not_retried(fault_proxy: FaultProxy, patient_blobs: S3BlobStore, fault: Fault) -> None:
     patient_blobs.put("k/one", DATA)
     for _ in range(20):
         fault_proxy.num_requests.clear()
@@ -236,7 +236,7 @@ def test_what_no_retry_mends_is_asked_once(fault_proxy: FaultProxy, patient_blob
     assert patient_blobs.read_bytes("k/one") == DATA
 
 
-def test_a_store_that_keeps_failing_is_left_alone_for_a_while(fault_proxy: FaultProxy, s3_bucket: str) -> None:
+def test_persistently_failing_store_opens_the_breaker(fault_proxy: FaultProxy, s3_bucket: str) -> None:
     clock = [100.0]
     breaker = CircuitBreaker(max_failures=5, first_open_s=1.0, clock=lambda: clock[0])
     blobs = S3BlobStore(s3_bucket, "p", HURRIED, breaker)

@@ -23,13 +23,13 @@ def canonical(files: Any, target: PackTarget, path: Path) -> str:
     return write_canonical(files.tensor_bytes, report.scales, path)
 
 
-def test_the_digest_is_that_of_the_bytes(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
+def test_digest_is_the_hash_of_the_bytes(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
     digest = canonical(make_adapter(), target, tmp_path / "c")
     assert digest == hashlib.sha256((tmp_path / "c").read_bytes()).hexdigest()
     assert digest == canonical(make_adapter(), target, tmp_path / "again")
 
 
-def test_spelling_does_not_matter(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
+def test_spelling_does_not_change_the_digest(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
     digest = canonical(make_adapter(), target, tmp_path / "a")
     other = make_adapter(base_model_name_or_path="elsewhere", lora_dropout=0.5, layers_to_transform=[1, 0])
     other.config = dict(reversed(other.config.items()))
@@ -49,13 +49,13 @@ def test_spelling_does_not_matter(make_adapter: Any, target: PackTarget, tmp_pat
         pytest.param({"modules": ("self_attn.q_proj", "mlp.up_proj")}, id="modules"),
     ],
 )
-def test_what_decides_the_result_matters(
+def test_settings_that_change_the_result_change_the_digest(
     make_adapter: Any, target: PackTarget, tmp_path: Path, other: dict[str, Any]
 ) -> None:
     assert canonical(make_adapter(), target, tmp_path / "a") != canonical(make_adapter(**other), target, tmp_path / "b")
 
 
-def test_the_file_is_ordinary_safetensors(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
+def test_canonical_file_is_valid_safetensors(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
     files = make_adapter(dtype=np.float16)
     canonical(files, target, tmp_path / "c")
     with safe_open(tmp_path / "c", framework="numpy") as file:
@@ -68,7 +68,7 @@ def test_the_file_is_ordinary_safetensors(make_adapter: Any, target: PackTarget,
 
 
 @pytest.mark.parametrize("change", ["cut", "no config", "not safetensors"])
-def test_a_damaged_file_is_corrupt_not_rejected(
+def test_damaged_file_raises_adapter_corrupt(
     make_adapter: Any, target: PackTarget, tmp_path: Path, change: str
 ) -> None:
     files = make_adapter()

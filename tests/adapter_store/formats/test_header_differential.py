@@ -98,13 +98,13 @@ def test_valid_files_are_accepted(file: tuple[bytes, bytes]) -> None:
 
 @FEW
 @given(mutated_files())
-def test_what_is_accepted_of_mutated_files_the_library_reads_alike(content: bytes) -> None:
+def test_library_agrees_on_accepted_mutated_files(content: bytes) -> None:
     is_accepted_alike(content)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
-def test_twenty_thousand_mutated_files() -> None:
+def test_library_agrees_on_twenty_thousand_mutated_files() -> None:
     accepted, refused, refused_by_us_alone = 0, 0, 0
 
     @MANY

@@ -104,7 +104,7 @@ def test_odd_rows_are_padded_with_zeros(odd_target: PackTarget, adapter_maker: A
     ],
     ids=["embedding", "head", "all"],
 )
-def test_outer_modules_lie_before_the_layers_in_pages_seen_whole(
+def test_outer_modules_fill_whole_pages_before_the_layers(
     outer_target: PackTarget, adapter_maker: Any, tmp_path: Path, rank: int, modules: tuple[str, ...]
 ) -> None:
     files = adapter_maker(outer_target)(rank=rank, modules=modules)
@@ -144,7 +144,9 @@ def test_outer_modules_lie_before_the_layers_in_pages_seen_whole(
     assert packed.num_pages == layout.num_outer_pages + (alone.num_pages if inner else 0)
 
 
-def test_outer_modules_outlive_their_file(outer_target: PackTarget, adapter_maker: Any, tmp_path: Path) -> None:
+def test_outer_modules_survive_writing_and_reading(
+    outer_target: PackTarget, adapter_maker: Any, tmp_path: Path
+) -> None:
     files = adapter_maker(outer_target)(rank=5, modules=("lm_head", "model.embed_tokens", "self_attn.v_proj"))
     packed = packed_of(files, outer_target, tmp_path / "c")
     write_packed(tmp_path / "p", packed, outer_target)
@@ -161,7 +163,7 @@ def test_outer_modules_outlive_their_file(outer_target: PackTarget, adapter_make
         read_packed(tmp_path / "p")
 
 
-def test_the_largest_adapter_is_counted_with_its_outer_modules(outer_target: PackTarget) -> None:
+def test_largest_adapter_size_includes_outer_modules(outer_target: PackTarget) -> None:
     plain = replace(outer_target, outer_modules=())
     num_outer = 2 * 256 * (70 + 32)
     assert outer_target.max_tensors_bytes - plain.max_tensors_bytes == 4 * num_outer
@@ -169,7 +171,7 @@ def test_the_largest_adapter_is_counted_with_its_outer_modules(outer_target: Pac
     assert outer_target.max_pages - plain.max_pages >= num_outer // page_elements
 
 
-def test_a_file_of_the_first_format_is_refused(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
+def test_file_in_the_first_format_is_refused(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
     """Files in the first format have no fields for outer modules."""
     write_packed(tmp_path / "p", packed_of(make_adapter(), target, tmp_path / "c"), target)
     data = (tmp_path / "p").read_bytes()
@@ -179,9 +181,7 @@ def test_a_file_of_the_first_format_is_refused(make_adapter: Any, target: PackTa
         read_packed(tmp_path / "p", target)
 
 
-def test_scales_and_digest_are_those_of_the_canonical_file(
-    make_adapter: Any, target: PackTarget, tmp_path: Path
-) -> None:
+def test_scales_and_digest_match_the_canonical_file(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
     files = make_adapter(rank=3, use_rslora=True)
     packed = packed_of(files, target, tmp_path / "c")
     assert packed.scales.dtype == np.float32
@@ -190,7 +190,7 @@ def test_scales_and_digest_are_those_of_the_canonical_file(
     assert packed.digest == pack((tmp_path / "c").read_bytes(), target).digest
 
 
-def test_another_base_is_refused_not_packed_wrongly(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
+def test_adapter_for_another_base_is_refused(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
     packed_of(make_adapter(), target, tmp_path / "c")
     wider = (LinearShape("self_attn.q_proj", 64, 64), *target.modules[1:])
     fewer_layers = replace(target.geometry, num_layers=1)
@@ -218,7 +218,7 @@ def test_bfloat16_rounds_to_nearest_even_like_torch() -> None:
     np.testing.assert_array_equal(to_bfloat16_bits(to_float32(wanted, "BF16")), wanted)
 
 
-def test_pack_keys_differ_where_layouts_do(target: PackTarget, odd_target: PackTarget) -> None:
+def test_different_layouts_have_different_pack_keys(target: PackTarget, odd_target: PackTarget) -> None:
     geometry = replace(target.geometry, kv_itemsize=2)
     keys = {
         target.pack_key,
@@ -232,7 +232,7 @@ def test_pack_keys_differ_where_layouts_do(target: PackTarget, odd_target: PackT
         replace(target, dtype="bfloat16")
 
 
-def test_a_packed_file_gives_back_what_was_written(any_target: PackTarget, adapter_maker: Any, tmp_path: Path) -> None:
+def test_packed_file_is_read_back_unchanged(any_target: PackTarget, adapter_maker: Any, tmp_path: Path) -> None:
     packed = packed_of(adapter_maker(any_target)(rank=3, use_rslora=True), any_target, tmp_path / "c")
     write_packed(tmp_path / "p", packed, any_target)
     found = read_packed(tmp_path / "p", any_target, packed.digest)
@@ -245,7 +245,7 @@ def test_a_packed_file_gives_back_what_was_written(any_target: PackTarget, adapt
 
 
 @pytest.mark.parametrize("first_read_bytes", [packed_file.FIRST_READ_BYTES, 100], ids=["at once", "in two reads"])
-def test_any_wrong_byte_is_found(
+def test_any_wrong_byte_is_detected(
     first_read_bytes: int, make_adapter: Any, target: PackTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_file, "FIRST_READ_BYTES", first_read_bytes)
@@ -277,7 +277,7 @@ def test_a_damaged_module_is_named(make_adapter: Any, target: PackTarget, tmp_pa
         read_packed(path)
 
 
-def test_another_adapters_file_is_not_taken(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
+def test_another_adapters_file_is_refused(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
     packed = packed_of(make_adapter(), target, tmp_path / "c")
     write_packed(tmp_path / "p", packed, target)
     with pytest.raises(AdapterCorrupt, match="holds adapter"):

@@ -82,7 +82,7 @@ def own(values: Any, parts: tuple[int, ...], tp_size: int, tp_rank: int) -> Any:
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("modules", [PLAIN, FUSED], ids=["plain", "fused"])
 @pytest.mark.parametrize("rank", [1, 5, 16])
-def test_all_ranks_together_compute_what_the_whole_does(
+def test_all_ranks_together_compute_the_whole_adapters_result(
     adapter_maker: Any, tmp_path: Path, modules: tuple[LinearShape, ...], tp_size: int, rank: int, dtype: str
 ) -> None:
     whole_target = sharded(modules, 1, 0, dtype)
@@ -113,7 +113,7 @@ def test_all_ranks_together_compute_what_the_whole_does(
 
 
 @pytest.mark.parametrize("modules", [PLAIN, FUSED], ids=["plain", "fused"])
-def test_every_weight_is_on_the_ranks_that_need_it_and_nothing_else_is(
+def test_each_rank_has_exactly_the_weights_it_needs(
     adapter_maker: Any, tmp_path: Path, modules: tuple[LinearShape, ...]
 ) -> None:
     names = tuple(shape.name for shape in (*modules, *OUTER))
@@ -131,7 +131,7 @@ def test_every_weight_is_on_the_ranks_that_need_it_and_nothing_else_is(
     assert num_packed == num_whole + 3 * num_shared
 
 
-def test_ranks_have_pack_keys_of_their_own(tmp_path: Path, adapter_maker: Any) -> None:
+def test_each_rank_has_its_own_pack_key(tmp_path: Path, adapter_maker: Any) -> None:
     targets = [sharded(PLAIN, 1, 0), *(sharded(PLAIN, 2, tp_rank) for tp_rank in range(2)), sharded(PLAIN, 4, 0)]
     assert len({target.pack_key for target in targets}) == 4
     assert all(PackTarget.from_document(target.document()) == target for target in targets)
@@ -143,14 +143,14 @@ def test_ranks_have_pack_keys_of_their_own(tmp_path: Path, adapter_maker: Any) -
         read_packed(tmp_path / "p", targets[2])
 
 
-def test_a_target_of_one_gpu_says_nothing_of_shards_in_its_key(target: PackTarget) -> None:
+def test_single_gpu_pack_key_does_not_depend_on_sharding(target: PackTarget) -> None:
     assert target.pack_key == "ba3abbf2026f37ea"
     document = target.document()
     del document["tp_size"], document["tp_rank"]
     assert PackTarget.from_document(document) == target
 
 
-def test_a_rank_rebuilds_its_part_from_the_canonical_upload(
+def test_rank_rebuilds_its_shard_from_the_canonical_file(
     target: PackTarget, store_adapter: Any, tmp_path: Path
 ) -> None:
     blobs = WatchedBlobStore()
@@ -178,7 +178,7 @@ def test_a_rank_rebuilds_its_part_from_the_canonical_upload(
         pytest.param(2, 0, (LinearShape("router", 32, 8),), "no tensor-parallel split", id="unknown"),
     ],
 )
-def test_what_cannot_be_split_is_refused(
+def test_indivisible_shapes_are_refused(
     tp_size: int, tp_rank: int, modules: tuple[LinearShape, ...], message: str
 ) -> None:
     geometry = PageGeometry(2, 2, HEAD_DIM, 4, 4)

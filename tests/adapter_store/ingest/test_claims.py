@@ -54,7 +54,7 @@ def make_version(world: IngestWorld, make_adapter: Any, **adapter: Any) -> Adapt
     return world.ingest.create_version(world.adapter_id, upload.id)
 
 
-def test_a_version_whose_server_died_is_taken_over_when_its_claim_expires(
+def test_dead_servers_version_is_taken_over_when_its_claim_expires(
     world: IngestWorld, make_adapter: Any, database: Database, clock: Clock, tmp_path: Path
 ) -> None:
     version = make_version(world, make_adapter)
@@ -74,7 +74,7 @@ def test_a_version_whose_server_died_is_taken_over_when_its_claim_expires(
         dead.renew(version.id)
 
 
-def test_a_claim_from_before_the_clock_went_back_is_void(
+def test_claim_from_the_future_is_void(
     world: IngestWorld, make_adapter: Any, database: Database, clock: Clock, tmp_path: Path
 ) -> None:
     clock.advance(7 * 86_400)
@@ -92,9 +92,7 @@ def test_a_claim_from_before_the_clock_went_back_is_void(
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_a_claim_that_is_renewed_does_not_expire(
-    world: IngestWorld, make_adapter: Any, database: Database, clock: Clock
-) -> None:
+def test_renewed_claim_does_not_expire(world: IngestWorld, make_adapter: Any, database: Database, clock: Clock) -> None:
     version = make_version(world, make_adapter)
     first, second = VersionClaims(database), VersionClaims(database)
     assert first.claim_version(version.id) is not None
@@ -135,7 +133,7 @@ def test_only_the_holder_changes_a_version(
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_a_version_that_is_given_back_for_a_while_waits_that_long(
+def test_released_version_waits_for_the_given_time(
     world: IngestWorld, make_adapter: Any, database: Database, clock: Clock
 ) -> None:
     version = make_version(world, make_adapter)
@@ -161,7 +159,7 @@ def test_a_version_that_is_given_back_for_a_while_waits_that_long(
         pytest.param(Failpoint.CANONICAL_STORED, True, id="canonical file stored"),
     ],
 )
-def test_a_server_that_hung_at_a_step_leaves_the_verdict_to_the_one_that_took_over(
+def test_hung_server_leaves_the_verdict_to_its_successor(
     world: IngestWorld, make_adapter: Any, clock: Clock, tmp_path: Path, step: Failpoint, is_valid: bool
 ) -> None:
     version = make_version(world, make_adapter, use_dora=not is_valid)
@@ -185,7 +183,7 @@ def test_a_server_that_hung_at_a_step_leaves_the_verdict_to_the_one_that_took_ov
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_a_version_that_could_not_be_given_back_waits_for_its_claim_to_expire(
+def test_version_that_cannot_be_released_waits_for_its_claim_to_expire(
     world: IngestWorld, make_adapter: Any, database: FailingDatabase, clock: Clock
 ) -> None:
     version = make_version(world, make_adapter)
@@ -234,7 +232,7 @@ def test_a_long_validation_keeps_its_claim(
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_weights_that_are_quarantined_while_they_are_published_again_stay_out(
+def test_weights_quarantined_during_republication_are_not_published(
     world: IngestWorld, make_adapter: Any, database: Database, tmp_path: Path
 ) -> None:
     world.push(make_adapter(seed=1))
@@ -256,7 +254,7 @@ def test_weights_that_are_quarantined_while_they_are_published_again_stay_out(
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_an_equal_adapters_blobs_do_not_stand_in_for_the_files_that_a_version_keeps(
+def test_version_keeps_its_own_files_despite_an_equal_adapter(
     world: IngestWorld, make_adapter: Any, database: Database, clock: Clock
 ) -> None:
     first = world.push(make_adapter())

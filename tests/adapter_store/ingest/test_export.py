@@ -81,7 +81,7 @@ def with_older_names(files: Any) -> bytes:
 )
 @pytest.mark.parametrize("state", ["ready", "archived"])
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_the_uploaded_files_come_back_as_they_were(
+def test_uploaded_files_are_exported_unchanged(
     world: IngestWorld,
     make_adapter: Any,
     export: VersionExport,
@@ -109,7 +109,7 @@ def test_the_uploaded_files_come_back_as_they_were(
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_files_come_back_from_every_store(
+def test_files_are_exported_from_every_store(
     open_world: Callable[..., IngestWorld], blobs: BlobStore, make_adapter: Any, database: Database, tmp_path: Path
 ) -> None:
     world = open_world(blobs)
@@ -121,7 +121,7 @@ def test_files_come_back_from_every_store(
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_only_what_can_be_served_again_is_exported(
+def test_only_ready_versions_are_exported(
     world: IngestWorld, make_adapter: Any, export: VersionExport, database: Database
 ) -> None:
     version = world.push(make_adapter())
@@ -140,7 +140,9 @@ def test_only_what_can_be_served_again_is_exported(
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_a_version_of_before_has_no_originals(world: IngestWorld, make_adapter: Any, export: VersionExport) -> None:
+def test_version_without_stored_originals_raises_original_not_kept(
+    world: IngestWorld, make_adapter: Any, export: VersionExport
+) -> None:
     version = world.push(make_adapter())
     for key in (config_key(version.id), header_key(version.id)):
         world.blobs.delete(key)
@@ -162,7 +164,7 @@ def changed(data: bytes) -> bytes:
     ],
 )
 @pytest.mark.parametrize("damage", [changed, lambda data: data[:-5], lambda data: b""], ids=["bit", "short", "empty"])
-def test_other_bytes_than_were_uploaded_are_never_given_out(
+def test_wrong_bytes_are_never_exported(
     world: IngestWorld,
     make_adapter: Any,
     export: VersionExport,
@@ -194,7 +196,7 @@ def test_a_damaged_header_is_corrupt(data: bytes) -> None:
         KeptHeader.decode(data)
 
 
-def test_a_canonical_file_that_lacks_a_tensor_is_found_out(make_adapter: Any, tmp_path: Path) -> None:
+def test_canonical_file_without_a_tensor_is_detected(make_adapter: Any, tmp_path: Path) -> None:
     full, part = make_adapter(), make_adapter(layers=(0,))
     (tmp_path / "full").write_bytes(full.tensor_bytes)
     write_canonical(part.tensor_bytes, {}, tmp_path / "canonical")
@@ -205,7 +207,7 @@ def test_a_canonical_file_that_lacks_a_tensor_is_found_out(make_adapter: Any, tm
         KeptHeader.of(tmp_path / "not one", tmp_path / "canonical")
 
 
-def test_memory_holds_a_chunk_and_not_the_file(make_adapter: Any, tmp_path: Path) -> None:
+def test_export_buffers_only_one_chunk(make_adapter: Any, tmp_path: Path) -> None:
     num_bytes = 24 << 20
     random = np.random.default_rng(0)
     files = make_adapter(layers=(0,), modules=("self_attn.q_proj",))

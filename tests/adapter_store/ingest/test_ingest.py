@@ -33,7 +33,7 @@ from tests.adapter_store.tiers.open_source import fetch, open_source
 from tests.adapter_store.waiting import wait_until
 
 
-def test_an_adapter_goes_all_the_way_to_the_engine(
+def test_adapter_is_ingested_end_to_end(
     open_world: Callable[..., IngestWorld],
     blobs: BlobStore,
     subprocess_validator: SubprocessValidator,
@@ -53,7 +53,7 @@ def test_an_adapter_goes_all_the_way_to_the_engine(
     assert fetch(open_source(blobs, target, tmp_path), ref.digest).num_pages == version.num_pages
 
 
-def test_identical_bytes_give_the_existing_version(world: IngestWorld, make_adapter: Any) -> None:
+def test_identical_files_return_the_existing_version(world: IngestWorld, make_adapter: Any) -> None:
     first = world.push(make_adapter())
     assert first.digest is not None
     assert world.push(make_adapter()) == first
@@ -91,7 +91,7 @@ def nan(files: Any) -> bytes:
     ],
 )
 @pytest.mark.parametrize("kind", ["direct", "subprocess"])
-def test_a_refused_adapter_leaves_one_row_and_no_blob(
+def test_rejected_adapter_leaves_one_row_and_no_blob(
     open_world: Callable[..., IngestWorld],
     memory_blobs: MemoryBlobStore,
     make_adapter: Any,
@@ -132,7 +132,7 @@ def file(name: str = CONFIG_FILE, size: int = 10, sha256: str = "0" * 64) -> Upl
         pytest.param([file(), file(TENSORS_FILE, sha256="")], "invalid_sha256", "sha256", id="no checksum"),
     ],
 )
-def test_a_bad_announcement_is_refused(world: IngestWorld, files: list[UploadFile], code: str, param: str) -> None:
+def test_invalid_announcement_is_refused(world: IngestWorld, files: list[UploadFile], code: str, param: str) -> None:
     with pytest.raises(UploadRefused) as refused:
         world.ingest.create_upload(world.adapter_id, files)
     assert (refused.value.code, refused.value.param) == (code, param)
@@ -158,7 +158,7 @@ def test_bytes_that_were_not_announced_are_refused(world: IngestWorld, data: byt
     world.ingest.put_file(upload.id, CONFIG_FILE, chunks(b"x" * 10))
 
 
-def test_a_client_that_goes_away_leaves_nothing(world: IngestWorld) -> None:
+def test_disconnected_client_leaves_nothing_behind(world: IngestWorld) -> None:
     upload = world.announce(b"x" * 10, b"t")
 
     def cut_off() -> Iterator[bytes]:
@@ -170,7 +170,7 @@ def test_a_client_that_goes_away_leaves_nothing(world: IngestWorld) -> None:
     world.assert_nothing_left_over()
 
 
-def test_an_upload_must_be_there_complete_and_in_time(world: IngestWorld, make_adapter: Any) -> None:
+def test_incomplete_unknown_or_used_upload_is_refused(world: IngestWorld, make_adapter: Any) -> None:
     files = make_adapter()
     upload = world.announce(files.config_bytes, files.tensor_bytes)
     world.ingest.put_file(upload.id, CONFIG_FILE, chunks(files.config_bytes))
@@ -205,7 +205,7 @@ def test_another_adapters_upload_is_not_found(
         world.ingest.create_version(other.id, upload.id)
 
 
-def test_an_expired_upload_is_refused_and_cleared_away(
+def test_expired_upload_is_refused_and_removed(
     migrated_url: str,
     memory_blobs: MemoryBlobStore,
     target: PackTarget,
@@ -245,7 +245,7 @@ def test_an_expired_upload_is_refused_and_cleared_away(
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("num_calls", range(7))
-def test_a_store_that_fails_at_any_point_loses_and_leaves_nothing(
+def test_store_failure_loses_nothing_and_leaves_nothing_behind(
     open_world: Callable[..., IngestWorld], make_adapter: Any, num_calls: int
 ) -> None:
     blobs = FailingBlobStore()
@@ -273,7 +273,7 @@ def test_a_store_that_fails_at_any_point_loses_and_leaves_nothing(
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 @pytest.mark.parametrize("state", ["quarantined", "archived"])
-def test_bytes_that_were_taken_out_of_service_do_not_come_back(
+def test_uploading_withdrawn_files_again_does_not_republish_them(
     world: IngestWorld, make_adapter: Any, state: str, database: Database
 ) -> None:
     world.push(make_adapter(seed=1))
@@ -298,7 +298,7 @@ def test_bytes_that_were_taken_out_of_service_do_not_come_back(
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_what_is_put_where_the_files_belong_is_not_taken_for_them(world: IngestWorld, make_adapter: Any) -> None:
+def test_foreign_blob_at_an_upload_key_is_refused(world: IngestWorld, make_adapter: Any) -> None:
     files = make_adapter()
     upload = world.announce(files.config_bytes, files.tensor_bytes)
     for name in (CONFIG_FILE, TENSORS_FILE):
@@ -322,7 +322,7 @@ def test_what_is_put_where_the_files_belong_is_not_taken_for_them(world: IngestW
         pytest.param(lambda data: None, "upload_incomplete", id="gone"),
     ],
 )
-def test_files_that_changed_after_the_version_was_made_are_not_validated(
+def test_files_changed_after_version_creation_are_not_validated(
     world: IngestWorld, make_adapter: Any, change: Callable[[bytes], bytes | None], code: str
 ) -> None:
     files = make_adapter()
@@ -341,7 +341,7 @@ def test_files_that_changed_after_the_version_was_made_are_not_validated(
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_a_file_of_another_length_is_refused_before_it_is_read(world: IngestWorld) -> None:
+def test_file_with_wrong_length_is_refused_before_reading(world: IngestWorld) -> None:
     upload = world.announce(b"x" * 10, b"t")
 
     def unread() -> Iterator[bytes]:
@@ -354,7 +354,7 @@ def test_a_file_of_another_length_is_refused_before_it_is_read(world: IngestWorl
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_a_file_that_comes_after_its_version_is_cleared_away(world: IngestWorld, make_adapter: Any) -> None:
+def test_file_uploaded_after_its_version_is_removed(world: IngestWorld, make_adapter: Any) -> None:
     files = make_adapter()
     upload = world.upload(files.config_bytes, files.tensor_bytes)
     made: list[AdapterVersion] = []
@@ -372,7 +372,7 @@ def test_a_file_that_comes_after_its_version_is_cleared_away(world: IngestWorld,
     world.assert_nothing_left_over(*made)
 
 
-def test_a_validator_that_cannot_run_refuses_nobody(world: IngestWorld, make_adapter: Any) -> None:
+def test_broken_validator_rejects_no_adapter(world: IngestWorld, make_adapter: Any) -> None:
     assert isinstance(world.validator, DirectValidator)
     world.validator.is_broken = True
     with pytest.raises(ValidationFailed):
@@ -383,7 +383,7 @@ def test_a_validator_that_cannot_run_refuses_nobody(world: IngestWorld, make_ada
     assert world.ingest.process(version_id).state == "ready"
 
 
-def test_versions_made_at_once_get_numbers_of_their_own(world: IngestWorld, make_adapter: Any) -> None:
+def test_concurrent_versions_get_distinct_numbers(world: IngestWorld, make_adapter: Any) -> None:
     uploads = [
         world.upload(make_adapter(seed=seed).config_bytes, make_adapter(seed=seed).tensor_bytes) for seed in range(6)
     ]
@@ -403,7 +403,7 @@ def test_versions_made_at_once_get_numbers_of_their_own(world: IngestWorld, make
     assert len(world.aliases()) == 1
 
 
-def test_the_worker_takes_what_comes_and_outlives_failures(world: IngestWorld, make_adapter: Any) -> None:
+def test_worker_processes_new_versions_and_survives_failures(world: IngestWorld, make_adapter: Any) -> None:
     assert isinstance(world.validator, DirectValidator)
     world.validator.is_broken = True
     worker = IngestWorker(world.ingest, poll_s=0.05, clear_up_s=0.0)
@@ -419,7 +419,7 @@ def test_the_worker_takes_what_comes_and_outlives_failures(world: IngestWorld, m
     assert not worker._thread.is_alive()
 
 
-def test_a_rejection_says_what_and_where(world: IngestWorld, make_adapter: Any) -> None:
+def test_rejection_names_the_error_and_its_location(world: IngestWorld, make_adapter: Any) -> None:
     version = world.push(make_adapter(use_dora=True))
     error = version.report["error"]
     assert (error["code"], error["param"]) == ("unsupported_config", "use_dora")

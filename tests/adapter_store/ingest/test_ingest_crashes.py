@@ -151,7 +151,7 @@ def crash_and_recover(lab: Lab, crash: Crash) -> None:
 
 
 @pytest.mark.parametrize("crash", [*PUSHES, REJECTION, REGISTRATION], ids=str)
-def test_a_server_that_is_killed_at_a_step_loses_and_leaves_nothing(open_lab: OpenLab, crash: Crash) -> None:
+def test_server_killed_at_a_step_loses_nothing(open_lab: OpenLab, crash: Crash) -> None:
     crash_and_recover(open_lab(is_valid=crash.is_valid), crash)
 
 
@@ -160,7 +160,7 @@ def test_a_server_that_is_killed_at_a_step_loses_and_leaves_nothing(open_lab: Op
 @pytest.mark.parametrize("store", ["local", "s3"])
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 @pytest.mark.parametrize("crash", [*PUSHES, REJECTION, REGISTRATION, *RARER], ids=str)
-def test_a_server_that_is_killed_at_a_step_loses_nothing_anywhere(
+def test_server_killed_at_a_step_loses_nothing_on_any_backend(
     open_lab: OpenLab, crash: Crash, database: str, store: str, is_sandboxed: bool
 ) -> None:
     crash_and_recover(open_lab(database, store, crash.is_valid, is_sandboxed=is_sandboxed), crash)
@@ -170,9 +170,7 @@ def test_a_server_that_is_killed_at_a_step_loses_nothing_anywhere(
 @pytest.mark.parametrize("store", ["local", "s3"])
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
 @pytest.mark.parametrize("seed", range(50))
-def test_a_server_that_is_killed_at_any_moment_loses_nothing(
-    open_lab: OpenLab, seed: int, database: str, store: str
-) -> None:
+def test_server_killed_at_any_time_loses_nothing(open_lab: OpenLab, seed: int, database: str, store: str) -> None:
     lab = open_lab(database, store)
     process = lab.start("push")
     # The kill can also land between steps, during a commit, or halfway through a blob.
@@ -217,7 +215,7 @@ def take_over(lab: Lab, step: Failpoint, is_stopped: bool) -> None:
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["killed", "stopped"])
-def test_a_second_server_takes_over_from_one_that_is_silent(open_lab: OpenLab, is_stopped: bool) -> None:
+def test_second_server_takes_over_from_a_silent_one(open_lab: OpenLab, is_stopped: bool) -> None:
     take_over(open_lab(lease_s=0.5), Failpoint.CANONICAL_STORED, is_stopped)
 
 
@@ -226,7 +224,7 @@ def test_a_second_server_takes_over_from_one_that_is_silent(open_lab: OpenLab, i
 @pytest.mark.parametrize("step", TAKE_OVERS)
 @pytest.mark.parametrize("store", ["local", "s3"])
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
-def test_a_second_server_takes_over_anywhere(
+def test_second_server_takes_over_at_every_step_on_any_backend(
     open_lab: OpenLab, database: str, store: str, step: Failpoint, is_stopped: bool
 ) -> None:
     take_over(open_lab(database, store, lease_s=0.5), step, is_stopped)
@@ -235,7 +233,7 @@ def test_a_second_server_takes_over_anywhere(
 @pytest.mark.campaign
 @pytest.mark.parametrize("store", ["local", "s3"])
 @pytest.mark.parametrize("database", ["sqlite", "postgres"])
-def test_servers_that_die_all_the_time_still_publish_each_version_once(
+def test_repeatedly_killed_servers_publish_each_version_once(
     open_lab: OpenLab, database: str, store: str, make_adapter: Any
 ) -> None:
     lab = open_lab(database, store, lease_s=0.5)

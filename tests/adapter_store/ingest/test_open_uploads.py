@@ -50,7 +50,7 @@ def refusal(call: Callable[[], Any]) -> LimitReached:
     return refused.value
 
 
-def test_a_tenant_has_so_many_open_uploads_and_no_more(upload_rows: UploadRows, adapter_ids: list[str]) -> None:
+def test_open_uploads_per_tenant_are_capped(upload_rows: UploadRows, adapter_ids: list[str]) -> None:
     first, second, other = adapter_ids
     uploads = [declare(upload_rows, adapter_id) for adapter_id in (first, first, second)]
     refused = refusal(lambda: declare(upload_rows, second))
@@ -75,7 +75,7 @@ def test_the_bytes_of_open_uploads_are_capped(upload_rows: UploadRows, adapter_i
     declare(upload_rows, first, size=600)
 
 
-def test_creates_that_race_at_the_cap_are_decided_exactly(upload_rows: UploadRows, adapter_ids: list[str]) -> None:
+def test_concurrent_uploads_respect_the_cap_exactly(upload_rows: UploadRows, adapter_ids: list[str]) -> None:
     def attempt(number: int) -> bool:
         try:
             declare(upload_rows, adapter_ids[number % 2])
@@ -87,7 +87,7 @@ def test_creates_that_race_at_the_cap_are_decided_exactly(upload_rows: UploadRow
         assert sorted(threads.map(attempt, range(16))) == [False] * 13 + [True] * 3
 
 
-def test_a_tenant_has_so_many_pending_versions_and_no_more(upload_rows: UploadRows, adapter_ids: list[str]) -> None:
+def test_pending_versions_per_tenant_are_capped(upload_rows: UploadRows, adapter_ids: list[str]) -> None:
     first, second, other = adapter_ids
     for mark in ("a", "b"):
         upload_rows.add_version(first, declare(upload_rows, first, mark=mark).id)
@@ -106,7 +106,7 @@ def test_a_tenant_has_so_many_pending_versions_and_no_more(upload_rows: UploadRo
     upload_rows.add_version_from(other, "s3://bucket/two", SECOND_US)
 
 
-def test_versions_that_race_at_the_cap_are_decided_exactly(upload_rows: UploadRows, adapter_ids: list[str]) -> None:
+def test_concurrent_versions_respect_the_cap_exactly(upload_rows: UploadRows, adapter_ids: list[str]) -> None:
     marks = ("a", "b", "c")
     uploads = [declare(upload_rows, adapter_ids[number % 2], mark=mark) for number, mark in enumerate(marks)]
 
@@ -122,14 +122,14 @@ def test_versions_that_race_at_the_cap_are_decided_exactly(upload_rows: UploadRo
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_a_server_caps_what_it_takes(world: IngestWorld) -> None:
+def test_default_cap_limits_open_uploads(world: IngestWorld) -> None:
     for _ in range(MAX_OPEN_UPLOADS):
         world.announce(b"x", b"t")
     assert refusal(lambda: world.announce(b"x", b"t")).code == "too_many_open_uploads"
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_a_server_lets_a_tenant_declare_some_of_the_largest_adapters(world: IngestWorld) -> None:
+def test_default_cap_allows_several_of_the_largest_adapters(world: IngestWorld) -> None:
     largest = [
         UploadFile(CONFIG_FILE, world.ingest._max_bytes[CONFIG_FILE], "0" * 64),
         UploadFile(TENSORS_FILE, world.ingest._max_bytes[TENSORS_FILE], "0" * 64),
@@ -159,7 +159,7 @@ def test_a_cancelled_upload_leaves_nothing(open_world: Callable[..., IngestWorld
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_a_file_that_comes_while_its_upload_is_cancelled_is_not_kept(world: IngestWorld) -> None:
+def test_file_uploaded_during_cancellation_is_not_kept(world: IngestWorld) -> None:
     upload = world.announce(b"x" * 10, b"t")
 
     def cancelled_meanwhile() -> Iterator[bytes]:
@@ -173,7 +173,7 @@ def test_a_file_that_comes_while_its_upload_is_cancelled_is_not_kept(world: Inge
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_what_became_a_version_cannot_be_cancelled(world: IngestWorld, make_adapter: Any) -> None:
+def test_upload_with_a_version_cannot_be_cancelled(world: IngestWorld, make_adapter: Any) -> None:
     upload = world.upload(make_adapter().config_bytes, make_adapter().tensor_bytes)
     version = world.ingest.create_version(world.adapter_id, upload.id)
     with pytest.raises(UploadRefused) as refused:
@@ -183,7 +183,7 @@ def test_what_became_a_version_cannot_be_cancelled(world: IngestWorld, make_adap
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_an_expired_upload_frees_its_place_and_its_blobs(world: IngestWorld, tmp_path: Path) -> None:
+def test_expired_upload_releases_its_slot_and_blobs(world: IngestWorld, tmp_path: Path) -> None:
     ingest = Ingest(
         world.registry, world.blobs, world.target, tmp_path / "short", DirectValidator(), upload_lifetime_s=1
     )
@@ -205,7 +205,7 @@ class UnsigningBlobStore(MemoryBlobStore):
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_an_upload_that_cannot_be_signed_is_forgotten(open_world: Callable[..., IngestWorld]) -> None:
+def test_upload_that_cannot_be_signed_is_removed(open_world: Callable[..., IngestWorld]) -> None:
     world = open_world(UnsigningBlobStore())
     upload = world.announce(b"x", b"t")
     with pytest.raises(BlobStoreUnavailable):

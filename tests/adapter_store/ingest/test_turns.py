@@ -71,14 +71,14 @@ def queue(database: Database, make_tenant: Callable[[str], str]) -> Queue:
     return Queue(database, make_tenant)
 
 
-def test_tenants_take_turns_each_with_its_oldest_first(queue: Queue, database: Database) -> None:
+def test_tenants_take_turns_and_oldest_versions_go_first(queue: Queue, database: Database) -> None:
     queue.add("a1", "a2", "a3", "a4", "b1", "c1", "c2")
     turns = IngestTurns(database)
     assert queue.decide(turns, 7) == ["a1", "b1", "c1", "a2", "c2", "a3", "a4"]
     assert turns.next() is None
 
 
-def test_who_comes_later_is_next(queue: Queue, database: Database) -> None:
+def test_newly_arrived_tenant_is_next(queue: Queue, database: Database) -> None:
     queue.add(*(f"a{number}" for number in range(10)))
     turns = IngestTurns(database)
     assert queue.decide(turns, 2) == ["a0", "a1"]
@@ -90,7 +90,7 @@ def test_who_comes_later_is_next(queue: Queue, database: Database) -> None:
     assert queue.decide(turns, 3) == ["b2", "a5", "b3"]
 
 
-def test_a_tenant_whose_versions_other_servers_have_comes_after_the_others(queue: Queue, database: Database) -> None:
+def test_tenant_with_versions_claimed_elsewhere_goes_last(queue: Queue, database: Database) -> None:
     queue.add("a1", "a2", "a3", "b1")
     other = VersionClaims(database)
     queue.claim("a1", other)
@@ -99,7 +99,7 @@ def test_a_tenant_whose_versions_other_servers_have_comes_after_the_others(queue
     assert queue.next(IngestTurns(database)) == "a2"
 
 
-def test_versions_that_failed_are_passed_over(queue: Queue, database: Database) -> None:
+def test_failed_versions_are_skipped(queue: Queue, database: Database) -> None:
     queue.add("a1", "a2", "b1")
     turns = IngestTurns(database)
     assert queue.next(turns, "a1", "b1") == "a2"
@@ -108,7 +108,7 @@ def test_versions_that_failed_are_passed_over(queue: Queue, database: Database) 
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_a_push_beside_a_flood_waits_for_the_version_under_way_only(
+def test_push_during_a_flood_waits_only_for_the_running_version(
     world: IngestWorld, make_adapter: Any, make_tenant: Callable[[str], str]
 ) -> None:
     flooded = [_pending(world, make_adapter, seed) for seed in range(8)]

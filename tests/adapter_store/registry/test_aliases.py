@@ -62,7 +62,7 @@ def named(
     return Named(adapter, AdapterAliases(database), registry, VersionStates(database, registry))
 
 
-def test_the_first_ready_version_is_the_default_and_later_ones_change_nothing(named: Named) -> None:
+def test_only_the_first_ready_version_becomes_the_default(named: Named) -> None:
     assert named.weights() == {1: 100}
     (change,) = named.aliases.history(named.adapter.id, "default", 10).data
     assert (change.action, change.actor, change.revision) == ("set", "system", 1)
@@ -93,7 +93,7 @@ def test_an_alias_names_only_ready_versions(named: Named) -> None:
     }
 
 
-def test_weights_share_requests_out_and_each_text_keeps_its_version(named: Named) -> None:
+def test_weights_split_requests_and_each_text_keeps_its_version(named: Named) -> None:
     named.aliases.set(named.adapter.id, "default", {1: 90, 3: 10})
     before = named.drawn(600)
     assert named.drawn(600) == before
@@ -111,7 +111,7 @@ def test_weights_share_requests_out_and_each_text_keeps_its_version(named: Named
     assert named.drawn(600, "beta") != after
 
 
-def test_a_rollback_is_one_call_and_can_be_undone(named: Named) -> None:
+def test_rollback_can_be_undone(named: Named) -> None:
     adapter_id, aliases = named.adapter.id, named.aliases
     with pytest.raises(NothingToRollBack):
         aliases.rollback(adapter_id, "default")
@@ -140,7 +140,7 @@ def test_a_rollback_is_one_call_and_can_be_undone(named: Named) -> None:
         aliases.rollback(adapter_id, "nightly")
 
 
-def test_a_rollback_to_what_can_no_longer_be_served_is_refused(named: Named) -> None:
+def test_rollback_to_an_unavailable_version_is_refused(named: Named) -> None:
     named.aliases.set(named.adapter.id, "default", {2: 1})
     named.states.archive(named.adapter.id, 1)
     with pytest.raises(VersionNotReady):
@@ -148,7 +148,7 @@ def test_a_rollback_to_what_can_no_longer_be_served_is_refused(named: Named) -> 
     assert named.weights() == {2: 1}
 
 
-def test_two_who_move_one_alias_at_once_cannot_overwrite_each_other(named: Named) -> None:
+def test_concurrent_alias_changes_cannot_overwrite_each_other(named: Named) -> None:
     adapter_id, outcomes = named.adapter.id, []
     named.aliases.set(adapter_id, "default", {2: 1})
 
@@ -173,7 +173,7 @@ def test_two_who_move_one_alias_at_once_cannot_overwrite_each_other(named: Named
         named.aliases.set(adapter_id, "new", {1: 1}, expected_revision=0)
 
 
-def test_an_alias_can_be_removed_but_not_the_default(named: Named) -> None:
+def test_any_alias_but_the_default_can_be_removed(named: Named) -> None:
     adapter_id, aliases = named.adapter.id, named.aliases
     aliases.set(adapter_id, "canary", {2: 1})
     aliases.remove(adapter_id, "canary")
@@ -187,7 +187,7 @@ def test_an_alias_can_be_removed_but_not_the_default(named: Named) -> None:
     assert named.registry.resolve("acme", "support", alias="canary") is None
 
 
-def test_an_alias_is_removed_only_from_where_it_was_seen(named: Named) -> None:
+def test_alias_removal_with_a_stale_revision_is_refused(named: Named) -> None:
     adapter_id, aliases = named.adapter.id, named.aliases
     aliases.set(adapter_id, "canary", {2: 1})
     aliases.set(adapter_id, "canary", {3: 1})
@@ -200,7 +200,7 @@ def test_an_alias_is_removed_only_from_where_it_was_seen(named: Named) -> None:
         aliases.remove(adapter_id, "canary", 2)
 
 
-def test_an_alias_made_anew_is_not_mistaken_for_the_one_before(named: Named) -> None:
+def test_recreated_alias_continues_the_revision_numbers(named: Named) -> None:
     adapter_id, aliases = named.adapter.id, named.aliases
     aliases.set(adapter_id, "canary", {1: 1})
     aliases.set(adapter_id, "canary", {2: 1})
@@ -218,7 +218,7 @@ def test_an_alias_made_anew_is_not_mistaken_for_the_one_before(named: Named) -> 
     assert aliases.set(adapter_id, "canary", {1: 1}).revision == 5
 
 
-def test_of_one_who_moves_an_alias_and_one_who_removes_it_at_once_one_is_refused(named: Named) -> None:
+def test_concurrent_alias_change_and_removal_refuse_one(named: Named) -> None:
     adapter_id, aliases, outcomes = named.adapter.id, named.aliases, []
     aliases.set(adapter_id, "canary", {2: 1})
     together = threading.Barrier(2)
@@ -243,7 +243,7 @@ def test_of_one_who_moves_an_alias_and_one_who_removes_it_at_once_one_is_refused
     assert sorted(outcomes) == (["changed", "moved"] if left else ["changed", "removed"])
 
 
-def test_an_archived_version_answers_nothing_until_it_is_restored(named: Named) -> None:
+def test_archived_version_is_not_served_until_restored(named: Named) -> None:
     adapter_id, states = named.adapter.id, named.states
     with pytest.raises(VersionInUse):
         states.archive(adapter_id, 1)
@@ -262,7 +262,7 @@ def test_an_archived_version_answers_nothing_until_it_is_restored(named: Named) 
             states.archive(adapter_id, number)
 
 
-def test_a_quarantined_version_leaves_its_aliases_to_the_others(named: Named) -> None:
+def test_aliases_drop_a_quarantined_version(named: Named) -> None:
     adapter_id, states = named.adapter.id, named.states
     named.aliases.set(adapter_id, "default", {1: 50, 2: 50})
     assert set(named.drawn(60).values()) == {1, 2}
@@ -276,7 +276,7 @@ def test_a_quarantined_version_leaves_its_aliases_to_the_others(named: Named) ->
     assert set(named.drawn(10).values()) == {2}
 
 
-def test_a_disabled_adapter_answers_nothing_and_keeps_everything(
+def test_disabled_adapter_is_not_served_but_keeps_its_versions(
     named: Named, versions: Versions, make_tenant: Callable[[str], str]
 ) -> None:
     states, registry = named.states, named.registry

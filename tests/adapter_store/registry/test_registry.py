@@ -21,7 +21,7 @@ from loramux.migrations.schema import adapters
 from tests.adapter_store.registry.bare_versions import Versions
 
 
-def test_an_adapter_is_found_by_id_and_by_name(registry: AdapterRegistry, make_tenant: Callable[[str], str]) -> None:
+def test_adapter_is_found_by_id_and_name(registry: AdapterRegistry, make_tenant: Callable[[str], str]) -> None:
     acme, globex = make_tenant("acme"), make_tenant("globex")
     adapter = registry.create_adapter(acme, "support")
     assert adapter.tenant_slug == "acme"
@@ -31,9 +31,7 @@ def test_an_adapter_is_found_by_id_and_by_name(registry: AdapterRegistry, make_t
     assert registry.create_adapter(globex, "support").id != adapter.id
 
 
-def test_an_adapter_needs_a_tenant_and_a_name_of_its_own(
-    registry: AdapterRegistry, make_tenant: Callable[[str], str]
-) -> None:
+def test_adapter_needs_a_tenant_and_a_unique_name(registry: AdapterRegistry, make_tenant: Callable[[str], str]) -> None:
     acme = make_tenant("acme")
     registry.create_adapter(acme, "support")
     with pytest.raises(AdapterExists):
@@ -46,7 +44,7 @@ def test_an_adapter_needs_a_tenant_and_a_name_of_its_own(
 
 
 @pytest.mark.parametrize("name", ["", "A", "-a", "a b", "a/b", "a:b", "a@1", "a" * 64, "ä", "a\0", "a\n", "\ud800"])
-def test_a_malformed_name_is_refused_and_means_nothing(
+def test_malformed_name_is_refused_and_resolves_to_nothing(
     registry: AdapterRegistry, make_tenant: Callable[[str], str], name: str
 ) -> None:
     acme = make_tenant("acme")
@@ -78,7 +76,7 @@ def test_the_first_ready_version_becomes_the_default(
     assert registry.list_models(acme) == [ref]
 
 
-def test_a_name_can_say_which_version(
+def test_name_can_include_a_version(
     registry: AdapterRegistry, versions: Versions, make_tenant: Callable[[str], str]
 ) -> None:
     adapter = registry.create_adapter(make_tenant("acme"), "support")
@@ -123,7 +121,7 @@ def test_versions_are_counted_and_described(
     assert {version.number for version in registry.list_versions(adapter.id, 10).data} == {1, 2}
 
 
-def test_lists_come_in_pages_both_ways(registry: AdapterRegistry, make_tenant: Callable[[str], str]) -> None:
+def test_lists_are_paginated_in_both_directions(registry: AdapterRegistry, make_tenant: Callable[[str], str]) -> None:
     acme, globex = make_tenant("acme"), make_tenant("globex")
     made = [registry.create_adapter(tenant, f"a{number}").id for number in range(5) for tenant in (acme, globex)]
     newest_first = sorted(made, reverse=True)
@@ -144,7 +142,7 @@ def test_lists_come_in_pages_both_ways(registry: AdapterRegistry, make_tenant: C
 
 
 @pytest.mark.parametrize("position", ["a\0", "\ud800", "ä", "a\n"])
-def test_a_page_cannot_begin_at_what_is_no_text(database: Database, position: str) -> None:
+def test_page_position_must_be_text(database: Database, position: str) -> None:
     with database.read() as connection, pytest.raises(ValueError, match="identifiers"):
         keyset_rows(connection, select(adapters), adapters.c.id, 1, position, None)
     with database.read() as connection, pytest.raises(ValueError, match="limit"):

@@ -14,7 +14,7 @@ from loramux.migrations.identifiers import new_id
 from tests.adapter_store.registry.bare_versions import Versions
 
 
-def test_a_granted_adapter_is_called_by_its_full_name(
+def test_shared_adapter_is_called_by_its_full_name(
     database: Database, registry: AdapterRegistry, versions: Versions, make_tenant: Callable[[str], str]
 ) -> None:
     acme, globex, initech = make_tenant("acme"), make_tenant("globex"), make_tenant("initech")
@@ -46,7 +46,7 @@ def test_a_granted_adapter_is_called_by_its_full_name(
         grants.remove(shared.id, globex)
 
 
-def test_a_grant_needs_another_tenant_that_exists(
+def test_grant_requires_another_existing_tenant(
     database: Database, registry: AdapterRegistry, make_tenant: Callable[[str], str]
 ) -> None:
     acme = make_tenant("acme")

@@ -97,7 +97,7 @@ def assert_right(found: PackedAdapter, stored: Any) -> None:
     np.testing.assert_array_equal(found.payload, stored.packed.payload)
 
 
-def test_who_leaves_disturbs_nobody(bench: Bench) -> None:
+def test_cancelled_caller_does_not_affect_others(bench: Bench) -> None:
     left, other = bench.adapter(seed=1), bench.adapter(seed=2)
     bench.hold_up()
     patient = bench.fetch_elsewhere(other.digest)
@@ -108,7 +108,7 @@ def test_who_leaves_disturbs_nobody(bench: Bench) -> None:
     assert bench.num_given_up == 1
 
 
-def test_what_was_left_goes_to_the_disk_and_not_to_memory(bench: Bench) -> None:
+def test_abandoned_download_goes_to_disk_but_not_to_memory(bench: Bench) -> None:
     stored = bench.adapter()
     taken: list[int] = []
     bench.source._allocate = lambda num_bytes: taken.append(num_bytes) or np.empty(num_bytes, np.uint8)
@@ -122,7 +122,7 @@ def test_what_was_left_goes_to_the_disk_and_not_to_memory(bench: Bench) -> None:
     assert bench.blobs.num_gets == {"packed": 1}
 
 
-def test_wrong_bytes_of_a_fetch_that_was_given_up_are_not_served_later(bench: Bench, target: PackTarget) -> None:
+def test_wrong_bytes_of_an_abandoned_fetch_are_not_served_later(bench: Bench, target: PackTarget) -> None:
     stored = bench.adapter()
     bench.blobs.damage(f"packed/{stored.digest}/{target.pack_key}")
     bench.give_up(stored.digest)
@@ -132,7 +132,7 @@ def test_wrong_bytes_of_a_fetch_that_was_given_up_are_not_served_later(bench: Be
     assert bench.source.figures.snapshot().num_set_aside == 2, "once from the disk, once from the blob store"
 
 
-def test_an_adapter_that_is_to_be_packed_is_not_packed_for_nobody(bench: Bench) -> None:
+def test_adapter_without_callers_is_not_packed(bench: Bench) -> None:
     stored = bench.adapter(is_packed=False)
     bench.give_up(stored.digest)
     assert bench.num_downloads == 1
@@ -142,7 +142,7 @@ def test_an_adapter_that_is_to_be_packed_is_not_packed_for_nobody(bench: Bench) 
     assert bench.blobs.num_gets == {"packed": 1}, "the canonical file is not requested"
 
 
-def test_a_fetch_after_a_cancelled_one_takes_over_its_download(bench: Bench) -> None:
+def test_fetch_after_a_cancelled_one_joins_its_download(bench: Bench) -> None:
     stored = bench.adapter()
     bench.give_up(stored.digest)
     for _ in range(3):
@@ -161,7 +161,7 @@ def test_a_fetch_after_a_cancelled_one_takes_over_its_download(bench: Bench) -> 
     assert bench.blobs.num_gets == {"packed": 1}
 
 
-def test_concurrent_fetches_have_memory_of_their_own(bench: Bench) -> None:
+def test_concurrent_fetches_use_separate_memory(bench: Bench) -> None:
     """Each caller owns its adapter's memory, so no caller can release another's."""
     stored = bench.adapter()
     fetches = [bench.fetch_elsewhere(stored.digest) for _ in range(2)]
@@ -173,7 +173,7 @@ def test_concurrent_fetches_have_memory_of_their_own(bench: Bench) -> None:
     assert not np.shares_memory(first.payload, second.payload)
 
 
-def test_a_fetch_that_was_cancelled_before_asks_nobody(bench: Bench) -> None:
+def test_already_cancelled_fetch_makes_no_request(bench: Bench) -> None:
     stored = bench.adapter()
     cancellation = Cancellation()
     cancellation.cancel()
@@ -183,7 +183,7 @@ def test_a_fetch_that_was_cancelled_before_asks_nobody(bench: Bench) -> None:
     assert bench.num_downloads == 0
 
 
-def test_what_the_disk_has_is_read_to_its_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_from_disk_ignores_cancellation(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = bench.adapter()
     fetch(bench.source, stored.digest)
     reads, may_read = threading.Event(), threading.Event()
@@ -203,7 +203,7 @@ def test_what_the_disk_has_is_read_to_its_end(bench: Bench, monkeypatch: pytest.
     assert_right(reading.result(10), stored)
 
 
-def test_a_fetch_that_gets_no_thread_fails_once_and_leaves_nothing(
+def test_fetch_without_a_thread_fails_once_and_leaves_nothing_behind(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An executor that cannot start a thread keeps the submitted task and runs it on its next free thread."""
@@ -225,7 +225,7 @@ def test_a_fetch_that_gets_no_thread_fails_once_and_leaves_nothing(
     assert bench.blobs.num_gets == {"packed": 1}
 
 
-def test_a_store_that_hangs_for_one_adapter_keeps_no_other_waiting(bench: Bench) -> None:
+def test_hanging_fetch_does_not_delay_other_adapters(bench: Bench) -> None:
     here, away = bench.adapter(seed=1), bench.adapter(seed=2)
     fetch(bench.source, here.digest)
     bench.hold_up()
@@ -237,7 +237,7 @@ def test_a_store_that_hangs_for_one_adapter_keeps_no_other_waiting(bench: Bench)
     assert_right(stuck.result(10), away)
 
 
-def test_callers_who_come_and_go_at_random_are_all_answered(bench: Bench) -> None:
+def test_random_callers_and_cancellations_are_all_answered(bench: Bench) -> None:
     """The disk has room for one adapter, so adapters are evicted and reloaded. No download is left at the end."""
     adapters = [bench.adapter(seed=seed) for seed in range(4)]
     source = bench.reopen(disk_bytes=2 * adapters[0].packed.payload.nbytes)

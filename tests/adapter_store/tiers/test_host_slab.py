@@ -26,7 +26,7 @@ def test_a_piece_is_writable_memory_of_its_size(slab: HostSlab) -> None:
     assert slab.num_free_bytes == SIZE - 2 * ALIGNMENT
 
 
-def test_views_keep_a_piece(slab: HostSlab) -> None:
+def test_views_keep_a_piece_alive(slab: HostSlab) -> None:
     """An adapter's payload becomes a view of a view, then a tensor over that view."""
     tensor = torch.from_numpy(slab.allocate(3 * ALIGNMENT).reshape(3, -1)[1:].view(np.int32))
     gc.collect()
@@ -36,7 +36,7 @@ def test_views_keep_a_piece(slab: HostSlab) -> None:
     assert slab.num_free_bytes == SIZE
 
 
-def test_what_does_not_fit_is_ordinary_memory(slab: HostSlab) -> None:
+def test_array_that_does_not_fit_uses_ordinary_memory(slab: HostSlab) -> None:
     large = slab.allocate(SIZE + 1)
     assert (large.shape, slab.num_free_bytes) == ((SIZE + 1,), SIZE)
     whole = slab.allocate(SIZE)
@@ -45,7 +45,7 @@ def test_what_does_not_fit_is_ordinary_memory(slab: HostSlab) -> None:
     assert not whole.any()
 
 
-def test_random_pieces_never_overlap_and_all_come_back(slab: HostSlab) -> None:
+def test_random_pieces_never_overlap_and_are_all_freed(slab: HostSlab) -> None:
     rng = random.Random(0)
     held: dict[int, np.ndarray] = {}  # type: ignore[type-arg]
     for number in range(1, 600):

@@ -10,7 +10,7 @@ from loramux.adapter_store.tiers.host_tier import HostTier
 from tests.adapter_store.tiers.lettered_adapters import adapter, content, filled
 
 
-def test_the_least_recently_used_goes_first_and_never_what_is_leased() -> None:
+def test_least_recently_used_unleased_adapter_is_evicted_first() -> None:
     tier = filled(30, "a", "b", "c")
     assert tier.lease("a") is not None
     tier.add(adapter("d"), 0)
@@ -23,7 +23,7 @@ def test_the_least_recently_used_goes_first_and_never_what_is_leased() -> None:
     assert (content(tier), tier.used_bytes, tier.num_evictions) == ("ef", 30, 4)
 
 
-def test_room_is_made_before_memory_is_taken() -> None:
+def test_adapters_are_evicted_before_memory_is_allocated() -> None:
     tier = filled(30, "a", "b", "c")
     tier.reserve(20)
     assert content(tier) == "c"
@@ -32,7 +32,7 @@ def test_room_is_made_before_memory_is_taken() -> None:
     assert content(tier) == "cd"
 
 
-def test_a_floor_keeps_so_many_bytes_of_a_group_from_giving_way_to_others() -> None:
+def test_floor_protects_a_groups_bytes_from_other_adapters() -> None:
     tier = filled(40, "a", "b", "c")
     tier.protect("acme", {"a", "b", "c"}, 20)
     for digest in "defg":
@@ -43,7 +43,7 @@ def test_a_floor_keeps_so_many_bytes_of_a_group_from_giving_way_to_others() -> N
     assert content(tier) == "cfgh"
 
 
-def test_a_floor_holds_for_adapters_that_come_later_and_for_two_groups_of_one_adapter() -> None:
+def test_floor_covers_later_adapters_and_adapters_in_two_groups() -> None:
     tier = filled(40)
     tier.protect("acme", {"a"}, 10)
     tier.protect("umbrella", {"a", "b"}, 20)
@@ -55,7 +55,7 @@ def test_a_floor_holds_for_adapters_that_come_later_and_for_two_groups_of_one_ad
     assert content(tier) == "acgh", "adapters protected by the other group stay"
 
 
-def test_the_bound_comes_before_the_floors() -> None:
+def test_tier_limit_takes_precedence_over_floors() -> None:
     tier = filled(40, "a", "b", "c", "d")
     tier.protect("acme", {"a", "b", "c", "d"}, 40)
     tier.add(adapter("e"), 1)
@@ -73,7 +73,7 @@ def test_floors_that_do_not_fit_together_are_refused() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_happens_the_bound_the_leases_and_the_floors_hold(seed: int) -> None:
+def test_random_operations_respect_limit_leases_and_floors(seed: int) -> None:
     """Compare the tier with a simple model that recomputes all sums after each operation."""
     rng = random.Random(seed)
     sizes = {chr(97 + number): rng.randint(1, 12) for number in range(20)}

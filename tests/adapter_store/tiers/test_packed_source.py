@@ -35,7 +35,7 @@ def assert_equal(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "rebuilt"])
-def test_a_fetch_gives_the_adapter_from_any_blob_store(
+def test_fetch_returns_the_adapter_from_any_blob_store(
     blobs: BlobStore, target: PackTarget, tmp_path: Path, store_adapter: Any, is_packed: bool
 ) -> None:
     stored = store_adapter(blobs, is_packed=is_packed)
@@ -44,7 +44,7 @@ def test_a_fetch_gives_the_adapter_from_any_blob_store(
     assert list((tmp_path / "disk" / "unfinished").iterdir()) == []
 
 
-def test_the_disk_spares_the_blob_store(
+def test_adapter_on_disk_is_not_read_from_the_blob_store(
     watched: WatchedBlobStore, target: PackTarget, tmp_path: Path, store_adapter: Any
 ) -> None:
     stored = store_adapter(watched, is_packed=True)
@@ -57,7 +57,7 @@ def test_the_disk_spares_the_blob_store(
     assert watched.num_gets == {"packed": 1}
 
 
-def test_the_disk_tier_keeps_its_bound_and_drops_the_least_recently_used(
+def test_disk_tier_evicts_the_least_recently_used_at_its_limit(
     watched: WatchedBlobStore, target: PackTarget, tmp_path: Path, store_adapter: Any
 ) -> None:
     adapters = [store_adapter(watched, seed=seed) for seed in range(3)]
@@ -77,7 +77,7 @@ def test_the_disk_tier_keeps_its_bound_and_drops_the_least_recently_used(
     assert disk_files(tmp_path) == {}
 
 
-def test_a_failed_fetch_can_be_tried_again(
+def test_failed_fetch_can_be_retried(
     watched: WatchedBlobStore, target: PackTarget, tmp_path: Path, store_adapter: Any
 ) -> None:
     stored = store_adapter(watched)
@@ -93,7 +93,7 @@ def test_a_failed_fetch_can_be_tried_again(
     assert_equal(fetch(source, stored.digest), stored.packed)
 
 
-def test_wrong_bytes_on_the_disk_are_set_aside_and_had_again(
+def test_wrong_bytes_on_disk_are_set_aside_and_fetched_again(
     watched: WatchedBlobStore, target: PackTarget, tmp_path: Path, store_adapter: Any
 ) -> None:
     stored = store_adapter(watched)
@@ -136,14 +136,14 @@ def test_wrong_canonical_bytes_are_never_served(
 @pytest.mark.parametrize(
     "digest", ["", "0" * 64, "../../etc/passwd", "A" * 64], ids=["empty", "unknown", "path", "case"]
 )
-def test_what_is_not_there_is_unavailable(
+def test_missing_adapter_is_unavailable(
     memory_blobs: MemoryBlobStore, target: PackTarget, tmp_path: Path, digest: str
 ) -> None:
     with pytest.raises(AdapterUnavailable):
         fetch(open_source(memory_blobs, target, tmp_path), digest)
 
 
-def test_an_adapter_of_another_base_is_unavailable(
+def test_adapter_for_another_base_is_unavailable(
     memory_blobs: MemoryBlobStore, target: PackTarget, tmp_path: Path, store_adapter: Any
 ) -> None:
     stored = store_adapter(memory_blobs)
@@ -152,7 +152,7 @@ def test_an_adapter_of_another_base_is_unavailable(
         fetch(open_source(memory_blobs, other, tmp_path), stored.digest)
 
 
-def test_many_threads_get_right_bytes_within_small_bounds(
+def test_many_threads_get_correct_bytes_within_small_limits(
     watched: WatchedBlobStore, target: PackTarget, tmp_path: Path, store_adapter: Any
 ) -> None:
     adapters = [store_adapter(watched, seed=seed, rank=1 + seed) for seed in range(6)]

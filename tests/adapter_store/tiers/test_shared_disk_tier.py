@@ -92,7 +92,7 @@ def unfinished(directory: Path) -> list[Path]:
     return list((directory / "unfinished").iterdir())
 
 
-def test_what_one_engine_adds_another_finds_counts_and_evicts(directory: Path, start: Start) -> None:
+def test_files_added_by_another_engine_are_found_counted_and_evicted(directory: Path, start: Start) -> None:
     tier, other = DiskTier(directory, 250, PACK_KEY), start(250)
     put(tier, A, 100)
     assert other("hold", A) == "100"
@@ -110,7 +110,7 @@ def test_what_one_engine_adds_another_finds_counts_and_evicts(directory: Path, s
     assert files(directory) == {C: 100, A: 100}
 
 
-def test_a_file_whose_use_cannot_be_noted_is_not_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_closed_if_its_use_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = DiskTier(tmp_path, 1000, PACK_KEY)
     file = tier.new_file()
     file.write_bytes(bytes(100))
@@ -126,7 +126,7 @@ def test_a_file_whose_use_cannot_be_noted_is_not_left_open(tmp_path: Path, monke
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-def test_use_by_another_engine_counts_in_the_order_of_eviction(directory: Path, start: Start) -> None:
+def test_use_by_another_engine_affects_eviction_order(directory: Path, start: Start) -> None:
     tier, other = DiskTier(directory, 250, PACK_KEY), start(250)
     put(tier, A, 100)
     put(tier, B, 100)
@@ -137,7 +137,7 @@ def test_use_by_another_engine_counts_in_the_order_of_eviction(directory: Path, 
     assert files(directory) == {A: 100, C: 100}
 
 
-def test_nobody_evicts_what_another_engine_reads(directory: Path, start: Start) -> None:
+def test_file_in_use_by_another_engine_is_not_evicted(directory: Path, start: Start) -> None:
     tier, other = DiskTier(directory, 250, PACK_KEY), start(250)
     put(tier, A, 100)
     assert other("hold", A) == "100"
@@ -152,7 +152,7 @@ def test_nobody_evicts_what_another_engine_reads(directory: Path, start: Start) 
     assert files(directory) == {B: 200}, "dead processes hold nothing"
 
 
-def test_what_a_killed_engine_was_making_goes_and_what_a_living_one_makes_stays(
+def test_only_dead_engines_unfinished_files_are_removed(
     directory: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier, dying, living = DiskTier(directory, 1000, PACK_KEY), start(1000), start(1000)
@@ -175,7 +175,7 @@ def test_what_a_killed_engine_was_making_goes_and_what_a_living_one_makes_stays(
     assert len(list((directory / "runs").iterdir())) <= 2
 
 
-def test_an_engine_that_keeps_the_lock_keeps_others_from_adding_not_from_reading(directory: Path, start: Start) -> None:
+def test_held_lock_blocks_adding_but_not_reading(directory: Path, start: Start) -> None:
     tier, other = DiskTier(directory, 1000, PACK_KEY), start(1000)
     put(tier, A, 100)
     assert other("lock") == "done"
@@ -191,7 +191,7 @@ def test_an_engine_that_keeps_the_lock_keeps_others_from_adding_not_from_reading
         assert lock.num_changes > 0
 
 
-def test_engines_that_read_add_evict_and_die_at_random_never_meet_wrong_bytes(directory: Path, start: Start) -> None:
+def test_random_engine_operations_and_deaths_give_no_wrong_bytes(directory: Path, start: Start) -> None:
     max_bytes, num_turns = 120_000, 2000
     tier = DiskTier(directory, max_bytes, PACK_KEY)
     engines, dying = [start(max_bytes) for _ in range(2)], start(max_bytes)
@@ -230,7 +230,7 @@ def test_engines_that_read_add_evict_and_die_at_random_never_meet_wrong_bytes(di
     assert unfinished(directory) == []
 
 
-def test_a_smaller_bound_of_one_engine_counts(directory: Path, start: Start) -> None:
+def test_smaller_limit_of_a_new_engine_is_applied(directory: Path, start: Start) -> None:
     tier = DiskTier(directory, 1000, PACK_KEY)
     for digest in (A, B, C):
         put(tier, digest, 100)
@@ -240,7 +240,7 @@ def test_a_smaller_bound_of_one_engine_counts(directory: Path, start: Start) -> 
     assert files(directory) == {C: 100, D: 900}
 
 
-def test_a_file_that_another_engine_has_replaced_is_not_set_aside(directory: Path, start: Start) -> None:
+def test_file_replaced_by_another_engine_is_not_set_aside(directory: Path, start: Start) -> None:
     tier, other = DiskTier(directory, 1000, PACK_KEY), start(1000)
     put(tier, A, 100)
     wrong = (directory / PACK_KEY / f"{A}.packed").stat().st_ino
@@ -252,7 +252,7 @@ def test_a_file_that_another_engine_has_replaced_is_not_set_aside(directory: Pat
     assert len(list((directory / "set_aside").iterdir())) == 1
 
 
-def test_a_change_that_breaks_off_leaves_no_wrong_count(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_change_leaves_a_correct_count(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = DiskTier(directory, 1000, PACK_KEY)
     put(tier, A, 100)
 

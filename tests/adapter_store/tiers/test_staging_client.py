@@ -177,7 +177,7 @@ def stages(client: StagingClient) -> dict[str, StageCounts]:
     return {f"{one.tier} {one.stage}": one for one in client.counts().stages if one.count}
 
 
-def test_an_adapter_comes_from_the_blob_store_and_then_from_the_disk(bench: Bench) -> None:
+def test_adapter_comes_from_the_blob_store_first_and_then_from_disk(bench: Bench) -> None:
     client = bench.open()
     digest = bench.adapters[0].digest
     for number in (1, 2):
@@ -203,7 +203,7 @@ def test_an_adapter_comes_from_the_blob_store_and_then_from_the_disk(bench: Benc
 # Host memory
 
 
-def test_what_host_memory_has_is_not_asked_for(bench: Bench) -> None:
+def test_adapter_in_host_memory_is_not_requested(bench: Bench) -> None:
     client = bench.open(host_bytes=PLENTY)
     digest = bench.adapters[0].digest
     staged(client, digest).release()
@@ -220,7 +220,7 @@ def test_what_host_memory_has_is_not_asked_for(bench: Bench) -> None:
     assert [one.tier for one in found.stages] == ["host"]
 
 
-def test_a_hold_is_given_back_once_and_the_bound_holds_but_for_what_is_held(bench: Bench) -> None:
+def test_hold_is_released_once_and_only_holds_exceed_the_limit(bench: Bench) -> None:
     first, second, third = bench.adapters
     size = first.payload.nbytes
     client = bench.open(host_bytes=size)
@@ -236,7 +236,7 @@ def test_a_hold_is_given_back_once_and_the_bound_holds_but_for_what_is_held(benc
     assert kept(client) == [third.digest]
 
 
-def test_a_cancelled_request_gives_its_hold_on_host_memory_back(bench: Bench) -> None:
+def test_cancelled_request_releases_its_hold_on_host_memory(bench: Bench) -> None:
     first, second, _ = bench.adapters
     client = bench.open(host_bytes=first.payload.nbytes)
     staged(client, first.digest).release()
@@ -247,9 +247,7 @@ def test_a_cancelled_request_gives_its_hold_on_host_memory_back(bench: Bench) ->
     assert kept(client) == [second.digest], "the other is no longer held"
 
 
-def test_room_is_made_for_what_is_coming_before_it_comes(
-    target: PackTarget, tmp_path: Path, store_adapter: Any
-) -> None:
+def test_room_is_made_in_advance_for_loading_adapters(target: PackTarget, tmp_path: Path, store_adapter: Any) -> None:
     bench = Bench(target, tmp_path, store_adapter, 9)
     a, b, c, d, e, f, g, h, i = (adapter.digest for adapter in bench.adapters)
     client = bench.open(host_bytes=4 * bench.adapters[0].payload.nbytes)
@@ -275,7 +273,7 @@ def test_room_is_made_for_what_is_coming_before_it_comes(
     bench.close()
 
 
-def test_closing_gives_everything_back(bench: Bench) -> None:
+def test_close_releases_everything(bench: Bench) -> None:
     first, second, third = bench.adapters
     size = first.payload.nbytes
     client = bench.open(host_bytes=2 * size)
@@ -293,7 +291,7 @@ def test_closing_gives_everything_back(bench: Bench) -> None:
 # Shared memory
 
 
-def test_what_nobody_uses_any_more_gives_its_memory_back(bench: Bench) -> None:
+def test_unused_adapter_releases_its_memory(bench: Bench) -> None:
     first, second, third = bench.adapters
     client = bench.open(memory_bytes=first.payload.nbytes + ALIGNMENT)
     held = staged(client, first.digest)
@@ -315,13 +313,13 @@ def test_what_nobody_uses_any_more_gives_its_memory_back(bench: Bench) -> None:
     await_place(client, third.digest, 0)
 
 
-def test_without_room_on_the_disk_adapters_come_all_the_same(bench: Bench) -> None:
+def test_adapters_are_staged_without_disk_space(bench: Bench) -> None:
     client = bench.open(disk_bytes=0)
     for adapter in bench.adapters:
         assert bench.is_right(staged(client, adapter.digest))
 
 
-def test_the_same_adapter_twice_lies_in_one_place_until_both_are_gone(bench: Bench) -> None:
+def test_two_holds_on_an_adapter_share_its_memory_until_both_end(bench: Bench) -> None:
     client = bench.open()
     first, second, _ = bench.adapters
     one, other = staged(client, first.digest), staged(client, first.digest)
@@ -343,7 +341,7 @@ def test_the_same_adapter_twice_lies_in_one_place_until_both_are_gone(bench: Ben
 # Requests
 
 
-def test_what_was_cancelled_is_not_told_and_keeps_no_memory(bench: Bench) -> None:
+def test_cancelled_request_is_not_reported_and_keeps_no_memory(bench: Bench) -> None:
     client = bench.open()
     stop(client)
     for adapter in bench.adapters:
@@ -354,7 +352,7 @@ def test_what_was_cancelled_is_not_told_and_keeps_no_memory(bench: Bench) -> Non
     await_place(client, bench.adapters[1].digest, 0)
 
 
-def test_an_answer_that_nobody_has_looked_at_can_be_cancelled(bench: Bench) -> None:
+def test_unread_answer_can_be_cancelled(bench: Bench) -> None:
     client = bench.open()
     client.request(bench.adapters[0].digest)
 
@@ -370,9 +368,7 @@ def test_an_answer_that_nobody_has_looked_at_can_be_cancelled(bench: Bench) -> N
 
 @pytest.mark.parametrize("is_stored", [True, False], ids=["staged", "not staged"])
 @pytest.mark.parametrize("has_come", [True, False], ids=["answered", "not answered"])
-def test_the_answer_to_a_cancelled_request_is_not_taken_for_the_next(
-    bench: Bench, is_stored: bool, has_come: bool
-) -> None:
+def test_answer_to_a_cancelled_request_is_not_used_for_the_next(bench: Bench, is_stored: bool, has_come: bool) -> None:
     client = bench.open()
     digest = bench.adapters[0].digest if is_stored else "0" * 64
     if not has_come:
@@ -397,13 +393,13 @@ def test_the_answer_to_a_cancelled_request_is_not_taken_for_the_next(
 
 
 @pytest.mark.parametrize("digest", ["0" * 64, "../../etc/passwd", "", "0" * 10_000])
-def test_an_adapter_that_is_nowhere_is_told(bench: Bench, digest: str) -> None:
+def test_missing_adapter_is_reported(bench: Bench, digest: str) -> None:
     client = bench.open()
     assert not_staged(client, digest).message
     assert bench.is_right(staged(client, bench.adapters[0].digest))
 
 
-def test_only_so_many_are_asked_for_at_a_time_and_all_come(bench: Bench) -> None:
+def test_concurrent_requests_are_limited_and_all_are_answered(bench: Bench) -> None:
     client = bench.open()
     stop(client)
     digests = [*(adapter.digest for adapter in bench.adapters), *(f"{number:064x}" for number in range(3 * MAX_ASKED))]
@@ -420,7 +416,7 @@ def test_only_so_many_are_asked_for_at_a_time_and_all_come(bench: Bench) -> None
 
 
 @pytest.mark.parametrize("max_pieces", [1, 1000])
-def test_a_process_that_dies_is_followed_by_one_that_is_asked_again(
+def test_dead_process_is_replaced_and_its_requests_are_repeated(
     bench: Bench, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, max_pieces: int
 ) -> None:
     monkeypatch.setattr(staging_client, "MAX_PIECES", max_pieces)
@@ -458,7 +454,9 @@ def test_a_process_that_dies_is_followed_by_one_that_is_asked_again(
     assert passing_place(client, first.digest) in places
 
 
-def test_what_two_processes_die_of_fails_and_others_come_later(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_fail_after_two_dead_processes_and_later_ones_succeed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = bench.open()
     monkeypatch.setattr(staging_link, "COMMAND", ("/bin/false",))
     bench.now_s = 10.0
@@ -481,7 +479,9 @@ def test_what_two_processes_die_of_fails_and_others_come_later(bench: Bench, mon
     assert client.fileno() >= 0
 
 
-def test_a_process_that_cannot_be_started_again_fails_what_waits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_requests_fail_if_the_process_cannot_be_restarted(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = bench.open()
     monkeypatch.setattr(staging_link, "COMMAND", ("/nowhere/at/all",))
     bench.now_s = 10.0
@@ -498,7 +498,7 @@ def test_a_process_that_cannot_be_started_again_fails_what_waits(bench: Bench, m
         bench.open()
 
 
-def test_memory_that_cannot_be_had_fails_one_adapter(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_allocation_fails_only_one_adapter(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     client = bench.open(memory_bytes=0)
     num_open = len(os.listdir("/proc/self/fd"))
 
@@ -513,7 +513,7 @@ def test_memory_that_cannot_be_had_fails_one_adapter(bench: Bench, monkeypatch: 
     assert len(os.listdir("/proc/self/fd")) == num_open, "memory outside the slab needs no descriptors"
 
 
-def test_a_process_that_refuses_later_says_why(bench: Bench, tmp_path: Path) -> None:
+def test_process_that_refuses_to_restart_reports_the_reason(bench: Bench, tmp_path: Path) -> None:
     client = bench.open()
     shutil.rmtree(tmp_path / "disk")
     (tmp_path / "disk").write_text("a file where a directory should be")
@@ -527,9 +527,7 @@ def test_a_process_that_refuses_later_says_why(bench: Bench, tmp_path: Path) -> 
     assert bench.is_right(staged(client, bench.adapters[0].digest))
 
 
-def test_a_process_that_says_nothing_is_killed_and_followed_by_another(
-    bench: Bench, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_silent_process_is_killed_and_replaced(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
     client = bench.open()
     bench.now_s = 1000.0
     stopped = process_of(client).pid
@@ -550,9 +548,7 @@ def test_a_process_that_says_nothing_is_killed_and_followed_by_another(
     assert f"killing process {stopped}" in capfd.readouterr().err
 
 
-def test_a_store_that_hangs_gives_its_thread_back_when_a_request_is_cancelled(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancelling_a_hanging_request_frees_its_thread(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The only thread becomes free for other requests even though the store never answers."""
     here, away, _ = (adapter.digest for adapter in bench.adapters)
     staged(bench.open(), here).release()
@@ -574,7 +570,7 @@ def test_a_store_that_hangs_gives_its_thread_back_when_a_request_is_cancelled(
             assert client.counts().num_given_up == 1
 
 
-def test_a_process_that_waits_for_the_blob_store_is_let_live(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_waiting_for_the_blob_store_is_not_killed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
@@ -589,7 +585,7 @@ def test_a_process_that_waits_for_the_blob_store_is_let_live(bench: Bench, monke
         assert process_of(client) is process
 
 
-def test_the_process_ends_with_its_engine(bench: Bench) -> None:
+def test_process_exits_with_its_engine(bench: Bench) -> None:
     client = bench.open()
     process = process_of(client)
     client.close()
@@ -597,7 +593,7 @@ def test_the_process_ends_with_its_engine(bench: Bench) -> None:
     assert client.fileno() == -1
 
 
-def test_a_look_tells_what_the_disk_holds(bench: Bench) -> None:
+def test_look_reports_the_contents_of_the_disk_tier(bench: Bench) -> None:
     client = bench.open()
     assert [one.tier for one in client.contents()] == ["host"]
     held = [staged(client, adapter.digest) for adapter in bench.adapters]
@@ -626,15 +622,13 @@ def test_a_look_tells_what_the_disk_holds(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("blob_url", ["ftp://somewhere", "s3://"])
-def test_a_blob_url_that_cannot_be_is_refused_by_name(bench: Bench, blob_url: str) -> None:
+def test_invalid_blob_url_is_refused_by_name(bench: Bench, blob_url: str) -> None:
     client = bench.start(blob_url=blob_url)
     with pytest.raises(StagingRefused, match=r"use .*s3://BUCKET"):
         client.await_opened(30)
 
 
-def test_a_process_that_never_opens_is_not_waited_for_without_end(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_that_never_opens_times_out(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging_link, "COMMAND", ("/bin/sh", "-c", "sleep 20 #"))
     monkeypatch.setattr(staging_link, "END_GRACE_S", 0.1)
     client = bench.start()

@@ -36,7 +36,7 @@ ON_DISK_S = 0.5
     ("num_faults", "seed"), [(40, 1), pytest.param(1000, 2, marks=pytest.mark.campaign)], ids=["40", "1000"]
 )
 @pytest.mark.timeout(900)
-def test_no_wrong_byte_is_served_and_adapters_on_the_disk_do_not_notice(
+def test_store_faults_serve_no_wrong_byte_and_do_not_delay_the_disk(
     fault_proxy: FaultProxy,
     s3_bucket: str,
     target: PackTarget,
@@ -125,7 +125,7 @@ def test_no_wrong_byte_is_served_and_adapters_on_the_disk_do_not_notice(
         assert np.array_equal(found.payload, adapter.packed.payload), "no damage remains"
 
 
-def test_a_packed_blob_that_is_damaged_where_it_lies_is_made_again(
+def test_packed_blob_damaged_in_the_store_is_rebuilt(
     s3_bucket: str, raw_bucket: Any, target: PackTarget, tmp_path: Path, store_adapter: Any
 ) -> None:
     blobs = S3BlobStore(s3_bucket, limits=HURRIED)
@@ -139,7 +139,7 @@ def test_a_packed_blob_that_is_damaged_where_it_lies_is_made_again(
     assert packed.get()["Body"].read() == right
 
 
-def test_a_canonical_blob_that_is_damaged_where_it_lies_is_not_served(
+def test_canonical_blob_damaged_in_the_store_is_not_served(
     s3_bucket: str, raw_bucket: Any, target: PackTarget, tmp_path: Path, store_adapter: Any
 ) -> None:
     blobs = S3BlobStore(s3_bucket, limits=HURRIED)

@@ -23,7 +23,7 @@ def stages(counts: LoadCounts) -> dict[str, tuple[int, int]]:
     return {f"{one.tier} {one.stage}": (one.count, one.num_bytes) for one in counts.stages if one.count}
 
 
-def test_a_load_is_counted_tier_by_tier(target: PackTarget, tmp_path: Path, store_adapter: Any) -> None:
+def test_each_stage_of_a_load_is_counted_in_its_tier(target: PackTarget, tmp_path: Path, store_adapter: Any) -> None:
     blobs = WatchedBlobStore()
     stored = store_adapter(blobs)
     size = stored.packed.payload.nbytes
@@ -58,7 +58,7 @@ def test_a_load_is_counted_tier_by_tier(target: PackTarget, tmp_path: Path, stor
     assert all(one.seconds > 0 for one in counts.stages if one.count)
 
 
-def test_failures_are_counted_and_the_series_are_always_the_same(target: PackTarget, tmp_path: Path) -> None:
+def test_failures_are_counted_in_a_fixed_set_of_series(target: PackTarget, tmp_path: Path) -> None:
     source = open_source(WatchedBlobStore(), target, tmp_path)
     before = source.figures.snapshot()
     for number in range(5):

@@ -35,7 +35,7 @@ def payload() -> npt.NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 4071, 4072, 4073, 100_001])
-def test_lane_sums_are_what_they_say(size: int) -> None:
+def test_lane_sums_match_their_definition(size: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     num_words = size // (8 * NUM_LANES) * NUM_LANES
     sums = [0] * NUM_LANES
@@ -76,7 +76,7 @@ def swap_chunks(data: npt.NDArray[np.uint8], rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip, lose_a_block, swap_blocks, repeat_a_block, swap_chunks])
-def test_lane_sums_notice_what_disks_and_memory_do(payload: npt.NDArray[np.uint8], damage: Callable[..., None]) -> None:
+def test_lane_sums_detect_disk_and_memory_damage(payload: npt.NDArray[np.uint8], damage: Callable[..., None]) -> None:
     right, rng = lane_sums(payload), np.random.default_rng(1)
     for _ in range(5):
         data = payload.copy()
@@ -100,7 +100,7 @@ class Reader:
 
 
 @pytest.mark.parametrize("piece", [1 << 30, 1_000_003], ids=["whole", "short reads"])
-def test_a_payload_is_read_once_and_known_again(payload: npt.NDArray[np.uint8], piece: int) -> None:
+def test_payload_is_read_once_and_verified_by_its_proof(payload: npt.NDArray[np.uint8], piece: int) -> None:
     data, sha256 = payload.tobytes(), hashlib.sha256(payload).hexdigest()
     first = PayloadCheck()
     found, reader = np.empty_like(payload), Reader(data, piece)
@@ -119,7 +119,7 @@ def test_a_payload_is_read_once_and_known_again(payload: npt.NDArray[np.uint8], 
         PayloadCheck().run(found, sha256, Reader(data[:-1], piece))
 
 
-def test_a_packed_file_is_read_in_order_once_and_to_where_it_stays(
+def test_packed_file_is_read_once_in_order_and_in_place(
     target: PackTarget, tmp_path: Path, store_adapter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = store_adapter(WatchedBlobStore(), rank=16)
@@ -180,7 +180,7 @@ def bench(target: PackTarget, tmp_path: Path, store_adapter: Any) -> Bench:
     return Bench(target, tmp_path, store_adapter)
 
 
-def test_sha_256_is_computed_once_a_run_and_file(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sha256_is_computed_once_per_run_and_file(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[bool] = []
     run = PayloadCheck.run
 
@@ -209,7 +209,7 @@ def test_sha_256_is_computed_once_a_run_and_file(bench: Bench, monkeypatch: pyte
 
 @pytest.mark.parametrize("restores_times", [True, False], ids=["as if nothing was", "noticeably"])
 @pytest.mark.parametrize("position", [0.0, 0.3, 0.999999], ids=["first", "inside", "last"])
-def test_a_file_that_is_changed_underneath_is_not_served(bench: Bench, restores_times: bool, position: float) -> None:
+def test_changed_file_is_not_served(bench: Bench, restores_times: bool, position: float) -> None:
     bench.fetch()
     bench.fetch()
     path = bench.path
@@ -229,7 +229,7 @@ def test_a_file_that_is_changed_underneath_is_not_served(bench: Bench, restores_
     bench.fetch()
 
 
-def test_a_file_that_vanishes_or_is_cut_short_is_had_again(bench: Bench) -> None:
+def test_missing_or_truncated_file_is_fetched_again(bench: Bench) -> None:
     bench.fetch()
     os.truncate(bench.path, bench.path.stat().st_size - 1)
     bench.fetch()
@@ -238,7 +238,7 @@ def test_a_file_that_vanishes_or_is_cut_short_is_had_again(bench: Bench) -> None
     assert bench.blobs.num_gets["packed"] == 3
 
 
-def test_a_file_of_another_adapter_under_this_name_is_not_served(bench: Bench, store_adapter: Any) -> None:
+def test_misnamed_file_of_another_adapter_is_not_served(bench: Bench, store_adapter: Any) -> None:
     other = store_adapter(bench.blobs, seed=9, is_packed=True)
     bench.fetch()
     path = bench.path
@@ -248,7 +248,7 @@ def test_a_file_of_another_adapter_under_this_name_is_not_served(bench: Bench, s
     assert bench.source.figures.snapshot().num_set_aside == 1
 
 
-def test_wrong_bytes_everywhere_are_an_error(bench: Bench) -> None:
+def test_wrong_bytes_in_every_tier_raise_an_error(bench: Bench) -> None:
     bench.fetch()
     bench.path.write_bytes(b"LMXPACK\x02" + b"\xff" * 100)
     for key in list(bench.blobs.list_keys()):
@@ -258,9 +258,7 @@ def test_wrong_bytes_everywhere_are_an_error(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("broken", ["hold", "forget", "add"])
-def test_trouble_with_the_disk_tier_does_not_keep_an_adapter_away(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, broken: str
-) -> None:
+def test_disk_tier_failure_does_not_prevent_a_fetch(bench: Bench, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     def fail(*arguments: object) -> None:
         raise OSError(5, "input/output error")
 

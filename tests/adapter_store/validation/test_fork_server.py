@@ -46,7 +46,7 @@ def open_server() -> Iterator[Open]:
         server.close()
 
 
-def test_a_fork_knows_its_own_request_alone(open_server: Open) -> None:
+def test_fork_sees_only_its_own_request(open_server: Open) -> None:
     server = open_server()
     assert server.run(b"one", 10).stdout == b"['one']\n"
     pid = server.pid
@@ -58,7 +58,7 @@ def test_a_request_of_any_size_arrives(open_server: Open) -> None:
     assert open_server("print(len(request))").run(b"x" * 3_000_000, 10).stdout == b"3000000\n"
 
 
-def test_how_a_fork_ended_is_told(open_server: Open) -> None:
+def test_exit_status_of_a_fork_is_reported(open_server: Open) -> None:
     server = open_server("sys.exit('the reason') if request == 'fail' else os.abort()")
     failed = server.run(b"fail", 10)
     assert (failed.returncode, failed.took_too_long, failed.stderr) == (1, False, b"the reason\n")
@@ -72,7 +72,7 @@ def test_a_fork_that_takes_too_long_is_killed(open_server: Open) -> None:
 
 
 @pytest.mark.parametrize("way", ["without work", "killed"])
-def test_a_process_that_has_ended_is_replaced(open_server: Open, way: str) -> None:
+def test_exited_process_is_replaced(open_server: Open, way: str) -> None:
     server = open_server(before="fork_server.IDLE_S = 0.3" if way == "without work" else "")
     server.run(b"one", 10)
     pid = server.pid
@@ -92,7 +92,7 @@ def test_callers_take_turns(open_server: Open) -> None:
     assert list(answers) == [f"['{number}']\n".encode() for number in range(20)]
 
 
-def test_nothing_outlives_who_asked(open_server: Open) -> None:
+def test_no_fork_outlives_its_client(open_server: Open) -> None:
     """The kernel closes the client's socket when the client process dies, however it dies."""
     server = open_server("open('/proc/self/comm', 'w').write('hanging'); time.sleep(60)")
     pids: list[int] = []
@@ -124,7 +124,7 @@ def test_nothing_outlives_who_asked(open_server: Open) -> None:
         pytest.param((sys.executable, "-c", ""), "accepts no requests", id="it ends"),
     ],
 )
-def test_a_process_that_cannot_serve_says_why(command: tuple[str, ...], why: str) -> None:
+def test_process_that_cannot_start_reports_the_reason(command: tuple[str, ...], why: str) -> None:
     server = ForkServer(command, worker_environment())
     with pytest.raises(ForkServerFailed, match=why):
         server.run(b"", 10)

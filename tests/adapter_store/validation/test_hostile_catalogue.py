@@ -21,11 +21,11 @@ MAX_BYTES = 512 << 20
 CATALOGUE = [*CONTAINERS, *CONFIGS, *WEIGHTS]
 
 
-def test_the_catalogue_is_long_and_its_names_differ() -> None:
+def test_catalogue_is_long_and_its_names_are_unique() -> None:
     assert len({entry.name for entry in CATALOGUE}) == len(CATALOGUE) >= 150
 
 
-def test_the_adapter_that_each_entry_spoils_is_good() -> None:
+def test_adapter_that_entries_corrupt_is_valid() -> None:
     files = good_files()
     validate_files(files.config_bytes, files.tensor_bytes, TARGET)
     files = good_files(modules=("model.embed_tokens", "lm_head"))
@@ -42,7 +42,7 @@ def assert_no_echo(message: str) -> None:
 
 
 @pytest.mark.parametrize("hostile", CATALOGUE, ids=lambda hostile: hostile.name.replace("/", " "))
-def test_it_is_refused(hostile: Hostile, tmp_path: Path) -> None:
+def test_hostile_entry_is_refused(hostile: Hostile, tmp_path: Path) -> None:
     config, tensors = hostile.write(tmp_path)
     start = time.process_time()
     with pytest.raises(AdapterRejected) as refused:
@@ -73,7 +73,7 @@ def refuse_in_a_process(hostile: Hostile, directory: Path, validator: Subprocess
 
 
 @pytest.mark.parametrize("hostile", [*PLACES, *GIANTS], ids=lambda hostile: hostile.name)
-def test_what_no_upload_could_be_is_refused_by_the_process(
+def test_process_refuses_entries_that_cannot_be_uploaded(
     hostile: Hostile, tmp_path: Path, subprocess_validator: SubprocessValidator
 ) -> None:
     """Other entries go through the process in `tests/admin/rest/adapters/test_hostile_uploads.py`."""

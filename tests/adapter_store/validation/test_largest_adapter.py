@@ -72,7 +72,7 @@ def assert_it_passes(target: PackTarget, directory: Path) -> None:
     assert limits.memory_bytes == (512 << 20) + max(target.max_tensors_bytes, target.max_payload_bytes)
 
 
-def test_of_a_small_base(tmp_path: Path) -> None:
+def test_largest_adapter_of_a_small_base_passes(tmp_path: Path) -> None:
     target = make_base(256, 128, 512, 4, 4000, "float32")
     assert Limits.for_upload(target, target.max_tensors_bytes).time_s == 10
     assert_it_passes(target, tmp_path)
@@ -81,5 +81,5 @@ def test_of_a_small_base(tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_of_a_base_like_llama_8b(tmp_path: Path, dtype: str) -> None:
+def test_largest_adapter_of_an_8b_base_passes(tmp_path: Path, dtype: str) -> None:
     assert_it_passes(make_base(4096, 1024, 14336, 32, 128_256, dtype), tmp_path)

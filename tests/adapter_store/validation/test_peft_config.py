@@ -17,7 +17,7 @@ def parse(**changes: Any) -> Any:
     return parse_peft_config(json.dumps({**GOOD, **changes}).encode())
 
 
-def test_what_decides_the_result_is_read() -> None:
+def test_settings_that_change_the_result_are_read() -> None:
     config = parse(
         use_rslora=True, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 3.5}, layers_to_transform=1, revision="x"
     )
@@ -95,7 +95,7 @@ def test_neutral_values_are_accepted(changes: dict[str, Any]) -> None:
         pytest.param({"new_feature": 1}, "unknown_config_key", "new_feature", id="unknown key"),
     ],
 )
-def test_a_bad_configuration_is_refused(changes: dict[str, Any], code: str, param: str) -> None:
+def test_invalid_configuration_is_refused(changes: dict[str, Any], code: str, param: str) -> None:
     text = json.dumps({**GOOD, **{key: value for key, value in changes.items() if value != 10**5000}})
     if changes.get("r") == 10**5000:
         text = text.replace('"r": 8', '"r": ' + "1" * 5001)
@@ -120,7 +120,7 @@ def test_a_bad_configuration_is_refused(changes: dict[str, Any], code: str, para
         pytest.param(b"{}", "invalid_config", id="nothing in it"),
     ],
 )
-def test_bad_json_is_refused(text: bytes, code: str) -> None:
+def test_invalid_json_is_refused(text: bytes, code: str) -> None:
     with pytest.raises(AdapterRejected) as refused:
         parse_peft_config(text)
     assert refused.value.code == code
@@ -134,13 +134,13 @@ def test_bad_json_is_refused(text: bytes, code: str) -> None:
         pytest.param(r'"rank_pattern": {"\udfff": 4}', id="in a key"),
     ],
 )
-def test_half_a_character_is_refused(text: str) -> None:
+def test_lone_surrogate_is_refused(text: str) -> None:
     """The stored configuration is later returned as UTF-8, which cannot encode a lone surrogate."""
     with pytest.raises(AdapterRejected) as refused:
         parse_peft_config(json.dumps(GOOD)[:-1].encode() + b", " + text.encode() + b"}")
     assert (refused.value.code, refused.value.param) == ("invalid_json", "adapter_config.json")
 
 
-def test_a_whole_pair_is_a_character() -> None:
+def test_surrogate_pair_is_accepted() -> None:
     text = json.dumps(GOOD)[:-1].encode() + rb', "base_model_name_or_path": "\uD83D\ude00"}'
     assert parse_peft_config(text).recorded["base_model_name_or_path"] == "\U0001f600"

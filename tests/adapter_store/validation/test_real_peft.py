@@ -95,7 +95,7 @@ def fused_base() -> Any:
         ),
     ],
 )
-def test_a_saved_adapter_packs_to_its_own_products(
+def test_saved_adapter_packs_to_the_same_products(
     base: Any, target: PackTarget, tmp_path: Path, settings: dict[str, Any], dtype: str
 ) -> None:
     assert_packs_to_its_own_products(base, target, tmp_path, settings, dtype)

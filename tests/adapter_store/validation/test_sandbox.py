@@ -100,7 +100,7 @@ def lacking() -> set[str]:
     [(sandbox.FILES,), (sandbox.CALLS,), (sandbox.NETWORK,), (sandbox.NETWORK, sandbox.FILES, sandbox.CALLS)],
     ids=",".join,
 )
-def test_a_machine_that_lacks_a_measure_is_found_out(lacking: set[str], measures: tuple[str, ...]) -> None:
+def test_missing_measures_are_detected(lacking: set[str], measures: tuple[str, ...]) -> None:
     if sandbox.CALLS in lacking:
         pytest.skip("this machine cannot imitate a lesser one")
     probe = (
@@ -116,7 +116,7 @@ def test_a_machine_that_lacks_a_measure_is_found_out(lacking: set[str], measures
 @pytest.mark.parametrize(
     "code", ["raise SystemExit(1)", "print('x')", "print([1])"], ids=["fails", "no JSON", "number"]
 )
-def test_a_sandbox_that_cannot_be_tried_is_no_sandbox(code: str) -> None:
+def test_untestable_sandbox_raises_validation_failed(code: str) -> None:
     with pytest.raises(ValidationFailed, match="cannot be tested"):
         missing_measures((sys.executable, "-c", code))
 
@@ -147,7 +147,7 @@ def test_a_connection_works_outside_and_fails_inside(scratch: Path, outside: Pat
         ),
     ],
 )
-def test_each_measure_alone_keeps_off_the_network(
+def test_each_measure_alone_blocks_the_network(
     scratch: Path, outside: Path, port: int, lacking: set[str], measure: str, confinement: str
 ) -> None:
     if measure in lacking:
@@ -176,7 +176,9 @@ def test_each_measure_alone_keeps_off_the_network(
         pytest.param(sandbox.CALLS, "socket.socketpair()", id="a pair of sockets"),
     ],
 )
-def test_what_is_refused(scratch: Path, outside: Path, port: int, lacking: set[str], measure: str, action: str) -> None:
+def test_forbidden_actions_are_refused(
+    scratch: Path, outside: Path, port: int, lacking: set[str], measure: str, action: str
+) -> None:
     if measure in lacking:
         pytest.skip(f"this machine has no {measure}")
     outcome, found = run_confined(f"result = attempt(lambda: {action})", scratch, outside, port)
@@ -185,7 +187,7 @@ def test_what_is_refused(scratch: Path, outside: Path, port: int, lacking: set[s
     assert sorted(path.name for path in scratch.iterdir()) == ["input"]
 
 
-def test_its_own_files_are_in_reach(scratch: Path, outside: Path, port: int) -> None:
+def test_own_files_are_accessible(scratch: Path, outside: Path, port: int) -> None:
     code = """
 (scratch / "output").write_text((scratch / "input").read_text() + " and output")
 (scratch / "output").open("r+").truncate(5)
@@ -195,7 +197,9 @@ result = (scratch / "output").read_text()
     assert run_confined(code, scratch, outside, port) == "input"
 
 
-def test_it_has_no_privileges_and_leaves_no_core(scratch: Path, outside: Path, port: int, lacking: set[str]) -> None:
+def test_process_has_no_privileges_and_leaves_no_core_dump(
+    scratch: Path, outside: Path, port: int, lacking: set[str]
+) -> None:
     if sandbox.PRIVILEGES in lacking:
         pytest.skip("this machine cannot forbid new privileges")
     code = """
@@ -211,7 +215,7 @@ sandbox.confine([scratch])
     assert run_confined(code, scratch, outside, port, confinement) == [1, True, [0, 0]]
 
 
-def test_few_descriptors_can_be_open(scratch: Path, outside: Path, port: int) -> None:
+def test_number_of_open_descriptors_is_limited(scratch: Path, outside: Path, port: int) -> None:
     code = """
 files = []
 def open_many():
@@ -224,7 +228,7 @@ result = [outcome, len(files) < 32]
     assert run_confined(code, scratch, outside, port, confinement) == [["refused", 24], True]
 
 
-def test_it_dies_with_the_server(scratch: Path) -> None:
+def test_process_dies_with_the_server(scratch: Path) -> None:
     """The kernel kills the process when the thread that started it exits, because no one waits for the verdict any
     more.
     """

@@ -69,14 +69,14 @@ def test_the_same_weights_have_the_same_digest(names: Callable[[str], str], tmp_
     assert [warning["code"] for warning in warnings] == ["older_names"]
 
 
-def test_a_base_that_was_trained_without_its_head_has_no_model(tmp_path: Path) -> None:
+def test_names_from_a_headless_base_lack_the_model_prefix(tmp_path: Path) -> None:
     files = AdapterMaker(TARGET)(modules=("self_attn.q_proj", "model.embed_tokens"))
     wanted = digest(files, tmp_path / "todays")
     assert digest(files, tmp_path / "a", lambda name: name.replace(PREFIX + "model.", PREFIX)) == wanted
     assert digest(files, tmp_path / "b", lambda name: name.replace(PREFIX + "model.", "")) == wanted
 
 
-def test_an_error_gives_the_files_own_name() -> None:
+def test_error_uses_the_name_from_the_file() -> None:
     files = AdapterMaker(TARGET)(modules=MODULES)
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in files.tensors.items()}
     own = "model.layers.0.mlp.down_proj.lora_A.weight"
@@ -86,7 +86,7 @@ def test_an_error_gives_the_files_own_name() -> None:
     assert (refused.value.code, refused.value.param) == ("rank_mismatch", own)
 
 
-def test_todays_names_are_left_alone() -> None:
+def test_current_names_are_not_changed() -> None:
     files = AdapterMaker(TARGET)(modules=MODULES)
     names = current_names(files.tensors)
     assert names.are_current

@@ -32,7 +32,7 @@ def assert_refused(config: bytes, tensors: Path | bytes, target: PackTarget, cod
     assert len(refused.value.message) > 10
 
 
-def test_a_good_adapter_passes_and_is_described(make_adapter: Any, target: PackTarget) -> None:
+def test_valid_adapter_passes_and_is_described(make_adapter: Any, target: PackTarget) -> None:
     files = make_adapter(rank=4, ranks=lambda layer, module: 7 if layer == 1 else 4)
     report = validate_files(files.config_bytes, files.tensor_bytes, target)
     assert report.max_rank == 7
@@ -45,7 +45,7 @@ def test_a_good_adapter_passes_and_is_described(make_adapter: Any, target: PackT
     assert json.loads(json.dumps(report.document()))["max_rank"] == 7
 
 
-def test_the_report_tells_each_modules_rank_scale_and_effect(make_adapter: Any, target: PackTarget) -> None:
+def test_report_lists_each_modules_rank_scale_and_effect(make_adapter: Any, target: PackTarget) -> None:
     files = make_adapter(rank=4, ranks=lambda layer, module: 7 if layer == 1 else 4)
     files.tensors[Q_B][:] = 0
     document = validate_files(files.config_bytes, files.tensor_bytes, target).document()
@@ -66,7 +66,7 @@ def test_the_report_tells_each_modules_rank_scale_and_effect(make_adapter: Any, 
     ]
 
 
-def test_a_refusal_says_which_check_failed(make_adapter: Any, target: PackTarget) -> None:
+def test_refusal_names_the_failed_check(make_adapter: Any, target: PackTarget) -> None:
     files = make_adapter()
     with_tensor(Q_B, None)(files)
     with pytest.raises(AdapterRejected) as refused:
@@ -101,13 +101,13 @@ def test_rslora_and_alpha_patterns_set_the_scales(make_adapter: Any, target: Pac
         pytest.param({"exclude_modules": ["layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj"]}, id="excluded"),
     ],
 )
-def test_layers_are_chosen_as_peft_chooses_them(make_adapter: Any, target: PackTarget, config: dict[str, Any]) -> None:
+def test_layer_selection_matches_peft(make_adapter: Any, target: PackTarget, config: dict[str, Any]) -> None:
     files = make_adapter(layers=(1,), **config)
     report = validate_files(files.config_bytes, files.tensor_bytes, target)
     assert list(report.scales) == ["model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"]
 
 
-def test_a_length_that_looks_like_a_pickle_is_read(make_adapter: Any, target: PackTarget) -> None:
+def test_header_length_that_looks_like_a_pickle_is_accepted(make_adapter: Any, target: PackTarget) -> None:
     files = make_adapter(modules=("self_attn.q_proj",))
     tensors = files.tensor_bytes
     (length,) = struct.unpack_from("<Q", tensors)
@@ -204,7 +204,7 @@ def test_outer_modules_are_validated_like_others(adapter_maker: Any, outer_targe
         ),
     ],
 )
-def test_outer_modules_are_chosen_as_peft_chooses_them(
+def test_outer_module_selection_matches_peft(
     adapter_maker: Any,
     outer_target: PackTarget,
     config: dict[str, Any],
@@ -228,7 +228,7 @@ def test_outer_modules_are_chosen_as_peft_chooses_them(
         pytest.param(EMBEDDING + "lora_embedding_B", np.full((32, 4), np.nan, np.float32), "not_finite", id="NaN"),
     ],
 )
-def test_a_bad_outer_module_is_refused(
+def test_invalid_outer_module_is_refused(
     adapter_maker: Any, outer_target: PackTarget, name: str, tensor: np.ndarray | None, code: str
 ) -> None:
     files = adapter_maker(outer_target)(rank=4, modules=("model.embed_tokens", "lm_head"))
@@ -244,9 +244,7 @@ def test_a_bad_outer_module_is_refused(
         pytest.param(EMBEDDING + "weight", id="as older versions of peft named it"),
     ],
 )
-def test_the_bases_own_weights_are_refused_with_the_way_to_leave_them_out(
-    adapter_maker: Any, outer_target: PackTarget, name: str
-) -> None:
+def test_base_weights_are_refused_with_a_remedy(adapter_maker: Any, outer_target: PackTarget, name: str) -> None:
     files = adapter_maker(outer_target)(modules=("model.embed_tokens", "lm_head"))
     files.tensors[name] = np.ones((70, 32), np.float32)
     assert_refused(files.config_bytes, files.tensor_bytes, outer_target, "unexpected_tensor", name)
@@ -310,7 +308,7 @@ LAYER_1_Q_A = Q_A.replace("layers.0", "layers.1")
         pytest.param(with_config(r=0), "rank_out_of_range", "r", id="rank 0"),
     ],
 )
-def test_a_bad_adapter_is_refused(
+def test_invalid_adapter_is_refused(
     make_adapter: Any, target: PackTarget, change: Callable[[Any], object], code: str, param: str | None
 ) -> None:
     files = make_adapter()
@@ -387,7 +385,7 @@ FILE = "adapter_model.safetensors"
         pytest.param(header_file({}), "missing_tensor", Q_A, id="no tensors"),
     ],
 )
-def test_a_bad_file_is_refused(make_adapter: Any, target: PackTarget, tensors: bytes, code: str, param: str) -> None:
+def test_invalid_file_is_refused(make_adapter: Any, target: PackTarget, tensors: bytes, code: str, param: str) -> None:
     assert_refused(make_adapter().config_bytes, tensors, target, code, param)
 
 
@@ -407,7 +405,7 @@ def test_only_a_regular_file_is_read(make_adapter: Any, target: PackTarget, tmp_
     assert_refused(files.config_bytes, path, target, "not_a_file", FILE)
 
 
-def test_every_cut_of_a_file_is_refused(make_adapter: Any, target: PackTarget) -> None:
+def test_file_truncated_anywhere_is_refused(make_adapter: Any, target: PackTarget) -> None:
     files = make_adapter()
     tensors = files.tensor_bytes
     for length in [*range(64), *range(64, len(tensors), 37), len(tensors) - 1]:
@@ -415,7 +413,7 @@ def test_every_cut_of_a_file_is_refused(make_adapter: Any, target: PackTarget) -
             validate_files(files.config_bytes, tensors[:length], target)
 
 
-def test_a_changed_byte_never_causes_another_error(make_adapter: Any, target: PackTarget) -> None:
+def test_changed_byte_never_raises_an_unexpected_error(make_adapter: Any, target: PackTarget) -> None:
     """Replacing any byte of the header gives a file that is either refused with a code or still a valid adapter."""
     files = make_adapter(modules=("self_attn.q_proj",))
     tensors = bytearray(files.tensor_bytes)
@@ -444,7 +442,7 @@ def test_float16_and_bfloat16_files_pass(make_adapter: Any, target: PackTarget) 
 
 
 @pytest.mark.parametrize("name", ["q_proj", "self_attn.v_proj", "layers.0.mlp.gate_proj", "up_proj"])
-def test_a_part_of_a_fused_linear_is_refused_by_name(
+def test_part_of_a_fused_linear_is_refused_by_name(
     fused_target: PackTarget, adapter_maker: Callable[[PackTarget], Any], name: str
 ) -> None:
     files = adapter_maker(fused_target)(modules=("self_attn.qkv_proj",))
@@ -455,7 +453,7 @@ def test_a_part_of_a_fused_linear_is_refused_by_name(
     assert_refused(files.config_bytes, files.tensor_bytes, fused_target, "unknown_module", "target_modules[1]")
 
 
-def test_an_adapter_of_separate_projections_does_not_fit_fused_ones(
+def test_adapter_for_separate_projections_is_refused_by_a_fused_base(
     make_adapter: Any, target: PackTarget, fused_target: PackTarget
 ) -> None:
     files = make_adapter(modules=("self_attn.q_proj", "mlp.down_proj"))

@@ -66,7 +66,7 @@ def job(tmp_path: Path, make_adapter: Any) -> ValidationJob:
     return job
 
 
-def test_a_good_adapter_comes_out_packed(job: ValidationJob, target: PackTarget) -> None:
+def test_valid_adapter_is_packed(job: ValidationJob, target: PackTarget) -> None:
     accepted = opened().validate(job, target)
     assert accepted.digest == digest_of(job.canonical)
     assert accepted.max_rank == 4
@@ -74,20 +74,22 @@ def test_a_good_adapter_comes_out_packed(job: ValidationJob, target: PackTarget)
     assert accepted.report["recorded"]["base_model_name_or_path"] == "some/base"
 
 
-def test_a_verdict_crosses_the_process_border(job: ValidationJob, target: PackTarget) -> None:
+def test_verdict_crosses_the_process_boundary(job: ValidationJob, target: PackTarget) -> None:
     job.config.write_bytes(b'{"peft_type": "LORA", "\\ud800": 1, "\\ud800": 1}')
     with pytest.raises(AdapterRejected) as refused:
         opened().validate(job, target)
     assert (refused.value.code, refused.value.param) == ("duplicate_key", "?")
 
 
-def test_too_slow_is_refused(job: ValidationJob, target: PackTarget) -> None:
+def test_slow_validation_is_refused(job: ValidationJob, target: PackTarget) -> None:
     with pytest.raises(AdapterRejected) as refused:
         opened(timeout_s=0.01, command=HANGING).validate(job, target)
     assert refused.value.code == "validation_timeout"
 
 
-def test_too_much_memory_is_refused(tmp_path: Path, target: PackTarget, adapter_maker: Any, job: ValidationJob) -> None:
+def test_excessive_memory_use_is_refused(
+    tmp_path: Path, target: PackTarget, adapter_maker: Any, job: ValidationJob
+) -> None:
     """An 8 MB adapter for one layer would become half a gigabyte of pages for 64 layers."""
     wide = PackTarget(
         (LinearShape("self_attn.q_proj", 4096, 4096),), replace(target.geometry, num_layers=64), "float32"
@@ -100,7 +102,7 @@ def test_too_much_memory_is_refused(tmp_path: Path, target: PackTarget, adapter_
     assert refused.value.code == "validation_killed"
 
 
-def test_an_output_beyond_its_limit_is_refused_for_good(job: ValidationJob, target: PackTarget) -> None:
+def test_output_above_its_limit_is_a_final_verdict(job: ValidationJob, target: PackTarget) -> None:
     """The largest valid adapter fits within the limit, so a retry would fail in the same way."""
     with pytest.raises(AdapterRejected) as refused:
         opened(file_bytes=10_000).validate(job, target)
@@ -117,7 +119,7 @@ def test_an_output_beyond_its_limit_is_refused_for_good(job: ValidationJob, targ
         pytest.param(errno.EIO, False, id="disk broken"),
     ],
 )
-def test_only_a_limit_of_its_own_is_the_adapters_fault(
+def test_only_errors_from_the_process_limits_are_verdicts(
     job: ValidationJob, target: PackTarget, monkeypatch: pytest.MonkeyPatch, number: int, is_verdict: bool
 ) -> None:
     def fail(*_: Any) -> None:
@@ -131,7 +133,7 @@ def test_only_a_limit_of_its_own_is_the_adapters_fault(
             validation_worker.answer_to(job, target)
 
 
-def test_a_sparse_giant_takes_no_memory(job: ValidationJob, target: PackTarget) -> None:
+def test_huge_sparse_file_takes_little_memory(job: ValidationJob, target: PackTarget) -> None:
     """The header matches the size of the file, a sparse terabyte."""
     shape = (1 << 20, 1 << 18)
     header = json.dumps({"kilroy": {"dtype": "F32", "shape": shape, "data_offsets": [0, 1 << 40]}}).encode()
@@ -144,7 +146,7 @@ def test_a_sparse_giant_takes_no_memory(job: ValidationJob, target: PackTarget) 
     assert refused.value.report["usage"]["max_address_bytes"] < 256 << 20
 
 
-def test_a_refusal_says_what_passed_before(job: ValidationJob, target: PackTarget) -> None:
+def test_refusal_lists_the_checks_that_passed(job: ValidationJob, target: PackTarget) -> None:
     job.tensors.write_bytes(job.tensors.read_bytes()[:-1])
     with pytest.raises(AdapterRejected) as refused:
         opened().validate(job, target)
@@ -188,7 +190,7 @@ os.symlink('/etc/passwd', job['packed'])
 
 
 @pytest.mark.parametrize("code", HOSTILE_WORKERS.values(), ids=HOSTILE_WORKERS)
-def test_a_process_that_was_taken_over_is_not_believed(job: ValidationJob, target: PackTarget, code: str) -> None:
+def test_implausible_answer_from_the_process_is_refused(job: ValidationJob, target: PackTarget, code: str) -> None:
     with pytest.raises(AdapterRejected) as refused:
         opened(command=worker(code)).validate(job, target)
     assert refused.value.code == "validation_failed"
@@ -232,7 +234,7 @@ def test_all_processes_of_the_group_are_killed(
     pytest.fail("a process of the group still runs")
 
 
-def test_processor_time_is_bounded_as_well(job: ValidationJob, target: PackTarget) -> None:
+def test_cpu_time_is_limited(job: ValidationJob, target: PackTarget) -> None:
     """The kernel also limits the process's CPU time, even if the wall-clock limit is far away."""
     code = (
         "from loramux.adapter_store.validation.sandbox import limit_resources\n"
@@ -244,7 +246,7 @@ def test_processor_time_is_bounded_as_well(job: ValidationJob, target: PackTarge
     assert refused.value.code == "validation_killed"
 
 
-def test_time_is_ten_seconds_or_goes_by_the_files_size(target: PackTarget) -> None:
+def test_time_limit_is_ten_seconds_or_proportional_to_file_size(target: PackTarget) -> None:
     large = PackTarget((LinearShape("mlp.up_proj", 8192, 32768),), PageGeometry(80, 8, 128, 2, 2), "bfloat16")
     assert Limits.for_upload(target, target.max_tensors_bytes).time_s == 10
     assert Limits.for_upload(large, 1 << 20).time_s == 10
@@ -255,7 +257,7 @@ def test_time_is_ten_seconds_or_goes_by_the_files_size(target: PackTarget) -> No
         assert Limits.for_upload(some, 1 << 20).memory_bytes == (512 << 20) + inputs_cap
 
 
-def test_what_the_sandbox_lacks_is_logged_once(job: ValidationJob, target: PackTarget) -> None:
+def test_missing_measures_are_logged_once(job: ValidationJob, target: PackTarget) -> None:
     code = answering(missing=["landlock"], rejected={"code": "x", "message": "x", "param": None, "report": {}})
     validator = opened(command=worker(code))
     with structlog.testing.capture_logs() as entries:
@@ -269,9 +271,7 @@ def test_what_the_sandbox_lacks_is_logged_once(job: ValidationJob, target: PackT
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the measures need Linux")
 @pytest.mark.parametrize("measure", [FILES, CALLS])
-def test_a_required_sandbox_that_is_not_there_reads_nothing(
-    job: ValidationJob, target: PackTarget, measure: str
-) -> None:
+def test_missing_required_sandbox_prevents_any_reading(job: ValidationJob, target: PackTarget, measure: str) -> None:
     if CALLS in missing_measures():
         pytest.skip("this machine cannot imitate a lesser one")
     worker = ("-m", "loramux.adapter_store.validation.worker")
@@ -286,7 +286,7 @@ def test_a_required_sandbox_that_is_not_there_reads_nothing(
     assert not job.canonical.exists()
 
 
-def test_a_process_that_cannot_work_says_nothing_about_the_adapter(job: ValidationJob, target: PackTarget) -> None:
+def test_broken_process_gives_no_verdict(job: ValidationJob, target: PackTarget) -> None:
     job.config.unlink()
     with pytest.raises(ValidationFailed, match="No such file"):
         opened().validate(job, target)
@@ -303,7 +303,7 @@ def fork_of(validator: SubprocessValidator) -> int:
         time.sleep(0.001)
 
 
-def test_closing_ends_what_runs_without_a_verdict(job: ValidationJob, target: PackTarget) -> None:
+def test_close_ends_running_validations_without_a_verdict(job: ValidationJob, target: PackTarget) -> None:
     validator = opened(command=HANGING)
 
     def close() -> None:
@@ -346,7 +346,7 @@ def test_only_a_crash_or_a_limit_is_a_verdict(
     thread.join()
 
 
-def test_no_secret_is_in_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_not_accessible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     monkeypatch.setenv("LORAMUX_ADMIN_KEY", "x")
     assert not any(name.startswith(("AWS", "LORAMUX")) for name in worker_environment())
@@ -371,7 +371,7 @@ def test_heavy_libraries_are_not_imported(module: str, banned: tuple[str, ...]) 
     assert done.stdout.split() == []
 
 
-def test_a_validation_stands_back_for_everything_else(job: ValidationJob, target: PackTarget) -> None:
+def test_validation_runs_at_low_priority(job: ValidationJob, target: PackTarget) -> None:
     wait = f"import os, time\nwhile os.nice(0) != {NICENESS}: time.sleep(0.01)\n"
     code = wait + answering(missing=[], rejected={"code": "nice", "message": "x", "param": None, "report": {}})
     with pytest.raises(AdapterRejected) as refused:
