@@ -149,7 +149,7 @@ def fault_proxy(s3_endpoint: str, s3_bucket: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(params=["memory", "local", "s3"])
 def blobs(request: pytest.FixtureRequest) -> BlobStore:
-    """An empty blob store of each kind."""
+    """An empty blob store, once per kind."""
     if request.param == "memory":
         return MemoryBlobStore()
     if request.param == "local":

@@ -1,4 +1,4 @@
-"""Linear layers of test bases: as in Llama, as in Phi-3 with fused q/k/v and gate/up, and outside the layers."""
+"""Linear layers of test bases: Llama's, Phi-3's with fused q/k/v and gate/up, and those outside the layers."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_edited_row_matches_vllm(
     torch.testing.assert_close(logits, expected)
 
 
-def test_a_bias_of_100_bans_and_selects() -> None:
+def test_bias_of_100_selects_and_minus_100_bans() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 3] = 20.0
     for params, allowed in [

@@ -1,4 +1,4 @@
-"""Tokens of answers that are not streamed are sent in groups, and none is lost."""
+"""If an answer is not streamed, its tokens are sent in groups, and none is lost."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ GEOMETRY = PageGeometry(num_layers=1, num_kv_heads=2, head_dim=16, kv_itemsize=4
 SHAPES = KernelShapes((ModuleGroup((0,), 64, (64,), (0,)),), (AttentionSpec(4, 2, 16, 0.25),))
 
 
-def test_the_cpu_has_kernels(make_poisoned_pool: Callable[..., PoolViews]) -> None:
+def test_cpu_kernels_are_selected(make_poisoned_pool: Callable[..., PoolViews]) -> None:
     pool = make_poisoned_pool(1, GEOMETRY, torch.float32)
     assert isinstance(select_kernels(torch.device("cpu"), pool, SHAPES), CpuKernels)
 
@@ -89,7 +89,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cuda")
 
 
-def test_a_gpu_has_kernels(cuda: torch.device, make_poisoned_pool: Callable[..., PoolViews]) -> None:
+def test_gpu_kernels_are_selected(cuda: torch.device, make_poisoned_pool: Callable[..., PoolViews]) -> None:
     kernels = select_kernels(cuda, make_poisoned_pool(1, GEOMETRY, torch.float32), SHAPES, pdl=True)
     assert type(kernels).__name__ == "GpuKernels"
     assert kernels.segment_rows == 16
@@ -202,7 +202,7 @@ SHARES = {
 def test_results_do_not_depend_on_how_threads_share_the_work(
     ranks: tuple[int, ...], make_adapter_pool: Callable[..., Any]
 ) -> None:
-    """The bits do not depend on the number of threads either, and the results match the reference within rounding."""
+    """Results are bitwise equal for any number of threads, and match the reference within rounding."""
     num_rows, most = len(ranks) + 1, max(ranks)
     table = np.array(ranks, np.int32).reshape(-1, 1, 1)
     adapters = make_adapter_pool([LinearShape("m", 1024, 1024)], table, PageGeometry(1, 8, 64, 4, 4), torch.float32)

@@ -37,7 +37,7 @@ OUT_FEATURES = {"one": (96,), "three": (64, 63, 200)}
 
 
 def group_of(in_features: int, out_features: Sequence[int]) -> ModuleGroup:
-    """A group of modules 1, 2, ... of the tables. Module 0 belongs to another group."""
+    """A group of the tables' modules 1, 2, and so on. Module 0 belongs to another group."""
     offsets = np.concatenate([[0], np.cumsum(out_features)])[:-1].tolist()
     modules = tuple(range(1, len(out_features) + 1))
     return ModuleGroup(modules, in_features, tuple(out_features), tuple(offsets))
@@ -113,7 +113,7 @@ def test_equals_dense_matrices(
 def test_lora_add_equals_shrink_then_expand(
     slots: list[int], dtype: torch.dtype, make_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
 ) -> None:
-    """Both methods agree bit for bit, even if an adapter changes the group in only one layer."""
+    """`lora_add` agrees bit for bit with shrink and expand, even if an adapter changes the group in only one layer."""
     group = group_of(128, OUT_FEATURES["three"])
     modules = [LinearShape("other", 72, 72), *(LinearShape("m", 128, out) for out in OUT_FEATURES["three"])]
     ranks = np.random.default_rng(len(slots)).choice(RANKS, (NUM_SLOTS, 2, len(modules))).astype(np.int32)
@@ -157,7 +157,7 @@ def test_changed_ranks_apply_in_the_next_step(
     torch.testing.assert_close(added(0), part, rtol=1e-4, atol=1e-4)
 
 
-# The interpreter multiplies matrices with numpy, which warns.
+# The interpreter multiplies matrices with numpy, which emits warnings.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("slot", [0, 1], ids=["finite-neighbour", "not-finite"])
 def test_non_finite_row_affects_only_itself(

@@ -1,4 +1,4 @@
-"""An HTTP proxy for an S3 server that injects the faults of real networks and stores."""
+"""An HTTP proxy that injects realistic network and server faults between a client and an S3 server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Fault(Enum):
 
 
 Plan = Callable[[str, str], Fault | None]
-"""Chooses the fault for a request with this method and path; None means no fault."""
+"""Maps a request's method and path to the fault to inject, or to None."""
 
 
 def no_faults(method: str, path: str) -> Fault | None:
@@ -59,9 +59,7 @@ class SeededPlan:
 
 
 class ListedPlan:
-    """Applies the listed faults, in order, to requests with `method`; None lets a request pass. Later requests also
-    pass.
-    """
+    """Injects the listed faults, in order, into requests with `method`. None and the end of the list mean no fault."""
 
     def __init__(self, method: str, *faults: Fault | None, part_of_path: str = "") -> None:
         self._method = method
@@ -150,7 +148,7 @@ class FaultProxy:
             self._seen[path] = answer
 
     def stale(self, path: str) -> _Answer:
-        """A stale answer: one recorded for another key, as if that object had been here before, or a 404."""
+        """A stale answer: a 404, or another key's answer, as if that object had once been stored under this key."""
         with self._lock:
             others = [answer for seen, answer in self._seen.items() if seen != path]
             if others and self._random.random() < 0.7:

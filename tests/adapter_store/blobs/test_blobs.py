@@ -264,6 +264,6 @@ def test_only_acknowledged_blobs_survive_a_kill(tmp_path: Path) -> None:
     blobs = LocalBlobStore(root)
     keys = list(blobs.list_keys())
     assert {f"k/{number}" for number in acknowledged} <= set(keys)
-    assert len(keys) <= len(acknowledged) + 1, "only the unacknowledged put may also be there"
+    assert len(keys) <= len(acknowledged) + 1, "only the unacknowledged put may also be visible"
     for key in keys:
         assert blobs.read_bytes(key) == bytes([int(key.removeprefix("k/")) % 256]) * 200_000

@@ -111,4 +111,4 @@ def test_retry_budget_is_refilled_by_success_and_time() -> None:
     clock.now += 2
     assert [budget.take_retry() for _ in range(2)] == [True, False]
     clock.now += 1000
-    assert [budget.take_retry() for _ in range(3)] == [True, True, False], "it never holds more than its capacity"
+    assert [budget.take_retry() for _ in range(3)] == [True, True, False], "the budget never exceeds its capacity"

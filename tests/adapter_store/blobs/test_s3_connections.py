@@ -1,5 +1,6 @@
-"""A connection is closed when its request attempt ends, over HTTP, HTTPS or a proxy. botocore has the expected
-internals.
+"""A connection is closed when its request attempt ends, over HTTP, HTTPS or a proxy.
+
+The tests also check the botocore internals that this depends on.
 """
 
 from __future__ import annotations

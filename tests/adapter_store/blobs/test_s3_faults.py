@@ -1,4 +1,4 @@
-"""When the network or the server fails, the S3 store returns correct bytes or raises an error before its deadline."""
+"""When the network or the server fails, the S3 store returns correct bytes or raises an error by the deadline."""
 
 from __future__ import annotations
 

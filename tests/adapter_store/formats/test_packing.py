@@ -80,7 +80,7 @@ def assert_packed_as_asked(packed: PackedAdapter, files: Any, target: PackTarget
         pytest.param({"rank": 16, "modules": ("self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")}, id="wide"),
     ],
 )
-def test_every_element_is_in_its_place(
+def test_each_element_is_at_its_documented_address(
     any_target: PackTarget, adapter_maker: Any, tmp_path: Path, adapter: dict[str, Any]
 ) -> None:
     files = adapter_maker(any_target)(**adapter)

@@ -144,7 +144,7 @@ def start(job: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    assert "torch" not in sys.modules, "every child would pay for it"
+    assert "torch" not in sys.modules, "importing torch would slow down every child"
     answers = os.fdopen(os.dup(1), "w")
     # Keep the children's output out of the answers.
     os.dup2(2, 1)

@@ -153,7 +153,7 @@ class Lab:
         export = VersionExport(self._database, self.blobs, self.directory / "export")
         for name in UPLOAD_FILES:
             with export.open(version, name) as file:
-                assert b"".join(file.chunks()) == self.files[name], "the files come back as they were sent"
+                assert b"".join(file.chunks()) == self.files[name], "exported files equal the uploaded files"
         return version
 
     def check_blobs(self) -> None:

@@ -105,7 +105,7 @@ def test_renewed_claim_does_not_expire(world: IngestWorld, make_adapter: Any, da
     assert second.claim_version(version.id) is not None
 
 
-def test_only_the_holder_changes_a_version(
+def test_only_the_claim_holder_can_change_a_version(
     world: IngestWorld, make_adapter: Any, database: Database, clock: Clock
 ) -> None:
     version = make_version(world, make_adapter)

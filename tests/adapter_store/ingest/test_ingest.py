@@ -148,7 +148,7 @@ def test_invalid_announcement_is_refused(world: IngestWorld, files: list[UploadF
         pytest.param(b"y" * 10, "checksum_mismatch", id="other bytes"),
     ],
 )
-def test_bytes_that_were_not_announced_are_refused(world: IngestWorld, data: bytes, code: str) -> None:
+def test_unannounced_bytes_are_refused(world: IngestWorld, data: bytes, code: str) -> None:
     upload = world.announce(b"x" * 10, b"t")
     with pytest.raises(UploadRefused) as refused:
         world.ingest.put_file(upload.id, CONFIG_FILE, chunks(data, 4))
@@ -345,7 +345,7 @@ def test_file_with_wrong_length_is_refused_before_reading(world: IngestWorld) ->
     upload = world.announce(b"x" * 10, b"t")
 
     def unread() -> Iterator[bytes]:
-        raise AssertionError("it was read")
+        raise AssertionError("the body was read")
         yield b""
 
     with pytest.raises(UploadRefused) as refused:

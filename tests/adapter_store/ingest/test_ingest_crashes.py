@@ -208,7 +208,7 @@ def take_over(lab: Lab, step: Failpoint, is_stopped: bool) -> None:
         assert lab.makers.wait(first) == 0
     lab.makers.signal(second, SIGTERM)
     assert lab.makers.wait(second) == 0
-    assert lab.versions() == [published], "nothing was published twice or again"
+    assert lab.versions() == [published], "no version was published twice"
     assert lab.check_served() == published
     assert lab.run("recover", offset_s=LIFETIME_S + 1) == 0
     lab.check_blobs()

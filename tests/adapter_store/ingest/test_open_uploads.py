@@ -96,7 +96,7 @@ def test_pending_versions_per_tenant_are_capped(upload_rows: UploadRows, adapter
     assert (refused.code, refused.retry_after_s) == ("too_many_pending_versions", 2.0)
     found = upload_rows.get_upload(third.id)
     assert found is not None
-    assert found.state == "open", "it may be used later"
+    assert found.state == "open", "the upload can be used later"
     same = upload_rows.add_version(first, declare(upload_rows, first, mark="a").id)
     assert same.version.number == 1, "an existing version is not counted again"
     upload_rows.add_version(other, declare(upload_rows, other, mark="c").id)
@@ -140,7 +140,7 @@ def test_default_cap_allows_several_of_the_largest_adapters(world: IngestWorld) 
 
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
-def test_a_cancelled_upload_leaves_nothing(open_world: Callable[..., IngestWorld], blobs: BlobStore) -> None:
+def test_cancelled_upload_leaves_nothing_behind(open_world: Callable[..., IngestWorld], blobs: BlobStore) -> None:
     world = open_world(blobs)
     upload = world.upload(b"x" * 10, b"t" * 10)
     page = world.ingest.list_open_uploads(world.adapter_id, 10)

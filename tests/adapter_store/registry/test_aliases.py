@@ -69,7 +69,7 @@ def test_only_the_first_ready_version_becomes_the_default(named: Named) -> None:
     assert set(named.drawn(5).values()) == {1}
 
 
-def test_an_alias_names_only_ready_versions(named: Named) -> None:
+def test_alias_accepts_only_ready_versions(named: Named) -> None:
     adapter_id, aliases = named.adapter.id, named.aliases
     aliases.set(adapter_id, "stable", {1: 1})
     with pytest.raises(VersionNotReady):

@@ -1,4 +1,4 @@
-"""Which adapters stay in host memory when not all of them fit."""
+"""Eviction from host memory: order, leases, floors and the limit."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def heard_s(client: StagingClient) -> float:
 
 
 def await_place(client: StagingClient, digest: str, begin: int) -> None:
-    """Wait until the adapter is staged at offset `begin`, whose last user may release it a little late."""
+    """Wait until the adapter is staged at offset `begin`. The memory's last user may release it a little late."""
     wait_until(lambda: passing_place(client, digest) == begin)
 
 

@@ -1,4 +1,4 @@
-"""During blob store faults, fetches return no wrong byte, fail before their deadline and do not delay other callers."""
+"""During blob store faults, fetches return no wrong byte, fail by their deadline and do not delay other callers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_store_faults_serve_no_wrong_byte_and_do_not_delay_the_disk(
         s3_bucket,
         "p",
         HURRIED,
-        # The circuit breaker, which has its own test, must let many of these faults through and close quickly.
+        # Make the circuit breaker let many faults through and close again quickly. It has its own tests.
         CircuitBreaker(first_open_s=0.02, max_open_s=0.1),
         RetryBudget(capacity=50, refill_per_s=50),
     )

@@ -1,4 +1,4 @@
-"""Payload verification: wrong bytes are never served, whatever happens to a file, and nothing is hashed twice."""
+"""Payload verification: wrong bytes are never served, whatever happens to a file, and no hashing is wasted."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_sha256_is_computed_once_per_run_and_file(bench: Bench, monkeypatch: pyt
     assert runs[5:] == [False]
     os.utime(bench.path, ns=(0, 1))
     bench.fetch()
-    assert runs[6:] == [False], "it may have been written to"
+    assert runs[6:] == [False], "the file may have been rewritten"
 
 
 @pytest.mark.parametrize("restores_times", [True, False], ids=["as if nothing was", "noticeably"])

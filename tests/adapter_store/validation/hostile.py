@@ -37,8 +37,8 @@ def good_files(**adapter: Any) -> AdapterFiles:
 class Hostile:
     """A catalogue entry: its name, the expected refusal, and how to make its files.
 
-    `change` corrupts a valid adapter. `config` or `tensors`, if set, replaces a whole file. `place`, if set, creates
-    the tensors file at its path in place of a plain write.
+    `change` corrupts a valid adapter. `config` or `tensors`, if set, replaces a whole file. `place`, if set, is called
+    to create the tensors file.
     """
 
     name: str

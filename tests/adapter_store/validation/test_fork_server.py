@@ -54,7 +54,7 @@ def test_fork_sees_only_its_own_request(open_server: Open) -> None:
     assert server.pid == pid, "the same process forked twice"
 
 
-def test_a_request_of_any_size_arrives(open_server: Open) -> None:
+def test_requests_of_any_size_are_received(open_server: Open) -> None:
     assert open_server("print(len(request))").run(b"x" * 3_000_000, 10).stdout == b"3000000\n"
 
 
@@ -84,7 +84,7 @@ def test_exited_process_is_replaced(open_server: Open, way: str) -> None:
     assert server.run(b"two", 10).stdout == b"['two']\n"
 
 
-def test_callers_take_turns(open_server: Open) -> None:
+def test_concurrent_callers_get_their_own_answers(open_server: Open) -> None:
     server = open_server()
     requests = [str(number).encode() for number in range(20)]
     with ThreadPoolExecutor(4) as threads:

@@ -17,7 +17,7 @@ from loramux.adapter_store.validation import sandbox
 from loramux.adapter_store.validation.validator import ValidationFailed, missing_measures, worker_environment
 from tests.adapter_store.validation import lesser_kernel
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the measures need Linux")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sandbox measures require Linux")
 
 _PRELUDE = """
 import ctypes, json, os, signal, socket, sys
@@ -102,7 +102,7 @@ def lacking() -> set[str]:
 )
 def test_missing_measures_are_detected(lacking: set[str], measures: tuple[str, ...]) -> None:
     if sandbox.CALLS in lacking:
-        pytest.skip("this machine cannot imitate a lesser one")
+        pytest.skip("this machine cannot simulate a lesser kernel")
     probe = (
         sys.executable,
         lesser_kernel.__file__,
@@ -121,7 +121,7 @@ def test_untestable_sandbox_raises_validation_failed(code: str) -> None:
         missing_measures((sys.executable, "-c", code))
 
 
-def test_a_connection_works_outside_and_fails_inside(scratch: Path, outside: Path, port: int) -> None:
+def test_connection_works_outside_the_sandbox_and_fails_inside(scratch: Path, outside: Path, port: int) -> None:
     code = "result = attempt(connect)"
     assert run_confined(code, scratch, outside, port, confinement="[]")[0] == "done"
     assert run_confined(code, scratch, outside, port)[0] == "refused"
@@ -255,4 +255,4 @@ def test_process_dies_with_the_server(scratch: Path) -> None:
             return
         threading.Event().wait(0.01)
     os.kill(pid, 9)
-    pytest.fail("the process outlived the one that started it")
+    pytest.fail("the process outlived its parent")

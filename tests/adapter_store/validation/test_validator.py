@@ -231,7 +231,7 @@ def test_all_processes_of_the_group_are_killed(
         except OSError:
             return
         time.sleep(0.01)
-    pytest.fail("a process of the group still runs")
+    pytest.fail("a process of the group is still running")
 
 
 def test_cpu_time_is_limited(job: ValidationJob, target: PackTarget) -> None:
@@ -269,11 +269,11 @@ def test_missing_measures_are_logged_once(job: ValidationJob, target: PackTarget
     ]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the measures need Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="sandbox measures require Linux")
 @pytest.mark.parametrize("measure", [FILES, CALLS])
 def test_missing_required_sandbox_prevents_any_reading(job: ValidationJob, target: PackTarget, measure: str) -> None:
     if CALLS in missing_measures():
-        pytest.skip("this machine cannot imitate a lesser one")
+        pytest.skip("this machine cannot simulate a lesser kernel")
     worker = ("-m", "loramux.adapter_store.validation.worker")
     command = (sys.executable, lesser_kernel.__file__, measure, *worker)
     with structlog.testing.capture_logs() as entries:

@@ -131,7 +131,7 @@ def test_an_adapter_in_use_keeps_its_slot_and_pages() -> None:
     assert (bench.pool.num_evictions, bench.residency) == (1, [("a", True), ("a", False)])
 
 
-def test_each_use_is_released_before_an_adapter_can_be_evicted() -> None:
+def test_adapter_is_evictable_only_after_all_uses_are_released() -> None:
     bench = Bench(num_slots=1)
     (load,) = bench.bring("a")
     bench.pool.acquire(load)
@@ -158,7 +158,7 @@ def test_an_adapter_is_used_only_while_it_is_resident() -> None:
         bench.pool.acquire(load)
 
 
-def test_an_adapter_is_idle_since_its_last_use() -> None:
+def test_idle_time_counts_from_the_last_use() -> None:
     bench = Bench()
     (load,) = bench.bring("a")
     bench.pool.acquire(load)
@@ -411,7 +411,7 @@ def test_adapters_without_waiters_are_released(simulate: Simulate) -> None:
 
 @pytest.mark.parametrize("shares", [1, 5], ids=["one account", "five accounts"])
 def test_long_queue_needs_about_one_load_per_request(simulate: Simulate, shares: int) -> None:
-    """More requests wait for resident adapters than the order lists. The rest must not cause useless loads."""
+    """More requests wait for resident adapters than `order` returns. The others must not cause needless loads."""
     popular = [f"popular{number}" for number in range(5)]
     rare = [f"rare{number}" for number in range(20)]
     simulation = simulate(num_pages=200, num_slots=6, max_sequences=4, adapters=dict.fromkeys([*popular, *rare], 1))

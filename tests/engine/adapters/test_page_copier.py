@@ -192,7 +192,7 @@ def test_copy_waits_only_for_steps_submitted_before_it() -> None:
     bench = Bench(packed("a", [[3, 0], [1, 2]]))
     bench.accelerator.num_steps = 4
     load = bench.begin("a")
-    # Later steps cannot read these pages for another owner, so the copy does not wait for them.
+    # Steps submitted later cannot use these pages, so the copy does not wait for them.
     bench.accelerator.num_steps = 9
     bench.accelerator.may_upload.set()
     assert bench.settle(load).phase is AdapterPhase.RESIDENT

@@ -1,4 +1,4 @@
-"""A fake GPU that runs no kernels: they are compiled for it or only looked up by name."""
+"""A fake GPU. No kernel runs: kernels are compiled or only looked up by name."""
 
 from __future__ import annotations
 

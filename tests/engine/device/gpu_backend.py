@@ -1,4 +1,4 @@
-"""The GPU backend, or on machines without a GPU a substitute that interprets Triton kernels in host memory."""
+"""The GPU backend or, on machines without a GPU, a substitute that interprets Triton kernels in host memory."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ print(len(found))
 @pytest.mark.campaign
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 @pytest.mark.parametrize("model", ["llama", "gemma"])
-def test_the_engine_compiles_nothing_itself(model: str, capability: int, tmp_path: Path) -> None:
+def test_engine_start_after_compiling_ahead_compiles_nothing(model: str, capability: int, tmp_path: Path) -> None:
     """The first start compiles ahead and then loads every program; the second start compiles nothing."""
     environment = {
         **os.environ,
@@ -82,7 +82,7 @@ def test_recorded_programs_match_the_warm_up(
     def record(launch: Callable[[], None], num_processes: int) -> None:
         with recorded_programs() as lines:
             launch()
-        assert not wanted, "it was launched instead of compiled ahead"
+        assert not wanted, "a program was launched instead of compiled ahead"
         assert not captured, "a step without launches needs no graph"
         for program in map(Program.parse, lines):
             source = program.source

@@ -154,7 +154,7 @@ def test_shape_without_outer_modules_has_no_outer_tensors(buffer: StepBuffer) ->
             buffer.load(batch, shape, slots)
 
 
-def test_a_shape_keeps_its_views(buffer: StepBuffer) -> None:
+def test_views_of_a_shape_are_reused(buffer: StepBuffer) -> None:
     first, other, second = a_batch([(4, 1, 0)] * 3), a_batch([(0, 40, 1), (3, 1, -1)]), a_batch([(70, 1, 2)] * 3)
     shape = shape_of(first)
     layout = buffer.load(first, shape)

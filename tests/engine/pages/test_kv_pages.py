@@ -164,7 +164,7 @@ def test_max_tokens_excludes_other_pages() -> None:
     assert [Bench(num_pages=8).kv.max_tokens(num_other_pages) for num_other_pages in (0, 3, 8)] == [32, 20, 0]
 
 
-def test_pages_of_idle_adapters_serve_kv(simulate: Simulate) -> None:
+def test_idle_adapters_pages_are_reused_for_kv(simulate: Simulate) -> None:
     simulation = simulate(num_pages=10, adapters={"a": 5, "b": 4})
     for digest in ("a", "b"):
         simulation.add(digest, digest=digest, max_tokens=1)

@@ -115,7 +115,7 @@ def test_priority_precedes_service() -> None:
 
 @pytest.mark.parametrize(("num_prompt", "bound"), [(1, MAX_ROUNDS), (5000, MAX_COST_RATIO * MAX_ROUNDS)])
 def test_wait_is_bounded_whatever_other_shares_do(num_prompt: int, bound: int) -> None:
-    """The bound is MAX_ROUNDS admissions from other shares, or more for requests that cost much more than theirs."""
+    """The bound is MAX_ROUNDS admissions from other shares. Very costly requests have a higher bound."""
     queue = FairQueue()
     waiting(queue, 0, "patient", num_prompt=num_prompt)
     for arrival in range(1, bound + 100):

@@ -1,4 +1,4 @@
-"""Token limits raised for sequences that wait, are paused or lack their adapter, and pauses that would be pointless."""
+"""Raising token limits for sequences that wait, are paused or lack their adapter. Pointless pauses are skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's loop needs in addition to the engine: a ready message, and a stager controlled by a pipe."""
+"""Parts of an engine's loop other than the engine: a ready message, and a stager controlled by a pipe."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def test_search_finds_more_sequences_than_one_pass_covers(
     check_attention_of(contexts, num_queries, spec, torch.float32, plan, device, make_poisoned_pool)
 
 
-def test_a_captured_launch_follows_the_batch_in_device_memory(
+def test_captured_launch_reads_the_batch_from_device_memory(
     device: torch.device, make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:
     """Shapes and plan stay fixed while the number, lengths and kinds of sequences change. Padding is not written."""

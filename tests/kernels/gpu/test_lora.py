@@ -75,7 +75,7 @@ def geometry_of(dtype: torch.dtype) -> PageGeometry:
 
 
 def group_of(in_features: int, out_features: Sequence[int]) -> ModuleGroup:
-    """A group of modules 1, 2, ... of the tables. Module 0 belongs to another group."""
+    """A group of the tables' modules 1, 2, and so on. Module 0 belongs to another group."""
     offsets = np.concatenate([[0], np.cumsum(out_features)])[:-1].tolist()
     return ModuleGroup(tuple(range(1, len(out_features) + 1)), in_features, tuple(out_features), tuple(offsets))
 
@@ -268,7 +268,7 @@ def test_the_largest_rank_equals_dense_matrices(
     run_case(shrink, expand, make_adapter_pool, torch.float16, torch.float16, 128, ONE, batch, 1, (256,))
 
 
-# The interpreter multiplies matrices with numpy, which warns.
+# The interpreter multiplies matrices with numpy, which emits warnings.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_non_finite_row_affects_only_itself(
     shrink: Callable[..., None], expand: Callable[..., None], make_adapter_pool: Callable[..., Any]

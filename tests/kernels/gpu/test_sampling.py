@@ -194,9 +194,7 @@ def test_flat_row_is_narrowed_in_passes(
 
 @pytest.mark.parametrize("top_k", [21, 41, 900])
 def test_search_can_end_exactly_at_a_token(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Distances are multiples of 1/8, and some are twice others, so some tokens are exactly at ends of the search
-    interval.
-    """
+    """Distances are multiples of 1/8, so some tokens are exactly at the ends of the search interval."""
     monkeypatch.setattr(sampling, "MAX_CANDIDATES", 16)
     logits = (torch.arange(1025) // 5).float() / -8
     settings = Settings(temperature=20, top_k=top_k)
@@ -306,7 +304,7 @@ def test_huge_temperature_keeps_the_order_of_tokens() -> None:
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(top_k=4), Settings(top_p=0.999)], ids=["none", "k", "p"])
 def test_token_without_weight_is_never_chosen(settings: Settings) -> None:
-    """Such a token is not chosen even if the uniform number is at an end of its range."""
+    """A token without weight is not chosen even if the uniform number is at an end of its range."""
     logits = torch.full((600,), -300.0)
     logits[[290, 301, 400, 511]] = torch.tensor([0.0, -1.0, -0.5, -2.0])
     assert run_kernel(logits.expand(2, -1), [settings] * 2, [0.0, LARGEST_UNIFORM]) == [290, 511]
@@ -345,7 +343,7 @@ def test_token_does_not_depend_on_other_rows() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [63, 1000, 1025])
-def test_greedy_rows_need_no_flag(vocab_size: int) -> None:
+def test_greedy_rows_do_not_need_the_all_greedy_flag(vocab_size: int) -> None:
     """The first of several equal maxima wins, wherever groups, programs and blocks end. Only the logits are read."""
     logits = torch.randn(5, vocab_size).clamp(max=4)
     for row, tokens in enumerate([[0], [15, 16], [vocab_size - 1], [40, 41, 62], list(range(vocab_size))]):
