@@ -66,7 +66,7 @@ def test_engine_start_after_compiling_ahead_compiles_nothing(model: str, capabil
 def test_recorded_programs_match_the_warm_up(
     model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The keys in Triton's cache match, although recording skips layers and JSON has no tuples."""
+    """Recorded and launched programs have equal cache keys, although recording skips layers and JSON has no tuples."""
     from triton import compiler
 
     from loramux.kernels.gpu.ahead import Program, recorded_programs

@@ -324,7 +324,7 @@ def test_short_prompt_does_not_wait_for_a_running_long_prompt(simulate: Simulate
 
 
 def test_rows_unused_by_new_prompts_go_to_the_running_prompt(simulate: Simulate) -> None:
-    """The waiting requests are ready but get no pages, so no rows may be kept for them."""
+    """Rows must not be reserved for waiting requests that are ready but get no pages."""
     simulation = simulate(max_batch_tokens=64, max_model_len=1024, num_pages=64)
     simulation.add("long", num_prompt=1000, max_tokens=2)
     simulation.step()

@@ -530,7 +530,7 @@ def test_every_batch_and_width_equals_dense_matrices(
 def test_adapters_past_4_gib_are_read(
     shrink: Callable[..., None], expand: Callable[..., None], make_adapter_pool: Callable[..., Any]
 ) -> None:
-    """The adapters' pages come after 5 GiB of other pages."""
+    """The adapters are placed after 5 GiB of other pages."""
     dtype = torch.bfloat16
     geometry = geometry_of(dtype)
     modules = [LinearShape("m", 128, 128)]
