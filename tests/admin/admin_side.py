@@ -1,4 +1,4 @@
-"""The services of the admin app: SQLite, local blobs and the real validation process; only the engine is fake."""
+"""The admin app's services over SQLite and local blobs, with the real validation process and a fake engine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ TARGET = PackTarget(
 
 @dataclass
 class AdminSide:
-    """The services behind the app, and parts that a test can inspect or break."""
+    """The app's services, with the parts that a test can inspect or break."""
 
     services: AdminServices
     blobs: BlobStore
@@ -114,7 +114,7 @@ def open_admin_side(
             is_loopback=True,
             executor=executor,
             report_executor=report_executor,
-            # No delay between calls, because it would outlast a test's event loop.
+            # No rest period between calls, because it would outlast a test's event loop.
             call_slots=TransferSlots("calls", MAX_CALLS, MAX_CALLS_EACH),
             page_slots=TransferSlots("pages", MAX_CALLS, MAX_CALLS_EACH),
             report_slots=TransferSlots("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH),

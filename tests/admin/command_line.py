@@ -1,4 +1,4 @@
-"""`loramux` inside the test process, against a running server."""
+"""Run `loramux` in the test process against a running server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from loramux.admin.cli import app
 from tests.admin.admin_side import ADMIN_KEY
 
-# Typer rebuilds the command tree for every call; one tree is enough for a test run.
+# Typer rebuilds the command tree for every call; build it once per test run instead.
 typer.testing._get_command = cache(typer.testing._get_command)
 
 
@@ -24,7 +24,7 @@ Run = Callable[..., Any]
 
 
 def command_line(url: str, monkeypatch: pytest.MonkeyPatch, config: Path) -> Run:
-    """The command line for the server at `url`, with its profiles under `config`."""
+    """Return a function that runs `loramux` against the server at `url`, with profiles stored under `config`."""
     monkeypatch.setenv("LORAMUX_ADMIN_URL", url)
     monkeypatch.setenv("LORAMUX_ADMIN_KEY", ADMIN_KEY)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(config))

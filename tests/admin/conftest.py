@@ -1,4 +1,4 @@
-"""Fixtures of the admin side: its services, its app, a running server, the command line and a browser."""
+"""Fixtures for the admin side: its services, its app, a running server, the command line and a browser."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(autouse=True)
 def log() -> Iterator[list[Any]]:
-    """The services' log entries, kept off standard output, which the command line uses."""
+    """Capture the services' log entries, so that they do not mix with the command line's output."""
     with structlog.testing.capture_logs() as entries:
         yield entries
 
@@ -62,7 +62,7 @@ def admin_side(
 
 @pytest.fixture
 async def http(admin_side: AdminSide) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the admin app with the operator's key."""
+    """A client that calls the admin app with the operator's key."""
     transport = httpx.ASGITransport(create_admin_app(admin_side.services))
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://admin", headers=headers) as client:
@@ -83,19 +83,19 @@ def admin_url(admin_server: RunningServer) -> str:
 
 @pytest.fixture
 def loramux(admin_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """The command line for the running server, without any profiles."""
+    """A function that runs `loramux` against the running server, without any profiles."""
     return command_line(admin_url, monkeypatch, tmp_path / "config")
 
 
 @pytest.fixture
 def make_adapter(tmp_path: Path) -> MakeAdapter:
-    """Writes a PEFT directory that fits TARGET; every call uses new weights."""
+    """A function that writes a PEFT directory for TARGET, with new weights on every call."""
     return partial(write_peft_directory, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def console_side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdminSide]:
-    """Services that the module's tests share; each test adds the objects it needs."""
+    """Services shared by the module's tests; each test adds the objects it needs."""
     with open_admin_side(tmp_path_factory.mktemp("console"), TARGET) as side:
         yield side
 

@@ -1,4 +1,4 @@
-"""Requests of a given size in the ledger, without a gateway."""
+"""Record requests in the ledger without a gateway."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.admin.admin_side import AdminSide
 def begin_request(
     admin_side: AdminSide, tenant_id: str, key_id: str, model: str, prompt: int, completion: int = 16
 ) -> str:
-    """Reserve quota for one request of this size, which then counts as running."""
+    """Reserve quota for a request, so that it counts as running, and return its identifier."""
     request_id = new_id("req")
     Admission(admin_side.services.database).reserve(
         ReservationRequest(
@@ -32,7 +32,7 @@ def begin_request(
 def settle_request(
     admin_side: AdminSide, tenant_id: str, key_id: str, model: str, prompt: int, completion: int
 ) -> None:
-    """Settle one request of this size."""
+    """Record a completed request with these token counts."""
     request_id = begin_request(admin_side, tenant_id, key_id, model, prompt, completion)
     settlement = Settlement(status="completed", prompt_tokens=prompt, completion_tokens=completion)
     Admission(admin_side.services.database).settle(request_id, settlement)

@@ -1,4 +1,4 @@
-"""The OpenAI side over the admin tests' database, with an engine that repeats the prompt."""
+"""The OpenAI side on the admin tests' database, with an engine that repeats the prompt."""
 
 from __future__ import annotations
 

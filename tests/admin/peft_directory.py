@@ -1,4 +1,4 @@
-"""PEFT directories that fit the admin side's target."""
+"""PEFT directories for the admin side's target."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from safetensors.numpy import save_file
 from tests.admin.admin_side import NUM_LAYERS, TARGET
 
 MakeAdapter = Callable[..., Path]
-"""Takes the arguments of `write_peft_directory` except the directory."""
+"""Accepts the arguments of `write_peft_directory` except `parent`."""
 
 
 def write_peft_directory(
     parent: Path, rank: int = 2, config: dict[str, object] | None = None, poison: float | None = None
 ) -> Path:
-    """A PEFT directory under `parent` that fits TARGET, with random weights; `poison` replaces the first weight."""
+    """Write a PEFT directory for TARGET with random weights under `parent`; `poison` replaces the first weight."""
     directory = parent / f"peft-{secrets.token_hex(4)}"
     directory.mkdir()
     random = np.random.default_rng(secrets.randbits(32))

@@ -17,7 +17,7 @@ from loramux.admin.server.listeners import bind, url_of
 
 @dataclass
 class RunningServer:
-    """An app on a real listener, in a thread."""
+    """An app served by a real listener in a thread."""
 
     url: str
     server: HttpServer
@@ -31,7 +31,7 @@ class RunningServer:
 
 
 def start_server(app: ASGIApp) -> RunningServer:
-    """Return once the app answers."""
+    """Start serving the app and return once it responds."""
     listener = bind("127.0.0.1", 0, "port")
     url = url_of(listener)
     server = HttpServer(app, listener)

@@ -1,4 +1,4 @@
-"""Assembling the process: a database is upgraded or refused, and stores and model files are checked."""
+"""Assembling a server's parts: the database is upgraded or refused, and stores and model files are checked."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_an_empty_database_is_filled(demo_base: Path, tmp_path: Path, database_u
 def test_admin_work_takes_neither_threads_nor_connections_of_inference(
     demo_base: Path, tmp_path: Path, database_url: str
 ) -> None:
-    """All admin threads are busy with the database, yet each of the gateway's threads gets a connection."""
+    """While every admin thread holds a database connection, each gateway thread still gets one."""
     meeting, is_over = threading.Barrier(NUM_THREADS), threading.Event()
     with assembling(demo_base, tmp_path, database_url=database_url) as assembled:
         gateway, admin = assembled.gateway_app.state.services, assembled.admin_app.state.services

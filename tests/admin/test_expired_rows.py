@@ -1,4 +1,4 @@
-"""Only expired rows are swept, in batches, on both databases, even by several servers at the same time."""
+"""Sweeps delete only expired rows, in batches, on both databases, even if several servers sweep concurrently."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOW_US = 1_000_000
 
 
 def rows_of(table: Table, until: Column[int], times_us: Sequence[int]) -> list[dict[str, Any]]:
-    """One row per time, with values for the table's other required columns."""
+    """One row for each time in `times_us`, with values for the table's other required columns."""
     rest = [column for column in table.c if column is not until and not column.nullable]
     made = []
     for number, time_us in enumerate(times_us):

@@ -1,4 +1,4 @@
-"""`loramux gateway`: a second process on a server's engine and database, and the setups it refuses."""
+"""`loramux gateway` shares a server's engine and database, and refuses invalid setups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 def words(process: subprocess.Popen[str], num_lines: int) -> list[list[str]]:
-    """The lines that a server prints once it listens, split into words."""
+    """Read the lines that a server prints once it listens, split into words."""
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(num_lines)]
     assert all(lines), process.communicate()[1]
@@ -73,7 +73,7 @@ def test_two_gateways_share_an_engine_a_database_and_a_limit(
     joining = ("--model", demo_base, "--engine", engine[1], "--database-url", url)
     gateway = start("gateway", *joining, "--data-dir", tmp_path / "second", *ports)
     processes.append(gateway)
-    # Meanwhile, gateways that cannot work are refused with a message.
+    # While that gateway starts, check that gateways with an invalid setup exit with a message.
     refusals = {
         "there is no engine": start(
             "gateway", "--model", demo_base, "--engine", "/none", "--database-url", url, *ports
@@ -98,7 +98,7 @@ def test_two_gateways_share_an_engine_a_database_and_a_limit(
         assert http.get(f"{metrics_url}/admin/v1/tenants").status_code == 404
         assert ask(server_url, key, 5)[0] == ask(gateway_url, key, 5)[0] == 200
 
-        # At most 21 tokens per request, a burst of 210 and almost no refill: ten of forty succeed in total.
+        # A request uses at most 21 tokens, and the burst is 210 with almost no refill, so 10 of 40 requests succeed.
         policy = {"tenant": "acme", "metric": "tokens_per_minute", "limit": 1, "burst": 210}
         made = http.post(f"{admin_url}/admin/v1/quotas", json=policy)
         assert made.status_code < 300, made.text
@@ -108,7 +108,7 @@ def test_two_gateways_share_an_engine_a_database_and_a_limit(
         assert statuses.count(200) == 10
         assert statuses.count(429) == 30
 
-        # The gateway drains: a stream that is running when the gateway is stopped completes.
+        # The gateway drains: a running stream completes after SIGTERM.
         http.delete(f"{admin_url}/admin/v1/quotas/{made.json()['id']}")
         body = {"model": "base", "prompt": [5], "max_tokens": 200, "ignore_eos": True, "stream": True}
         headers = {"authorization": f"Bearer {key}"}

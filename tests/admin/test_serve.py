@@ -1,4 +1,4 @@
-"""`loramux serve` as its own process: it starts, serves, drains, and explains a refusal to start in one sentence."""
+"""`loramux serve` in its own process: it starts, serves and drains, or explains in one sentence why it cannot start."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.adapter_store.validation import lesser_kernel
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")} | {
     "PYTHONPATH": ".src",
-    # Two processes that both use every core slow each other down far more than twofold.
+    # If two processes both use every core, each becomes far more than two times slower.
     "LORAMUX_NUM_THREADS": "1",
 }
 
 
 def serve(*arguments: object, lacking: str = "", **variables: str) -> subprocess.Popen[str]:
-    """Start the server, optionally as if the machine lacked a sandbox measure."""
+    """Start the server; `lacking` names a sandbox feature to hide from it."""
     python = [sys.executable, lesser_kernel.__file__, lacking] if lacking else [sys.executable]
     return subprocess.Popen(
         [*python, "-m", "loramux.admin.cli", "serve", *(str(argument) for argument in arguments)],
@@ -40,7 +40,7 @@ def serve(*arguments: object, lacking: str = "", **variables: str) -> subprocess
 
 
 class Server:
-    """A running server, with the URLs that it announced."""
+    """A running server, with the URLs that it printed."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -56,7 +56,7 @@ class Server:
         self.admin_url = self.lines[2].split()[-1]
 
     def ended(self) -> tuple[int, str, str]:
-        """Wait until the server exits and return its exit code and the rest of both outputs."""
+        """Wait until the server exits; return its exit code and the remaining stdout and stderr."""
         output, errors = self.process.communicate(timeout=40)
         return self.process.returncode, output, errors
 
@@ -81,7 +81,7 @@ def start(demo_base: Path, tmp_path: Path) -> Iterator[Start]:
 
 
 def ask(http: httpx.Client, server: Server, secret: str, prompts: list[str], max_tokens: int) -> Any:
-    """A streamed call to the base that ends only at its token limit."""
+    """Start a streamed call to the base model that stops only at the token limit."""
     body = {"model": "base", "prompt": prompts, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     headers = {"authorization": f"Bearer {secret}"}
     return http.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers)
@@ -114,7 +114,7 @@ def test_a_stopped_server_drains_and_its_successor_finds_the_bill(
         second = start()
         usage = http.get(f"{second.admin_url}/admin/v1/usage", headers=operator).json()
         assert usage["data"][0]["results"][0]["completion_tokens"] == 100
-        # Long enough that only a forced stop can be quick.
+        # The request takes so long that only a forced stop can be quick.
         with ask(http, second, key["secret"], ["Hi"] * 64, 1000) as response:
             next(response.iter_lines())
             second.process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Profiles: which server a command calls, and a private file that concurrent commands cannot corrupt."""
+"""Profiles choose the server that a command calls. Concurrent commands cannot corrupt the private profiles file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A push retries when the server is busy and reports what happened to the files."""
+"""A push retries while the server is busy and reports the outcome for each file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_push_of_what_is_out_of_service_says_so(client: AdminClient, make_adap
 
 
 class BusyServer(AdminClient):
-    """Refuses each file twice: first for lack of an upload slot, then by breaking the connection."""
+    """Fails each file twice: first because no upload slot is free, then with a broken connection."""
 
     num_puts = 0
 

@@ -1,4 +1,4 @@
-"""The commands of the command line against a real listener."""
+"""`loramux` commands against a real listener."""
 
 from __future__ import annotations
 

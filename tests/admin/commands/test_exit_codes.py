@@ -1,4 +1,4 @@
-"""The exit codes that `docs/commands.md` lists, and Ctrl-C, which needs a real process."""
+"""Exit codes match `docs/commands.md`. Ctrl-C is tested with a real process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_ctrl_c_ends_a_verb_with_130_and_a_sentence() -> None:
             text=True,
         )
         with verb:
-            # The command waits for an answer that never comes.
+            # The command waits for a response that is never sent.
             connection, _ = silent.accept()
             connection.recv(1)
             verb.send_signal(signal.SIGINT)

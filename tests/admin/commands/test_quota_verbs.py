@@ -1,4 +1,4 @@
-"""`loramux quotas`: set, plot, try and remove."""
+"""`loramux quotas`: set, plot, try out and remove quotas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables at any terminal width: nothing is shortened, so that identifiers can be copied."""
+"""Tables never truncate a value at any terminal width, so that identifiers can be copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all commands share: JSON, help, exit codes, completion, and suggestions for mistyped words."""
+"""Features shared by the commands: JSON, help, exit codes, completion, and suggestions for mistyped words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from loramux.admin.cli import app
 
 WITHOUT_JSON = {"serve", "demo", "gateway"}
-"""Commands that run until stopped and print text for people."""
+"""Commands without `--json`, because they run until stopped."""
 
 
 def verbs(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -64,7 +64,7 @@ def test_a_pipe_that_ends_early_is_no_fault() -> None:
 
 
 def complete(directory: Path, *words: str) -> list[str]:
-    """Bash's completions for the last word, obtained by calling the completion function as bash does."""
+    """Return bash's completions for the last word by calling the completion function as bash does."""
     program = directory / "bin" / "loramux"
     program.parent.mkdir()
     program.write_text(f"#!{sys.executable}\nfrom loramux.admin.cli import main\nmain()\n")

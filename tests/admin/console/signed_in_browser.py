@@ -1,4 +1,4 @@
-"""A browser without scripts that signs in to the console and reads its streams."""
+"""A browser without JavaScript that signs in to the console and reads its event streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.admin.admin_side import ADMIN_KEY
 
 
 class Browser:
-    """A signed-in browser without scripts; it follows links only when a test tells it to."""
+    """A signed-in browser without JavaScript."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self.client = client
@@ -67,7 +67,7 @@ def first_match(pattern: str, text: str) -> str:
 
 
 class Stream:
-    """Reads a response of the app while it is being sent, which httpx's own transport cannot do."""
+    """Reads one of the app's responses while it is being sent; httpx's own transport waits for the end."""
 
     def __init__(self, app: ASGIApp, client: httpx.AsyncClient, path: str) -> None:
         cookies = "; ".join(f"{cookie.name}={cookie.value}" for cookie in client.cookies.jar)
@@ -105,7 +105,7 @@ class Stream:
         await self._task
 
     async def until(self, text: str) -> str:
-        """The text received up to and including the chunk that contains `text`."""
+        """Read up to and including the chunk that contains `text`."""
         read = ""
         with anyio.fail_after(10):
             while text not in read:

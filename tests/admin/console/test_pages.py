@@ -1,4 +1,4 @@
-"""The console's pages without a browser: their content, their actions, and their error messages."""
+"""The console's pages, tested without a browser: content, actions, and error messages."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ async def test_bad_input_is_never_a_failure_of_ours(operator: Browser, path: str
 
 
 PLAIN = {"object", "metric", "unit", "mode", "scope", "scopes", "updated_at", "tier", "kind", "next_page", "etag"}
-"""Fields that only our own code sets and that pages compare with known values."""
+"""Fields that only the server sets; pages compare them with known values."""
 NAMED = ("aliases", "changes", "modules")
-"""Objects whose keys users choose."""
+"""Fields that are objects with user-chosen keys."""
 
 
 class HostileRest:
-    """The REST routes, with hostile markup appended to every text in their answers."""
+    """The REST routes, with hostile markup appended to every string in their responses."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -103,7 +103,7 @@ class HostileRest:
                 message = {**message, "body": msgspec.json.encode(_spoilt(msgspec.json.decode(message["body"])))}
             await send(message)
 
-        # Pages put names from earlier answers into their next request.
+        # Remove the markup from requests, because pages send names from earlier responses.
         asked = scope["query_string"].replace(quote_plus(HOSTILE).encode(), b"")
         await self._app({**scope, "path": scope["path"].replace(HOSTILE, ""), "query_string": asked}, receive, spoilt)
 
@@ -119,7 +119,7 @@ def _spoilt(value: Any, name: str = "") -> Any:
 
 
 class Nasty(html.parser.HTMLParser):
-    """Finds elements and attributes that only an unescaped name can have created."""
+    """Finds elements and attributes that only an unescaped name can create."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ async def test_what_cannot_be_undone_easily_is_asked_first(operator: Browser, co
 
 
 async def _followed(operator: Browser, path: str) -> str:
-    """The page that a path redirects to."""
+    """Follow the redirect of `path` and return the page."""
     return (await operator.client.get((await operator.get(path, 303)).headers["location"])).text
 
 
@@ -284,12 +284,12 @@ async def test_nothing_that_a_name_holds_gets_out_of_its_place(
             assert found.found == [], path
             assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e\u200b]", response.text), path
             num_shown += "x-nasty" in response.text
-    # A page that shows no name would prove nothing.
+    # Make sure that most pages show a name; a page without one would prove nothing.
     assert num_shown >= len(pages) - 8
 
 
 async def _voice(operator: Browser, make_adapter: Callable[..., Path]) -> str:
-    """The path of an adapter with a version, usually created by an earlier test in this file."""
+    """Return the path of an adapter with a version; create them unless an earlier test did."""
     listed = r"/console/adapters/(ada_[0-9a-f]{32})"
     if (page := await operator.client.get("/console/adapters?tenant=maker")).status_code == 404:
         await operator.post("/tenants", slug="maker")

@@ -169,7 +169,7 @@ async def test_login_leads_on_to_the_page_that_was_wanted(browser: httpx.AsyncCl
 
 async def test_below_a_root_path_every_link_stays_below_it(console_side: AdminSide) -> None:
     async with client_of(create_admin_app(console_side.services, "/ops")) as browser:
-        # The app works behind a proxy that strips the prefix, and behind one that keeps it.
+        # The app must work behind a proxy that strips the prefix and behind one that keeps it.
         assert (await browser.get("/")).headers["location"] == "/ops/console/"
         assert (await browser.get("/ops/console/")).headers["location"] == "/ops/console/login"
         assert (await sign_in(browser, root="/ops")).headers["location"] == "/ops/console/"
@@ -188,7 +188,7 @@ def forgive_all(side: AdminSide) -> None:
 async def test_wrong_keys_are_throttled(browser: httpx.AsyncClient, console_side: AdminSide) -> None:
     forgive_all(console_side)
     statuses = [(await sign_in(browser, f"{n}" * 40)).status_code for n in range(BURST + 1)]
-    # The correct key is throttled too; otherwise guesses would not be slowed down.
+    # The correct key is throttled too; otherwise throttling would not slow down guessing.
     refused = await sign_in(browser)
     forgive_all(console_side)
     assert statuses == [401] * BURST + [429]
@@ -209,7 +209,7 @@ async def test_a_forged_address_is_no_way_round_the_throttle(
 
 
 class Balancer:
-    """Two servers on one database behind one address; `at` chooses the server that answers."""
+    """A load balancer in front of two servers on one database; `at` selects the server."""
 
     def __init__(self, *servers: ASGIApp) -> None:
         self._servers = servers
@@ -220,7 +220,7 @@ class Balancer:
 
 
 def another_server(services: AdminServices, rest: ASGIApp) -> ASGIApp:
-    """The console of another process; the routes that its pages call hold no state of their own."""
+    """The console of a second server. Both consoles can call the same REST routes, because the routes are stateless."""
     return Starlette(routes=[Mount("/console", create_console(services, rest))])
 
 
@@ -238,7 +238,7 @@ async def balanced(balancer: Balancer) -> AsyncIterator[httpx.AsyncClient]:
 async def test_servers_on_one_database_know_each_others_sessions(
     balancer: Balancer, balanced: httpx.AsyncClient
 ) -> None:
-    # One server accepts the other's form, session, token and messages.
+    # Each server accepts forms, sessions, tokens and messages from the other.
     token = await login_token(balanced)
     balancer.at = 1
     assert (await balanced.post("/console/login", data={"csrf": token, "key": ADMIN_KEY})).status_code == 303

@@ -1,4 +1,4 @@
-"""The console's static files: vendored files match their checksums, and all are served with caching headers."""
+"""The console's static files are served with caching headers, and vendored files match their checksums."""
 
 from __future__ import annotations
 

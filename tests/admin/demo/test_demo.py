@@ -1,4 +1,4 @@
-"""`loramux demo`: the table, a bill that adds up, and shutdown."""
+"""`loramux demo` prints its table, bills correctly, and shuts down."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_demo_shows_three_adapters_and_adds_up(ports: tuple[int, int], tmp_p
     assert (process.returncode, errors) == (0, "")
     assert time.monotonic() - started < 20
     with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", ports[0])) != 0, "the server has ended with the demo"
+        assert probe.connect_ex(("127.0.0.1", ports[0])) != 0, "the server stopped with the demo"
 
 
 def test_the_demo_says_when_its_port_is_taken() -> None:

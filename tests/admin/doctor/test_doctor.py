@@ -1,4 +1,4 @@
-"""`loramux doctor` when exactly one thing is wrong: it names the fault, says how to fix it, and exits with 1."""
+"""With exactly one fault, `loramux doctor` names it, says how to fix it, and exits with 1."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_well_server_passes_every_check(loramux: Run, admin_side: AdminSide, m
     result = loramux("doctor", "--json")
     assert result.exit_code == 0, result.stdout
     checked = found(result)
-    # The sandbox depends on this machine, not on the server.
+    # The sandbox grade depends on the machine that runs the tests.
     assert checked.pop("sandbox")["grade"] in ("ok", "warning")
     assert {finding["grade"] for finding in checked.values()} == {"ok"}
     assert {"python", "torch", "server", "versions", "clock", "engine", "database", "object store", "disk"} <= set(
@@ -54,7 +54,7 @@ def test_a_server_whose_parts_fail_is_told_apart_from_one_that_is_away(
     loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admin_side.engine.die()
-    # Break the store by means other than permissions, which root bypasses.
+    # Replace the store's directory with a file; root would bypass restricted permissions.
     shutil.rmtree(admin_side.services.self_check.data_dir / "blobs", ignore_errors=True)
     (admin_side.services.self_check.data_dir / "blobs").write_text("no directory")
     with admin_side.services.database.write() as connection:
@@ -94,7 +94,7 @@ def test_wrong_clocks_and_other_versions_are_noticed(admin_url: str, monkeypatch
 
 @pytest.fixture
 def host(tmp_path: Path) -> Path:
-    """A data directory as a server leaves it."""
+    """A data directory as a server leaves it on shutdown."""
     directory = tmp_path / "data"
     (directory / "blobs").mkdir(parents=True)
     directory.chmod(0o700)

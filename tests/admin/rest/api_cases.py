@@ -1,4 +1,4 @@
-"""Random calls to a listener, generated from its OpenAPI document, with every check of schemathesis."""
+"""Random calls to a listener, generated from its OpenAPI document and checked by all of schemathesis's checks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from schemathesis.config import SchemathesisConfig
 from schemathesis.core.parameters import ParameterLocation
 from schemathesis.generation import GenerationMode
 
-# A well-formed call can still request something impossible, such as another tenant's name or a long prompt.
+# A well-formed call can still fail, for example because it names another tenant or its prompt is too long.
 MEANT_OTHERWISE = [*range(200, 300), 400, 401, 403, 404, 409, 412, 413, 422, 429]
 
 Known = Callable[[str], Mapping[str, Any]]
-"""The names of existing objects by parameter, for an operation with this path."""
+"""Returns names of existing objects, by parameter, for the operation with the given path."""
 
 
 @dataclass(slots=True)
 class Cases:
-    """The number of generated cases, and the statuses of their answers."""
+    """The number of generated cases, and the statuses of the server's responses."""
 
     num_generated: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
@@ -40,10 +40,11 @@ class Cases:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of test data, and its share of all data.
+    """A kind of test data, and its share of all test data.
 
-    Where the document requires a key, invalid data is mostly an invalid key, which is refused before anything else is
-    checked. So most data is generated from a document without that requirement and sent with valid keys.
+    For an operation that requires a key, most generated invalid data is an invalid key, which the server refuses before
+    it checks anything else. Therefore most data is generated from a document that requires no key, and is sent with
+    valid keys.
     """
 
     mode: GenerationMode
@@ -58,7 +59,7 @@ KINDS = (
     Kind(GenerationMode.NEGATIVE, is_guarded=False, share=0.45),
 )
 CALLS_EACH = 3
-"""Number of times that a campaign sends each case, because data takes far longer to generate than to send."""
+"""Number of times that a campaign sends each case. Generating a case takes far longer than sending it."""
 
 
 def call_all(
@@ -71,11 +72,11 @@ def call_all(
     is_thorough: bool = True,
     cases: Cases | None = None,
 ) -> Cases:
-    """Call every operation, about `num_calls` times in all, with data that the document allows or forbids.
+    """Call all operations with valid and invalid data, making about `num_calls` calls in total.
 
-    Each case is sent unchanged, then with `known` names filled in, and then again with another of the `keys`, the first
-    of which has the most rights. Unless `is_thorough`, each case is sent in only one of these forms. Raises the checks'
-    errors; `cases` then contains the calls made so far.
+    Each case is sent unchanged, then with `known` names filled in, and then with another key. The first of the `keys`
+    must have the most rights. Unless `is_thorough`, each case is sent in only one of these forms. Raises the errors of
+    failed checks; `cases` then contains the calls made so far.
     """
     by_guard = {
         True: schemathesis.openapi.from_dict(dict(document), config=_config(url, keys[0])),
@@ -89,7 +90,7 @@ def call_all(
         for at, path in enumerate(one.path for one in found[True]):
             names = known(path)
             for kind in KINDS:
-                # A short run spends its few cases on calls that pass authentication.
+                # A short run has only enough cases for calls that pass authentication.
                 num_cases = max(round(each * kind.share), 0 if kind.is_guarded else 1)
                 operation = found[kind.is_guarded][at]
                 is_possible = kind.is_guarded or kind.mode.is_positive or _can_be_wrong(document, operation)
@@ -102,7 +103,7 @@ def call_all(
 
 @dataclass(frozen=True, slots=True)
 class _Visitor:
-    """Calls one operation with `keys`, or with the key in the generated data if there are none."""
+    """Calls one operation with the given keys; without any, with the key in the generated data."""
 
     operation: Any
     session: requests.Session
@@ -135,14 +136,14 @@ class _Visitor:
             if (other is not None and way is None) or way == 2:
                 self._call(case, other)
 
-        # An operation without parameters cannot be called wrongly.
+        # No invalid data exists for an operation without parameters.
         with suppress(Unsatisfiable):
             call()
 
     def _name_what_exists(self, case: Any) -> bool:
-        """Replace names in a case with existing ones and return whether any were replaced.
+        """Replace names in a case with names of existing objects and return whether any name was replaced.
 
-        Deliberately invalid parts are kept, because the checks expect their refusal.
+        Parts generated as invalid are left alone, because the checks expect the server to refuse them.
         """
         is_changed = False
         for location, place in (
@@ -175,7 +176,7 @@ def _config(url: str, key: str | None = None) -> SchemathesisConfig:
 
 
 def _can_be_wrong(document: Mapping[str, Any], operation: Any) -> bool:
-    """Whether any data can violate the document; hypothesis takes seconds to find out that none can."""
+    """Return whether invalid data exists for an operation; hypothesis needs seconds to find that none exists."""
     described = document["paths"][operation.path][operation.method]
     if "application/json" in described.get("requestBody", {}).get("content", {}):
         return True
@@ -187,7 +188,7 @@ def _can_be_wrong(document: Mapping[str, Any], operation: Any) -> bool:
 
 
 def _without_security(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The document, changed as if the server required no key."""
+    """A copy of the document in which no operation requires a key."""
     bare = copy.deepcopy(dict(document))
     bare["components"].pop("securitySchemes")
     for item in bare["paths"].values():
@@ -198,7 +199,7 @@ def _without_security(document: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Collect garbage rarely; scanning the heap with all imported modules takes a fifth of the time."""
+    """Run the garbage collector rarely; otherwise, scanning all imported modules takes a fifth of the time."""
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Real objects of every kind for random calls to name; objects that a call deletes are recreated afterwards."""
+"""Real objects whose names are used in random calls. Objects that a call deletes are recreated."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ROLES = ("tenant:admin", "tenant:develop", "tenant:read")
 
 
 class ApiStock:
-    """One tenant with an adapter and everything that belongs to them, and a second tenant that can see none of it.
+    """A tenant and its adapter, with objects of every kind, and a second tenant that cannot see any of them.
 
-    The admin side's worker validates the adapter's version, so the side needs the hostile catalogue's target.
+    The admin side must use the hostile catalogue's target, because its worker validates the adapter's version.
     """
 
     def __init__(self, side: AdminSide) -> None:
@@ -35,7 +35,7 @@ class ApiStock:
         self.version = self._services.ingest.create_version(self.adapter.id, self._upload(is_sent=True))
 
     def admin_keys(self) -> list[str]:
-        """The operator's key, a viewer's key, one key for each role of the tenant, and a key of another tenant."""
+        """The operator's key, a viewer's key, one key per tenant role, and a key of the second tenant."""
         keys = self._services.api_keys
         made = [keys.create(None, "viewer", ["platform:read"])]
         made += [keys.create(self.tenant.id, role, [role]) for role in ROLES]
@@ -43,7 +43,7 @@ class ApiStock:
         return [ADMIN_KEY, *(one.secret for one in made)]
 
     def names(self, path: str) -> Mapping[str, Any]:
-        """The names of existing objects, for an operation with this path."""
+        """Names of existing objects, by parameter, for the operation with this path."""
         services = self._services
         key = services.api_keys.create(self.tenant.id, "known").key
         quota = services.quotas.set(self.tenant.id, "tokens_per_day", 1_000_000)
@@ -75,7 +75,7 @@ class ApiStock:
         }
 
     def _open_upload(self) -> str:
-        """An open upload, reused until a call closes it, because a tenant may have only a few."""
+        """Return an open upload's identifier; reuse the upload until a call closes it, because few may be open."""
         found = self._services.ingest.get_upload(self._open_id)
         if found is None or found.state != "open":
             self._open_id = self._upload(is_sent=False)

@@ -1,4 +1,4 @@
-"""Tenants and keys created over REST."""
+"""Create tenants and keys over REST."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may call `/admin/v1`: no key, an inference key, a viewer, and a tenant's administrator."""
+"""Access to `/admin/v1` without a key, with an inference key, as a viewer, and as a tenant's administrator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random calls from both OpenAPI documents: no 5xx, and no undocumented status, header or body.
+"""Random calls generated from both OpenAPI documents: no 5xx, and no undocumented status, header or body.
 
 LORAMUX_API_CASES sets the number of calls in `make campaign-api`, and LORAMUX_API_SEED selects the calls.
 """
@@ -37,7 +37,7 @@ def test_many_calls_are_answered_as_documented(listener: str, tmp_path: Path, de
     try:
         _run(listener, tmp_path, demo_base, CASES * 9 // 10 if listener == "admin" else CASES // 10, cases=cases)
     finally:
-        # Also print the figures of an interrupted run.
+        # Print the figures even if the run fails or is interrupted.
         answered = dict(sorted(cases.statuses.items()))
         print(f"\n{listener}: {cases.num_calls} calls with {cases.num_generated} generated cases, {answered}")
 

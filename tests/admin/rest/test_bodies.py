@@ -1,4 +1,4 @@
-"""A bad body gets a 400 with its code and parameter, a large body gets a 413, and neither changes anything."""
+"""An invalid body gets a 400 that names the parameter, an oversized body gets a 413, and neither changes anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conventions of every `/admin/v1` route: repeated calls, preconditions, bodies, names, and permissions."""
+"""Conventions shared by all `/admin/v1` routes: repeated calls, preconditions, bodies, names, and permissions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BASE = "/admin/v1"
 
 @pytest.fixture(scope="module")
 def side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdminSide]:
-    """The admin side that all these tests share; each test creates its own tenants."""
+    """The admin side shared by these tests; each test creates its own tenants."""
     with open_admin_side(tmp_path_factory.mktemp("conventions"), TARGET) as side:
         yield side
 
@@ -285,7 +285,7 @@ async def test_hostile_names_are_refused_and_not_repeated(http: httpx.AsyncClien
             assert name not in response.text
     encoded = str(httpx.QueryParams({"n": name}))[2:].replace("+", "%20")
     for path in (f"/adapters/{adapter.id}/aliases/{encoded}", f"/tenants/{encoded}", f"/api_keys/{encoded}"):
-        # An empty name yields the path of the list.
+        # With an empty name, call the list's path.
         response = await http.get(path if encoded else path.rstrip("/"))
         assert response.status_code in (200, 400, 404), path
     for body in ({"display_name": f"a{name}\u2066b"}, {"display_name": ""}):
@@ -483,7 +483,7 @@ async def test_two_uploads_of_one_version_at_once_are_one_version(
     assert {answer.json()["number"] for answer in answers} == {1}
 
 
-# Requests in flight, and pins
+# Running requests and pins
 
 
 def reserve(side: AdminSide, tenant_id: str, key_id: str) -> str:
@@ -516,7 +516,7 @@ async def test_requests_in_flight_are_listed_and_cancelled(side: AdminSide) -> N
     assert (await viewer.post(f"/requests/{request_id}/cancel")).status_code == 403
     cancelled = await admin.post(f"/requests/{request_id}/cancel")
     assert (cancelled.status_code, cancelled.json()["state"]) == (202, "cancelling")
-    # The gateway that runs the request learns of the cancellation with its next checkpoint.
+    # The request's gateway learns of the cancellation at its next checkpoint.
     assert admission.checkpoint([Checkpoint(request_id, 8)]) == [request_id]
 
 

@@ -1,4 +1,4 @@
-"""The OpenAPI documents: every operation of both listeners describes its purpose, parameters and possible answers."""
+"""Both listeners' OpenAPI documents describe every operation's purpose, parameters and possible responses."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_every_body_and_answer_is_typed_and_has_an_example_that_fits(
             at = (name, method, path, place)
             assert schema.get("$ref") or schema.get("type") in ("string", "object"), at
             if schema.get("type") == "object" and path != "/openapi.json":
-                assert schema.get("properties"), f"{at} is an object of anything"
+                assert schema.get("properties"), f"{at} is an object with arbitrary fields"
             assert "example" in content, at
             checked = {**schema, "components": documents[name]["components"]}
             problems = [problem.message for problem in Draft202012Validator(checked).iter_errors(content["example"])]

@@ -1,4 +1,4 @@
-"""Another tenant's name and an unused name get the same answer, after the same SQL statements.
+"""A request for another tenant's object and a request for an unused name run the same SQL and get the same response.
 
 Statements are counted, not timed, because a client could measure only an extra round trip or transaction.
 """
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.anyio
 
 @dataclass(frozen=True)
 class Stock:
-    """The names of globex's objects, by kind, and unused names; acme requests both."""
+    """Names of globex's objects and unused names, by kind. The tenant acme requests both."""
 
     foreign: dict[str, str]
     unknown: dict[str, str]
     own: str
-    """One of acme's adapters."""
+    """Identifier of one of acme's adapters."""
     headers: dict[str, str]
 
 
@@ -61,7 +61,7 @@ async def stock(http: httpx.AsyncClient, admin_side: AdminSide) -> Stock:
 
 @contextmanager
 def statements_of(side: AdminSide) -> Iterator[list[str]]:
-    """Record the statements that any thread executes in the block, including transaction ends."""
+    """Record the SQL statements, commits and rollbacks of all threads during the block."""
     seen: list[str] = []
     engine = side.services.database._engine
     heard = {
@@ -127,7 +127,7 @@ async def test_another_tenants_and_nobodys_cannot_be_told_apart(
         return response.status_code, text, seen
 
     for method, path, body in CALLS:
-        # The first call may miss a cache.
+        # Fill the caches, so that both measured calls hit them.
         await ask(method, path, body, stock.unknown)
         foreign, unknown = [await ask(method, path, body, names) for names in (stock.foreign, stock.unknown)]
         assert foreign[0] == 404, (method, path, foreign)
@@ -142,7 +142,7 @@ async def test_a_grant_is_taken_back_by_slug_or_identifier(
         assert (await http.put(f"{grants}/globex")).status_code == 200
         assert (await http.delete(f"{grants}/{name}", headers=stock.headers)).status_code == 204
         assert (await http.get(grants)).json()["data"] == []
-    # A slug may look like another tenant's identifier; the identifier takes precedence.
+    # If one tenant's slug equals another tenant's identifier, the identifier takes precedence.
     double = await new_tenant(http, stock.foreign["tenant"])
     for granted in (stock.foreign["tenant"], double):
         assert (await http.put(f"{grants}/{granted}")).status_code == 200

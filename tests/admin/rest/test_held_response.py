@@ -1,4 +1,4 @@
-"""A response that holds a slot releases it even if its client stops reading."""
+"""A response releases its slot even if the client stops reading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A key limited to some adapters reveals nothing about other adapters, on any route or page."""
+"""A key limited to certain adapters reveals nothing about other adapters, on any route or page."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ Names = Mapping[str, str]
 
 
 class World:
-    """A tenant with a key for `support` and for `gift`, which another tenant granted, but not for `payroll`.
+    """A tenant whose key allows `support` and `gift`, an adapter granted by another tenant, but not `payroll`.
 
-    Each adapter has versions, an upload, jobs, limits, prices, and requests both in flight and settled. A third tenant
-    has the same objects. `hidden` is everything that the limited key must not read.
+    Each adapter has versions, an upload, jobs, limits, prices, and running and settled requests. A third tenant has the
+    same kinds of objects. `hidden` contains all values that the limited key must not be able to read.
     """
 
     def __init__(self, side: AdminSide) -> None:
@@ -73,11 +73,11 @@ class World:
         for subject_id in (self.tenant.id, "platform"):
             limit = self.services.quotas.set(subject_id, "tokens_per_day", next(self._prompt) * 1000)
             self.hidden |= {limit.id, str(limit.limit)}
-        # The key's adapters do not include the base.
+        # The limited key does not cover the base model.
         self._use(self.tenant.id, another, "the-base", None, is_hidden=True)
 
     def _furnish(self, adapter: Adapter, payer_id: str, key_id: str, *, is_hidden: bool) -> Names:
-        """Add one object of each kind and return their identifiers by route parameter."""
+        """Add objects of every kind to an adapter and return their identifiers by route parameter."""
         files = (UploadFile(CONFIG_FILE, 10, "0" * 64), UploadFile(TENSORS_FILE, 10, "1" * 64))
         upload, used = (self.services.ingest.create_upload(adapter.id, files) for _ in range(2))
         ready = self._version(adapter, 1, state="ready", upload_id=used.id, max_rank=2, num_pages=1)
@@ -158,7 +158,7 @@ class World:
         words = {word for word in self.hidden if not word.isdecimal()}
         numbers = {shown for word in self.hidden if word.isdecimal() for shown in (word, f"{int(word):,}")}
         found = [word for word in words if word in text]
-        # A few digits may occur in an identifier by chance.
+        # Ignore matches inside an identifier, which can contain a number's digits by chance.
         return found + [n for n in numbers if re.search(rf"(?<![0-9a-f,.]){re.escape(n)}(?![0-9a-f])", text)]
 
 
@@ -184,7 +184,7 @@ async def limited(app: ASGIApp, world: World) -> AsyncIterator[httpx.AsyncClient
         yield made
 
 
-# What the key gets from every route. Add each new route to one of these sets.
+# How each route responds to the limited key. Add every new route to one of these sets.
 
 NARROWED = {
     "GET /adapters",
@@ -200,7 +200,7 @@ NARROWED = {
     "GET /usage/events",
     "GET /usage/events/export",
 }
-"""Lists that contain only the key's own adapters and their objects."""
+"""Lists that are filtered to the key's adapters and their objects."""
 
 ONE_OF_ITS = {
     "DELETE /adapters/{adapter_id}/uploads/{upload_id}",
@@ -223,18 +223,18 @@ ONE_OF_ITS = {
     "POST /adapters/{adapter_id}/versions/{number}/preload",
     "PUT /adapters/{adapter_id}/aliases/{name}",
 }
-"""Routes to one of the key's own objects; for the key, no other objects exist."""
+"""Routes that find only objects of the key's adapters; any other object gets a 404."""
 
 ONE_THAT_IS_NOT_THERE = {
-    # No file was sent, so none is stored.
+    # No files were uploaded, so none are stored.
     "GET /adapters/{adapter_id}/versions/{number}/files/{name}",
     "POST /adapters/{adapter_id}/versions",
     "PUT /adapters/{adapter_id}/uploads/{upload_id}/files/{name}",
 }
-"""Like `ONE_OF_ITS`, but the call fails even for the key's own object, because the object has no content."""
+"""Like `ONE_OF_ITS`, but the call fails even for objects of the key's adapters, because they have no content."""
 
 OF_THE_TENANT = {"GET /tenants", "GET /tenants/{id_or_slug}"}
-"""The tenant's names, limits and states, which say nothing about its adapters."""
+"""Routes that return the tenant's names, limits and states but nothing about its adapters."""
 
 PUBLIC = {"GET /health/live", "GET /health/ready", "GET /metrics", "GET /openapi.json"}
 """Routes outside `/admin/v1`; the metrics name no adapter."""
@@ -272,7 +272,7 @@ REFUSED = {
     "PUT /adapters/{adapter_id}/grants/{tenant}",
     "PUT /quotas/tenants/{tenant}/{metric}",
 }
-"""Routes that answer 403 for any name."""
+"""Routes that return 403 whether or not the object exists."""
 
 KINDS = (NARROWED, ONE_OF_ITS, ONE_THAT_IS_NOT_THERE, OF_THE_TENANT, PUBLIC, REFUSED)
 
@@ -284,11 +284,11 @@ BODIES: Mapping[str, Mapping[str, Any]] = {
     "POST /adapters": {"tenant": "acme", "name": "payroll"},
     "POST /quotas/check": {"prompt_tokens": 1, "max_tokens": 1},
 }
-"""Bodies for routes whose documented example names objects that do not exist here."""
+"""Bodies that replace documented examples, because the objects in those examples do not exist here."""
 
 
 def calls(app: Any) -> Iterator[tuple[str, str, str, Any]]:
-    """Every operation: its name as in `KINDS`, its method and path, and an example of its body."""
+    """Yield each operation's name (as in `KINDS`), method, path, and example body."""
     for path, operation, method in operations(ADMIN_DOCUMENT.of(app)):
         name = f"{method.upper()} {path.removeprefix(BASE)}"
         body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("example")
@@ -300,7 +300,7 @@ def filled(path: str, names: Names) -> str:
 
 
 def unknown(names: Names) -> Names:
-    """The same names with unused identifiers."""
+    """Replace all identifiers with unused ones."""
     return {
         name: f"{value[:4]}{'0' * 32}" if re.fullmatch(r"[a-z]{3}_[0-9a-f]{32}", value) else value
         for name, value in names.items()
@@ -413,7 +413,7 @@ async def test_a_limited_key_still_sees_what_is_its_own(limited: httpx.AsyncClie
     assert {one["scope"] for one in await data("/prices")} == {world.support.id, gift}
     effective = await data(f"/quotas/effective?key={world.key_id}&adapter=support")
     assert {one["subject_id"] for one in effective} == {world.key_id, world.support.id}
-    # Only the owner of a granted adapter may see where its weights are.
+    # Only a granted adapter's owner may see where its weights are loaded.
     assert [one["versions"][0]["model"] for one in await data("/residency")] == ["acme/support@1"]
 
 
@@ -427,7 +427,7 @@ async def test_a_base_that_has_no_adapter_is_not_in_the_keys_usage(limited: http
 async def test_its_usage_adds_up_to_its_events(app: ASGIApp, world: World, is_folded: bool) -> None:
     if is_folded:
         UsageRollups(world.services.database).fold_all()
-    # Whole days, which are answered from the coarsest rollups.
+    # Ask for whole days, which are answered from the coarsest rollups.
     span = "start=0" if is_folded else ""
     async with client(app, world.secret) as limited, client(app, ADMIN_KEY) as operator:
         events = (await limited.get("/usage/events?limit=100")).json()["data"]
@@ -441,7 +441,7 @@ async def test_its_usage_adds_up_to_its_events(app: ASGIApp, world: World, is_fo
                 (bucket,) = page["data"]
                 sums = page.get("total") or {name: sum(row[name] for row in bucket["results"]) for name in AMOUNTS}
                 assert {name: sums[name] for name in AMOUNTS} == expected, path
-        # The operator's report on the same adapters has the same sums.
+        # The operator's report has the same sums for these adapters.
         (bucket,) = (await operator.get(f"/usage?{span}&tenant=acme&group_by=adapter")).json()["data"]
         of_its = [row for row in bucket["results"] if row["adapter"] in (world.support.id, world.gift.id)]
         assert {name: sum(row[name] for row in of_its) for name in AMOUNTS} == expected
@@ -450,7 +450,7 @@ async def test_its_usage_adds_up_to_its_events(app: ASGIApp, world: World, is_fo
 
 
 async def test_equal_weights_of_another_adapter_are_not_named(app: ASGIApp, world: World) -> None:
-    """Versions of several adapters can share a digest; the residency names only versions of the key's adapters."""
+    """Versions of several adapters can share a digest. Residency lists only versions of the key's adapters."""
     digest = b"support1".hex().ljust(64, "f")
     values = {"id": new_id("adv"), "adapter_id": world.payroll.id, "number": 9, "digest": digest, "state": "ready"}
     with world.services.database.write() as connection:
@@ -500,7 +500,7 @@ async def test_no_page_shows_a_limited_key_more(app: ASGIApp, world: World, sign
         for query in QUERIES if "{" not in path else ("", "?tenant=initech"):
             answer = await signed_in.client.get(f"/console{filled(path, world.own)}{query}")
             assert answer.status_code in (200, 303, 400, 403, 404), (path, query)
-            # The form repeats the values of its own query.
+            # The filter form repeats the values in the query.
             asked = {value for value in ("initech", "payroll") if value in query}
             assert set(world.leaks(answer.text)) <= asked, (path, query)
             num_shown += answer.status_code == 200

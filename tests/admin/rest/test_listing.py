@@ -1,4 +1,4 @@
-"""Lists are paged by identifier, and parameters that name no page are refused."""
+"""Lists are paged by identifier, and invalid paging parameters are refused."""
 
 from __future__ import annotations
 

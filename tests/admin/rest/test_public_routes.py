@@ -1,4 +1,4 @@
-"""Without a credential only the public routes are open; every route of the apps is checked."""
+"""Every route of both apps requires a credential, except the public routes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Call = tuple[str, str]
 
 
 def calls_of(app: Starlette, prefix: str = "") -> Iterator[Call]:
-    """Method and path of every route, including mounted apps, with a value for each parameter."""
+    """Yield the method and path of every route, including mounted apps; path parameters are replaced by `1`."""
     for route in iter_route_contexts(app.routes):
         path = prefix + re.sub(r"\{[^}]*\}", "1", getattr(route, "path", ""))
         methods: Iterable[str] = getattr(route, "methods", None) or ()
@@ -40,7 +40,7 @@ def calls_of(app: Starlette, prefix: str = "") -> Iterator[Call]:
 
 async def statuses_of(app: ASGIApp, calls: Iterable[Call]) -> dict[Call, httpx.Response]:
     async with client_of(app) as stranger:
-        # An invalid body would get a 400 if it were checked before the caller.
+        # Send an invalid body, which would get a 400 if the server read it before authenticating the caller.
         return {(method, path): await stranger.request(method, path, content=b"{") for method, path in calls}
 
 
@@ -63,7 +63,7 @@ async def test_every_route_of_the_openai_listener_but_health_needs_a_key(
 
 
 async def test_every_route_of_the_admin_listener_but_the_public_ones_needs_a_key(console_side: AdminSide) -> None:
-    # When other machines can reach the listener, scraping also needs the token.
+    # If other machines can reach the listener, scraping metrics also requires a token.
     app = create_admin_app(replace(console_side.services, is_loopback=False))
     calls = {call for call in calls_of(app) if not call[1].startswith("/console") and call[1] != "/"}
     assert len(calls) > 60
@@ -90,7 +90,7 @@ async def test_the_console_shows_a_stranger_only_where_to_sign_in(console_side: 
 
 
 def test_all_that_the_admin_app_serves_is_looked_at(console_side: AdminSide) -> None:
-    """Only the public static files are mounted, because the other tests do not call routes inside mounts."""
+    """The console mounts only the public static files, because the tests above do not check routes inside mounts."""
     app = create_admin_app(console_side.services)
     assert [route.path for route in app.routes if isinstance(route, Mount)] == ["/console"]
     console = next(route.app for route in app.routes if isinstance(route, Mount))

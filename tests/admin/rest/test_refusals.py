@@ -1,4 +1,4 @@
-"""Bad input is answered as `docs/endpoints.md` says: each row of the page's table is a call here, and vice versa."""
+"""Bad input gets the errors that `docs/endpoints.md` lists: each call here corresponds to one row of its table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DOCUMENTED = {
 
 
 class Caller:
-    """The platform's only administrator, with a tenant that has a key and an adapter."""
+    """A caller with the only administrator key, a tenant's key, and an adapter."""
 
     def __init__(self, http: httpx.AsyncClient, key_id: str, adapter_id: str) -> None:
         self.http = http
@@ -98,7 +98,7 @@ CALLS: dict[str, Callable[[Caller], Awaitable[httpx.Response]]] = {
 
 @pytest.fixture(scope="module")
 def made(console_side: AdminSide) -> tuple[Any, str, str, str]:
-    """The app of a server without an operator's key, and the key of its only administrator."""
+    """The app of a server without an operator key, its only administrator key, and an adapter's identifier."""
     services = replace(console_side.services, api_keys=ApiKeys(console_side.services.database))
     key = services.api_keys.create(None, "last", ["platform:admin"])
     tenant = services.tenants.create("refused")

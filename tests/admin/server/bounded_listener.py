@@ -1,4 +1,4 @@
-"""A small app on a real listener whose connections a test can inspect and whose clock it can advance."""
+"""A small app on a real listener. Tests can inspect the connections and advance the clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HELLO = request("GET", "/", {})
 
 @dataclass
 class Listener:
-    """A small app on a real listener, set up as in `loramux serve`."""
+    """A small app on a real listener, configured as in `loramux serve`."""
 
     port: int
     book: ConnectionRegistry
@@ -42,7 +42,10 @@ class Listener:
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """`/` names the caller, `/wait` answers when allowed, `/endless` never stops; bodies are always read."""
+        """`/` returns the client's address, `/wait` blocks until a test allows the response, and `/endless` never ends.
+
+        Request bodies are always read to the end.
+        """
         try:
             self.num_asked += 1
             self.num_waiting += 1
@@ -70,17 +73,17 @@ class Listener:
             return None
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run a function on the server's loop."""
+        """Run a function on the server's event loop."""
         done = threading.Event()
         self.loop.call_soon_threadsafe(lambda: (function(), done.set()))
         assert done.wait(10)
 
     def sweep_later(self, seconds: float) -> None:
-        """Sweep as if this many seconds had passed."""
+        """Run the sweep as if `seconds` had passed."""
         self.call(lambda: self.book.sweep(self.loop.time() + seconds))
 
     def make_older(self, seconds: float) -> None:
-        """Make each connection look as if its client had delayed it for this many more seconds."""
+        """Make every client look as if it had delayed its connection for `seconds` longer."""
 
         def move() -> None:
             for one in self.book._members:
@@ -143,7 +146,7 @@ def answer(connection: socket.socket) -> tuple[int, bytes]:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the server has kept the connection open; discards all data that the server has sent."""
+    """Return whether the connection is still open; discard all data received from the server."""
     connection.settimeout(0.1)
     try:
         while connection.recv(65536):

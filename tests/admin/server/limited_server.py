@@ -1,4 +1,4 @@
-"""A listener in a process with few file descriptors, over an app that opens a database for each request."""
+"""A listener in a process with few file descriptors. Its app opens a database for each request."""
 
 from __future__ import annotations
 

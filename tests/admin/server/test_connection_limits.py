@@ -1,4 +1,4 @@
-"""Connections leave enough descriptors for the database, the engine and files."""
+"""Open connections leave enough file descriptors for the database, the engine and files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_thousand_idle_sockets_leave_the_database_its_descriptors() -> None:
     ("soft", "hard", "said"),
     [
         pytest.param(256, None, f"{RESERVED_DESCRIPTORS + 1000 + MAX_ADMIN_CONNECTIONS} 1000 512", id="raised"),
-        pytest.param(256, 1024, "1024 384 128", id="as far as it goes"),
+        pytest.param(256, 1024, "1024 384 128", id="up to the hard limit"),
         pytest.param(256, 512, "leaves no room for connections: raise the hard limit", id="refused"),
     ],
 )

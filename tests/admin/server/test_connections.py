@@ -1,4 +1,4 @@
-"""A listener limits its connections and the time that a slow client may hold one."""
+"""A listener limits its connections, and how long a slow client can keep one open."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_request_under_way_has_no_such_deadline() -> None:
     [
         pytest.param(request("GET", "/endless", {}), id="stream"),
         pytest.param(request("GET", "/large", {}), id="one large answer"),
-        # The server has closed its side; only its buffer is still unsent.
+        # The server has finished; only the data in its send buffer remains.
         pytest.param(request("GET", "/large", {"connection": "close"}), id="the last answer"),
     ],
 )
@@ -91,7 +91,7 @@ def test_requests_sent_ahead_wait_until_the_answer_before_them_is_read() -> None
     sent = request("GET", "/large", {}) * 2 + request("GET", "/", {"connection": "close"})
     with listening() as listener, listener.open(sent) as connection:
         listener.wait_until(lambda: any(one.flow.write_paused for one in listener.book._members))
-        # Without the limit, one more turn of the loop would read the next request.
+        # Without the limit, the server would read the next request in the next loop iteration.
         listener.call(lambda: None)
         assert listener.num_asked == 1
         received = b"".join(iter(lambda: connection.recv(1 << 20), b""))
@@ -105,7 +105,7 @@ def test_a_client_that_reads_slowly_but_steadily_gets_everything() -> None:
             num_bytes += len(chunk)
             if num_bytes > num_sweeps * 1_000_000:
                 num_sweeps += 1
-                # Each sweep follows the last one by less than the reader's timeout.
+                # The interval between sweeps is shorter than the reader timeout.
                 listener.sweep_later(num_sweeps * READER_TIMEOUT_S / 2)
         assert num_bytes > 8_000_000
         assert num_sweeps >= 8
@@ -232,7 +232,7 @@ async def test_attacks_beside_a_polite_client() -> None:
         statuses = []
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.port}", trust_env=False) as http:
             while not (statuses and all(task.done() for task in under_attack)):
-                # If this process sends its request late, its connection looks as idle as the attackers' connections.
+                # If this process is slow to send its request, its connection looks as idle as an attacker's.
                 with suppress(httpx.RemoteProtocolError, httpx.ReadError):
                     statuses.append((await http.get("/", headers={"connection": "close"})).status_code)
         counts = [task.result() for task in under_attack]

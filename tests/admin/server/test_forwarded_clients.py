@@ -1,4 +1,4 @@
-"""Which address a call comes from, and which proxies are trusted to forward it."""
+"""Client addresses behind proxies, and which proxies are trusted to forward them."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def test_a_client_is_counted_by_what_it_cannot_change(address: str, origin: str)
 @pytest.mark.parametrize(
     ("proxies", "seen"),
     [
-        pytest.param((), ["127.0.0.1", "http"], id="nobody is believed"),
-        pytest.param(("10.0.0.0/8",), ["127.0.0.1", "http"], id="another is believed"),
+        pytest.param((), ["127.0.0.1", "http"], id="no trusted proxy"),
+        pytest.param(("10.0.0.0/8",), ["127.0.0.1", "http"], id="another proxy is trusted"),
         pytest.param(("127.0.0.0/8",), ["198.51.100.7", "https"], id="believed"),
     ],
 )
 def test_only_named_proxies_are_believed(
     proxies: tuple[str, ...], seen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # uvicorn's own variable has no effect.
+    # uvicorn's own environment variable must have no effect.
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
     told = {"x-forwarded-for": "203.0.113.9, 198.51.100.7", "x-forwarded-proto": "https"}
     with listening(proxies=proxies) as listener, listener.open(request("GET", "/", told)) as connection:
@@ -86,7 +86,7 @@ def test_behind_a_trusted_proxy_requests_are_counted_by_forwarded_address() -> N
         assert refused.headers["x-request-id"].startswith("req_")
         assert json.loads(refused.read())["error"]["code"] == "too_many_connections"
         assert listener.num_refused("forwarded_address_full") == 1
-        # The proxy's own connections and other clients' requests do not count towards this limit.
+        # Neither the proxy's connections nor other clients' requests count towards this client's limit.
         assert [answer(ask(f"198.51.100.{number}"))[0] for number in range(8, 14)] == [200] * 6
         listener.call(listener.may_end.set)
         assert [answer(one)[0] for one in asking] == [200] * 2

@@ -1,4 +1,4 @@
-"""Ports are bound early, by one server only, and can be bound again immediately."""
+"""A port is bound at startup by only one server, and can be rebound as soon as that server exits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_lingering_connections_do_not_keep_the_port() -> None:
         first.listen()
         port = first.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
-            # The side that closes first keeps the address in TIME_WAIT.
+            # Close the server's side first, so that its address stays in TIME_WAIT.
             first.accept()[0].close()
             assert client.recv(1) == b""
     with bind("127.0.0.1", port, "port") as second:

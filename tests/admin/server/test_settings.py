@@ -1,4 +1,4 @@
-"""Settings come from flags, variables and a file, and all faults are reported together."""
+"""Settings come from flags, environment variables and a file. All errors are reported together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tenant must rest for as long as its calls took before its slots are free again."""
+"""A tenant's slot stays blocked after a call for as long as the call took."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ async def test_a_slot_comes_back_after_its_rest(monkeypatch: pytest.MonkeyPatch)
         async with resting.held_slot("acme", is_patient=True):
             await anyio.sleep(0.001)
     with anyio.fail_after(10):
-        # A tenant is forgotten after its last rest, so that inactive tenants take no memory.
+        # Inactive tenants must take no memory: a tenant's entry is deleted after its last rest period.
         while resting._of_tenant:  # noqa: ASYNC110
             await anyio.sleep(0.01)

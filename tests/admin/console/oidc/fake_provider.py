@@ -1,4 +1,4 @@
-"""An OpenID provider whose answers, true or false, a test can set."""
+"""An OpenID provider whose responses a test can set or falsify."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from joserfc.jwk import ECKey, OctKey
 
 @dataclass
 class FakeProvider:
-    """`claims` override a valid ID token's claims; `key` and `header` sign the token."""
+    """`claims` override the claims of a valid ID token; `key` and `header` are used to sign it."""
 
     url: str = ""
     nonce: str = ""
@@ -36,7 +36,7 @@ class FakeProvider:
     """Access tokens that have expired."""
     is_broken: bool = False
     num_asked: int = 0
-    """Number of requests for user information."""
+    """Number of user information requests and failed token requests."""
 
     def status(self, path: str, authorization: str) -> int:
         if self.is_broken and path in ("/userinfo_endpoint", "/token_endpoint"):

@@ -1,4 +1,4 @@
-"""Single sign-on to the console with a provider that lies on demand, and with a real one (`make test-oidc`)."""
+"""Single sign-on to the console with a fake provider that can lie and with a real one (`make test-oidc`)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def browser(app: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def console_of(services: AdminServices, settings: OidcSettings, rest: ASGIApp) -> ASGIApp:
-    """The console of one server with single sign-on; its pages call the routes of `rest`."""
+    """One server's console with single sign-on; its pages call the routes of `rest`."""
     return Starlette(routes=[Mount("/console", create_console(replace(services, oidc=settings), rest))])
 
 
@@ -90,7 +90,7 @@ async def begin(browser: httpx.AsyncClient, provider: FakeProvider, next_path: s
 
 
 def under_way(browser: httpx.AsyncClient) -> dict[str, str]:
-    """The cookies of sign-ins that the browser has started."""
+    """The cookies of sign-ins that the browser has not finished."""
     return {name: value for name, value in browser.cookies.items() if name.startswith("loramux_oidc")}
 
 
@@ -379,8 +379,8 @@ async def test_a_provider_that_is_away_is_waited_for_and_then_no_more(
             pytest.param({name: "http://evil.example/there"}, id=f"{name} without TLS")
             for name in (*REQUIRED_ENDPOINTS, *OPTIONAL_ENDPOINTS)
         ),
-        pytest.param({"jwks_uri": 7}, id="an endpoint that is none"),
-        pytest.param({"jwks_uri": "https://[evil"}, id="an endpoint that cannot be read"),
+        pytest.param({"jwks_uri": 7}, id="invalid endpoint"),
+        pytest.param({"jwks_uri": "https://[evil"}, id="malformed endpoint"),
     ],
 )
 async def test_a_provider_that_is_not_what_was_set_is_not_used(

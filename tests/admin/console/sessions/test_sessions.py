@@ -1,4 +1,4 @@
-"""Console sessions and failed sign-ins in the database, with a clock that tests advance.
+"""Console sessions and failed sign-ins in the database, with a clock that tests can advance.
 
 The campaign runs the same tests on PostgreSQL.
 """
@@ -24,7 +24,7 @@ from tests.admin.admin_side import ADMIN_KEY
 
 @pytest.fixture(scope="module")
 def clock() -> list[int]:
-    """The time in seconds, advanced by tests."""
+    """The current time in seconds; tests advance it."""
     return [1_000_000]
 
 
@@ -34,7 +34,7 @@ def shared_database(
 ) -> Iterator[Database]:
     url = f"sqlite:///{tmp_path_factory.mktemp('sessions') / 'loramux.db'}"
     if request.param == "postgres":
-        # PostgreSQL's default database, which no other test uses.
+        # Use PostgreSQL's default database; no other test uses it.
         url = request.getfixturevalue("postgres_server")
     made = Database(url, clock=lambda: clock[0] * 1_000_000)
     made.upgrade()
@@ -44,7 +44,7 @@ def shared_database(
 
 @pytest.fixture
 def database(shared_database: Database) -> Database:
-    """The shared database, cleared of earlier tests' sessions and failures."""
+    """The shared database without the sessions and failed sign-ins of earlier tests."""
     with shared_database.write() as connection:
         for table in (schema.console_sessions, schema.login_failures):
             connection.execute(delete(table))
@@ -194,7 +194,7 @@ def test_what_the_database_keeps_of_a_session_opens_nothing_and_says_nothing(
     assert sessions.find(row.id_sha256.hex()) is None
     other = sessions.open(OPERATOR, SessionContent(key_sha256=key_sha256(ADMIN_KEY)))
     with database.write() as connection:
-        # An attacker with write access copies one session's content into another's row.
+        # An attacker with write access copies one session's content into another session's row.
         connection.execute(update(schema.console_sessions).values(sealed=row.sealed))
     assert sessions.find(token) is not None
     assert sessions.find(other) is None

@@ -1,4 +1,4 @@
-"""Every administrative change is in the audit log, with its actor, source and content, but never a secret."""
+"""The audit log records every administrative change with its actor, source and content, but never a secret."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ AUDITED = {
     ("POST", "/admin/v1/prices"): "price.add",
     ("DELETE", "/admin/v1/prices/{price_id}"): "price.withdraw",
 }
-"""The routes that this module calls, and the action that each must log."""
+"""The action that each route called in this module must log."""
 
 ELSEWHERE = {
-    # These routes need an engine or an upload; their own tests check the audit records.
+    # These routes need an engine or an upload; other test modules check their audit records.
     ("POST", f"{_ADAPTER}/versions"): "version.create",
     ("POST", f"{_ADAPTER}/versions/{{number}}/pin"): "version.pin",
     ("POST", f"{_ADAPTER}/versions/{{number}}/unpin"): "version.unpin",
     ("POST", "/admin/v1/requests/{request_id}/cancel"): "request.cancel",
 }
 CHANGES_NOTHING = {
-    # Uploads, which are audited when a version is created from them; a cache hint; and a dry run.
+    # Upload routes (creating a version from the upload is audited), a cache hint, and a dry run.
     ("POST", f"{_ADAPTER}/uploads"),
     ("DELETE", f"{_ADAPTER}/uploads/{{upload_id}}"),
     ("PUT", f"{_ADAPTER}/uploads/{{upload_id}}/files/{{name}}"),
@@ -155,7 +155,7 @@ async def test_each_change_is_written_down_and_no_secret_is(
 
 
 async def _deletes(http: httpx.AsyncClient, call: Any) -> None:
-    """Delete objects that nothing depends on."""
+    """Delete objects that no other object depends on."""
     await call("POST", "/admin/v1/tenants", 201, {"slug": "short-lived"})
     empty = await call("POST", "/admin/v1/adapters", 201, {"tenant": "short-lived", "name": "empty"})
     await call("DELETE", _ADAPTER, 204, adapter_id=empty["id"])
@@ -201,14 +201,14 @@ async def test_a_tenant_learns_neither_the_operators_address_nor_its_key(
         ("tenant.create", "operator", True),
     ]
     assert await seen(own) == [
-        # A person who signed in may be one of the operator's staff.
+        # The tenant does not see the address of a signed-in person, who may be one of the operator's staff.
         ("tenant.change", someone.key_id, False),
         ("adapter.create", "platform", False),
         ("adapter.create", made["id"], True),
         ("api_key.create", "platform", False),
         ("tenant.create", "platform", False),
     ]
-    # Filtering by a name does not reveal whether the name is right either.
+    # Filtering by actor does not reveal hidden actors either.
     assert await seen(own, actor="operator") == []
     assert await seen(own, actor=platform["id"]) == []
     assert len(await seen(own, actor="platform")) == 3

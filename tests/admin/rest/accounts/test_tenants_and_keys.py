@@ -1,4 +1,4 @@
-"""Tenants and keys over REST: names are unique, a secret is returned once, and bad keys are refused."""
+"""Tenants and keys over REST: names are unique, secrets are returned once, and invalid keys are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A catalogue of calls that declare, send or use an upload wrongly, each with its expected status and code."""
+"""A catalogue of invalid calls to the upload routes, each with its expected status and error code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Visit:
-    """A client with its own adapter, another tenant's adapter, and two valid files."""
+    """A client's view of the server: its own adapter, another tenant's adapter, and two valid files."""
 
     http: httpx.AsyncClient
     adapter_id: str
@@ -26,7 +26,7 @@ class Visit:
     foreign_key: str
     contents: dict[str, bytes]
     expire: Callable[[str], None]
-    """Make an upload expire."""
+    """Makes an upload expire."""
 
     def declared(self) -> list[Document]:
         return [
@@ -41,7 +41,7 @@ class Visit:
         return await self.http.post(url, content=content, **options)
 
     async def upload(self, adapter_id: str | None = None) -> Document:
-        """Declare the valid files and return the answer."""
+        """Declare the valid files and return the upload's document."""
         response = await self.declare({"files": self.declared()}, adapter_id)
         assert response.status_code == 201, response.text
         return dict(response.json())
@@ -65,9 +65,9 @@ class Visit:
 
 @dataclass(frozen=True)
 class HostileCall:
-    """`call` sets up what it needs and returns the response to check.
+    """`call` prepares the server, makes the invalid call, and returns its response.
 
-    `leaves` names the blobs that remain, which are valid files sent earlier, by the last parts of their keys.
+    `leaves` lists the blobs of valid files that remain, by the last parts of their keys.
     """
 
     name: str
@@ -82,7 +82,7 @@ def _body(name: str, code: str, body: Any, status: int = 400) -> HostileCall:
 
 
 def _member(title: str, code: str, /, at: int = 1, **changes: Any) -> HostileCall:
-    """A declaration in which one field of the configuration file (0) or the tensors file (1) is replaced."""
+    """A declaration with changed fields in the entry of the configuration file (0) or the tensors file (1)."""
 
     async def call(visit: Visit) -> httpx.Response:
         files = visit.declared()
@@ -178,13 +178,13 @@ async def _put_to_unknown(visit: Visit) -> httpx.Response:
 
 
 async def _put_to_foreign(visit: Visit) -> httpx.Response:
-    """Send a file to another tenant's upload through the path of one's own adapter."""
+    """Send a file to another tenant's upload through the path of the client's own adapter."""
     upload = await visit.upload(visit.foreign_adapter_id)
     return await visit.put({**upload, "adapter_id": visit.adapter_id}, TENSORS_FILE, visit.contents[TENSORS_FILE])
 
 
 async def _put_by_foreigner(visit: Visit) -> httpx.Response:
-    """Send a file with the key of another tenant's administrator."""
+    """Send a file to the client's upload with another tenant's administrator key."""
     headers = {"authorization": f"Bearer {visit.foreign_key}"}
     return await visit.put(await visit.upload(), TENSORS_FILE, visit.contents[TENSORS_FILE], headers=headers)
 

@@ -1,4 +1,4 @@
-"""Adapters created, declared and pushed over REST."""
+"""Create and push adapters over REST."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ready versions without any bytes."""
+"""Ready versions without stored files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loramux.migrations.schema import adapter_versions
 
 
 def add_ready_versions(database: Database, adapter_id: str, count: int) -> None:
-    """Add ready versions without any bytes; the first is the default."""
+    """Add ready versions without stored files; the first is the default."""
     with database.write() as connection:
         for number in range(1, count + 1):
             connection.execute(

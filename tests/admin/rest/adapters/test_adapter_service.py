@@ -1,4 +1,4 @@
-"""Aliases, grants and serving states over REST: weights, rollback, draining, and refusals."""
+"""Aliases, grants and serving states over REST, including weights, rollback, draining, and refusals."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ async def test_grants_are_given_by_the_operator_and_taken_back_by_the_owner(http
     granted = (await http.put(f"{base}/grants/globex")).json()
     assert (granted["tenant_id"], granted["tenant"]) == (globex, "globex")
     assert (await http.get(f"{base}/grants", headers=owner)).json()["data"] == [granted]
-    # A tenant that may call an adapter cannot administer it, and gets the answer for an unknown adapter.
+    # A tenant that may call an adapter cannot administer it; admin routes answer as if the adapter did not exist.
     for path in ("", "/grants", "/aliases", "/aliases/default", "/versions"):
         assert (await http.get(base + path, headers=foreign)).status_code == 404, path
     assert (await http.delete(f"{base}/grants/globex", headers=owner)).status_code == 204

@@ -1,4 +1,4 @@
-"""An adapter's life over REST: declared, uploaded, validated, served under an alias; and refusals."""
+"""Declare, upload, validate and serve an adapter over REST. Invalid calls are refused."""
 
 from __future__ import annotations
 

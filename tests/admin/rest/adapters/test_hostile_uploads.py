@@ -1,4 +1,4 @@
-"""Hostile calls and files through the admin app get exact answers and leave no traces except those named here."""
+"""Hostile calls and files sent to the admin app get the expected errors and leave only the traces listed here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OF_EACH_FAMILY = [family[0] for family in (TYPES, NAMES, FOREIGN[3:], OFFSETS, C
 
 @pytest.fixture(scope="module")
 def admin_side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdminSide]:
-    """The admin side that all these tests share; each test has its own adapters."""
+    """The admin side shared by these tests; each test has its own adapters."""
     with open_admin_side(tmp_path_factory.mktemp("hostile"), TARGET) as side:
         yield side
 
@@ -118,7 +118,7 @@ async def wait_for_no_blobs(admin_side: AdminSide) -> None:
 
 @pytest.mark.parametrize("hostile", OF_EACH_FAMILY, ids=lambda hostile: hostile.name)
 async def test_hostile_files_leave_one_rejected_row(visit: Visit, admin_side: AdminSide, hostile: Hostile) -> None:
-    """The files go through the real validation process; only the row and its report remain."""
+    """The real validation process rejects the files; only the row and its report remain."""
     config, tensors = hostile.files()
     version = await push(visit, {CONFIG_FILE: config, TENSORS_FILE: tensors})
     assert (version["state"], version["digest"], version["number"]) == ("rejected", None, 1)
@@ -131,7 +131,7 @@ async def test_hostile_files_leave_one_rejected_row(visit: Visit, admin_side: Ad
 
 
 async def test_an_upload_is_used_once(visit: Visit, admin_side: AdminSide) -> None:
-    """A second use returns the version created by the first, and the files cannot be sent again."""
+    """A second call returns the version created by the first, and the files cannot be sent again."""
     files = good_files(use_dora=True)
     contents = {CONFIG_FILE: files.config_bytes, TENSORS_FILE: files.tensor_bytes}
     guest = Visit(visit.http, visit.adapter_id, visit.foreign_adapter_id, visit.foreign_key, contents, visit.expire)

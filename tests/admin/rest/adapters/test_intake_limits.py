@@ -1,4 +1,4 @@
-"""A tenant's uploads, pending versions and loads are limited over REST, in the console and on the command line."""
+"""Limits on a tenant's uploads, pending versions and loads, over REST, in the console and on the command line."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_push_that_is_interrupted_cancels_its_upload(
 
 
 class CrowdedServer(AdminClient):
-    """Refuses the first upload and the first version of a push because the tenant has too many."""
+    """Refuses the first upload and the first version of each push, as if the tenant had reached its limits."""
 
     num_posts = 0
 
@@ -117,7 +117,7 @@ class CrowdedServer(AdminClient):
         for end, code in (("/uploads", "too_many_open_uploads"), ("/versions", "too_many_pending_versions")):
             if path.endswith(end) and code not in self.refused:
                 self.refused.append(code)
-                raise AdminError(429, "as many as a tenant may have", code, None, 7)
+                raise AdminError(429, "this tenant has too many", code, None, 7)
         return super().post(path, body)
 
     refused: list[str]
@@ -135,14 +135,14 @@ def test_a_push_waits_while_its_tenant_has_too_much_under_way(
         assert push_adapter(client, make_adapter(), "acme", "support").version == 1
         assert client.refused == ["too_many_open_uploads", "too_many_pending_versions"]
         assert pauses[:2] == [7, 7]
-        # The push waits no longer than its own timeout.
+        # The push never waits longer than its own timeout.
         client.refused = []
-        with pytest.raises(AdminError, match="as many as a tenant may have"):
+        with pytest.raises(AdminError, match="this tenant has too many"):
             push_adapter(client, make_adapter(), "acme", "support", timeout_s=6.0)
 
 
 async def two_versions(http: httpx.AsyncClient, make_adapter: Callable[..., Path]) -> tuple[str, list[str]]:
-    """An adapter with two ready versions, and their digests."""
+    """Push two versions of a new adapter; return the adapter's identifier and the versions' digests."""
     adapter_id = await new_adapter(http)
     versions = [await push(http, adapter_id, make_adapter()) for _ in range(2)]
     return adapter_id, [version["digest"] for version in versions]

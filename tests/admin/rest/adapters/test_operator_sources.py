@@ -1,4 +1,4 @@
-"""An operator registers adapters from a bucket; nobody else can, and no other location is reachable."""
+"""Only an operator can register adapters from a bucket, and only from the configured locations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.anyio
 
 
 class DownBlobStore(LocalBlobStore):
-    """An unreachable store."""
+    """A blob store that cannot be reached."""
 
     def head(self, key: str) -> BlobInfo | None:
         raise BlobStoreUnavailable("the bucket operator at 10.0.0.7 cannot be reached")
@@ -42,7 +42,7 @@ class DownBlobStore(LocalBlobStore):
 
 @pytest.fixture
 def bucket(tmp_path: Path) -> Path:
-    """The directory that stands for `s3://operator`."""
+    """The directory that represents `s3://operator`."""
     return tmp_path / "bucket"
 
 
@@ -177,7 +177,7 @@ async def test_a_source_that_is_taken_again_counts_once_and_only_for_whom_it_is_
     announce, claims = VersionClaims.announce, []
 
     def again(self: VersionClaims, claimed: ClaimedVersion, sizes: Any) -> None:
-        # The state that a server leaves if it dies between storing the verdict and storing the blobs.
+        # Recreate the state after a server died between storing the verdict and storing the blobs.
         with database.write() as connection:
             connection.execute(update(adapter_versions).values(canonical_bytes=num_bytes))
         announce(self, claimed, sizes)

@@ -1,4 +1,4 @@
-"""On S3 a client puts its files directly into the bucket, without our credentials. Large files are sent in parts."""
+"""With S3, clients upload files directly to the bucket through presigned URLs. Large files are sent in parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZE = 4096
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """A bucket on an S3 server, and the variables that point boto3 to it."""
+    """A bucket on a local S3 server; environment variables point boto3 to the server."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -71,7 +71,7 @@ def admin_target() -> PackTarget:
 
 @pytest.fixture
 def make_wide(tmp_path: Path) -> Callable[[int], Path]:
-    """Writes a PEFT directory that fits this target, with 32 KiB per rank."""
+    """A function that writes a PEFT directory for this target, with 32 KiB per rank."""
 
     def make(rank: int) -> Path:
         random = np.random.default_rng(rank)
@@ -130,7 +130,7 @@ def test_a_kept_answer_forgets_a_url_with_the_url(
         assert connection.execute(query).scalar_one() // 1_000_000 == first["expires_at"]
     with database.write() as connection:
         connection.execute(update(idempotency_keys).values(expires_us=database.now_us(connection)))
-    # The stored answer has expired with its upload, so the repeated call is a new one.
+    # The stored response expired with its upload, so the repeated call creates a new upload.
     assert call()["id"] != first["id"]
     with database.write() as connection:
         connection.execute(update(idempotency_keys).values(expires_us=database.now_us(connection)))
@@ -179,7 +179,7 @@ def test_what_was_put_is_what_was_declared_or_no_version(
     assert refused.value.code == "upload_incomplete"
     client.put_presigned(ways[FILES[0]], [(directory / FILES[0]).read_bytes()])
     data = (directory / FILES[1]).read_bytes()
-    # This test's store does not verify checksums, so wrong bytes of the right length get in.
+    # The local S3 server does not verify checksums, so it accepts wrong bytes of the right length.
     client.put_presigned(ways[FILES[1]], [data[:-1] + b"?"])
     version = client.post(versions, {"upload_id": upload["id"]})
     wait_until(lambda: client.get(f"{versions}/{version['number']}")["state"] == "rejected")

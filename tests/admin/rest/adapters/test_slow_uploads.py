@@ -1,4 +1,4 @@
-"""Clients that send slowly, stop sending or disconnect delay nobody else, and are not reported as server errors."""
+"""Clients that send slowly, stall or disconnect do not delay other clients and are not logged as server errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def file_path(client: httpx.Client) -> str:
 
 
 def file_path_of(client: httpx.Client, tenant: str) -> str:
-    """The path to which a declared file of a new tenant is uploaded."""
+    """The path for uploading a file that a new tenant has declared."""
     client.post("/admin/v1/tenants", json={"slug": tenant})
     adapter = client.post("/admin/v1/adapters", json={"tenant": tenant, "name": "support"}).json()
     files = [
@@ -49,7 +49,7 @@ def file_path_of(client: httpx.Client, tenant: str) -> str:
 
 
 def begin(url: str, path: str) -> socket.socket:
-    """Send an upload's head and the first half of its body."""
+    """Send the head of an upload request and the first half of its body."""
     connection = socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=10)
     head = f"PUT {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {ADMIN_KEY}\r\ncontent-length: {SIZE}\r\n\r\n"
     connection.sendall(head.encode() + b"x" * (SIZE // 2))
@@ -74,14 +74,14 @@ def test_slow_uploads_hold_up_only_each_other(
     monkeypatch.setattr(transfer_slots, "WAIT_S", 5)
     upload_slots = admin_side.services.upload_slots
     with ExitStack() as stack:
-        # Anyio's shared pool has only 40 threads.
+        # Open more uploads than AnyIO's shared pool has threads (40).
         for _ in range(50):
             stack.enter_context(begin(admin_server.url, file_path))
         wait_until(
             lambda: (upload_slots.num_taken, upload_slots.num_waiting) == (MAX_UPLOADS_EACH, 50 - MAX_UPLOADS_EACH)
         )
         assert client.get("/admin/v1/tenants").status_code == 200
-        # An upload that gets no slot in time is told to retry and is not kept waiting forever.
+        # An upload that gets no slot in time is refused with a Retry-After header.
         put = client.put(file_path, content=b"x" * SIZE)
         assert (put.status_code, put.json()["error"]["code"]) == (429, "too_many_uploads")
         assert int(put.headers["retry-after"]) > 0
@@ -101,7 +101,7 @@ def test_a_body_has_a_deadline(
     monkeypatch.setattr(uploads, limit, 0.2)
     with begin(admin_server.url, file_path) as connection:
         if limit == "UPLOAD_TIMEOUT_S":
-            # Each pause is within its limit, but the whole upload is not.
+            # Each pause is shorter than the idle timeout, but the whole upload takes too long.
             time.sleep(0.3)
             connection.sendall(b"x")
         response = HTTPResponse(connection)
@@ -144,7 +144,7 @@ def test_an_upload_does_not_outlive_a_forced_stop(
 def test_a_store_that_is_down_is_named_in_the_log_alone(
     client: httpx.Client, file_path: str, admin_side: Any, log: list[Any]
 ) -> None:
-    # Put a file in place of the store's directory.
+    # Replace the store's directory with a file.
     admin_side.blobs._root.write_bytes(b"")
     declared = [
         {"name": name, "size": 1, "sha256": "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"}

@@ -1,4 +1,4 @@
-"""A version's files and report over REST: complete, one at a time, and only for callers that may read them."""
+"""A version's files and report over REST: each download is complete and needs read permission."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TOKEN = "a-scrape-token-of-some-length"
 
 
 def stranger(admin_side: Any, **changes: object) -> httpx.AsyncClient:
-    """A client that has no key, for an app in which some services are replaced."""
+    """A client without a key, for an app with some services replaced."""
     app = create_admin_app(replace(admin_side.services, **changes))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 

@@ -1,4 +1,4 @@
-"""One tenant's reports, calls and exports take no capacity from other tenants, inference or the operator."""
+"""One tenant's reports, calls and exports do not slow down other tenants, the operator or inference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quotas over REST: who may set them, which ones apply to whom, and dry runs."""
+"""Quotas over REST: permissions, inheritance, and dry runs."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ async def test_what_holds_for_a_caller_is_its_own_and_inherited(
     assert day["window_start"] < day["reset_at"] == day["window_end"] <= day["window_start"] + 25 * 3600
     own = {"authorization": f"Bearer {acme.secret}"}
     assert len((await http.get(f"{PATH}/effective", headers=own)).json()["data"]) == 3
-    # Another tenant's quotas look the same as quotas that do not exist.
+    # Another tenant's quotas get the same response as quotas that do not exist.
     for asked in ({"tenant": "globex"}, {"key": acme.other_key_id}):
         assert (await http.get(f"{PATH}/effective", headers=own, params=asked)).status_code == 404
 
@@ -219,7 +219,7 @@ async def test_a_dry_run_says_which_policy_would_bind_and_changes_nothing(
     assert 0 < int(spent["retry_after"]) <= 31 * 86_400 + 3600
     large = (await http.post(f"{PATH}/check", json={**question, "max_tokens": 100})).json()
     assert (large["status"], large["error"]["code"]) == (400, "request_too_large")
-    # What would happen if the month's limit were lower, or lower in shadow mode, or if the key had a limit?
+    # Try a lower monthly limit, the same limit in shadow mode, a limit for the key, and one for the platform.
     for trial, is_admitted in (
         ({"tenant": "acme", "metric": "tokens_per_month", "limit": 199}, False),
         ({"tenant": "acme", "metric": "tokens_per_month", "limit": 199, "mode": "shadow"}, True),

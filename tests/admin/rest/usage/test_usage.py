@@ -1,4 +1,4 @@
-"""Usage over REST: buckets, CSV, events, and refused reports."""
+"""Usage over REST: buckets, CSV, events, and invalid reports."""
 
 from __future__ import annotations
 
