@@ -1,9 +1,9 @@
 """Attack a running server and measure the effect on a polite tenant: `python -m tests.adversary`.
 
-Each attack is counted or felt. A counted attack makes a number of calls; afterwards the ledger must equal what the
-engine committed, and nothing may stay reserved. A felt attack alternates with quiet stretches while a polite tenant
-sends requests at a steady rate, and is judged by that tenant's time to the first token. All randomness follows the
-seed.
+Each attack is counted or felt. A counted attack makes a fixed number of calls. Afterwards, the ledger must match the
+tokens that the engine committed, and no quota may remain reserved. A felt attack alternates with quiet periods while a
+polite tenant sends requests at a steady rate, and is judged by that tenant's time to first token. The seed determines
+all random choices.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from tests.adversary.polite_tenant import Asked, PoliteSettings
 from tests.adversary.stand import ADAPTER, DATABASES, NUM_SOCKETS, Stand, open_stand
 
 LIMIT = 1.25
-"""Highest allowed ratio of the polite tenant's p99 under attack to its quiet p99."""
+"""Highest allowed ratio of the polite tenant's p99 under attack to its p99 in quiet periods."""
 SETTLING_S = 2.0
-"""Pause after a felt attack, in seconds, so that its aftermath does not count as quiet."""
+"""Pause between a felt attack and the next quiet period, in seconds."""
 
 
 @dataclass(slots=True)
 class Finding:
-    """The effects of one attack on one database."""
+    """The results of one attack on one kind of database."""
 
     database: str
     attack: str
@@ -52,7 +52,7 @@ class Finding:
     quiet_p99_ms: float | None = None
     attacked_p99_ms: float | None = None
     num_polite: int = 0
-    """The polite tenant's requests during the attack."""
+    """Number of requests that the polite tenant sent during the attack."""
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -64,7 +64,7 @@ class Finding:
 
 
 Note = Callable[[Finding], None]
-"""Receives each finding as soon as it is complete."""
+"""Called with each finding as soon as it is complete."""
 
 
 @asynccontextmanager
@@ -100,7 +100,7 @@ async def polite_tenant(
 
 
 async def count(stand: Stand, only: Sequence[str], seed: int, num_calls: int, kind: str, note: Note) -> None:
-    """Run every counted attack once and compare the ledger with the engine's own count after each."""
+    """Run every counted attack once; after each, compare the ledger with the engine's token count."""
     for name, attack in COUNTED.items():
         if name not in only:
             continue
@@ -118,7 +118,7 @@ async def feel(
     note: Note,
     bystanders: ThreadPoolExecutor,
 ) -> None:
-    """Alternate every felt attack with quiet stretches of the same length; `bystanders` starts the polite tenant."""
+    """Alternate every felt attack with equally long quiet periods; `bystanders` starts the polite tenant."""
     for name, attack in FELT.items():
         if name not in only:
             continue
@@ -148,12 +148,12 @@ async def feel(
         if failed:
             finding.faults.append(f"the polite tenant got errors: {dict(failed)}")
         if finding.ratio is None or finding.ratio > LIMIT:
-            finding.faults.append(f"the polite tenant's p99 rose to {finding.ratio or 0:.2f} times")
+            finding.faults.append(f"the polite tenant's p99 rose by a factor of {finding.ratio or 0:.2f}")
         note(finding)
 
 
 def check(stand: Stand) -> list[str]:
-    """Wait until the server is idle and return any faults. Blocks the thread."""
+    """Block until the server is idle, then return any faults."""
     stand.wait_idle()
     faults = [f"{what} ({number} times)" for what, number in stand.undocumented.items()]
     stand.undocumented.clear()
@@ -186,7 +186,7 @@ async def attack_all(
     stand: Stand, arguments: argparse.Namespace, kind: str, note: Note, bystanders: ThreadPoolExecutor
 ) -> None:
     only, seed = arguments.only, arguments.seed
-    # Warm up with a small round, so that descriptors that the server keeps open are not counted as leaks.
+    # Warm up with a small round, because descriptors that the server keeps open must not count as leaks.
     await count(stand, only, seed + 1, 40, kind, _forget)
     await feel(stand, only, seed + 1, 1, 3.0, kind, _forget, bystanders)
     before = stand.num_descriptors()
@@ -194,7 +194,7 @@ async def attack_all(
     await feel(stand, only, seed, arguments.rounds, arguments.stretch_s, kind, note, bystanders)
     after = stand.num_descriptors()
     leaks = {name: after[name] - number for name, number in before.items() if after.get(name, 0) > number}
-    faults = [f"open descriptors more than before: {leaks}"] if leaks else []
+    faults = [f"more open descriptors than before: {leaks}"] if leaks else []
     note(Finding(kind, "all of them", {}, faults=faults))
 
 
@@ -203,7 +203,7 @@ def _forget(finding: Finding) -> None:
 
 
 def _leave_the_processor_to_others() -> None:
-    """Give this thread and the threads it starts only idle CPU time, because a real attacker has its own machine."""
+    """Let this thread and its child threads use only idle CPU time, because a real attacker has its own machine."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
@@ -249,8 +249,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--databases", nargs="+", choices=DATABASES, default=DATABASES)
     parser.add_argument("--only", nargs="+", choices=[*COUNTED, *FELT], default=[*COUNTED, *FELT], metavar="ATTACK")
     parser.add_argument("--calls", type=int, default=600, help="number of calls per counted attack")
-    parser.add_argument("--rounds", type=int, default=2, help="number of attacked and quiet stretches per felt attack")
-    parser.add_argument("--stretch-s", type=float, default=20.0, help="length of a stretch, in seconds")
+    parser.add_argument("--rounds", type=int, default=2, help="number of attacked and quiet periods per felt attack")
+    parser.add_argument("--stretch-s", type=float, default=20.0, help="length of an attacked period, in seconds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     add_allow_busy(parser)

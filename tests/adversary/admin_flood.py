@@ -1,4 +1,4 @@
-"""Floods the admin listener with one tenant's calls, such as reports on very many end users."""
+"""Flood the admin listener with one tenant's calls, such as reports that cover a huge number of end users."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ REPORTS = (
     "/admin/v1/usage?group_by=end_user&top=1000",
 )
 CHEAP_CALLS = ("/admin/v1/adapters", "/admin/v1/jobs", "/admin/v1/adapters/ada_nothing", "/admin/v1/audit_log")
-"""Paths of lists, of an error, and of a refusal."""
+"""Paths that return a list, a 404 or a 403."""
 
 
 async def flood_calls(
     admin_url: str, secret: str, seconds: float, paths: tuple[str, ...], num_at_once: int = NUM_AT_ONCE
 ) -> Counter[str]:
-    """Keep `num_at_once` calls in flight for `seconds`; each answer is followed by the next call.
+    """Keep `num_at_once` calls in flight for `seconds`.
 
-    Counts answers by status and error code, such as `400 report_too_large`, and failed connections by their error.
+    Counts responses by status and error code, such as `400 report_too_large`, and failed connections by exception.
     """
     counts: Counter[str] = Counter()
     headers = {"authorization": f"Bearer {secret}"}

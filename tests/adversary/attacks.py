@@ -1,4 +1,4 @@
-"""Every attack of the campaign, by name: counted attacks, and attacks felt by a polite tenant."""
+"""All of the campaign's attacks by name: attacks that are counted, and attacks that a polite tenant feels."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.conformance.demo_adapters import DEMO
 NUM_VERSIONS = 60
 OPEN_UPLOAD_BYTES = 1_000_000
 RAMP_S = 4.0
-"""Time over which a socket attack opens (and closes) its connections, in seconds. A burst is a different attack."""
+"""Time over which a socket attack opens and later closes its connections, in seconds, to avoid a burst."""
 
 Counted = Callable[[Stand, random.Random, int], Awaitable[Counter[str]]]
-"""Makes about the given number of calls and counts the answers."""
+"""Makes about the given number of calls and counts the responses."""
 Felt = Callable[[Stand, random.Random, float], Awaitable[Counter[str]]]
-"""Runs for about the given number of seconds and counts the answers."""
+"""Runs for about the given number of seconds and counts the responses."""
 
 
 async def open_uploads(stand: Stand, dice: random.Random, num_calls: int) -> Counter[str]:
-    """Declare uploads without sending their files, which a per-tenant cap limits, and cancel them at the end."""
+    """Declare uploads, which are capped per tenant, without sending their files; cancel them at the end."""
     adapter_id = await asyncio.to_thread(stand.adapter_id, stand.attacker)
     key = stand.attacker.admin_key
     counts = await asyncio.to_thread(open_without_end, stand.admin_url, key, adapter_id, OPEN_UPLOAD_BYTES, num_calls)
@@ -36,7 +36,7 @@ async def open_uploads(stand: Stand, dice: random.Random, num_calls: int) -> Cou
 
 
 def sockets(kind: str) -> Felt:
-    """Open `NUM_SOCKETS` connections of a kind and replace each one that the server closes."""
+    """Keep `NUM_SOCKETS` connections of one kind open, replacing any that the server closes."""
 
     async def attack(stand: Stand, dice: random.Random, seconds: float) -> Counter[str]:
         target = Target(host="127.0.0.1", port=stand.deployment.port)
@@ -48,7 +48,7 @@ def sockets(kind: str) -> Felt:
 
 
 def calls(paths: Sequence[str]) -> Felt:
-    """Keep 24 calls with a read-only key in flight."""
+    """Keep 24 calls in flight, made with a read-only key."""
 
     async def attack(stand: Stand, dice: random.Random, seconds: float) -> Counter[str]:
         return await flood_calls(stand.admin_url, stand.attacker.reader_key, seconds, tuple(paths))
@@ -57,7 +57,7 @@ def calls(paths: Sequence[str]) -> Felt:
 
 
 async def pending_versions(stand: Stand, dice: random.Random, seconds: float) -> Counter[str]:
-    """Push many versions, every other one broken, and time a polite push in the middle of them.
+    """Push many versions, half of them invalid, and time the polite tenant's push among them.
 
     Runs until all versions are validated.
     """
@@ -77,7 +77,7 @@ async def pending_versions(stand: Stand, dice: random.Random, seconds: float) ->
     flooding = asyncio.create_task(
         asyncio.to_thread(flood_versions, stand.admin_url, stand.attacker.admin_key, adapter_id, versions)
     )
-    # By now some versions are waiting.
+    # Wait until some versions are pending.
     await asyncio.sleep(2.0)
     beside_s = await asyncio.to_thread(push, start + NUM_VERSIONS + 1)
     counts = await flooding

@@ -1,4 +1,4 @@
-"""Streams that clients abandon at random points, and clients that race for the last tokens of a quota."""
+"""Clients that abandon streams at random points, and clients that race for the last tokens of a quota."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RACE_TOKENS = 200
 
 
 async def cut(stand: Stand, dice: random.Random, num_calls: int) -> Counter[str]:
-    """Disconnect from `num_calls` streams after a random number of reads, sometimes before the first byte."""
+    """Start `num_calls` streams and disconnect from each after a random number of reads, possibly zero."""
     outcomes: Counter[str] = Counter()
     places = asyncio.Semaphore(NUM_AT_ONCE)
 
@@ -34,7 +34,7 @@ async def cut(stand: Stand, dice: random.Random, num_calls: int) -> Counter[str]
 
 
 async def race(stand: Stand, dice: random.Random, num_calls: int) -> Counter[str]:
-    """Send many concurrent calls against a token budget for less than half of them; nothing is overspent."""
+    """Send concurrent calls that need more than twice the token quota; the quota must not be exceeded."""
     outcomes: Counter[str] = Counter()
     per_call = 11
     limit = num_calls * per_call * 4 // 9
@@ -67,7 +67,7 @@ def _body(model: str, max_tokens: int, n: int) -> bytes:
 
 
 async def _stream(stand: Stand, body: bytes, num_reads: int | None = None, key: str = "") -> tuple[bytes, bool]:
-    """The bytes read from a stream, and whether the client left before its end."""
+    """Return the bytes read from a stream, and whether the client disconnected before the stream ended."""
     head = (
         "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
         f"authorization: Bearer {key or stand.attacker.key}\r\ncontent-length: {len(body)}\r\n\r\n"

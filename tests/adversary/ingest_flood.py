@@ -1,4 +1,4 @@
-"""Bounded floods of uploads, versions and preloads by one tenant; answers are counted by status and code."""
+"""One tenant floods the server with uploads and versions; responses are counted by status and error code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from loramux.admin.client.push import FILE_NAMES, push_adapter
 TIMEOUT_S = 60.0
 
 Counts = Counter[str]
-"""Number of answers by status and, for refusals, error code."""
+"""Number of responses by status and, for errors, error code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class PeftFiles:
         return cls(config, tensors)
 
     def valid(self, number: int) -> PeftFiles:
-        """The same adapter with a different scale, so that its bytes and digest are different."""
+        """The adapter with a different `lora_alpha`, so that its bytes and digest differ."""
         document = json.loads(self.config)
         document["lora_alpha"] = float(document["lora_alpha"]) + number / 1000
         return PeftFiles(json.dumps(document).encode(), self.tensors)
 
     def invalid(self, number: int) -> PeftFiles:
-        """The same adapter with the last bytes of the tensors cut off."""
+        """The adapter with a truncated tensors file."""
         return PeftFiles(self.valid(number).config, self.tensors[: -1 - number])
 
     def contents(self) -> dict[str, bytes]:
@@ -50,7 +50,7 @@ class PeftFiles:
 
 
 def open_without_end(admin_url: str, key: str, adapter_id: str, size: int, num_calls: int) -> Counts:
-    """Declare uploads of `size` bytes and send none of their files."""
+    """Declare `num_calls` uploads of `size` bytes without sending any files."""
     counts = Counts()
     with _client(admin_url, key) as http:
         for _ in range(num_calls):
@@ -70,7 +70,7 @@ def cancel_uploads(admin_url: str, key: str, adapter_id: str) -> None:
 def flood_versions(
     admin_url: str, key: str, adapter_id: str, files: Sequence[PeftFiles], num_threads: int = 4
 ) -> Counts:
-    """Push versions as fast as the server accepts them, without waiting for validation or retrying refused pushes."""
+    """Push versions as fast as the server accepts them; never wait for validation or retry a refused push."""
 
     def push(one: PeftFiles) -> Counts:
         counts = Counts()
@@ -91,7 +91,7 @@ def flood_versions(
 
 
 def time_push(admin_url: str, key: str, tenant: str, name: str, files: PeftFiles, directory: Path) -> float:
-    """Seconds from the start of a push until the version is ready."""
+    """Push a version and return the seconds until it is ready."""
     directory.mkdir(parents=True, exist_ok=True)
     for file_name, data in files.contents().items():
         (directory / file_name).write_bytes(data)

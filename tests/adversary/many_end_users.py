@@ -1,4 +1,4 @@
-"""A ledger in which one tenant has called for very many end users, which makes reports on them expensive."""
+"""Fill the ledger with requests from a huge number of end users, so that reports by end user are expensive."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _REQUEST_ID = {True: "printf('req_%s%024x', :tag, i)", False: "'req_' || :tag ||
 
 
 def add_end_users(database: Database, tenant_id: str, num_events: int, days: int = 7) -> None:
-    """Insert `num_events` requests over the last `days`, each with its own end user, and rebuild the rollups.
+    """Insert `num_events` requests from the last `days` days, each with a different end user, and rebuild the rollups.
 
-    No server may use the database in the meantime.
+    No server may use the database while this runs.
     """
     start_us = database.now_us() - days * DAY_US
     is_sqlite = database.is_sqlite

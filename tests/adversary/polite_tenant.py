@@ -1,8 +1,8 @@
 """A tenant that sends requests at a steady rate and times each first token: `python -m tests.adversary.polite_tenant`.
 
-It runs in its own process, so that an attacking process does not slow down its clock. It reads its settings as one line
-of JSON, sends requests until standard input ends, and prints one line of JSON for each request. Runs with the same seed
-send requests at the same times, so that two stretches can be compared.
+The tenant runs in its own process, so that the attacker cannot distort its timings. It reads its settings from standard
+input as one line of JSON, sends requests until standard input is closed, and prints one line of JSON per request. Runs
+with the same seed send requests at the same times, so that an attack and a quiet period can be compared.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoliteSettings:
-    """Where to send requests, and how often."""
+    """The server to call, and the rate of requests."""
 
     port: int
     key: str
     model: str
     seed: int
-    """Seed for the times at which it sends requests."""
+    """Seed for the times at which requests are sent."""
     prompt_seed: int
     requests_per_s: float = 20.0
     max_tokens: int = 8
@@ -31,18 +31,18 @@ class PoliteSettings:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request as its client saw it."""
+    """One request as seen by its client."""
 
     status: int
     """HTTP status; 0 if the connection failed."""
     first_token_s: float | None
-    """Seconds from sending the request to its first text."""
+    """Seconds from opening the connection to receiving the first text."""
     is_complete: bool
     """Whether the stream ended with `[DONE]`."""
 
 
 async def ask_at_a_steady_rate(settings: PoliteSettings, over: asyncio.Event) -> None:
-    """Send requests as a Poisson process, so that a slow request does not delay the next."""
+    """Send requests as a Poisson process; a slow request does not delay the next."""
     dice, prompt_dice = random.Random(settings.seed), random.Random(settings.prompt_seed)
     under_way: set[asyncio.Task[None]] = set()
 
@@ -60,7 +60,7 @@ async def ask_at_a_steady_rate(settings: PoliteSettings, over: asyncio.Event) ->
 
 
 async def ask(settings: PoliteSettings, dice: random.Random) -> Asked:
-    """Request one streamed completion on its own connection, with a new prompt so that no cache helps."""
+    """Stream one completion on a new connection; the random prompt prevents cache hits."""
     prompt = [dice.randrange(3, 500) for _ in range(48)]
     body = json.dumps(
         {

@@ -1,4 +1,4 @@
-"""Hostile HTTP, byte by byte: broken requests, broken bodies, and hostile values for every documented operation."""
+"""Hostile raw HTTP: broken requests, broken bodies, and hostile values for every documented operation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.adversary.stand import ADAPTER, Stand
 
 NUM_AT_ONCE = 32
 ANSWER_S = 45.0
-"""Time limit for one call, in seconds; the server's own timeouts end it earlier."""
+"""Time limit for one call, in seconds. The server's own timeouts are shorter."""
 
 VALUES: tuple[Any, ...] = (
     None,
@@ -68,7 +68,7 @@ FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request as it goes over the wire."""
+    """One request as raw bytes."""
 
     port: int
     data: bytes
@@ -76,7 +76,7 @@ class Call:
 
 
 class RawCalls:
-    """Generates random calls; all randomness comes from `dice`."""
+    """Generates random calls, using only `dice` for randomness."""
 
     def __init__(self, stand: Stand, dice: random.Random) -> None:
         self._stand = stand
@@ -141,7 +141,7 @@ class RawCalls:
         if method != "get":
             document = {name: dice.choice(VALUES) for name in dice.sample(FIELDS, 5)}
             if "completions" in path:
-                # Send no stop strings; an answer that ends at one is billed for fewer tokens than the engine committed.
+                # Send no stop strings: an answer cut at one is billed for fewer tokens than the engine committed.
                 changed = dice.choice([name for name in FIELDS if name != "stop"])
                 document = {"model": ADAPTER, "prompt": "Hello", "max_tokens": 2, changed: dice.choice(VALUES)}
             body = json.dumps(document).encode()
@@ -161,7 +161,7 @@ class RawCalls:
 
 
 async def attack(stand: Stand, dice: random.Random, num_calls: int) -> Counter[str]:
-    """Send `num_calls` and count the answers by status; the stand records every answer that no client should see."""
+    """Send `num_calls` calls and count the responses by status; record undocumented responses in the stand."""
     calls = RawCalls(stand, dice)
     statuses: Counter[str] = Counter()
     places = asyncio.Semaphore(NUM_AT_ONCE)
@@ -182,7 +182,7 @@ async def attack(stand: Stand, dice: random.Random, num_calls: int) -> Counter[s
 
 
 async def send(port: int, data: bytes) -> bytes:
-    """Everything that the server sends until it closes the connection; a `hung` answer if it never does."""
+    """Send raw bytes and return all data received before the server closes the connection, or a `hung` response."""
     received = b""
     try:
         async with asyncio.timeout(ANSWER_S):
@@ -201,13 +201,13 @@ async def send(port: int, data: bytes) -> bytes:
 
 
 def is_documented(answer: bytes) -> bool:
-    """Whether a 503 says what is wrong and when to retry."""
+    """Return whether a response is a 503 with an error code and a Retry-After header."""
     head, _, body = answer.partition(b"\r\n\r\n")
     return answer[9:12] == b"503" and b"retry-after:" in head.lower() and b'"code"' in body
 
 
 def _operations(url: str, key: str) -> list[tuple[int, str, str, list[str]]]:
-    """Every documented operation: port, method, path and the names of its query parameters."""
+    """Return every documented operation's port, method, path and query parameter names."""
     headers = {"authorization": f"Bearer {key}"}
     document = httpx.get(f"{url}/openapi.json", headers=headers, trust_env=False, timeout=30).json()
     return [

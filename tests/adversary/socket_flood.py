@@ -1,4 +1,4 @@
-"""Attacks on a listener's sockets: connections that send nothing, or send and read very slowly."""
+"""Attacks on a listener's sockets: connections that send nothing, send very slowly, or never read."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from typing import Literal
 Outcome = Literal["held", "closed", "refused", "failed"]
 KINDS = ("idle", "slow_head", "slow_body", "slow_reader")
 DRIP_S = 2.0
-"""Mean time between two bytes of a slow client, in seconds."""
+"""Mean time between a slow client's bytes, in seconds."""
 AGAIN_S = 1.0
 """Delay before a disconnected client reconnects, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloodCounts:
-    """How an attack's connections ended."""
+    """An attack's connections, counted by outcome."""
 
     held: int
-    """Connections that are open at the end."""
+    """Connections still open at the end."""
     closed: int
     """Connections that the server closed."""
     refused: int
-    """Connections answered with 503, whether closed or not."""
+    """Connections answered with a 503, even if still open."""
     failed: int
-    """Connections that never opened."""
+    """Connections that could not be opened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The address to attack, and the address to attack from; on loopback, any address in 127.0.0.0/8."""
+    """The address to attack and, optionally, the source address; on loopback, any address in 127.0.0.0/8."""
 
     host: str
     port: int
@@ -42,7 +42,7 @@ class Target:
 
 
 Attack = Callable[[socket.socket], Awaitable[None]]
-"""Uses one open connection until cancelled; raises OSError once the server has closed the connection."""
+"""Attacks through one open connection until cancelled; raises OSError once the server closes the connection."""
 
 
 def request(method: str, path: str, headers: Mapping[str, str], content: bytes = b"") -> bytes:
@@ -59,7 +59,7 @@ async def idle(connection: socket.socket) -> None:
 
 
 def slow_head(path: str = "/v1/models") -> Attack:
-    """Send a request's head one byte at a time, without end."""
+    """Send an endless request head, one byte at a time."""
 
     async def attack(connection: socket.socket) -> None:
         await _send(connection, f"GET {path} HTTP/1.1\r\nhost: flooded\r\nx-slow: ".encode())
@@ -69,7 +69,7 @@ def slow_head(path: str = "/v1/models") -> Attack:
 
 
 def slow_body(path: str, headers: Mapping[str, str], num_bytes: int = 60_000) -> Attack:
-    """Announce a body and send it one byte at a time."""
+    """Send a request's head at once and its body one byte at a time."""
 
     async def attack(connection: socket.socket) -> None:
         await _send(connection, request("POST", path, headers, b"x" * num_bytes)[:-num_bytes])
@@ -79,7 +79,7 @@ def slow_body(path: str, headers: Mapping[str, str], num_bytes: int = 60_000) ->
 
 
 def slow_reader(whole: bytes, num_times: int = 1) -> Attack:
-    """Send a complete request and read nothing; repeat the request if one answer fits into the kernel's buffers."""
+    """Send a complete request `num_times` and read nothing; repeat it to overflow the kernel's buffers."""
 
     async def attack(connection: socket.socket) -> None:
         await _send(connection, whole * num_times)
@@ -89,13 +89,13 @@ def slow_reader(whole: bytes, num_times: int = 1) -> Attack:
 
 
 def attack_of(kind: str, key: str) -> Attack:
-    """One of the KINDS of attack on the OpenAI listener, with this tenant's key if it needs one."""
+    """Return the attack of one of the KINDS, for the OpenAI listener; `key` is used if the attack needs one."""
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     return {
         "idle": idle,
         "slow_head": slow_head(),
         "slow_body": slow_body("/v1/completions", headers),
-        # A fairly large document that costs no quota.
+        # Request a large document that uses no quota.
         "slow_reader": slow_reader(request("GET", "/openapi.json", headers), num_times=8),
     }[kind]
 
@@ -108,9 +108,9 @@ async def flood(
     ramp_s: float = 0.0,
     comes_again: bool = False,
 ) -> FloodCounts:
-    """Open the connections over `ramp_s` seconds, close each `hold_s` seconds later, and count how they ended.
+    """Open connections over `ramp_s` seconds, close each one after `hold_s` seconds, and count the outcomes.
 
-    With `comes_again`, an attacker replaces each connection that it loses early.
+    With `comes_again`, connections that end early are replaced.
     """
 
     async def one(number: int) -> list[Outcome]:
@@ -135,7 +135,7 @@ async def _attacker(target: Target, attack: Attack, hold_s: float, comes_again: 
 async def _one(target: Target, attack: Attack, hold_s: float) -> Outcome:
     loop = asyncio.get_running_loop()
     with socket.socket() as connection:
-        # Keep the receive buffer small, so that little data fits while the client does not read.
+        # Use a small receive buffer, because a client that does not read must not absorb much data.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.setblocking(False)
         try:
@@ -147,19 +147,19 @@ async def _one(target: Target, attack: Attack, hold_s: float) -> Outcome:
             return "failed"
         attacking = asyncio.ensure_future(attack(connection))
         end_s = loop.time() + hold_s
-        # An idle attacker must check whether it was disconnected.
+        # Check for a disconnect regularly, because an idle attack does not notice one.
         while not attacking.done() and (left_s := end_s - loop.time()) > 0 and _outcome(connection) == "held":
             await asyncio.wait({attacking}, timeout=min(left_s, AGAIN_S))
         attacking.cancel()
         await asyncio.wait({attacking})
         if not attacking.cancelled():
-            # Retrieve the exception, which is expected.
+            # Retrieve the expected exception, so that asyncio does not log it.
             attacking.exception()
         return _outcome(connection)
 
 
 def _outcome(connection: socket.socket) -> Outcome:
-    """The current state of an open connection."""
+    """The outcome of a connection that this client has not closed."""
     try:
         answered = connection.recv(12, socket.MSG_PEEK)
     except BlockingIOError:
@@ -179,6 +179,6 @@ async def _send(connection: socket.socket, content: bytes) -> None:
 
 async def _drip(connection: socket.socket) -> None:
     while True:
-        # Spread the connections over time; otherwise the attack would be a flood of packets.
+        # Randomize the pauses; otherwise all connections would send at the same moment, as a flood of packets.
         await asyncio.sleep(random.uniform(0.5, 1.5) * DRIP_S)
         await _send(connection, b"x")

@@ -1,4 +1,4 @@
-"""A running server with a polite tenant and an attacker, and what must hold once the attacks are over."""
+"""A running server with a polite tenant and an attacker, and the state to check after the attacks."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from tests.ports import free_port
 BASE, ADAPTER = "demo-base", "support"
 DATABASES = ("sqlite", "postgresql")
 NUM_SOCKETS = 1000
-"""Connections per socket attack."""
+"""Number of connections per socket attack."""
 NUM_END_USERS = 150_000
-"""Events in the attacker's ledger, each for a different end user."""
+"""Number of the attacker's events in the ledger, each with a different end user."""
 PATIENCE_S = 90.0
 
 
@@ -54,7 +54,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """The target of an attack."""
+    """The server under attack, its accounts, and its database."""
 
     deployment: Deployment
     server: subprocess.Popen[str]
@@ -62,13 +62,13 @@ class Stand:
     polite: Account
     attacker: Account
     directory: Path
-    """Directory for the attacks' own files."""
+    """Directory for files that the attacks create."""
     billed_before: int
-    """Completion tokens in the ledger that another server computed."""
+    """Completion tokens in the ledger before the attacks."""
     notes: list[str] = field(default_factory=list)
-    """The attacks' remarks in addition to their counts."""
+    """Remarks on attacks, shown in addition to the counts."""
     undocumented: Counter[str] = field(default_factory=Counter)
-    """Answers that no client should see, by status and code; attacks add to this counter."""
+    """Number of violations, such as undocumented responses, by description; attacks add to this counter."""
 
     @property
     def url(self) -> str:
@@ -83,7 +83,7 @@ class Stand:
         return {"authorization": f"Bearer {self.deployment.admin_key}"}
 
     def adapter_id(self, account: Account) -> str:
-        """The identifier of an account's only adapter."""
+        """Return the identifier of an account's adapter."""
         answer = httpx.get(
             f"{self.admin_url}/admin/v1/adapters",
             params={"tenant": account.slug},
@@ -103,7 +103,7 @@ class Stand:
             )
 
     def metrics(self) -> dict[tuple[str, tuple[str, ...]], float]:
-        """Each series' value, by its name and label values."""
+        """Metric values by name and label values."""
         shown = httpx.get(f"{self.admin_url}/metrics", trust_env=False, timeout=10).text
         return {
             (sample.name, tuple(sample.labels.values())): sample.value
@@ -112,7 +112,7 @@ class Stand:
         }
 
     def num_descriptors(self) -> dict[str, int]:
-        """Open descriptors of the server and of its child processes, without the pool of database connections."""
+        """Open descriptors in the server and in its child processes, without the database connection pool."""
         found = {"server": -self._num_database_descriptors(), "other processes": 0}
         for pid in _family(self.server.pid):
             with contextlib.suppress(OSError):
@@ -120,17 +120,17 @@ class Stand:
         return found
 
     def _num_database_descriptors(self) -> int:
-        """SQLite's files, or connections to PostgreSQL; the pool keeps as many as were ever needed concurrently."""
+        """Open SQLite files or PostgreSQL connections, whose number grows with concurrency and never shrinks."""
         if not self.database.is_sqlite:
             query = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()")
             with self.database.read() as connection:
-                # Exclude this query's own connection.
+                # Exclude the connection that runs this query.
                 return int(connection.execute(query).scalar_one()) - 1
         descriptors = Path(f"/proc/{self.server.pid}/fd").iterdir()
         return sum("loramux.db" in os.readlink(one) for one in descriptors if one.is_symlink())
 
     def wait_idle(self) -> None:
-        """Wait until nothing runs, nothing is reserved and no version is pending."""
+        """Wait until no reservation is open and no version is pending."""
         wait_until(lambda: not self._under_way(), lambda: f"still under way: {self._under_way()}")
 
     def _under_way(self) -> dict[str, int]:
@@ -147,10 +147,10 @@ class Stand:
 
 @contextmanager
 def open_stand(kind: str) -> Iterator[Stand]:
-    """A server on SQLite with local blobs, or on PostgreSQL with S3; both serve the demo base."""
+    """Run a server for the demo base, on SQLite with local blobs or on PostgreSQL with S3."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-adversary-")))
-        # One thread each for the engine and the gateway's loop, so that both have a core.
+        # Limit the engine to one thread, so that the gateway's event loop has a core of its own.
         environment = {"LORAMUX_NUM_THREADS": "1"}
         arguments: tuple[str, ...] = ()
         if kind == "postgresql":
@@ -192,7 +192,7 @@ def _account(made: Deployment, slug: str) -> Account:
 
 
 def _family(pid: int) -> list[int]:
-    """A process and all its descendants."""
+    """The process identifiers of a process and all its descendants."""
     found = [pid]
     for parent in found:
         with contextlib.suppress(OSError):
@@ -203,7 +203,7 @@ def _family(pid: int) -> list[int]:
 
 @contextmanager
 def _s3(directory: Path) -> Iterator[dict[str, str]]:
-    """Run an S3-compatible server with the bucket in its own process, and yield the environment variables for it."""
+    """Run an S3-compatible server with a bucket in its own process, and yield environment variables for clients."""
     port = free_port()
     environment = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
