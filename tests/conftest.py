@@ -1,6 +1,6 @@
-"""Fixtures shared by all folders' tests: a real database of each kind, and the demo base.
+"""Fixtures shared by the tests of all folders: real databases of both kinds, and the demo base.
 
-Database fixtures import their dependencies themselves, because kernels and engine are also tested without them.
+Database fixtures import their dependencies locally, because kernels and engine are also tested without them.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from tests.demo_base import DEMO_BASE
 if TYPE_CHECKING:
     from loramux.migrations.database import Database
 
-# Set this before importing torch, so that idle OpenMP threads soon go to sleep, as in the engine process.
+# Set these before torch is imported. They let idle OpenMP threads sleep soon, as in the engine process.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """An empty directory with a path short enough for a Unix socket, which may have at most 107 bytes."""
+    """An empty directory with a short path, because a Unix socket's path may have at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="lmx-") as directory:
         yield Path(directory)
 
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[str]:
-    """The URL of a real PostgreSQL server that lives for the whole test run."""
+    """The URL of a real PostgreSQL server that runs for the whole test session."""
     from tests.postgres import running_server
 
     with running_server() as url:
@@ -41,7 +41,7 @@ def postgres_server() -> Iterator[str]:
 
 @pytest.fixture
 def postgres_url(postgres_server: str) -> Iterator[str]:
-    """A new, empty database on the PostgreSQL server."""
+    """The URL of a new, empty database on the PostgreSQL server."""
     from tests.postgres import new_database
 
     with new_database(postgres_server, "template1") as url:
@@ -50,7 +50,7 @@ def postgres_url(postgres_server: str) -> Iterator[str]:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of an empty database, once for each kind."""
+    """The URL of an empty database; the test runs once on SQLite and once on PostgreSQL."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'loramux.db'}"
     return str(request.getfixturevalue("postgres_url"))
@@ -58,7 +58,7 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(scope="session")
 def postgres_template(postgres_server: str) -> str:
-    """The name of a database with the current schema, used as a template for others."""
+    """The name of a PostgreSQL database with the current schema, used as a template for other databases."""
     from tests.migrated import migrate
     from tests.postgres import create_database
 
@@ -78,7 +78,7 @@ def migrated_postgres_url(postgres_server: str, postgres_template: str) -> Itera
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def migrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of a database with the current schema, once for each kind."""
+    """The URL of a database with the current schema; the test runs once on SQLite and once on PostgreSQL."""
     if request.param == "sqlite":
         from tests.migrated import migrated_sqlite
 
@@ -88,7 +88,7 @@ def migrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def database(migrated_url: str) -> Iterator[Database]:
-    """The migrated database, opened."""
+    """An open database with the current schema."""
     from loramux.migrations.database import Database
 
     database = Database(migrated_url)

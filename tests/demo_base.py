@@ -1,4 +1,4 @@
-"""The path of the demo's base model, which tests of whole servers use."""
+"""The path of the demo's base model, used by tests that run a whole server."""
 
 from __future__ import annotations
 

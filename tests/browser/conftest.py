@@ -1,4 +1,4 @@
-"""A running server with the demo's tenants on its own PostgreSQL, and Chromium with its console."""
+"""A running server with the demo's tenants on its own PostgreSQL, and Chromium tabs with the console."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking",
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[FaultyPostgres]:
-    """The demo's database, which a test can stop."""
+    """The demo's PostgreSQL server; tests can stop it."""
     with faulty_postgres() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory, postgres: FaultyPostgres) -> Iterator[Demo]:
-    """One server for all tests, which has already answered some requests."""
+    """A server shared by all tests; it has already answered some requests."""
     data_dir = tmp_path_factory.mktemp("demo")
-    # Servers start slowly on a busy machine, and these tests do not check how fast a server starts.
+    # Allow for slow starts on a busy machine; these tests do not check how fast a server starts.
     demo_server.START_TIMEOUT_S = 600.0
     more = ["--database-url", postgres.url]
     server = DemoServer(DEMO_FILES / "base", data_dir, free_port(), free_port(), SERVED_NAME, more)
@@ -68,7 +68,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def new_tab(chromium: Any, demo: Demo) -> Iterator[NewTab]:
-    """Opens signed-in tabs, each in its own browser context, and checks at the end that no tab has complaints."""
+    """Opens signed-in tabs, each in its own browser context. After the test, no tab may have complaints."""
     tabs: list[Tab] = []
 
     def new(width: int = 1440, scheme: str = "light", key: str | None = None) -> Tab:
@@ -98,7 +98,7 @@ def tab(new_tab: NewTab) -> Tab:
 
 @pytest.fixture
 def adapter_files() -> Callable[[str], list[str]]:
-    """The two files of a demo adapter."""
+    """Returns the paths of a demo adapter's two files."""
 
     def files(name: str) -> list[str]:
         folder: Path = DEMO_FILES / "adapters" / name
@@ -108,6 +108,6 @@ def adapter_files() -> Callable[[str], list[str]]:
 
 
 def _note(tab: Tab, message: Any) -> None:
-    # Content-security violations are logged as errors; failed responses that a test provokes are not counted.
+    # Errors include content security policy violations. Ignore failed requests, which some tests provoke.
     if message.type == "error" and "Failed to load resource" not in message.text:
         tab.complaints.append(message.text)

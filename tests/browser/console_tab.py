@@ -1,4 +1,4 @@
-"""A browser page with the console, and the browser's complaints."""
+"""A browser page that shows the console, and errors logged by the browser."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.browser.browser_tools import axe_source
 
 @dataclass
 class Tab:
-    """A browser page with the console, and the browser's complaints."""
+    """A browser page that shows the console, and errors logged by the browser."""
 
     page: Any
     root: str
@@ -32,7 +32,7 @@ class Tab:
         return str(self.page.locator("#notices").inner_text())
 
     def serious(self) -> list[str]:
-        """The violations that axe rates as serious or critical."""
+        """Accessibility violations that axe rates as serious or critical."""
         self.page.evaluate(axe_source())
         found = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
         return [

@@ -1,4 +1,4 @@
-"""The demo's server, and what a test needs to call it."""
+"""The demo's server, with the client and keys for calling it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.platform.faulty_postgres import FaultyPostgres
 
 @dataclass
 class Demo:
-    """The server and what a test needs to call it."""
+    """The demo's server, with the client and keys for calling it."""
 
     server: DemoServer
     postgres: FaultyPostgres

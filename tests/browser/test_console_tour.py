@@ -1,4 +1,4 @@
-"""The console in a real browser over a running demo: every page opens and every main action works."""
+"""The console of a running demo in a real browser: every page opens and every main action works."""
 
 from __future__ import annotations
 
@@ -201,13 +201,13 @@ def test_a_dry_run_of_a_quota_says_what_would_bind(tab: Tab, demo: Demo) -> None
 
 def test_a_request_that_streams_is_cancelled(tab: Tab, demo: Demo) -> None:
     answers: list[Any] = []
-    # Long enough to find and cancel the request: one answer of 900 tokens takes at least two seconds.
+    # The request runs long enough to be found and cancelled: 900 tokens take at least two seconds.
     body = {"max_tokens": 900, "ignore_eos": True, "n": 8}
     asking = threading.Thread(target=lambda: answers.append(demo.ask("chambers", "formal", **body)))
     tab.open("/requests")
     started = time.monotonic()
     asking.start()
-    # The request appears without a reload and can be cancelled here.
+    # The request appears without a reload.
     tab.page.click("tr:has-text('chambers/formal@1') >> text=Cancel…")
     tab.page.wait_for_selector("text=What changes")
     tab.page.click("button:has-text('Cancel the request')")
@@ -294,7 +294,7 @@ def test_pages_that_are_open_while_the_engine_is_down_say_so_and_recover(new_tab
     overview.open("/").wait_for_selector("text=Engine ready")
     residency.open("/residency").wait_for_selector("text=The page pool")
     down = threading.Event()
-    # A fast machine would restart the engine before a page polls again.
+    # Kill the engine repeatedly, because a fast machine would restart it before a page polls again.
     killing = threading.Thread(target=_kill_engine_until, args=(demo, down))
     killing.start()
     try:
@@ -321,7 +321,7 @@ def test_pages_that_are_open_while_the_database_is_down_say_so_and_recover(new_t
             tab.page.wait_for_selector("text=The database cannot be reached", timeout=60_000)
         form.page.click("dialog[open] >> button:has-text('Create')")
         form.page.wait_for_selector("text=nothing was changed", timeout=60_000)
-        # A page opened in the meantime reports the failure and retries by itself.
+        # A page opened during the outage reports the failure and retries automatically.
         reader.open("/keys").wait_for_selector("text=Temporarily unavailable")
         assert reader.serious() == []
         _keep(reader.page, "database-down-light-1440")
@@ -343,13 +343,13 @@ def test_pages_that_are_open_while_the_database_is_down_say_so_and_recover(new_t
 
 
 def _keep(page: Any, name: str) -> None:
-    """Save a screenshot for `docs/screenshots`, if requested."""
+    """Save a screenshot if LORAMUX_SCREENSHOTS names a directory."""
     if "LORAMUX_SCREENSHOTS" in os.environ:
         page.screenshot(path=Path(os.environ["LORAMUX_SCREENSHOTS"]) / f"{name}.png")
 
 
 def _engine_of(demo: Demo) -> psutil.Process:
-    """The engine is the server's child that does not validate adapters."""
+    """Return the engine's process, one of the server's children."""
     children = psutil.Process(demo.server.pid).children()
     return next(child for child in children if any("engine" in word for word in child.cmdline()))
 
@@ -361,7 +361,7 @@ def _kill_engine_until(demo: Demo, is_enough: threading.Event) -> None:
 
 
 def _small_targets(page: Any) -> list[str]:
-    """Touch targets less than 44 px high, except links inside a sentence."""
+    """Return touch targets that are less than 44 px high, except links inside text."""
     wanted = (
         "button, .button, select, nav a, td a, th a, input:not([type=checkbox]):not([type=radio]):not([type=hidden])"
     )

@@ -1,4 +1,4 @@
-"""`docs/architecture.svg`: each folder's packages in the order of their contract, and the imports between them."""
+"""`docs/architecture.svg`: each folder's packages, in the order of its import contract, and their imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import grimp
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = (("admin",), ("platform",), ("engine",), ("adapter_store", "kernels", "migrations"))
-"""Folders from left to right. Each folder imports only folders to its right or, in the last column, below it."""
+"""Columns of folders, left to right. A folder imports only folders to its right or, in the last column, below it."""
 
 LETTER, BOX_HEIGHT, ROW, GAP, MARGIN = 7.2, 24, 42, 14, 18
 STYLE = """
@@ -35,7 +35,7 @@ path { fill: none; stroke: #818b98; stroke-opacity: 0.7 }
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Where a package is drawn; `is_last` marks the right end of its row."""
+    """A package's position in the picture; `is_last` marks the last box of a row."""
 
     left: float
     top: float
@@ -48,7 +48,7 @@ Arrows = set[tuple[str, str]]
 
 
 def architecture_picture() -> str:
-    """The picture as SVG."""
+    """Return the picture as SVG."""
     graph = grimp.build_graph("loramux", include_external_packages=False, cache_dir=None)
     layers = _contracts()
     drawn: list[str] = []
@@ -69,7 +69,7 @@ def architecture_picture() -> str:
 
 
 def _contracts() -> Mapping[str, Layers]:
-    """Each folder's layers from top to bottom, from `pyproject.toml`."""
+    """Read each folder's layers, top to bottom, from `pyproject.toml`."""
     settings: Mapping[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contracts = settings["tool"]["importlinter"]["contracts"]
     return {
@@ -82,7 +82,7 @@ def _contracts() -> Mapping[str, Layers]:
 
 
 def _arrows(graph: grimp.ImportGraph, folder: str) -> Arrows:
-    """The imports between a folder's packages, without those implied by others."""
+    """Return the imports between a folder's packages, without imports implied by other imports."""
     prefix = f"loramux.{folder}."
     imports: dict[str, set[str]] = {}
     for module in graph.modules:
@@ -125,7 +125,7 @@ def _width(layers: Layers) -> float:
 
 
 def _panel(folder: str, layers: Layers, arrows: Arrows, x: float, y: float, width: float) -> tuple[list[str], float]:
-    """The SVG elements of one folder at `(x, y)`, and its height."""
+    """Return one folder's SVG elements, drawn at `(x, y)`, and the folder's height."""
     height = 40 + len(layers) * ROW
     drawn = [
         f'<rect class="panel" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="8"/>',
@@ -150,7 +150,7 @@ def _panel(folder: str, layers: Layers, arrows: Arrows, x: float, y: float, widt
 
 
 def _curve(start: Box, end: Box, right: float) -> str:
-    """A curve from the bottom of one box to the top of another; around the outside if there are rows in between."""
+    """Return a curve from `start` to `end`, which goes around any rows in between."""
     from_x, to_x = start.left + start.width / 2, end.left + end.width / 2
     from_y, to_y = start.top + BOX_HEIGHT, end.top
     rows = round((end.top - start.top) / ROW)
@@ -160,7 +160,7 @@ def _curve(start: Box, end: Box, right: float) -> str:
     from_x, from_y = start.left + start.width, start.top + BOX_HEIGHT / 2
     outside = min(max(from_x, end.left + end.width) + 10 * rows, right - 4)
     if not end.is_last:
-        # Enter between the rows, because a neighbour covers the box's side.
+        # Enter from above, because another box is in the way on the right.
         above = to_y - (ROW - BOX_HEIGHT) / 2
         return (
             f'<path d="M{from_x:g} {from_y:g} C{outside:g} {from_y:g} {outside:g} {above:g} {outside - 30:g} {above:g} '

@@ -1,4 +1,4 @@
-"""`docs/commands.md`, generated from the command line itself."""
+"""`docs/commands.md`, generated from the command-line interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`docs/configuration.md`, generated from the settings themselves."""
+"""`docs/configuration.md`, generated from the settings classes."""
 
 from __future__ import annotations
 

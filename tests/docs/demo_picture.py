@@ -1,4 +1,4 @@
-"""`docs/demo.svg`: the real output of `make demo` as a picture. Usage: python -m tests.docs.demo_picture."""
+"""`docs/demo.svg`: a picture of the output of `make demo`. Usage: python -m tests.docs.demo_picture."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main() -> None:
             style = ""
         console.print(Text(line, style=style))
     drawn = console.export_svg(title="loramux", unique_id="demo")
-    # Use the reader's own monospaced font; a picture should download nothing.
+    # Use the reader's own monospaced font, because a picture should not download a font.
     PICTURE.write_text(re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL))
     print(f"wrote {PICTURE.name}")
 

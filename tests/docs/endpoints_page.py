@@ -71,7 +71,7 @@ HEALTH = "`GET /health/live` and `GET /health/ready` on both listeners are for l
 
 
 def endpoints_page() -> str:
-    """Build a server's services in a temporary directory to get the routes and their schemas."""
+    """Generate the page; build a server's services in a temporary directory to get the routes and schemas."""
     with (
         tempfile.TemporaryDirectory() as directory,
         open_admin_side(Path(directory), TARGET) as side,
@@ -114,7 +114,7 @@ def _shown(parameter: dict[str, Any]) -> str:
 
 
 def _body(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
-    """The body's fields, with required ones in bold."""
+    """List a body's fields, with required fields in bold."""
     if "$ref" in schema:
         schema = schemas[schema["$ref"].rpartition("/")[2]]
     required = schema.get("required", ())

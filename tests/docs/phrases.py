@@ -1,4 +1,4 @@
-"""Part of `make check`: find phrases that make a reader start a sentence again, and suggest plainer words."""
+"""Find phrases that readers stumble over, and suggest plainer words. Part of `make check`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = frozenset({".html", ".md", ".py", ".toml", ".yaml", ".yml"})
-"""Suffixes of the files to read; other files are data."""
+"""Suffixes of the files to check; other files are data."""
 
 NOT_READ = frozenset({Path(__file__), Path(__file__).with_name("test_phrases.py")})
 """Files that contain the phrases themselves."""
@@ -34,7 +34,7 @@ SUGGESTIONS: Mapping[str, str] = {
 
 
 def findings(text: str) -> Iterator[tuple[int, str, str]]:
-    """Each phrase in `text`: its line from 1, the phrase, and what to write instead."""
+    """Yield each phrase in `text` with its line number, counted from 1, and a suggested replacement."""
     for number, line in enumerate(text.splitlines(), 1):
         for pattern, suggestion in SUGGESTIONS.items():
             for match in re.finditer(pattern, line, re.IGNORECASE):
@@ -47,7 +47,7 @@ def tracked_files() -> list[Path]:
 
 
 def main(arguments: list[str]) -> int:
-    """Read the files that `arguments` name, or every tracked file. The exit status is 1 if a phrase was found."""
+    """Check the files named in `arguments`, or all tracked files. Return 1 if a phrase was found, otherwise 0."""
     names = [Path(name) for name in arguments] or tracked_files()
     found = 0
     for name in names:

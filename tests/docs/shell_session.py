@@ -1,7 +1,8 @@
-"""Types a page's marked blocks into one shell, in the order in which a reader meets them.
+"""Run a page's marked code blocks in one shell, from top to bottom.
 
-A block is marked by its info string: ```sh run``` is typed, and ```python run``` runs in its own Python with the same
-variables. Other blocks are not run. A page is one session: later blocks see what earlier ones export.
+A block is marked by its info string. A ```sh run``` block runs in the shell; a ```python run``` block runs in a new
+Python process with the shell's environment. Other blocks are not run. Each page is one session, so later blocks see
+variables exported by earlier blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Typed:
 
 
 def script_of(page: Path) -> str:
-    """The marked blocks as one script; Python blocks become here-documents."""
+    """Return the marked blocks as one shell script; Python blocks become here-documents."""
     parts = []
     for language, text in _BLOCK.findall(page.read_text()):
         parts.append(text if language == "sh" else f"python - <<'PYTHON'\n{text}PYTHON\n")
@@ -37,7 +38,7 @@ def script_of(page: Path) -> str:
 
 
 def type_page(page: Path, directory: Path, ports: Mapping[int, int], environment: Mapping[str, str]) -> Typed:
-    """Type a page in `directory` with free ports in place of its own; stop processes that it leaves running."""
+    """Run a page in `directory`, with its port numbers replaced by free ports; stop processes left running."""
     script = script_of(page)
     for said, free in ports.items():
         script = re.sub(rf"(?<![0-9]){said}(?![0-9])", str(free), script)
@@ -59,7 +60,7 @@ def type_page(page: Path, directory: Path, ports: Mapping[int, int], environment
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=errors,
-            # Put background processes into one session, so that they can be stopped together.
+            # Start a new session, so that background processes can be stopped together.
             start_new_session=True,
         )
     try:

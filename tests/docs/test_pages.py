@@ -1,4 +1,4 @@
-"""The documentation is correct: references match the program, links resolve, and commands in pages work."""
+"""Reference pages match the program, links resolve, and commands in the documentation work."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_files_that_the_contributing_guide_names_exist() -> None:
 
 
 def type_in_place(page: Path, directory: Path) -> Typed:
-    """Type a page in a directory with a base and two adapters, as a reader would have."""
+    """Run a page in a directory that contains a base and two adapters, as a reader's would."""
     shutil.copytree(DEMO / "base", directory / "my-base")
     shutil.copytree(DEMO / "adapters" / "pirate", directory / "my-adapter")
     shutil.copytree(DEMO / "adapters" / "formal", directory / "my-better-adapter")
@@ -61,7 +61,7 @@ def test_a_newcomers_path_is_typed_from_the_readme(tmp_path: Path) -> None:
     typed = type_in_place(ROOT / "README.md", tmp_path)
     assert typed.exit_code == 0, typed.errors + typed.output
     assert "acme/support version 1 is ready" in typed.output
-    # curl's output ends without a newline.
+    # curl's output does not end with a newline.
     answer, _ = json.JSONDecoder().raw_decode(typed.output, typed.output.index('{"id"'))
     assert answer["choices"][0]["message"]["content"].startswith("Arr, matey!")
     usage = answer["usage"]

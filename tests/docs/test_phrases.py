@@ -1,4 +1,4 @@
-"""The prose check finds its phrases in any kind of file, and passes on this repository."""
+"""The phrase check finds phrases in all kinds of files, and passes on this repository."""
 
 from __future__ import annotations
 

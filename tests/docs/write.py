@@ -1,4 +1,4 @@
-"""`make docs`: write the pages of `docs/` that are generated from the program."""
+"""`make docs`: write the pages in `docs/` that are generated from the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layout rules: a namespace package that can be imported anywhere, and documented packages."""
+"""Layout rules: the namespace package can be imported from anywhere, and every package is documented."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def python_files(folder: str) -> list[Path]:
 
 
 def packages(folder: str) -> list[Path]:
-    """The directories under a folder that contain modules, except migrations, whose file names cannot be imported."""
+    """Directories under a folder that contain importable modules, which excludes numbered migrations."""
     modules = [path for path in python_files(folder) if path.stem.isidentifier()]
     return sorted({path.parent.relative_to(ROOT) for path in modules} - {Path(folder)})
 
@@ -70,12 +70,12 @@ def test_a_packages_init_is_a_docstring_and_nothing_else(package: Path) -> None:
 def test_each_package_has_a_line_in_the_readme_above_it(package: Path) -> None:
     readme = next(folder / "README.md" for folder in package.parents if (ROOT / folder / "README.md").exists())
     is_mentioned = f"`{package.name}/`" in (ROOT / readme).read_text()
-    assert is_mentioned, f"{readme} says nothing of {package.name}/"
+    assert is_mentioned, f"{readme} does not mention {package.name}/"
 
 
 @pytest.mark.parametrize("folder", ["tests", "benchmarks"])
 def test_nothing_imports_from_a_conftest(folder: str) -> None:
-    """Tests share code in modules named after their contents; a conftest has only fixtures."""
+    """A conftest contains only fixtures; shared test code is in modules named after their contents."""
     importing = []
     for path in python_files(folder):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -88,7 +88,7 @@ def test_nothing_imports_from_a_conftest(folder: str) -> None:
 
 @pytest.mark.parametrize("folder", [*FOLDERS, "benchmarks"])
 def test_tests_lie_in_the_rooms_of_the_product(folder: str) -> None:
-    """A folder without tests contains support code and is named after its contents."""
+    """Test folders mirror the product's folders, except folders that contain only support code."""
     rooms = {path.parent.relative_to(ROOT / "tests") for path in python_files(f"tests/{folder}") if is_test(path)}
     assert [str(room) for room in sorted(rooms) if not (ROOT / room).is_dir()] == []
 

@@ -1,4 +1,4 @@
-"""The contents of the wheel and the sdist, built from the files tracked by git: `make test-package`."""
+"""The contents of the wheel and the sdist, built from the files that git tracks: `make test-package`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The packages that `make venv` installs are pinned and, except for torch and triton, verified by wheel hashes."""
+"""All packages installed by `make venv` are pinned; all except torch and triton are also verified by hash."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pins(name: str) -> dict[str, str]:
 
 
 def locked(name: str) -> dict[str, tuple[str, list[str]]]:
-    """Each package's version and hashes; fails on any other kind of line, such as an index option."""
+    """Return each package's version and hashes; fail on any other line, such as an index option."""
     found = {}
     for entry in (ROOT / name).read_text().replace(" \\\n", "").splitlines():
         pin, *hashes = entry.split("    --hash=sha256:")
@@ -53,7 +53,7 @@ def test_every_pin_but_torchs_has_hashes_of_that_version() -> None:
 
 
 def test_nothing_else_is_installed() -> None:
-    """The lock covers all direct and indirect dependencies of the project, except those that only torch needs."""
+    """The lock covers all direct and indirect dependencies, except packages that only torch needs."""
     seen: set[str] = set()
     waiting = [("loramux", frozenset({"demo", "dev"}))]
     while waiting:
@@ -71,7 +71,7 @@ def test_nothing_else_is_installed() -> None:
 
 @pytest.mark.parametrize("target", ["venv", "test-browser"])
 def test_a_wheel_that_somebody_changed_is_refused(tmp_path: Path, target: str) -> None:
-    """The Makefile's flags and the lock's hashes make pip refuse a changed wheel, whatever the index says."""
+    """With the Makefile's flags and the lock's hashes, pip refuses a changed wheel from any index."""
     planned = subprocess.run(
         ["make", "--dry-run", "--always-make", target, f"VENV={tmp_path}/venv"],
         cwd=ROOT,
@@ -102,12 +102,12 @@ def test_a_wheel_that_somebody_changed_is_refused(tmp_path: Path, target: str) -
 
 
 def test_an_environment_keeps_its_python_and_constraints_until_make_clean(tmp_path: Path) -> None:
-    """Other values are refused with the remedy; without values, targets use those that made the environment."""
+    """Other values are refused with the fix; by default, targets use the values that created the environment."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("pyproject.toml", "constraints.txt", "constraints-cuda.txt", "constraints.lock"):
         (tmp_path / name).touch()
     python = tmp_path / "python"
-    # Creates an environment that holds only this program, and ignores every other call.
+    # The fake Python creates an environment that contains only itself, and ignores every other call.
     python.write_text('#!/bin/sh\nif [ "$2" = venv ]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi\n')
     python.chmod(0o755)
     inherited = {
@@ -124,7 +124,7 @@ def test_an_environment_keeps_its_python_and_constraints_until_make_clean(tmp_pa
     refused = make("venv", "CONSTRAINTS=constraints.txt")
     assert refused.returncode == 2
     assert f"PYTHON={python} {cuda}: run 'make clean' first" in refused.stderr
-    # A target that names no constraints reinstalls with the same ones.
+    # Without CONSTRAINTS, a target reinstalls with the same constraints.
     os.utime(tmp_path / "pyproject.toml", (time.time() + 60,) * 2)
     assert "-c constraints-cuda.txt" in make("--dry-run", "check").stdout
     assert make("clean", "CONSTRAINTS=constraints.txt").returncode == 0

@@ -1,4 +1,4 @@
-"""The migrations produce the declared schema on both databases, and a wrong schema is refused."""
+"""The migrations produce the declared schema on both databases; a wrong schema is refused."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_upgrade_twice_changes_nothing(database: Database) -> None:
 
 def test_servers_that_start_together_upgrade_once(database_url: str) -> None:
     program = "import sys; from loramux.migrations.database import Database; Database(sys.argv[1]).upgrade()"
-    # Pass the paths on, so that the servers import the same modules as this test.
+    # Set PYTHONPATH, so that the servers import the same modules as this test.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     servers = [subprocess.Popen([sys.executable, "-c", program, database_url], env=environment) for _ in range(3)]
     assert [server.wait(timeout=60) for server in servers] == [0, 0, 0]
@@ -288,7 +288,7 @@ def test_usage_of_before_is_rolled_up(database_url: str) -> None:
             select(rollups.requests, rollups.completion_tokens).where(rollups.tenant_id == "", rollups.span_us == day)
         ).one()
     hours = [(hour, 0, 2, 30), (hour, hour, 1, 40), (hour, 2 * hour, 0, -4)]
-    # The very first week began a day earlier, as did the first span of two, four, eight and sixteen days.
+    # The first week began one day before the epoch, as did the first spans of 2, 4, 8 and 16 days.
     of_day, of_week = (day, 0, 3, 66), (7 * day, -day, 3, 66)
     by_grain = {
         1: [*hours, of_day, of_week],
@@ -325,10 +325,10 @@ def test_reservations_of_before_that_were_settled_are_gone(database_url: str) ->
 
 
 def test_writers_of_one_process_follow_each_other_at_once(tmp_path: Path) -> None:
-    """SQLite waits for its lock by sleeping inside a statement; threads of one process take turns without sleeping."""
+    """SQLite sleeps while it waits for its lock. Threads of one process must wait their turn without that sleep."""
     database = Database(migrated_sqlite(tmp_path / "loramux.db"))
     with database.read(), database.read():
-        # Open two connections, so that both threads find one.
+        # Open two connections, so that the pool has one for each thread.
         pass
     begun: list[str] = []
     event.listen(database._engine, "engine_connect", lambda _: begun.append(threading.current_thread().name))

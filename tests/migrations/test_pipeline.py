@@ -1,4 +1,4 @@
-"""Pipelined round trips to PostgreSQL: a transaction is all or nothing, and errors are SQLAlchemy's."""
+"""Pipelined round trips to PostgreSQL: transactions are atomic, and errors are SQLAlchemy's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def names(database: Database) -> set[str]:
 
 
 def add_by_trips(database: Database, *trips: Sequence[str], between: Callable[[], None] = lambda: None) -> None:
-    """Add names in one transaction, committed by the last trip; `between` runs after each of the other trips."""
+    """Add names in one transaction, committed by the last round trip; call `between` between round trips."""
     with database.write_in_pipelines() as connection:
         for number, trip in enumerate(trips, start=1):
             with pipeline(connection, is_last=number == len(trips)) as run:

@@ -1,4 +1,4 @@
-"""An upgrade while gateways are still running: a deadlock makes it retry, but only a few times."""
+"""An upgrade that deadlocks with running gateways retries, but only a limited number of times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_WAITING = "SELECT count(*) FROM pg_locks WHERE relation = 'reservations'::re
 
 
 class Upgraded(Database):
-    """Records the SQLSTATE of each refusal by PostgreSQL."""
+    """Records the SQLSTATE of every error from PostgreSQL."""
 
     def __init__(self, url: str) -> None:
         super().__init__(f"{url}&options=-c%20deadlock_timeout%3D100ms")
@@ -38,7 +38,7 @@ def of_before(postgres_url: str) -> Iterator[Upgraded]:
 
 
 def until_waiting(url: str, num_waiting: int) -> None:
-    """Wait until this many sessions are waiting for locks on the reservations."""
+    """Wait until `num_waiting` sessions are waiting for locks on the reservations."""
     ends_s = time.monotonic() + 20
     with psycopg.connect(url, autocommit=True) as connection:
         while connection.execute(NUM_WAITING).fetchone() != (num_waiting,):
@@ -53,13 +53,13 @@ def test_an_upgrade_in_a_deadlock_with_a_reservation_is_tried_again(of_before: U
         psycopg.connect(postgres_url) as settling,
     ):
         settling.execute("SELECT id FROM reservations WHERE id = '' FOR UPDATE")
-        # PostgreSQL must never choose this session as the deadlock's victim.
+        # Keep PostgreSQL from choosing this session as the deadlock victim.
         reserving.execute("SET LOCAL deadlock_timeout = '1min'")
         reserving.execute("SELECT * FROM quota_counters FOR UPDATE")
         reserving.execute("SELECT * FROM quota_policies")
         upgrading = threads.submit(of_before.upgrade)
         until_waiting(postgres_url, 1)
-        # This statement queues for the reservations behind the upgrade, which has not locked the policies yet.
+        # This statement waits for the reservations behind the upgrade, which has not locked the policies yet.
         reserved = threads.submit(reserving.execute, "UPDATE reservations SET state = state WHERE id = ''")
         until_waiting(postgres_url, 2)
         settling.commit()

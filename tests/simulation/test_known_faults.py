@@ -1,6 +1,6 @@
-"""Faults that users of other engines have reported, ruled out here on the simulated device.
+"""Regression tests, on the simulated device, for faults that users of other engines have reported.
 
-Faults that need real weights are in `tests/conformance/test_known_faults.py`.
+Tests for faults that need real weights are in `tests/conformance/test_known_faults.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def run_and_check(simulation: Simulation) -> None:
 
 
 def test_a_hot_load_never_takes_the_slot_of_a_running_request(lookahead: bool) -> None:
-    """A running request was decoded with another adapter after a hot load had taken its adapter's slot."""
+    """Reported fault: a hot load took the slot of a running request's adapter, and decoding used the wrong adapter."""
     names = {f"other{i}": 1 for i in range(30)}
     simulation = simulate_engine(num_pages=200, num_slots=2, adapters={"mine": 1, **names}, lookahead=lookahead)
     mine = simulation.add("mine", digest="mine", max_tokens=100)
@@ -37,7 +37,10 @@ def test_a_hot_load_never_takes_the_slot_of_a_running_request(lookahead: bool) -
 
 
 def test_a_new_version_of_a_name_never_sees_the_old_versions_prefix(lookahead: bool) -> None:
-    """Stale prefix pages were used after an adapter was reloaded under the same name; here a digest names a version."""
+    """Reported fault: after an adapter was reloaded under the same name, stale prefix pages were used.
+
+    Here, each version has its own digest.
+    """
     simulation = simulate_engine(adapters={"support, version 1": 2, "support, version 2": 2}, lookahead=lookahead)
     prompt = tuple(range(50))
     for version in ("support, version 1", "support, version 2"):
@@ -57,7 +60,7 @@ def test_a_new_version_of_a_name_never_sees_the_old_versions_prefix(lookahead: b
 def test_an_adapters_name_never_collides_with_an_owners_key(
     first: tuple[bytes, str | None], second: tuple[bytes, str | None]
 ) -> None:
-    """An adapter's name and a cache salt, joined without their lengths, gave two owners the same key."""
+    """Reported fault: adapter name and cache salt were joined without lengths, so two owners got the same key."""
     adapters = {digest: 1 for _, digest in (first, second) if digest is not None}
     simulation = simulate_engine(adapters=adapters)
     prompt = tuple(range(50))
@@ -71,7 +74,7 @@ def test_an_adapters_name_never_collides_with_an_owners_key(
 
 @pytest.mark.parametrize("num_slots", [1, 2, 8])
 def test_one_adapter_more_than_there_are_slots_waits_and_runs(num_slots: int, lookahead: bool) -> None:
-    """With N slots, the (N+1)th adapter tripped an assertion."""
+    """Reported fault: with N slots, the (N+1)th adapter failed an assertion."""
     names = {f"adapter{i}": 1 for i in range(num_slots + 1)}
     simulation = simulate_engine(num_slots=num_slots, adapters=names, lookahead=lookahead)
     adds = [simulation.add(name, digest=name, max_tokens=6) for name in names]
@@ -81,7 +84,7 @@ def test_one_adapter_more_than_there_are_slots_waits_and_runs(num_slots: int, lo
 
 @pytest.mark.parametrize("end", ["runs out", "is aborted"])
 def test_an_unload_after_several_answers_to_one_request_comes_to_its_end(end: str, lookahead: bool) -> None:
-    """Unloading waited forever after a request with n > 1, because one use too many was counted."""
+    """Reported fault: one use too many was counted for requests with n > 1, so unloading waited forever."""
     simulation = simulate_engine(adapters={"a": 3}, lookahead=lookahead)
     for choice in range(4):
         simulation.add(f"choice{choice}", digest="a", max_tokens=5 + choice)
@@ -97,7 +100,7 @@ def test_an_unload_after_several_answers_to_one_request_comes_to_its_end(end: st
 
 
 def test_base_traffic_never_waits_for_adapters(lookahead: bool) -> None:
-    """Requests for the base waited behind requests whose adapters were still loading."""
+    """Reported fault: requests for the base waited behind requests whose adapters were still loading."""
     names = {f"adapter{i}": 1 for i in range(200)}
     simulation = simulate_engine(adapters=names, max_sequences=4, lookahead=lookahead)
     simulation.hold_loads()
@@ -112,7 +115,7 @@ def test_base_traffic_never_waits_for_adapters(lookahead: bool) -> None:
 
 
 def test_a_row_that_is_not_finite_ends_alone(lookahead: bool) -> None:
-    """One broken adapter's NaN spread to neighbouring rows in the batch."""
+    """Reported fault: one broken adapter's NaN spread to other rows in the batch."""
     simulation = simulate_engine(adapters={"broken": 2, "sound": 2}, lookahead=lookahead)
     simulation.executor.not_finite_for.add("broken")
     sound = [simulation.add(f"s{i}", digest=digest, max_tokens=20) for i, digest in enumerate([None, "sound", None])]

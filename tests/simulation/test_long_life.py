@@ -1,4 +1,4 @@
-"""A long random run on the simulated device: anything can happen to a request, and nothing is lost or leaked."""
+"""Long random runs on the simulated device: whatever happens to requests, nothing is lost or leaked."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from loramux.engine.messages import Abort, AdapterState, Add, Extend, Finished, 
 from tests.engine.simulated_engine import Simulation, simulate_engine, stats_of
 
 NUM_TURNS = int(os.environ.get("LORAMUX_SIMULATION_TURNS", "10000"))
-"""Number of turns in the campaign."""
+"""Number of turns in each campaign run."""
 
 
 class Life:
-    """Drives one engine with random events, and checks every token of its answers."""
+    """Drives one engine with random events and checks every token that it generates."""
 
     def __init__(self, seed: int, lookahead: bool) -> None:
         self.rng = random.Random(seed)
@@ -71,7 +71,7 @@ class Life:
         for _ in range(20_000):
             if not simulation.engine.has_work:
                 break
-            # Let pauses and deadlines expire too.
+            # Advance the clock, so that pauses and deadlines expire too.
             simulation.clock.now += 1.0
             self._step()
         else:
@@ -88,7 +88,7 @@ class Life:
             assert finished.cached_tokens <= finished.prompt_tokens in (0, len(add.prompt))
             assert finished.completion_tokens <= len(received)
             if finished.reason == "length":
-                # A limit is raised only as far as the pool has room, and only while the request's adapter is resident.
+                # A request's limit can be raised only while its adapter is resident and the pool has room.
                 assert add.max_tokens <= finished.completion_tokens == len(received) <= limit
                 assert name in self.extended or finished.completion_tokens == limit
 
@@ -163,9 +163,9 @@ def test_a_random_life_loses_and_leaks_nothing(seed: int, lookahead: bool) -> No
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(100, 110))
 def test_a_long_random_life_loses_and_leaks_nothing(seed: int) -> None:
-    """Each of ten runs has NUM_TURNS turns."""
+    """Run NUM_TURNS turns for each of ten seeds."""
     life = live(seed, bool(seed % 2), NUM_TURNS)
     counts = stats_of(life.simulation)
-    # With 80 pages there is room for every request.
+    # A pool of 80 pages has room for every request, so it needs no preemption.
     assert counts.num_preemptions > 0 or life.simulation.pages.num_pages == 80
     assert counts.num_adapter_evictions > 0
