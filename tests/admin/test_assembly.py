@@ -43,20 +43,20 @@ def assembling(model: Path, tmp_path: Path, **given: str) -> AbstractContextMana
         ("max_sequences", 3),
     ],
 )
-def test_what_an_operator_sets_reaches_the_engine(demo_base: Path, tmp_path: Path, name: str, value: Any) -> None:
+def test_operator_settings_reach_the_engine(demo_base: Path, tmp_path: Path, name: str, value: Any) -> None:
     default = read_model(Settings(model=demo_base, data_dir=tmp_path))[1]
     config = read_model(Settings(model=demo_base, data_dir=tmp_path, **{name: value}))[1]
     assert getattr(config, name) == value != getattr(default, name)
 
 
-def test_servers_of_one_host_may_share_a_disk_tier(demo_base: Path, tmp_path: Path) -> None:
+def test_servers_on_one_host_can_share_a_disk_tier(demo_base: Path, tmp_path: Path) -> None:
     own = read_model(Settings(model=demo_base, data_dir=tmp_path / "data"))[1]
     shared = read_model(Settings(model=demo_base, data_dir=tmp_path / "data", disk_tier_dir=tmp_path / "shared"))[1]
     assert (own.cache_dir, shared.cache_dir) == (str(tmp_path / "data" / "disk-tier"), str(tmp_path / "shared"))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_gpu_s_programs_are_kept_in_the_data_directory(
+def test_gpu_programs_are_stored_in_the_data_directory(
     device: str, demo_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "resolve_device", lambda requested: device)
@@ -64,7 +64,7 @@ def test_a_gpu_s_programs_are_kept_in_the_data_directory(
     assert config.program_dir == {"cpu": None, "cuda": str(tmp_path / "programs")}[device]
 
 
-def test_an_operator_and_an_engine_begin_with_the_same_defaults(demo_base: Path, tmp_path: Path) -> None:
+def test_settings_and_engine_config_have_the_same_defaults(demo_base: Path, tmp_path: Path) -> None:
     config = read_model(Settings(model=demo_base, data_dir=tmp_path))[1]
     plain = EngineConfig(model_dir="", blob_url="", cache_dir="")
     for name in ("max_waiting_tokens", "max_waiting_s", "max_pinned_share", "eviction_policy", "max_sequences"):
@@ -72,7 +72,7 @@ def test_an_operator_and_an_engine_begin_with_the_same_defaults(demo_base: Path,
 
 
 @pytest.mark.parametrize(("sandbox", "required"), [("preferred", ()), ("required", ESSENTIAL)])
-def test_a_required_sandbox_is_required_of_every_validation(
+def test_required_sandbox_applies_to_every_validation(
     demo_base: Path, tmp_path: Path, sandbox: str, required: tuple[str, ...]
 ) -> None:
     with assembling(demo_base, tmp_path, sandbox=sandbox) as assembled:
@@ -81,7 +81,7 @@ def test_a_required_sandbox_is_required_of_every_validation(
         assert services.self_check.is_sandbox_required is bool(required)
 
 
-def test_an_empty_database_is_filled(demo_base: Path, tmp_path: Path, database_url: str) -> None:
+def test_empty_database_is_migrated(demo_base: Path, tmp_path: Path, database_url: str) -> None:
     with assembling(demo_base, tmp_path, database_url=database_url) as assembled:
         assert not assembled.api_keys.has_platform_admin()
     database = Database(database_url)
@@ -89,7 +89,7 @@ def test_an_empty_database_is_filled(demo_base: Path, tmp_path: Path, database_u
     database.close()
 
 
-def test_admin_work_takes_neither_threads_nor_connections_of_inference(
+def test_admin_work_takes_no_threads_or_connections_from_inference(
     demo_base: Path, tmp_path: Path, database_url: str
 ) -> None:
     """While every admin thread holds a database connection, each gateway thread still gets one."""
@@ -122,7 +122,7 @@ def test_admin_work_takes_neither_threads_nor_connections_of_inference(
         asyncio.run(all_at_once())
 
 
-def test_a_database_of_another_version_is_refused_unless_it_is_embedded(demo_base: Path, tmp_path: Path) -> None:
+def test_external_database_with_another_version_is_refused(demo_base: Path, tmp_path: Path) -> None:
     path = tmp_path / "loramux.db"
     database = Database(f"sqlite:///{path}")
     database.upgrade()
@@ -136,7 +136,7 @@ def test_a_database_of_another_version_is_refused_unless_it_is_embedded(demo_bas
         pass
 
 
-def test_a_database_of_the_future_is_refused(demo_base: Path, tmp_path: Path) -> None:
+def test_database_from_a_newer_release_is_refused(demo_base: Path, tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path / 'loramux.db'}")
     database.upgrade()
     with database.write() as connection:
@@ -156,14 +156,12 @@ def test_a_database_of_the_future_is_refused(demo_base: Path, tmp_path: Path) ->
         pytest.param({"blob_url": "s3://B"}, "names no bucket", id="bucket"),
     ],
 )
-def test_a_store_that_cannot_be_used_is_refused(
-    demo_base: Path, tmp_path: Path, given: dict[str, str], said: str
-) -> None:
+def test_unusable_store_is_refused(demo_base: Path, tmp_path: Path, given: dict[str, str], said: str) -> None:
     with pytest.raises(StartRefused, match=said), assembling(demo_base, tmp_path, **given):
         pass
 
 
-def test_a_database_that_fails_while_earlier_work_is_taken_up_is_refused(demo_base: Path, tmp_path: Path) -> None:
+def test_database_failure_during_startup_recovery_is_refused(demo_base: Path, tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path / 'loramux.db'}")
     database.upgrade()
     database.close()
@@ -188,7 +186,7 @@ def test_a_model_without_a_tokenizer_is_refused(demo_base: Path, tmp_path: Path)
         pytest.param('{"architectures": ["GPT2LMHeadModel"]}', "GPT2LMHeadModel", id="architecture"),
     ],
 )
-def test_a_model_that_is_not_supported_is_refused(tmp_path: Path, config: str, said: str) -> None:
+def test_unsupported_model_is_refused(tmp_path: Path, config: str, said: str) -> None:
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(StartRefused, match=said):
         read_model(Settings(model=tmp_path))

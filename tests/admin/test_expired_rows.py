@@ -29,7 +29,7 @@ def rows_of(table: Table, until: Column[int], times_us: Sequence[int]) -> list[d
 
 
 @pytest.mark.parametrize("until", UNTIL, ids=lambda until: until.table.name)
-def test_what_is_over_is_swept_in_portions_and_nothing_else(migrated_url: str, until: Column[int]) -> None:
+def test_only_expired_rows_are_swept_in_batches(migrated_url: str, until: Column[int]) -> None:
     database = Database(migrated_url, clock=lambda: NOW_US)
     over, lasting = [NOW_US - number for number in range(25)], [NOW_US + 1, NOW_US + 2]
     with database.write() as connection:

@@ -88,7 +88,7 @@ def ask(http: httpx.Client, server: Server, secret: str, prompts: list[str], max
 
 
 @pytest.mark.campaign
-def test_a_stopped_server_drains_and_its_successor_finds_the_bill(
+def test_stopped_server_drains_and_the_next_one_reports_its_usage(
     start: Start, demo_base: Path, tmp_path: Path
 ) -> None:
     first = start()
@@ -138,7 +138,7 @@ def refusal(*arguments: object, lacking: str = "", **variables: str) -> str:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the measures need Linux")
 @pytest.mark.parametrize("measure", [FILES, CALLS])
-def test_a_required_sandbox_that_the_machine_lacks_is_refused(demo_base: Path, tmp_path: Path, measure: str) -> None:
+def test_missing_required_sandbox_is_refused(demo_base: Path, tmp_path: Path, measure: str) -> None:
     if CALLS in missing_measures():
         pytest.skip("this machine cannot imitate a lesser one")
     arguments = ("--model", demo_base, "--data-dir", tmp_path / "data", "--port", 0, "--admin-port", 0)
@@ -150,7 +150,7 @@ def test_a_required_sandbox_that_the_machine_lacks_is_refused(demo_base: Path, t
     assert not (tmp_path / "data").exists()
 
 
-def test_a_port_in_use_is_refused(demo_base: Path, tmp_path: Path) -> None:
+def test_port_in_use_is_refused(demo_base: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         errors = refusal("--model", demo_base, "--data-dir", tmp_path / "data", "--port", 0, "--admin-port", port)
@@ -169,7 +169,7 @@ def test_a_port_in_use_is_refused(demo_base: Path, tmp_path: Path) -> None:
         pytest.param(("--model", "MODEL", "--data-dir", "/proc/nowhere"), "data directory /proc/nowhere", id="data"),
     ],
 )
-def test_what_cannot_work_is_refused_with_a_sentence(
+def test_invalid_setup_is_refused_with_one_sentence(
     demo_base: Path, tmp_path: Path, arguments: tuple[str, ...], said: str
 ) -> None:
     given = [str(demo_base) if argument == "MODEL" else argument for argument in arguments]

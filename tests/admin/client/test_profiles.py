@@ -28,7 +28,7 @@ def profile(name: str, key: str = "a key", url: str = "https://lora.example") ->
     return Profile(name=name, url=url, key=key)
 
 
-def test_a_profile_reads_back_as_it_was_written(file: ProfileFile) -> None:
+def test_profile_round_trips_through_the_file(file: ProfileFile) -> None:
     odd = profile("a.b_c-1", key='k"e\\y #[x]', url="https://user@[::1]:8001/below")
     file.add(profile("first"))
     file.add(odd)
@@ -37,7 +37,7 @@ def test_a_profile_reads_back_as_it_was_written(file: ProfileFile) -> None:
     assert "a key" not in repr(known)
 
 
-def test_only_the_owner_reads_the_file_and_nothing_is_left_beside_it(file: ProfileFile) -> None:
+def test_profile_file_is_private_and_no_temporary_file_remains(file: ProfileFile) -> None:
     old = os.umask(0)
     try:
         file.add(profile("first"))
@@ -49,7 +49,7 @@ def test_only_the_owner_reads_the_file_and_nothing_is_left_beside_it(file: Profi
     assert sorted(path.name for path in file.path.parent.iterdir()) == ["config.toml", "lock"]
 
 
-def test_a_file_that_others_may_read_is_refused(file: ProfileFile) -> None:
+def test_file_readable_by_others_is_refused(file: ProfileFile) -> None:
     file.add(profile("first"))
     file.path.chmod(0o640)
     for call in (file.read, lambda: file.use("first"), lambda: file.add(profile("second"))):
@@ -70,7 +70,7 @@ def test_a_file_that_others_may_read_is_refused(file: ProfileFile) -> None:
         pytest.param(b'[profiles.a]\nurl = "http://x"\nkey = "a-secret"\nkeys = ""', "nothing else", id="too much"),
     ],
 )
-def test_a_file_that_is_wrong_is_explained_and_stays(file: ProfileFile, content: bytes, said: str) -> None:
+def test_malformed_file_is_explained_and_kept(file: ProfileFile, content: bytes, said: str) -> None:
     file.path.parent.mkdir(parents=True)
     file.path.write_bytes(content)
     file.path.chmod(0o600)
@@ -81,13 +81,13 @@ def test_a_file_that_is_wrong_is_explained_and_stays(file: ProfileFile, content:
 
 
 @pytest.mark.parametrize("name", ["", "A", "-a", "a b", "../x", "a/b", "ä", "a\n", "x" * 64])
-def test_a_name_that_is_none_is_refused(file: ProfileFile, name: str) -> None:
+def test_invalid_profile_name_is_refused(file: ProfileFile, name: str) -> None:
     with pytest.raises(ProfileError, match="lowercase letters"):
         file.add(profile(name))
     assert not file.path.exists()
 
 
-def test_commands_at_once_lose_nothing(file: ProfileFile) -> None:
+def test_concurrent_commands_lose_no_profile(file: ProfileFile) -> None:
     adding = [threading.Thread(target=file.add, args=(profile(f"p{number}"),)) for number in range(8)]
     for thread in adding:
         thread.start()
@@ -116,7 +116,7 @@ def test_commands_at_once_lose_nothing(file: ProfileFile) -> None:
         pytest.param(None, {}, ("https://1", "key 1"), id="then the current profile"),
     ],
 )
-def test_a_call_goes_to_the_server_that_is_named_most_directly(
+def test_flag_overrides_environment_and_current_profile(
     file: ProfileFile, asked: str | None, environment: dict[str, str], found: tuple[str, str]
 ) -> None:
     for number, name in ((1, "first"), (2, "second")):
@@ -125,14 +125,14 @@ def test_a_call_goes_to_the_server_that_is_named_most_directly(
     assert (address.url, address.key) == found
 
 
-def test_a_key_never_goes_to_another_server_than_its_own(file: ProfileFile) -> None:
+def test_profile_key_is_not_sent_to_another_server(file: ProfileFile) -> None:
     file.add(profile("first"))
     with pytest.raises(NoServerNamed, match="LORAMUX_ADMIN_KEY is not"):
         find_server(None, {"LORAMUX_ADMIN_URL": ELSEWHERE}, file)
     assert "a key" not in repr(find_server(None, {}, file))
 
 
-def test_a_profile_is_added_used_listed_without_its_key_and_removed(
+def test_profile_is_added_used_listed_without_key_and_removed(
     loramux: Run, admin_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LORAMUX_ADMIN_KEY")
@@ -167,7 +167,7 @@ def test_a_profile_is_added_used_listed_without_its_key_and_removed(
         pytest.param(("profiles", "add", "X"), "k", 2, "lowercase letters", id="bad name"),
     ],
 )
-def test_mistakes_with_profiles_are_explained(
+def test_profile_errors_are_explained(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     arguments: tuple[str, ...],

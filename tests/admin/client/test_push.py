@@ -22,7 +22,9 @@ def client(admin_server: RunningServer) -> Iterator[AdminClient]:
         yield client
 
 
-def test_a_push_of_what_is_out_of_service_says_so(client: AdminClient, make_adapter: Callable[..., Path]) -> None:
+def test_push_of_archived_or_quarantined_version_is_refused(
+    client: AdminClient, make_adapter: Callable[..., Path]
+) -> None:
     directories = [make_adapter(), make_adapter()]
     for directory in directories:
         push_adapter(client, directory, "acme", "support")
@@ -50,7 +52,7 @@ class BusyServer(AdminClient):
         super().put_bytes(url, size, chunks)
 
 
-def test_a_push_comes_again_to_a_server_that_is_busy(
+def test_push_retries_when_server_is_busy(
     admin_server: RunningServer, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
@@ -63,7 +65,7 @@ def test_a_push_comes_again_to_a_server_that_is_busy(
     assert pauses[:4] == [0.5, 2.0, 0.5, 2.0]
 
 
-def test_a_file_that_is_refused_is_not_sent_again(
+def test_push_does_not_retry_refused_file(
     admin_server: RunningServer, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: AdminClient, url: str, size: int, chunks: Iterable[bytes]) -> None:

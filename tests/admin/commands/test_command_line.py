@@ -19,7 +19,7 @@ from tests.admin.command_line import Run, printed_json
 from tests.admin.metered_requests import begin_request, settle_request
 
 
-def test_the_calls_that_the_design_fixes_print_what_it_says(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+def test_documented_commands_print_documented_output(loramux: Run, make_adapter: Callable[..., Path]) -> None:
     tenant = printed_json(loramux("tenants", "create", "acme", "--json"))
     assert (tenant["id"][:4], tenant["slug"]) == ("ten_", "acme")
     key = printed_json(loramux("keys", "create", "--tenant", "acme", "--json"))
@@ -55,7 +55,7 @@ def test_lists_are_tables_or_json(loramux: Run, make_adapter: Callable[..., Path
         assert printed_json(loramux(*arguments, "--json"))["object"] in ("list", "page")
 
 
-def test_a_version_is_promoted_by_parts_and_rolled_back(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+def test_version_is_promoted_gradually_and_rolled_back(loramux: Run, make_adapter: Callable[..., Path]) -> None:
     loramux("tenants", "create", "acme")
     push = ("--tenant", "acme", "--name", "support")
     assert "promote" not in loramux("adapters", "push", make_adapter(), *push).stdout
@@ -85,7 +85,7 @@ def test_a_version_is_promoted_by_parts_and_rolled_back(loramux: Run, make_adapt
     assert loramux("adapters", "enable", "acme/support").stdout == "acme/support is active\n"
 
 
-def test_an_adapter_is_granted_and_taken_back(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+def test_adapter_grant_is_added_and_removed(loramux: Run, make_adapter: Callable[..., Path]) -> None:
     for slug in ("acme", "guest"):
         loramux("tenants", "create", slug)
     loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support")
@@ -99,7 +99,7 @@ def test_an_adapter_is_granted_and_taken_back(loramux: Run, make_adapter: Callab
     assert (mistyped.exit_code, "did you mean support?" in mistyped.stderr) == (1, True)
 
 
-def test_a_version_is_placed_and_seen_where_it_is(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+def test_preloaded_version_appears_in_residency_and_jobs(loramux: Run, make_adapter: Callable[..., Path]) -> None:
     loramux("tenants", "create", "acme")
     pushed = printed_json(
         loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support", "--json")
@@ -130,7 +130,7 @@ def test_requests_in_flight_are_listed_and_cancelled(loramux: Run, admin_side: A
     assert (refused.exit_code, json.loads(refused.stdout)["error"]["code"]) == (1, "request_not_found")
 
 
-def test_what_was_pushed_can_be_pulled(loramux: Run, make_adapter: Callable[..., Path], tmp_path: Path) -> None:
+def test_pushed_version_can_be_pulled(loramux: Run, make_adapter: Callable[..., Path], tmp_path: Path) -> None:
     loramux("tenants", "create", "acme")
     first, second, place = make_adapter(), make_adapter(), tmp_path / "deep" / "pulled"
     for directory in (first, second):
@@ -153,12 +153,12 @@ def test_what_was_pushed_can_be_pulled(loramux: Run, make_adapter: Callable[...,
 @pytest.mark.parametrize(
     "name", ["support", "acme/support", "acme/support@0", "acme/support@x", "acme//x@1", "a/b@1@2"]
 )
-def test_a_version_has_to_be_named_in_full(loramux: Run, name: str) -> None:
+def test_version_must_be_named_in_full(loramux: Run, name: str) -> None:
     refused = loramux("adapters", "archive", name)
     assert (refused.exit_code, "tenant/adapter@version" in refused.stderr) == (1, True)
 
 
-def test_usage_is_a_table_of_whatever_it_is_grouped_by(loramux: Run, admin_side: Any) -> None:
+def test_usage_table_has_a_column_for_each_group(loramux: Run, admin_side: Any) -> None:
     tenant = printed_json(loramux("tenants", "create", "acme", "--json"))
     key = printed_json(loramux("keys", "create", "--tenant", "acme", "--json"))
     settle_request(admin_side, tenant["id"], key["id"], "acme/support@1", 1234, 77)
@@ -178,7 +178,7 @@ def test_a_list_shows_every_page(loramux: Run, admin_side: Any) -> None:
     assert len(printed_json(loramux("tenants", "list", "--json"))["data"]) == 120
 
 
-def test_a_rejected_adapter_exits_with_1_and_its_error(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+def test_push_of_rejected_adapter_exits_with_1_and_its_error(loramux: Run, make_adapter: Callable[..., Path]) -> None:
     loramux("tenants", "create", "acme")
     push = ("adapters", "push", make_adapter(poison=float("inf")), "--tenant", "acme", "--name", "support")
     refused = loramux(*push, "--json")
@@ -198,7 +198,7 @@ def test_a_rejected_adapter_exits_with_1_and_its_error(loramux: Run, make_adapte
         pytest.param({"adapter_model.safetensors": b"x"}, "file_missing", id="no config"),
     ],
 )
-def test_a_directory_that_is_no_adapter_is_refused_before_anything_is_sent(
+def test_push_of_invalid_directory_sends_nothing(
     loramux: Run, tmp_path: Path, files: dict[str, bytes], code: str
 ) -> None:
     for name, content in files.items():
@@ -221,7 +221,7 @@ def test_a_directory_that_is_no_adapter_is_refused_before_anything_is_sent(
         ),
     ],
 )
-def test_mistakes_have_an_exit_code_and_a_sentence(
+def test_errors_have_an_exit_code_and_one_sentence(
     loramux: Run, arguments: tuple[str, ...], exit_code: int, said: str
 ) -> None:
     result = loramux(*arguments)
@@ -230,7 +230,7 @@ def test_mistakes_have_an_exit_code_and_a_sentence(
     assert "Traceback" not in result.output
 
 
-def test_a_revoked_key_is_shown_as_such(loramux: Run) -> None:
+def test_revoked_key_is_listed_as_revoked(loramux: Run) -> None:
     loramux("tenants", "create", "acme")
     key = printed_json(loramux("keys", "create", "--tenant", "acme", "--scope", "base", "--json"))
     assert key["scopes"] == ["base"]
@@ -255,7 +255,7 @@ def test_a_revoked_key_is_shown_as_such(loramux: Run) -> None:
         pytest.param({"LORAMUX_ADMIN_KEY": "secret-k\u00e9y"}, 3, "printable ASCII", id="key not ASCII"),
     ],
 )
-def test_a_server_that_cannot_be_used_is_explained(
+def test_unusable_server_is_explained(
     loramux: Run, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], exit_code: int, said: str
 ) -> None:
     for name, value in variables.items():
@@ -265,12 +265,12 @@ def test_a_server_that_cannot_be_used_is_explained(
     assert "secret" not in result.output
 
 
-def test_a_key_read_from_a_file_may_end_with_its_line_break(loramux: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_file_may_end_with_a_line_break(loramux: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAMUX_ADMIN_KEY", ADMIN_KEY + "\n")
     assert printed_json(loramux("tenants", "list", "--json"))["data"] == []
 
 
-def test_a_tenant_is_changed_suspended_and_removed(loramux: Run) -> None:
+def test_tenant_is_changed_suspended_and_deleted(loramux: Run) -> None:
     loramux("tenants", "create", "acme", "--timezone", "Europe/Berlin")
     assert printed_json(loramux("tenants", "show", "acme", "--json"))["timezone"] == "Europe/Berlin"
     changed = loramux("tenants", "set", "acme", "--weight", 3, "--display-name", "Acme Ltd")
@@ -298,7 +298,7 @@ def test_a_key_is_limited_rotated_and_renamed(loramux: Run, make_adapter: Callab
     assert loramux("keys", "set", key["id"]).exit_code == 2
 
 
-def test_a_push_names_the_model_by_the_tenants_slug(loramux: Run, make_adapter: Callable[..., Path]) -> None:
+def test_push_prints_model_name_with_tenant_slug(loramux: Run, make_adapter: Callable[..., Path]) -> None:
     tenant = printed_json(loramux("tenants", "create", "acme", "--json"))
     pushed = printed_json(
         loramux("adapters", "push", make_adapter(), "--tenant", tenant["id"], "--name", "x", "--json")
@@ -306,7 +306,7 @@ def test_a_push_names_the_model_by_the_tenants_slug(loramux: Run, make_adapter: 
     assert pushed["model"] == "acme/x"
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_no_heavy_modules() -> None:
     heavy = ("torch", "fastapi", "sqlalchemy", "httpx", "pydantic", "numpy", "openai")
     code = f"import sys, loramux.admin.cli; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run(
@@ -315,7 +315,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_database_is_checked_and_upgraded_by_its_verbs(tmp_path: Path) -> None:
+def test_db_commands_check_and_upgrade_the_database(tmp_path: Path) -> None:
     runner = CliRunner()
     new = runner.invoke(app, ["db", "check", "--data-dir", str(tmp_path / "data")])
     assert new.exit_code == 1

@@ -16,7 +16,7 @@ from tests.admin.admin_side import ADMIN_KEY
 PAGE = Path(__file__).parents[3] / "docs" / "commands.md"
 
 
-def test_the_page_lists_the_codes_that_verbs_end_with() -> None:
+def test_documented_exit_codes_are_complete() -> None:
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", PAGE.read_text(), re.MULTILINE)}
     assert listed == {
         exit_codes.DONE,
@@ -27,7 +27,7 @@ def test_the_page_lists_the_codes_that_verbs_end_with() -> None:
     }
 
 
-def test_ctrl_c_ends_a_verb_with_130_and_a_sentence() -> None:
+def test_ctrl_c_exits_with_130_and_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(60)
         variables = {

@@ -13,7 +13,7 @@ from loramux.admin.commands.quota_plot import bar
 from tests.admin.command_line import printed_json
 
 
-def test_quotas_are_set_plotted_tried_and_lifted_from_the_command_line(loramux: Callable[..., Any]) -> None:
+def test_quotas_are_set_plotted_checked_and_removed(loramux: Callable[..., Any]) -> None:
     tenant = printed_json(loramux("tenants", "create", "acme", "--json"))
     key = printed_json(loramux("keys", "create", "--tenant", "acme", "--json"))
     for arguments in (
@@ -56,5 +56,5 @@ def test_quotas_are_set_plotted_tried_and_lifted_from_the_command_line(loramux: 
     [(0, 0, "·" * 40), (1, 0, "█" + "·" * 39), (500, 250, "█" * 20 + "▒" * 10 + "·" * 10), (999, 500, "█" * 40)],
     ids=["nothing", "a little", "some", "too much"],
 )
-def test_a_bar_shows_what_is_used_and_reserved(used: int, reserved: int, shown: str) -> None:
+def test_bar_shows_used_and_reserved_amounts(used: int, reserved: int, shown: str) -> None:
     assert bar({"used": used, "reserved": reserved, "burst": 1000}) == shown

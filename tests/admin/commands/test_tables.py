@@ -24,14 +24,12 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_table_that_fits_a_terminal_has_a_line_for_each_row(
-    terminal: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_that_fits_has_one_line_per_row(terminal: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     print_table(COLUMNS[:3], [row[:3] for row in ROWS[:1]])
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_one_that_does_not_fit_is_shown_row_by_row_and_whole(
+def test_wide_table_is_shown_as_untruncated_records(
     terminal: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     print_table(COLUMNS, ROWS)
@@ -43,7 +41,7 @@ def test_one_that_does_not_fit_is_shown_row_by_row_and_whole(
     assert shown.count("x") == 90
 
 
-def test_without_a_terminal_every_row_is_a_line(
+def test_output_without_a_terminal_has_one_line_per_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")

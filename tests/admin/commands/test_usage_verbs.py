@@ -24,7 +24,7 @@ def spend(admin_side: AdminSide, loramux: Run, tokens: tuple[int, ...] = (10, 30
         settle_request(admin_side, tenant["id"], key["id"], "=base", number, 2 * number)
 
 
-def test_usage_is_drawn_and_leaves_in_every_format(admin_side: AdminSide, loramux: Run) -> None:
+def test_usage_is_drawn_and_exported_in_every_format(admin_side: AdminSide, loramux: Run) -> None:
     spend(admin_side, loramux)
     drawn = loramux("usage", "--last", "1d", "--group-by", "tenant,status")
     assert drawn.exit_code == 0
@@ -40,7 +40,7 @@ def test_usage_is_drawn_and_leaves_in_every_format(admin_side: AdminSide, loramu
     assert (refused.exit_code, json.loads(refused.stdout)["error"]["param"]) == (1, "timezone")
 
 
-def test_a_long_report_is_cut_to_its_largest_lines(admin_side: AdminSide, loramux: Run) -> None:
+def test_long_report_shows_only_its_largest_rows(admin_side: AdminSide, loramux: Run) -> None:
     spend(admin_side, loramux)
     globex = printed_json(loramux("tenants", "create", "globex", "--json"))
     settle_request(
@@ -63,7 +63,7 @@ def test_a_long_report_is_cut_to_its_largest_lines(admin_side: AdminSide, loramu
     assert loramux("usage", "--top", "0").exit_code == 2
 
 
-def test_prices_and_the_audit_log_have_verbs(loramux: Run) -> None:
+def test_prices_and_audit_log_commands(loramux: Run) -> None:
     price = printed_json(loramux("prices", "add", "--prompt", "0.15", "--completion", "0.6", "--json"))
     assert (price["prompt"], price["cached"], price["completion"]) == (150_000_000, 150_000_000, 600_000_000)
     assert "0.15" in loramux("prices", "list").stdout
@@ -73,12 +73,12 @@ def test_prices_and_the_audit_log_have_verbs(loramux: Run) -> None:
 
 
 @pytest.mark.parametrize(("amount", "most", "drawn"), [(0, 5, ""), (5, 5, "█" * 20), (1, 10_000, "▏"), (3, 0, "")])
-def test_a_bar_is_as_long_as_its_amount(amount: int, most: int, drawn: str) -> None:
+def test_bar_length_is_proportional_to_amount(amount: int, most: int, drawn: str) -> None:
     assert bar(amount, most) == drawn
 
 
 @pytest.mark.anyio
-async def test_an_export_is_streamed_in_parts(
+async def test_export_is_streamed(
     http: httpx.AsyncClient, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger_module, "EXPORT_ROWS", 2)

@@ -31,7 +31,7 @@ VERBS = dict(verbs(typer.main.get_command(app)))
 
 
 @pytest.mark.parametrize("words", sorted(VERBS), ids=" ".join)
-def test_every_verb_says_what_it_does_and_speaks_json(words: tuple[str, ...]) -> None:
+def test_every_command_has_help_and_a_json_option(words: tuple[str, ...]) -> None:
     verb = VERBS[words]
     assert (verb.help or "").strip().endswith("."), "the help ends like a sentence"
     flags = {flag for parameter in verb.params for flag in parameter.opts}
@@ -48,12 +48,12 @@ def test_every_verb_says_what_it_does_and_speaks_json(words: tuple[str, ...]) ->
         pytest.param(("tenants", "list", "--jsn"), "--json", id="option"),
     ],
 )
-def test_a_mistyped_word_gets_a_hint(arguments: tuple[str, ...], said: str) -> None:
+def test_mistyped_word_gets_a_suggestion(arguments: tuple[str, ...], said: str) -> None:
     result = CliRunner().invoke(app, list(arguments))
     assert (result.exit_code, said in result.stderr) == (2, True), result.output
 
 
-def test_a_pipe_that_ends_early_is_no_fault() -> None:
+def test_closed_output_pipe_causes_no_traceback() -> None:
     program = [sys.executable, "-m", "loramux.admin.cli", "--help"]
     environment = {**os.environ, "PYTHONPATH": ".src", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -96,7 +96,9 @@ def complete(directory: Path, *words: str) -> list[str]:
         pytest.param(("--profile", "pro"), ["production"], id="profile"),
     ],
 )
-def test_bash_completes_verbs_options_and_profiles(tmp_path: Path, words: tuple[str, ...], offered: list[str]) -> None:
+def test_bash_completes_commands_options_and_profiles(
+    tmp_path: Path, words: tuple[str, ...], offered: list[str]
+) -> None:
     from loramux.admin.client.profiles import Profile, ProfileFile
 
     ProfileFile.of_user({"XDG_CONFIG_HOME": str(tmp_path)}).add(Profile(name="production", url="https://x", key="k"))

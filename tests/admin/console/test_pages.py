@@ -42,7 +42,7 @@ PAGES += ["/keys", "/usage", "/usage?days=30&group_by=endpoint", "/jobs", "/jobs
 
 
 @pytest.mark.parametrize("path", PAGES)
-async def test_a_page_without_anything_to_show_says_what_to_do(operator: Browser, path: str) -> None:
+async def test_empty_page_says_what_to_do(operator: Browser, path: str) -> None:
     page = (await operator.get(path)).text
     assert "<h1>" in page
     assert "Undefined" not in page
@@ -59,7 +59,7 @@ async def test_a_page_without_anything_to_show_says_what_to_do(operator: Browser
         "/keys?tenant=no",
     ],
 )
-async def test_what_does_not_exist_is_a_page_that_says_so(operator: Browser, path: str) -> None:
+async def test_missing_object_gets_a_not_found_page(operator: Browser, path: str) -> None:
     page = (await operator.get(path, 404)).text
     assert "Not found" in page
     assert "Go to the overview" in page
@@ -79,7 +79,7 @@ async def test_what_does_not_exist_is_a_page_that_says_so(operator: Browser, pat
         "/tenants/%E2%80%AE",
     ],
 )
-async def test_bad_input_is_never_a_failure_of_ours(operator: Browser, path: str) -> None:
+async def test_bad_input_never_causes_a_server_error(operator: Browser, path: str) -> None:
     response = await operator.client.get(f"/console{path}")
     assert response.status_code < 500, response.text[-300:]
     assert "<b>" not in response.text.replace("<body", "")
@@ -141,7 +141,7 @@ async def test_a_key_is_shown_once(operator: Browser) -> None:
     assert "is revoked" in await operator.confirm(f"/keys/{key_id}/revoke")
 
 
-async def test_the_second_of_two_editors_of_a_quota_is_told(operator: Browser) -> None:
+async def test_second_editor_of_a_quota_is_warned(operator: Browser) -> None:
     await operator.post("/tenants", slug="edited")
     await operator.post("/quotas", tenant="edited", metric="tokens_per_minute", limit="1,000", referer="/quotas")
     page = (await operator.get("/quotas?tenant=edited")).text
@@ -155,12 +155,12 @@ async def test_the_second_of_two_editors_of_a_quota_is_told(operator: Browser) -
 
 
 @pytest.mark.parametrize("limit", ["", "many", "-1", "1e9", "9" * 30])
-async def test_a_limit_that_is_no_number_is_refused(operator: Browser, limit: str) -> None:
+async def test_non_numeric_limit_is_refused(operator: Browser, limit: str) -> None:
     said = await operator.post("/quotas", tenant="nobody", metric="tokens_per_minute", limit=limit, referer="/quotas")
     assert 'class="notice error"' in said
 
 
-async def test_an_adapter_is_uploaded_moved_and_rolled_back(
+async def test_adapter_is_uploaded_promoted_and_rolled_back(
     operator: Browser, console_side: AdminSide, make_adapter: Callable[..., Path]
 ) -> None:
     await operator.post("/tenants", slug="maker")
@@ -210,7 +210,7 @@ async def test_an_adapter_is_uploaded_moved_and_rolled_back(
     assert "serves requests again" in await operator.confirm(f"{here}/state")
 
 
-async def test_what_cannot_be_undone_easily_is_asked_first(operator: Browser, console_side: AdminSide) -> None:
+async def test_destructive_actions_ask_for_confirmation(operator: Browser, console_side: AdminSide) -> None:
     services = console_side.services
     tenant = services.tenants.create("asked")
     key = services.api_keys.create(tenant.id, "caller")
@@ -250,7 +250,7 @@ async def _followed(operator: Browser, path: str) -> str:
     return (await operator.client.get((await operator.get(path, 303)).headers["location"])).text
 
 
-async def test_nothing_that_a_name_holds_gets_out_of_its_place(
+async def test_markup_in_names_is_escaped_on_every_page(
     console_app: ASGIApp, console_side: AdminSide, make_adapter: Callable[..., Path], operator: Browser
 ) -> None:
     services = console_side.services
@@ -326,7 +326,7 @@ async def _until_ready(operator: Browser, path: str) -> str:
     raise AssertionError("the version is not ready")
 
 
-async def test_a_viewer_sees_no_form_and_a_tenant_nothing_of_others(
+async def test_viewer_sees_no_forms_and_tenant_sees_only_its_own_objects(
     console_app: ASGIApp, console_side: AdminSide
 ) -> None:
     services = console_side.services
@@ -351,7 +351,7 @@ async def test_a_viewer_sees_no_form_and_a_tenant_nothing_of_others(
         assert "foreign" not in (await admin.get("/usage")).text
 
 
-async def test_pages_say_that_the_engine_is_down_and_recover(operator: Browser, console_side: AdminSide) -> None:
+async def test_pages_report_engine_outage_and_recover(operator: Browser, console_side: AdminSide) -> None:
     console_side.engine.die()
     try:
         page = (await operator.get("/residency")).text
@@ -362,7 +362,7 @@ async def test_pages_say_that_the_engine_is_down_and_recover(operator: Browser, 
     assert "The page pool" in (await operator.get("/residency")).text
 
 
-async def test_pages_say_that_the_database_is_down_and_recover(
+async def test_pages_report_database_outage_and_recover(
     operator: Browser, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def down(*_: Any, **__: Any) -> Any:
@@ -383,7 +383,7 @@ async def test_usage_is_downloaded_as_csv(operator: Browser) -> None:
     assert response.headers["content-security-policy"]
 
 
-async def test_a_live_part_says_that_the_database_is_down_recovers_and_ends_with_its_session(
+async def test_live_part_reports_database_outage_and_ends_with_its_session(
     console_app: ASGIApp, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def down(*_: Any, **__: Any) -> Any:

@@ -38,13 +38,13 @@ async def is_signed_in(browser: httpx.AsyncClient) -> bool:
     return (await browser.get("/console/")).status_code == 200
 
 
-async def test_root_leads_to_the_console_and_the_console_to_the_login(browser: httpx.AsyncClient) -> None:
+async def test_root_redirects_to_the_console_and_the_console_to_login(browser: httpx.AsyncClient) -> None:
     assert (await browser.get("/")).headers["location"] == "/console/"
     assert (await browser.get("/console")).headers["location"] == "/console/"
     assert (await browser.get("/console/")).headers["location"] == "/console/login"
 
 
-async def test_a_key_opens_a_session_and_signing_out_ends_it(browser: httpx.AsyncClient) -> None:
+async def test_key_opens_a_session_and_signing_out_ends_it(browser: httpx.AsyncClient) -> None:
     response = await sign_in(browser)
     assert (response.status_code, response.headers["location"]) == (303, "/console/")
     assert await is_signed_in(browser)
@@ -54,14 +54,14 @@ async def test_a_key_opens_a_session_and_signing_out_ends_it(browser: httpx.Asyn
     assert not await is_signed_in(browser)
 
 
-async def test_a_wrong_key_opens_nothing(browser: httpx.AsyncClient) -> None:
+async def test_wrong_key_opens_no_session(browser: httpx.AsyncClient) -> None:
     response = await sign_in(browser, "x" * 40)
     assert response.status_code == 401
     assert "x" * 40 not in response.text
     assert SESSION not in browser.cookies
 
 
-async def test_a_key_that_only_infers_is_refused(browser: httpx.AsyncClient, console_side: AdminSide) -> None:
+async def test_inference_key_is_refused(browser: httpx.AsyncClient, console_side: AdminSide) -> None:
     tenant = console_side.services.tenants.create("infers")
     key = console_side.services.api_keys.create(tenant.id, "infers")
     assert (await sign_in(browser, key.secret)).status_code == 403
@@ -74,7 +74,7 @@ async def test_a_key_that_only_infers_is_refused(browser: httpx.AsyncClient, con
         pytest.param("https://admin.example", f"__Host-{SESSION}", True, id="https"),
     ],
 )
-async def test_the_session_cookie_stays_with_its_host_and_with_tls(
+async def test_session_cookie_is_limited_to_its_host_and_to_tls(
     console_app: ASGIApp, base_url: str, name: str, is_secure: bool
 ) -> None:
     async with client_of(console_app, base_url) as browser:
@@ -86,7 +86,7 @@ async def test_the_session_cookie_stays_with_its_host_and_with_tls(
     assert not any(flag.startswith("domain") for flag in flags)
 
 
-async def test_a_session_that_was_planted_is_not_taken_over(browser: httpx.AsyncClient) -> None:
+async def test_planted_session_cookie_is_not_adopted(browser: httpx.AsyncClient) -> None:
     browser.cookies.set(SESSION, "planted", domain="admin.example")
     await sign_in(browser)
     values = [cookie.value for cookie in browser.cookies.jar if cookie.name == SESSION]
@@ -108,7 +108,7 @@ async def test_signing_in_again_ends_the_old_session(browser: httpx.AsyncClient,
 
 
 @pytest.mark.parametrize("token", [None, "", "guess"], ids=["none", "empty", "wrong"])
-async def test_a_form_without_its_token_changes_nothing(browser: httpx.AsyncClient, token: str | None) -> None:
+async def test_form_without_csrf_token_changes_nothing(browser: httpx.AsyncClient, token: str | None) -> None:
     await sign_in(browser)
     response = await browser.post("/console/logout", data={} if token is None else {"csrf": token})
     assert response.status_code == 403
@@ -124,14 +124,14 @@ async def test_a_form_without_its_token_changes_nothing(browser: httpx.AsyncClie
         pytest.param({"origin": "null"}, id="no origin"),
     ],
 )
-async def test_a_form_of_another_site_changes_nothing(browser: httpx.AsyncClient, headers: dict[str, str]) -> None:
+async def test_form_from_another_site_changes_nothing(browser: httpx.AsyncClient, headers: dict[str, str]) -> None:
     await sign_in(browser)
     response = await browser.post("/console/logout", data={"csrf": await csrf_of(browser)}, headers=headers)
     assert response.status_code == 403
     assert await is_signed_in(browser)
 
 
-async def test_nobody_can_be_signed_in_by_another_site(browser: httpx.AsyncClient) -> None:
+async def test_login_form_requires_the_browsers_own_csrf_token(browser: httpx.AsyncClient) -> None:
     for data in ({"key": ADMIN_KEY}, {"key": ADMIN_KEY, "csrf": "guess"}):
         assert (await browser.post("/console/login", data=data)).status_code == 403
     token = await login_token(browser)
@@ -140,7 +140,9 @@ async def test_nobody_can_be_signed_in_by_another_site(browser: httpx.AsyncClien
 
 
 @pytest.mark.parametrize("path", ["/console/login", "/console/", "/console/nothing", "/console/static/console.js"])
-async def test_every_answer_forbids_foreign_scripts_frames_and_sniffing(browser: httpx.AsyncClient, path: str) -> None:
+async def test_every_response_forbids_foreign_scripts_frames_and_sniffing(
+    browser: httpx.AsyncClient, path: str
+) -> None:
     headers = (await browser.get(path)).headers
     policy = headers["content-security-policy"]
     assert "default-src 'none'" in policy
@@ -155,19 +157,19 @@ async def test_every_answer_forbids_foreign_scripts_frames_and_sniffing(browser:
     "wanted",
     ["https://evil.example", "//evil.example", "/\\evil.example", "\\\\evil", "javascript:alert(1)", "/\r\nx: y", ""],
 )
-async def test_login_leads_nowhere_else(browser: httpx.AsyncClient, wanted: str) -> None:
+async def test_login_redirect_stays_in_the_console(browser: httpx.AsyncClient, wanted: str) -> None:
     response = await sign_in(browser, next=wanted)
     assert response.headers["location"] == "/console/"
 
 
-async def test_login_leads_on_to_the_page_that_was_wanted(browser: httpx.AsyncClient) -> None:
+async def test_login_redirects_to_the_requested_page(browser: httpx.AsyncClient) -> None:
     wanted = await browser.get("/console/live/overview?a=7")
     assert wanted.headers["location"] == "/console/login?next=%2Flive%2Foverview%3Fa%3D7"
     response = await sign_in(browser, next="/live/overview?a=7")
     assert response.headers["location"] == "/console/live/overview?a=7"
 
 
-async def test_below_a_root_path_every_link_stays_below_it(console_side: AdminSide) -> None:
+async def test_links_stay_under_the_root_path(console_side: AdminSide) -> None:
     async with client_of(create_admin_app(console_side.services, "/ops")) as browser:
         # The app must work behind a proxy that strips the prefix and behind one that keeps it.
         assert (await browser.get("/")).headers["location"] == "/ops/console/"
@@ -196,7 +198,7 @@ async def test_wrong_keys_are_throttled(browser: httpx.AsyncClient, console_side
     assert int(refused.headers["retry-after"]) <= REFILL_S
 
 
-async def test_a_forged_address_is_no_way_round_the_throttle(
+async def test_forged_address_does_not_bypass_the_throttle(
     admin_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
@@ -235,9 +237,7 @@ async def balanced(balancer: Balancer) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_servers_on_one_database_know_each_others_sessions(
-    balancer: Balancer, balanced: httpx.AsyncClient
-) -> None:
+async def test_servers_on_one_database_share_sessions(balancer: Balancer, balanced: httpx.AsyncClient) -> None:
     # Each server accepts forms, sessions, tokens and messages from the other.
     token = await login_token(balanced)
     balancer.at = 1
@@ -258,7 +258,7 @@ async def test_servers_on_one_database_know_each_others_sessions(
         assert not await is_signed_in(balanced)
 
 
-async def test_wrong_keys_are_counted_together(balancer: Balancer, console_side: AdminSide) -> None:
+async def test_wrong_keys_are_counted_across_servers(balancer: Balancer, console_side: AdminSide) -> None:
     forgive_all(console_side)
     async with client_of(balancer) as browser:
         statuses = []
@@ -269,7 +269,7 @@ async def test_wrong_keys_are_counted_together(balancer: Balancer, console_side:
     assert statuses == [401] * BURST + [429] * 2
 
 
-async def test_rights_are_those_of_this_moment_at_every_server(
+async def test_changed_rights_apply_immediately_on_every_server(
     balancer: Balancer, balanced: httpx.AsyncClient, console_side: AdminSide
 ) -> None:
     keys = console_side.services.api_keys
@@ -284,9 +284,7 @@ async def test_rights_are_those_of_this_moment_at_every_server(
         assert not await is_signed_in(balanced)
 
 
-async def test_a_session_ends_with_the_secret_that_opened_it(
-    browser: httpx.AsyncClient, console_side: AdminSide
-) -> None:
+async def test_session_ends_when_its_secret_expires(browser: httpx.AsyncClient, console_side: AdminSide) -> None:
     keys = console_side.services.api_keys
     key = keys.create(None, "rotated")
     await sign_in(browser, key.secret)
@@ -296,7 +294,7 @@ async def test_a_session_ends_with_the_secret_that_opened_it(
     assert not await is_signed_in(browser)
 
 
-async def test_whoever_rotates_their_own_key_sees_its_secret(
+async def test_rotating_the_sessions_own_key_shows_the_new_secret(
     browser: httpx.AsyncClient, console_side: AdminSide
 ) -> None:
     key = console_side.services.api_keys.create(None, "own")
@@ -308,7 +306,7 @@ async def test_whoever_rotates_their_own_key_sees_its_secret(
     assert "Copy its secret now" in page.text
 
 
-async def test_another_operators_key_ends_the_sessions_of_the_last_one(
+async def test_new_operator_key_ends_sessions_of_the_old_one(
     browser: httpx.AsyncClient, console_side: AdminSide, console_app: ASGIApp
 ) -> None:
     await sign_in(browser)
@@ -318,7 +316,7 @@ async def test_another_operators_key_ends_the_sessions_of_the_last_one(
         assert not await is_signed_in(after_restart)
 
 
-async def test_a_revoked_key_ends_its_sessions(browser: httpx.AsyncClient, console_side: AdminSide) -> None:
+async def test_revoking_a_key_ends_its_sessions(browser: httpx.AsyncClient, console_side: AdminSide) -> None:
     key = console_side.services.api_keys.create(None, "second")
     await sign_in(browser, key.secret)
     assert await is_signed_in(browser)
@@ -326,7 +324,7 @@ async def test_a_revoked_key_ends_its_sessions(browser: httpx.AsyncClient, conso
     assert not await is_signed_in(browser)
 
 
-async def test_a_suspended_tenant_ends_its_sessions(browser: httpx.AsyncClient, console_side: AdminSide) -> None:
+async def test_suspending_a_tenant_ends_its_sessions(browser: httpx.AsyncClient, console_side: AdminSide) -> None:
     tenant = console_side.services.tenants.create("acme")
     key = console_side.services.api_keys.create(tenant.id, "admin", ["tenant:admin"])
     await sign_in(browser, key.secret)
@@ -342,7 +340,7 @@ async def test_a_suspended_tenant_ends_its_sessions(browser: httpx.AsyncClient, 
     assert not await is_signed_in(browser)
 
 
-async def test_a_key_is_no_session_and_a_session_no_key(browser: httpx.AsyncClient) -> None:
+async def test_keys_do_not_open_pages_and_sessions_do_not_authorize_rest(browser: httpx.AsyncClient) -> None:
     bearer = {"authorization": f"Bearer {ADMIN_KEY}"}
     assert (await browser.get("/console/", headers=bearer)).status_code == 303
     await sign_in(browser)

@@ -20,14 +20,14 @@ def vendored() -> dict[str, str]:
     return dict(rows)
 
 
-def test_vendored_files_are_the_published_ones() -> None:
+def test_vendored_files_match_the_published_checksums() -> None:
     libraries = {path.name for path in VENDOR.iterdir() if path.suffix in (".js", ".css")}
     assert libraries == set(vendored())
     for name, sha256 in vendored().items():
         assert hashlib.sha256((VENDOR / name).read_bytes()).hexdigest() == sha256, name
 
 
-def test_templates_hold_no_inline_script_or_style() -> None:
+def test_templates_contain_no_inline_script_or_style() -> None:
     for path in (STATIC.parent / "templates").glob("*.html"):
         text = path.read_text()
         assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=|hx-on|javascript:", text), path.name
@@ -62,5 +62,5 @@ async def test_no_other_file_is_served(browser: httpx.AsyncClient, path: str) ->
         pytest.param(3, 3, id="number"),
     ],
 )
-def test_characters_that_deceive_are_spelled_out(text: object, shown: object) -> None:
+def test_deceptive_characters_are_spelled_out(text: object, shown: object) -> None:
     assert visible(text) == shown

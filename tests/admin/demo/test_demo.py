@@ -35,7 +35,7 @@ def demo(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def test_the_demo_shows_three_adapters_and_adds_up(ports: tuple[int, int], tmp_path: Path) -> None:
+def test_demo_shows_three_adapters_and_a_correct_bill(ports: tuple[int, int], tmp_path: Path) -> None:
     process = demo("--port", ports[0], "--admin-port", ports[1], "--data-dir", tmp_path)
     assert process.stdout is not None
     lines = []
@@ -63,7 +63,7 @@ def test_the_demo_shows_three_adapters_and_adds_up(ports: tuple[int, int], tmp_p
         assert probe.connect_ex(("127.0.0.1", ports[0])) != 0, "the server stopped with the demo"
 
 
-def test_the_demo_says_when_its_port_is_taken() -> None:
+def test_demo_reports_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = demo("--exit", "--port", taken.getsockname()[1])
         _, errors = process.communicate(timeout=60)

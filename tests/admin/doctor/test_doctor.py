@@ -35,7 +35,9 @@ def found(result: Any) -> dict[str, dict[str, Any]]:
     return {finding["check"]: finding for finding in document["findings"]}
 
 
-def test_a_well_server_passes_every_check(loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_healthy_server_passes_every_check(
+    loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
     admin_side.services.self_check.data_dir.chmod(0o700)
     result = loramux("doctor", "--json")
     assert result.exit_code == 0, result.stdout
@@ -50,7 +52,7 @@ def test_a_well_server_passes_every_check(loramux: Run, admin_side: AdminSide, m
     assert (spoken.exit_code, "engine: the engine serves the-base" in spoken.stdout) == (0, True)
 
 
-def test_a_server_whose_parts_fail_is_told_apart_from_one_that_is_away(
+def test_failed_parts_are_distinguished_from_an_unreachable_server(
     loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admin_side.engine.die()
@@ -70,9 +72,7 @@ def test_a_server_whose_parts_fail_is_told_apart_from_one_that_is_away(
     assert (away["server"]["grade"], "engine" in away) == ("failed", False)
 
 
-def test_a_key_that_will_not_do_is_said_to_be_it(
-    loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsuitable_key_is_reported(loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch) -> None:
     tenant = admin_side.services.tenants.create("acme")
     a_tenants = admin_side.services.api_keys.create(tenant.id, "reader", ["tenant:read"]).secret
     assert a_tenants is not None
@@ -82,7 +82,7 @@ def test_a_key_that_will_not_do_is_said_to_be_it(
         assert (result.exit_code, said in found(result)["server"]["mend"]) == (1, True)
 
 
-def test_wrong_clocks_and_other_versions_are_noticed(admin_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_skew_and_version_mismatch_are_reported(admin_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "version", lambda _name: "0.0.9")
     clocks = {0: "ok", 8: "warning", -8: "warning", 600: "failed", -600: "failed"}
     with AdminClient(admin_url, ADMIN_KEY) as client:
@@ -102,7 +102,7 @@ def host(tmp_path: Path) -> Path:
     return directory
 
 
-def test_a_machine_where_no_server_runs_is_looked_into(
+def test_machine_without_a_server_is_checked(
     host: Path, demo_base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("LORAMUX_ADMIN_KEY", raising=False)
@@ -117,9 +117,7 @@ def test_a_machine_where_no_server_runs_is_looked_into(
     assert {checked[name]["grade"] for name in names} == {"ok"}
 
 
-def test_a_base_without_a_tokenizer_fails_and_one_without_a_chat_template_is_warned_about(
-    demo_base: Path, tmp_path: Path
-) -> None:
+def test_missing_tokenizer_fails_and_missing_chat_template_warns(demo_base: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(demo_base, base)
     settings = HostSettings(data_dir=tmp_path / "data", model=base)
@@ -134,7 +132,7 @@ def test_a_base_without_a_tokenizer_fails_and_one_without_a_chat_template_is_war
     assert "tokenizer.json is missing" in findings["tokenizer"].message
 
 
-def test_looking_creates_no_file(tmp_path: Path) -> None:
+def test_checks_create_no_files(tmp_path: Path) -> None:
     findings = list(check_host(HostSettings(data_dir=tmp_path / "none")))
     assert graded(findings)["database"] == "warning"
     assert list(tmp_path.iterdir()) == []
@@ -150,9 +148,7 @@ def test_looking_creates_no_file(tmp_path: Path) -> None:
         pytest.param({"model": Path("/nowhere")}, "model", "", id="no model"),
     ],
 )
-def test_a_part_that_fails_is_named_and_has_a_remedy(
-    host: Path, settings: dict[str, Any], check: str, said: str
-) -> None:
+def test_failed_part_is_named_with_a_fix(host: Path, settings: dict[str, Any], check: str, said: str) -> None:
     findings = {finding.check: finding for finding in check_host(HostSettings(data_dir=host, **settings))}
     assert findings[check].grade is Grade.FAILED
     assert said in findings[check].message
@@ -160,7 +156,7 @@ def test_a_part_that_fails_is_named_and_has_a_remedy(
     assert "hunter2" not in str(findings)
 
 
-def test_an_old_schema_asks_for_the_upgrade(host: Path) -> None:
+def test_old_schema_asks_for_an_upgrade(host: Path) -> None:
     database = Database(f"sqlite:///{host / 'loramux.db'}")
     with database.write() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0001'")
@@ -170,14 +166,14 @@ def test_an_old_schema_asks_for_the_upgrade(host: Path) -> None:
 
 
 @pytest.mark.parametrize(("free", "grade"), [(6 << 30, Grade.OK), (1 << 30, Grade.WARNING), (100 << 20, Grade.FAILED)])
-def test_a_full_disk_is_noticed_before_it_is_full(tmp_path: Path, free: int, grade: Grade) -> None:
+def test_low_disk_space_is_reported(tmp_path: Path, free: int, grade: Grade) -> None:
     assert checks.check_disk(tmp_path / "not" / "yet", lambda _path: free).grade is grade
 
 
 @pytest.mark.parametrize(
     ("running", "grade"), [((3, 10, 9), Grade.FAILED), ((3, 11, 0), Grade.OK), ((3, 14, 0), Grade.FAILED)]
 )
-def test_a_python_that_is_not_supported_is_refused(running: tuple[int, int, int], grade: Grade) -> None:
+def test_unsupported_python_fails(running: tuple[int, int, int], grade: Grade) -> None:
     assert checks.check_python(running).grade is grade
 
 
@@ -192,7 +188,7 @@ def test_a_python_that_is_not_supported_is_refused(running: tuple[int, int, int]
     ],
     ids=["all", "no network namespace", "no landlock", "neither, though required", "none"],
 )
-def test_the_walls_around_validation_are_said(
+def test_missing_sandbox_measures_are_reported(
     missing: tuple[str, ...], is_required: bool, grade: Grade, said: str
 ) -> None:
     finding = checks.check_sandbox(is_required, lambda: missing)
@@ -203,32 +199,32 @@ def test_the_walls_around_validation_are_said(
     assert ("LORAMUX_SANDBOX=required" in str(finding.mend)) is (grade is Grade.WARNING)
 
 
-def test_the_walls_of_this_machine_are_looked_at(host: Path) -> None:
+def test_sandbox_check_inspects_this_machine(host: Path) -> None:
     (finding,) = [finding for finding in check_host(HostSettings(data_dir=host)) if finding.check == "sandbox"]
     assert finding == checks.check_sandbox(False)
     assert finding.grade is (Grade.WARNING if set(missing_measures()) & set(ESSENTIAL) else Grade.OK)
 
 
-def test_walls_that_cannot_be_tried_are_said() -> None:
+def test_sandbox_that_cannot_be_tried_fails() -> None:
     def failing() -> tuple[str, ...]:
         raise ValidationFailed("the sandbox cannot be tried")
 
     assert checks.check_sandbox(False, failing).grade is Grade.FAILED
 
 
-def test_a_machine_without_torch_can_call_but_not_serve() -> None:
+def test_missing_torch_is_reported() -> None:
     def nothing(name: str) -> str:
         raise PackageNotFoundError(name)
 
     assert checks.check_package("torch", nothing).grade is Grade.WARNING
 
 
-def test_a_data_directory_that_others_read_is_noticed(host: Path) -> None:
+def test_data_directory_readable_by_others_is_reported(host: Path) -> None:
     host.chmod(0o755)
     assert checks.check_data_directory(host).mend == f"chmod 700 {host}"
 
 
-def test_an_engines_socket_that_others_reach_is_noticed(tmp_path: Path) -> None:
+def test_engine_socket_reachable_by_others_is_reported(tmp_path: Path) -> None:
     assert checks.check_engine_socket(Path("/run/loramux/none")).grade is Grade.OK
     with tempfile.TemporaryDirectory() as short:
         run = Path(short) / "run"
@@ -240,7 +236,7 @@ def test_an_engines_socket_that_others_reach_is_noticed(tmp_path: Path) -> None:
     assert (deep.grade, "/run" in deep.message) == (Grade.OK, False), "a temporary directory is used instead"
 
 
-def test_the_directory_of_the_sockets_is_judged(short_path: Path) -> None:
+def test_socket_directory_is_checked(short_path: Path) -> None:
     shared = short_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
@@ -255,7 +251,7 @@ def test_the_directory_of_the_sockets_is_judged(short_path: Path) -> None:
         assert checks.check_socket_directory(shared).grade is Grade.FAILED
 
 
-def test_a_database_clock_of_its_own_is_compared(postgres_url: str) -> None:
+def test_database_clock_is_compared_with_the_hosts_clock(postgres_url: str) -> None:
     database = Database(postgres_url)
     database.upgrade()
     assert graded(checks.check_database(database)) == {"database": "ok", "database clock": "ok"}

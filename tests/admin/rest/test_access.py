@@ -44,7 +44,7 @@ async def test_every_route_needs_a_key(http: httpx.AsyncClient, admin_side: Any,
         assert response.headers["x-request-id"].startswith("req_")
 
 
-async def test_a_key_that_only_infers_administers_nothing(http: httpx.AsyncClient, admin_side: Any) -> None:
+async def test_inference_key_cannot_call_the_admin_api(http: httpx.AsyncClient, admin_side: Any) -> None:
     await new_tenant(http, "acme")
     key = await new_key(http, "acme")
     for method, path in routes(admin_side):
@@ -54,7 +54,7 @@ async def test_a_key_that_only_infers_administers_nothing(http: httpx.AsyncClien
             assert response.json()["error"]["code"] == "insufficient_scope"
 
 
-async def test_no_request_needs_a_thread_that_all_share(http: httpx.AsyncClient) -> None:
+async def test_requests_do_not_need_the_shared_thread_pool(http: httpx.AsyncClient) -> None:
     limiter = anyio.to_thread.current_default_thread_limiter()
     borrowers = [object() for _ in range(int(limiter.available_tokens))]
     for borrower in borrowers:
@@ -67,7 +67,7 @@ async def test_no_request_needs_a_thread_that_all_share(http: httpx.AsyncClient)
             limiter.release_on_behalf_of(borrower)
 
 
-async def test_a_viewer_changes_nothing(http: httpx.AsyncClient, admin_side: Any) -> None:
+async def test_viewer_cannot_change_anything(http: httpx.AsyncClient, admin_side: Any) -> None:
     key = await new_key(http, None, "platform:read")
     for method, path in routes(admin_side):
         # A dry run is a POST, but it changes nothing.
@@ -76,7 +76,7 @@ async def test_a_viewer_changes_nothing(http: httpx.AsyncClient, admin_side: Any
             assert response.status_code == 403, (method, path)
 
 
-async def test_a_tenants_administrator_sees_its_own_and_404_for_the_rest(http: httpx.AsyncClient) -> None:
+async def test_tenant_administrator_gets_404_for_foreign_objects(http: httpx.AsyncClient) -> None:
     acme, globex = await new_tenant(http, "acme"), await new_tenant(http, "globex")
     theirs = await new_key(http, "globex")
     adapter = (await http.post("/admin/v1/adapters", json={"tenant": "globex", "name": "secret"})).json()
@@ -118,7 +118,7 @@ async def test_a_tenants_administrator_sees_its_own_and_404_for_the_rest(http: h
     assert (await http.post("/admin/v1/tenants", headers=own, json={"slug": "new"})).status_code == 403
 
 
-async def test_unknown_paths_and_methods_have_the_envelope(http: httpx.AsyncClient) -> None:
+async def test_unknown_paths_and_methods_return_the_error_envelope(http: httpx.AsyncClient) -> None:
     missing, wrong = await http.get("/admin/v1/nothing"), await http.patch("/admin/v1/tenants")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.anyio
         pytest.param(b'{"slug": "a", "display_name": "\\ud800"}', None, None, id="surrogate"),
     ],
 )
-async def test_bad_bodies_are_400(http: httpx.AsyncClient, body: bytes, code: str | None, param: str | None) -> None:
+async def test_invalid_body_returns_400(
+    http: httpx.AsyncClient, body: bytes, code: str | None, param: str | None
+) -> None:
     response = await http.post("/admin/v1/tenants", content=body)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
@@ -34,6 +36,6 @@ async def test_bad_bodies_are_400(http: httpx.AsyncClient, body: bytes, code: st
     assert (await http.get("/admin/v1/tenants")).json()["data"] == []
 
 
-async def test_a_large_body_is_413(http: httpx.AsyncClient) -> None:
+async def test_large_body_returns_413(http: httpx.AsyncClient) -> None:
     response = await http.post("/admin/v1/tenants", content=b'{"slug": "' + b"a" * 70_000 + b'"}')
     assert (response.status_code, response.json()["error"]["code"]) == (413, "payload_too_large")

@@ -70,7 +70,7 @@ def key_of(side: AdminSide, slug: str, *scopes: str, adapters: list[str] | None 
 # Repeated calls
 
 
-async def test_a_repeated_call_is_done_once(http: httpx.AsyncClient) -> None:
+async def test_repeated_call_with_one_key_runs_once(http: httpx.AsyncClient) -> None:
     headers = {"idempotency-key": "first"}
     answers = [await http.post("/tenants", json={"slug": "once"}, headers=headers) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [201, 201]
@@ -80,7 +80,7 @@ async def test_a_repeated_call_is_done_once(http: httpx.AsyncClient) -> None:
     assert (await http.post("/tenants", json={"slug": "once"})).status_code == 409
 
 
-async def test_a_key_is_for_one_call_of_one_caller(http: httpx.AsyncClient, side: AdminSide) -> None:
+async def test_idempotency_key_is_bound_to_one_call_and_caller(http: httpx.AsyncClient, side: AdminSide) -> None:
     headers = {"idempotency-key": "one-call"}
     assert (await http.post("/tenants", json={"slug": "one-call"}, headers=headers)).status_code == 201
     for path, body in (("/tenants", {"slug": "another"}), ("/adapters", {"slug": "one-call"})):
@@ -90,7 +90,7 @@ async def test_a_key_is_for_one_call_of_one_caller(http: httpx.AsyncClient, side
     assert (await second.post("/tenants", json={"slug": "another"}, headers=headers)).status_code == 201
 
 
-async def test_a_secret_is_never_answered_again(http: httpx.AsyncClient, side: AdminSide) -> None:
+async def test_repeated_call_does_not_return_the_secret_again(http: httpx.AsyncClient, side: AdminSide) -> None:
     side.services.tenants.create("secretive")
     headers = {"idempotency-key": "a-key"}
     first, second = [
@@ -103,19 +103,19 @@ async def test_a_secret_is_never_answered_again(http: httpx.AsyncClient, side: A
     assert not any(first["secret"].encode() in body for body in stored)
 
 
-async def test_a_refused_call_keeps_nothing(http: httpx.AsyncClient) -> None:
+async def test_refused_call_does_not_store_its_idempotency_key(http: httpx.AsyncClient) -> None:
     headers = {"idempotency-key": "refused"}
     assert (await http.post("/tenants", json={"slug": "UPPER"}, headers=headers)).status_code == 400
     assert (await http.post("/tenants", json={"slug": "lower"}, headers=headers)).status_code == 201
 
 
 @pytest.mark.parametrize("key", ["", "a b", "é", "x" * 256], ids=["empty", "blank", "letter", "long"])
-async def test_a_bad_idempotency_key_is_refused(http: httpx.AsyncClient, key: str) -> None:
+async def test_invalid_idempotency_key_is_refused(http: httpx.AsyncClient, key: str) -> None:
     response = await http.post("/tenants", json={"slug": "bad"}, headers={"idempotency-key": key.encode()})
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_idempotency_key")
 
 
-async def test_calls_at_once_with_one_key_are_done_once(http: httpx.AsyncClient) -> None:
+async def test_concurrent_calls_with_one_key_run_once(http: httpx.AsyncClient) -> None:
     headers = {"idempotency-key": "at-once"}
     calls = (http.post("/tenants", json={"slug": "at-once"}, headers=headers) for _ in range(6))
     answers = await asyncio.gather(*calls)
@@ -136,7 +136,7 @@ class Time:
         return self.now_us
 
 
-def test_a_call_whose_server_died_is_not_done_again_by_itself(migrated_url: str) -> None:
+def test_call_with_unknown_outcome_is_not_repeated(migrated_url: str) -> None:
     time = Time()
     database = Database(migrated_url, time)
     keys = IdempotencyKeys(database)
@@ -158,7 +158,7 @@ def test_a_call_whose_server_died_is_not_done_again_by_itself(migrated_url: str)
     database.close()
 
 
-def test_a_jump_of_the_clock_leaves_no_call_running_for_ever(migrated_url: str) -> None:
+def test_clock_set_back_does_not_leave_a_call_running_forever(migrated_url: str) -> None:
     time = Time()
     database = Database(migrated_url, time)
     keys = IdempotencyKeys(database)
@@ -176,7 +176,7 @@ def test_a_jump_of_the_clock_leaves_no_call_running_for_ever(migrated_url: str) 
 # Preconditions
 
 
-async def test_a_change_says_which_state_it_is_meant_for(http: httpx.AsyncClient) -> None:
+async def test_change_requires_a_current_if_match(http: httpx.AsyncClient) -> None:
     etag = (await http.post("/tenants", json={"slug": "etags"})).headers["etag"]
     assert (await http.get("/tenants/etags")).headers["etag"] == etag
 
@@ -196,7 +196,7 @@ async def test_a_change_says_which_state_it_is_meant_for(http: httpx.AsyncClient
     assert (await change("*", "Fourth")).status_code == 200
 
 
-async def test_of_changes_at_once_one_is_made(http: httpx.AsyncClient) -> None:
+async def test_one_of_several_concurrent_changes_succeeds(http: httpx.AsyncClient) -> None:
     etag = (await http.post("/tenants", json={"slug": "race"})).headers["etag"]
     changes = (
         http.patch("/tenants/race", json={"display_name": f"Name {n}"}, headers={"if-match": etag}) for n in range(5)
@@ -204,7 +204,7 @@ async def test_of_changes_at_once_one_is_made(http: httpx.AsyncClient) -> None:
     assert sorted(answer.status_code for answer in await asyncio.gather(*changes)) == [200, 412, 412, 412, 412]
 
 
-async def test_of_limits_written_at_once_one_holds(http: httpx.AsyncClient, side: AdminSide) -> None:
+async def test_one_of_several_concurrent_limits_is_stored(http: httpx.AsyncClient, side: AdminSide) -> None:
     quota = side.services.quotas.set(side.services.tenants.create("raced").id, "tokens_per_minute", 5)
     path = f"/quotas/{quota.id}"
     etag = (await http.get(path)).headers["etag"]
@@ -218,12 +218,12 @@ async def test_of_limits_written_at_once_one_holds(http: httpx.AsyncClient, side
 # Bodies and names
 
 
-async def test_a_body_that_is_too_large_is_refused_before_it_is_stored(http: httpx.AsyncClient) -> None:
+async def test_oversized_body_is_refused_before_it_is_stored(http: httpx.AsyncClient) -> None:
     response = await http.post("/tenants", content=b"x" * 70_000, headers={"idempotency-key": "large"})
     assert (response.status_code, response.json()["error"]["code"]) == (413, "payload_too_large")
 
 
-async def test_a_body_that_does_not_end_is_given_up(side: AdminSide, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_endless_body_times_out(side: AdminSide, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_body, "BODY_TIMEOUT_S", 0.05)
 
     async def forever() -> Any:
@@ -242,7 +242,7 @@ async def test_a_body_that_does_not_end_is_given_up(side: AdminSide, monkeypatch
         pytest.param([0.0, 30.0], 400, id="stops"),
     ],
 )
-async def test_a_body_that_stops_is_given_up_long_before_one_that_is_slow(
+async def test_stalled_body_times_out_long_before_a_slow_body(
     side: AdminSide, monkeypatch: pytest.MonkeyPatch, pauses_s: list[float], status: int
 ) -> None:
     monkeypatch.setattr(request_body, "BODY_STALL_S", 1.0)
@@ -305,7 +305,7 @@ def add_version(side: AdminSide, adapter_id: str) -> str:
     return version_id
 
 
-async def test_what_is_anothers_answers_as_what_does_not_exist(http: httpx.AsyncClient, side: AdminSide) -> None:
+async def test_foreign_objects_look_like_missing_objects(http: httpx.AsyncClient, side: AdminSide) -> None:
     owner = side.services.tenants.create("owner")
     adapter = side.services.registry.create_adapter(owner.id, "private")
     key = side.services.api_keys.create(owner.id, "theirs").key
@@ -351,7 +351,7 @@ async def test_what_is_anothers_answers_as_what_does_not_exist(http: httpx.Async
     assert num_hidden > 25
 
 
-async def test_a_developer_pushes_versions_but_does_not_move_default(
+async def test_developer_can_push_versions_but_not_move_default(
     side: AdminSide, make_adapter: Callable[..., Path]
 ) -> None:
     developer = client(side, key_of(side, "makers", "tenant:develop"))
@@ -388,7 +388,7 @@ async def test_a_developer_pushes_versions_but_does_not_move_default(
     assert (await client(side, key_of(side, "others", "tenant:read")).get("/residency")).json()["data"] == []
 
 
-async def test_a_limited_key_reaches_its_adapters_only(side: AdminSide) -> None:
+async def test_limited_key_reaches_only_its_adapters(side: AdminSide) -> None:
     tenant = side.services.tenants.create("limits")
     first, second = (side.services.registry.create_adapter(tenant.id, name) for name in ("first", "second"))
     secret = key_of(side, "limits", "adapters", "tenant:develop", adapters=["first"])
@@ -414,7 +414,7 @@ async def test_a_limited_key_reaches_its_adapters_only(side: AdminSide) -> None:
         assert refused.json()["error"]["param"] == param
 
 
-async def test_a_tenants_administrator_keeps_its_own_keys(side: AdminSide) -> None:
+async def test_tenant_administrator_manages_its_own_keys(side: AdminSide) -> None:
     admin = client(side, key_of(side, "keepers", "tenant:admin"))
     made = await admin.post("/api_keys", json={"tenant": "keepers", "scopes": ["tenant:develop"]})
     assert made.status_code == 201
@@ -436,9 +436,7 @@ async def test_a_tenants_administrator_keeps_its_own_keys(side: AdminSide) -> No
     assert (await admin.patch("/tenants/keepers", json={"weight": 5}, headers=headers)).status_code == 403
 
 
-async def test_a_suspended_tenants_keys_open_nothing_until_it_is_resumed(
-    http: httpx.AsyncClient, side: AdminSide
-) -> None:
+async def test_keys_of_a_suspended_tenant_work_again_after_resuming(http: httpx.AsyncClient, side: AdminSide) -> None:
     own = client(side, key_of(side, "paused", "tenant:read"))
     assert (await own.get("/tenants")).status_code == 200
     for state, status in (("suspended", 401), ("active", 200)):
@@ -447,7 +445,7 @@ async def test_a_suspended_tenants_keys_open_nothing_until_it_is_resumed(
         assert (await own.get("/tenants")).status_code == status
 
 
-async def test_what_is_in_use_is_not_deleted(http: httpx.AsyncClient, side: AdminSide) -> None:
+async def test_objects_in_use_cannot_be_deleted(http: httpx.AsyncClient, side: AdminSide) -> None:
     tenant = side.services.tenants.create("used")
     adapter = side.services.registry.create_adapter(tenant.id, "busy")
     side.services.quotas.set(tenant.id, "requests_per_minute", 5)
@@ -464,7 +462,7 @@ async def test_what_is_in_use_is_not_deleted(http: httpx.AsyncClient, side: Admi
     assert (await http.get("/tenants/unused")).status_code == 404
 
 
-async def test_two_uploads_of_one_version_at_once_are_one_version(
+async def test_concurrent_identical_uploads_create_one_version(
     http: httpx.AsyncClient, side: AdminSide, make_adapter: Callable[..., Path]
 ) -> None:
     tenant = side.services.tenants.create("twice")
@@ -503,7 +501,7 @@ def reserve(side: AdminSide, tenant_id: str, key_id: str) -> str:
     return request_id
 
 
-async def test_requests_in_flight_are_listed_and_cancelled(side: AdminSide) -> None:
+async def test_running_requests_are_listed_and_cancelled(side: AdminSide) -> None:
     tenant = side.services.tenants.create("callers")
     key = side.services.api_keys.create(tenant.id, "caller").key
     request_id = reserve(side, tenant.id, key.id)
@@ -520,7 +518,7 @@ async def test_requests_in_flight_are_listed_and_cancelled(side: AdminSide) -> N
     assert admission.checkpoint([Checkpoint(request_id, 8)]) == [request_id]
 
 
-async def test_a_pin_outlives_the_engine(
+async def test_pin_survives_an_engine_restart(
     http: httpx.AsyncClient, side: AdminSide, make_adapter: Callable[..., Path]
 ) -> None:
     tenant = side.services.tenants.create("pinned")

@@ -55,7 +55,7 @@ def test_every_operation_is_described(found: list[Operation]) -> None:
         assert len(names) == len(set(names))
 
 
-def test_every_body_and_answer_is_typed_and_has_an_example_that_fits(
+def test_every_body_and_response_has_a_schema_and_a_valid_example(
     found: list[Operation], documents: dict[str, dict[str, Any]]
 ) -> None:
     for name, path, method, operation in found:
@@ -94,13 +94,13 @@ def test_every_operation_names_its_errors(found: list[Operation]) -> None:
                 assert answer["content"]["application/json"]["example"]["error"]["code"], (method, path, status)
 
 
-def test_every_patch_needs_if_match(found: list[Operation]) -> None:
+def test_every_patch_requires_if_match(found: list[Operation]) -> None:
     for _, path, method, operation in found:
         if method == "patch":
             assert any(one["name"] == "If-Match" and one["required"] for one in operation["parameters"]), path
 
 
-def test_the_documents_hold_every_route(tmp_path: Path, demo_base: Path, documents: dict[str, dict[str, Any]]) -> None:
+def test_documents_contain_every_route(tmp_path: Path, demo_base: Path, documents: dict[str, dict[str, Any]]) -> None:
     with (
         open_admin_side(tmp_path, TARGET) as side,
         open_services(side.services.database, demo_base) as services,
@@ -114,7 +114,7 @@ def test_the_documents_hold_every_route(tmp_path: Path, demo_base: Path, documen
 
 
 @pytest.mark.anyio
-async def test_a_document_is_for_those_who_have_a_key(http: httpx.AsyncClient) -> None:
+async def test_openapi_document_requires_a_key(http: httpx.AsyncClient) -> None:
     assert (await http.get("/openapi.json", headers={"authorization": ""})).status_code == 401
     assert (await http.get("/openapi.json")).json()["openapi"].startswith("3.1")
     assert ADMIN_KEY not in (await http.get("/openapi.json")).text

@@ -106,7 +106,7 @@ CALLS: list[tuple[str, str, dict[str, Any] | None]] = [
 ]
 
 
-async def test_another_tenants_and_nobodys_cannot_be_told_apart(
+async def test_foreign_and_unused_names_are_indistinguishable(
     http: httpx.AsyncClient, admin_side: AdminSide, stock: Stock
 ) -> None:
     def filled(template: Any, names: dict[str, str]) -> Any:
@@ -134,7 +134,7 @@ async def test_another_tenants_and_nobodys_cannot_be_told_apart(
         assert foreign == unknown, (method, path)
 
 
-async def test_a_grant_is_taken_back_by_slug_or_identifier(
+async def test_grant_is_removed_by_slug_or_identifier(
     http: httpx.AsyncClient, stock: Stock, admin_side: AdminSide
 ) -> None:
     grants = f"/admin/v1/adapters/{stock.own}/grants"

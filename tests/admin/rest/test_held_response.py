@@ -14,7 +14,7 @@ from loramux.admin.rest.held_response import HeldResponse
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_client_that_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_that_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held_response, "STALLED_S", 0.05)
     given_back = []
 

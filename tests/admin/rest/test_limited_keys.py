@@ -307,11 +307,11 @@ def unknown(names: Names) -> Names:
     }
 
 
-def test_every_route_is_said_to_be_of_one_kind(app: ASGIApp) -> None:
+def test_every_route_belongs_to_exactly_one_kind(app: ASGIApp) -> None:
     assert sorted(name for name, *_ in calls(app)) == sorted(itertools.chain(*KINDS))
 
 
-async def test_every_route_answers_a_limited_key_with_its_own_alone(app: ASGIApp, world: World) -> None:
+async def test_routes_return_only_the_limited_keys_own_objects(app: ASGIApp, world: World) -> None:
     async with client(app, world.secret, "http://localhost") as limited:
         for name, method, path, body in calls(app):
             answer = await limited.request(method, filled(path, world.own), json=body, headers={"if-match": "*"})
@@ -325,7 +325,7 @@ async def test_every_route_answers_a_limited_key_with_its_own_alone(app: ASGIApp
                 assert answer.is_success, (name, answer.text)
 
 
-async def test_what_is_not_the_keys_own_answers_as_what_does_not_exist(app: ASGIApp, world: World) -> None:
+async def test_other_adapters_objects_look_like_missing_objects(app: ASGIApp, world: World) -> None:
     async with client(app, world.secret, "http://admin") as limited:
         for name, method, path, body in calls(app):
             if name not in ONE_OF_ITS | ONE_THAT_IS_NOT_THERE | REFUSED or "{" not in path:
@@ -369,7 +369,7 @@ LISTS = [
 
 
 @pytest.mark.parametrize("path", LISTS)
-async def test_no_filter_widens_a_list(limited: httpx.AsyncClient, world: World, path: str) -> None:
+async def test_filters_cannot_widen_a_list(limited: httpx.AsyncClient, world: World, path: str) -> None:
     answer = await limited.get(path)
     assert answer.status_code == 200, answer.text
     assert world.leaks(answer.text) == []
@@ -390,7 +390,7 @@ async def test_no_filter_widens_a_list(limited: httpx.AsyncClient, world: World,
         ("key=%(hidden)s", "key=key_00000000000000000000000000000000"),
     ],
 )
-async def test_effective_limits_of_others_do_not_exist(
+async def test_effective_limits_of_other_objects_return_404(
     limited: httpx.AsyncClient, world: World, theirs: str, nobodys: str
 ) -> None:
     asked = [one % {"hidden": world.others[0]["key_id"]} for one in (theirs, nobodys)]
@@ -399,7 +399,7 @@ async def test_effective_limits_of_others_do_not_exist(
     assert answers[0].content == answers[1].content
 
 
-async def test_a_limited_key_still_sees_what_is_its_own(limited: httpx.AsyncClient, world: World) -> None:
+async def test_limited_key_sees_its_own_objects(limited: httpx.AsyncClient, world: World) -> None:
     own, gift = world.own, world.gift.id
 
     async def data(path: str) -> list[Any]:
@@ -417,14 +417,14 @@ async def test_a_limited_key_still_sees_what_is_its_own(limited: httpx.AsyncClie
     assert [one["versions"][0]["model"] for one in await data("/residency")] == ["acme/support@1"]
 
 
-async def test_a_base_that_has_no_adapter_is_not_in_the_keys_usage(limited: httpx.AsyncClient) -> None:
+async def test_base_model_requests_are_not_in_the_keys_usage(limited: httpx.AsyncClient) -> None:
     rows = (await limited.get("/usage?group_by=adapter,model")).json()["data"][0]["results"]
     assert all(row["adapter"] for row in rows)
     assert {row["model"] for row in rows} == {"acme/support@1", "globex/gift@1"}
 
 
 @pytest.mark.parametrize("is_folded", [False, True], ids=["single requests", "rolled up"])
-async def test_its_usage_adds_up_to_its_events(app: ASGIApp, world: World, is_folded: bool) -> None:
+async def test_usage_equals_the_sum_of_its_events(app: ASGIApp, world: World, is_folded: bool) -> None:
     if is_folded:
         UsageRollups(world.services.database).fold_all()
     # Ask for whole days, which are answered from the coarsest rollups.
@@ -449,7 +449,7 @@ async def test_its_usage_adds_up_to_its_events(app: ASGIApp, world: World, is_fo
         assert sum(row["amount_nanos"] for row in costs) == expected["cost_nanos"]
 
 
-async def test_equal_weights_of_another_adapter_are_not_named(app: ASGIApp, world: World) -> None:
+async def test_other_adapters_with_equal_weights_are_not_named(app: ASGIApp, world: World) -> None:
     """Versions of several adapters can share a digest. Residency lists only versions of the key's adapters."""
     digest = b"support1".hex().ljust(64, "f")
     values = {"id": new_id("adv"), "adapter_id": world.payroll.id, "number": 9, "digest": digest, "state": "ready"}
@@ -460,7 +460,7 @@ async def test_equal_weights_of_another_adapter_are_not_named(app: ASGIApp, worl
     assert [one["model"] for one in held["versions"]] == ["acme/support@1"]
 
 
-def test_models_are_those_of_the_key(world: World) -> None:
+def test_models_listed_are_the_keys_own(world: World) -> None:
     principal = world.services.api_keys.authenticate(world.secret)
     assert principal is not None
     resolver = ModelResolver(world.services.registry, "the-base")
@@ -492,7 +492,7 @@ async def signed_in(app: ASGIApp, world: World) -> AsyncIterator[Browser]:
         yield browser
 
 
-async def test_no_page_shows_a_limited_key_more(app: ASGIApp, world: World, signed_in: Browser) -> None:
+async def test_console_pages_leak_nothing_to_a_limited_key(app: ASGIApp, world: World, signed_in: Browser) -> None:
     num_shown = 0
     for path in pages(app, "GET"):
         if path.startswith("/live/"):
@@ -507,7 +507,7 @@ async def test_no_page_shows_a_limited_key_more(app: ASGIApp, world: World, sign
     assert num_shown > 60
 
 
-async def test_pages_of_other_things_are_as_those_of_none(app: ASGIApp, world: World, signed_in: Browser) -> None:
+async def test_pages_of_hidden_objects_look_like_missing_pages(app: ASGIApp, world: World, signed_in: Browser) -> None:
     num_hidden = 0
     for path in pages(app, "GET"):
         if "{" not in path:
@@ -525,7 +525,7 @@ async def test_pages_of_other_things_are_as_those_of_none(app: ASGIApp, world: W
     assert num_hidden > 20
 
 
-async def test_forms_tell_a_limited_key_nothing(app: ASGIApp, world: World, signed_in: Browser) -> None:
+async def test_console_forms_leak_nothing_to_a_limited_key(app: ASGIApp, world: World, signed_in: Browser) -> None:
     page = await signed_in.get("/")
     token = re.search(r'name="csrf-token" content="([^"]+)"', page.text)
     assert token
@@ -548,7 +548,9 @@ async def test_forms_tell_a_limited_key_nothing(app: ASGIApp, world: World, sign
 
 
 @pytest.mark.parametrize("path", ["/live/overview", "/live/requests", "/live/residency"])
-async def test_live_parts_show_a_limited_key_no_more(app: ASGIApp, world: World, signed_in: Browser, path: str) -> None:
+async def test_live_parts_leak_nothing_to_a_limited_key(
+    app: ASGIApp, world: World, signed_in: Browser, path: str
+) -> None:
     assert {one for one in pages(app, "GET") if one.startswith("/live/")} == {
         "/live/overview",
         "/live/requests",

@@ -10,7 +10,7 @@ from tests.admin.rest.tenants_and_keys import new_tenant
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_list_is_walked_by_its_last_identifier(http: httpx.AsyncClient) -> None:
+async def test_list_is_paged_by_its_last_identifier(http: httpx.AsyncClient) -> None:
     slugs = [f"tenant-{number}" for number in range(7)]
     for slug in slugs:
         await new_tenant(http, slug)
@@ -38,13 +38,13 @@ async def test_a_list_is_walked_by_its_last_identifier(http: httpx.AsyncClient) 
         pytest.param({"before": "ten_1"}, id="no identifier"),
     ],
 )
-async def test_a_list_refuses_what_is_no_page(http: httpx.AsyncClient, params: dict[str, str]) -> None:
+async def test_invalid_paging_parameters_are_refused(http: httpx.AsyncClient, params: dict[str, str]) -> None:
     response = await http.get("/admin/v1/tenants", params=params)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == next(iter(params))
 
 
-async def test_of_several_wrong_parameters_the_first_is_named(http: httpx.AsyncClient) -> None:
+async def test_first_of_several_invalid_parameters_is_reported(http: httpx.AsyncClient) -> None:
     response = await http.get("/admin/v1/jobs", params={"limit": "0", "state": "bad", "after": "x"})
     assert response.json()["error"]["param"] == "state"
     response = await http.get("/admin/v1/jobs", params={"after": "x", "limit": "0"})

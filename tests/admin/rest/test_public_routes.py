@@ -44,9 +44,7 @@ async def statuses_of(app: ASGIApp, calls: Iterable[Call]) -> dict[Call, httpx.R
         return {(method, path): await stranger.request(method, path, content=b"{") for method, path in calls}
 
 
-async def test_every_route_of_the_openai_listener_but_health_needs_a_key(
-    console_side: AdminSide, demo_base: Path
-) -> None:
+async def test_openai_routes_except_health_require_a_key(console_side: AdminSide, demo_base: Path) -> None:
     with open_services(console_side.services.database, demo_base) as services:
         app = create_openai_app(services)
         calls = set(calls_of(app))
@@ -62,7 +60,7 @@ async def test_every_route_of_the_openai_listener_but_health_needs_a_key(
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
-async def test_every_route_of_the_admin_listener_but_the_public_ones_needs_a_key(console_side: AdminSide) -> None:
+async def test_admin_routes_except_public_ones_require_a_key(console_side: AdminSide) -> None:
     # If other machines can reach the listener, scraping metrics also requires a token.
     app = create_admin_app(replace(console_side.services, is_loopback=False))
     calls = {call for call in calls_of(app) if not call[1].startswith("/console") and call[1] != "/"}
@@ -74,7 +72,7 @@ async def test_every_route_of_the_admin_listener_but_the_public_ones_needs_a_key
         assert answer.status_code == 401, (method, path)
 
 
-async def test_the_console_shows_a_stranger_only_where_to_sign_in(console_side: AdminSide) -> None:
+async def test_console_shows_only_the_login_page_without_a_session(console_side: AdminSide) -> None:
     app = create_admin_app(console_side.services)
     calls = {call for call in calls_of(app) if call[1].startswith("/console/")}
     assert len(calls) > 40
@@ -89,7 +87,7 @@ async def test_the_console_shows_a_stranger_only_where_to_sign_in(console_side: 
     assert opened == {("GET", "/console/login")}
 
 
-def test_all_that_the_admin_app_serves_is_looked_at(console_side: AdminSide) -> None:
+def test_only_static_files_are_mounted_in_the_console(console_side: AdminSide) -> None:
     """The console mounts only the public static files, because the tests above do not check routes inside mounts."""
     app = create_admin_app(console_side.services)
     assert [route.path for route in app.routes if isinstance(route, Mount)] == ["/console"]

@@ -110,12 +110,12 @@ def made(console_side: AdminSide) -> tuple[Any, str, str, str]:
     return create_admin_app(services), key.key.id, key.secret, adapter.id
 
 
-def test_the_page_lists_what_is_called_here() -> None:
+def test_documented_errors_match_the_calls_here() -> None:
     assert set(DOCUMENTED) == set(CALLS)
 
 
 @pytest.mark.parametrize("what", CALLS)
-async def test_bad_input_is_answered_as_the_page_says(
+async def test_bad_input_gets_the_documented_error(
     what: str, made: tuple[Any, str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_body, "BODY_TIMEOUT_S", 0.2)

@@ -27,7 +27,7 @@ from tests.adversary.socket_flood import Target, flood, idle, request, slow_body
         pytest.param(HELLO + b"GET / HTTP/1.1\r\nhost", id="slow head after an answer"),
     ],
 )
-def test_a_connection_without_a_request_ends(sent: bytes) -> None:
+def test_connection_without_a_complete_request_is_closed(sent: bytes) -> None:
     with listening() as listener, listener.open(sent) as connection:
         if sent.startswith(HELLO):
             assert answer(connection)[0] == 200
@@ -40,14 +40,14 @@ def test_a_connection_without_a_request_ends(sent: bytes) -> None:
         assert listener.num_refused("no_request") == 1
 
 
-def test_the_listener_looks_by_itself_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listener_sweeps_connections_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loramux.admin.server.bounded_connection.HEAD_TIMEOUT_S", 0.0)
     with listening() as listener, listener.open() as connection:
         connection.settimeout(5)
         assert connection.recv(1) == b""
 
 
-def test_a_request_under_way_has_no_such_deadline() -> None:
+def test_running_request_has_no_deadline() -> None:
     with listening() as listener, listener.open(request("GET", "/wait", {})) as connection:
         listener.wait_until(lambda: listener.num_waiting == 1)
         listener.sweep_later(10_000)
@@ -64,7 +64,7 @@ def test_a_request_under_way_has_no_such_deadline() -> None:
         pytest.param(request("GET", "/large", {"connection": "close"}), id="the last answer"),
     ],
 )
-def test_a_client_that_reads_nothing_is_cut_off(sent: bytes) -> None:
+def test_client_that_reads_nothing_is_cut_off(sent: bytes) -> None:
     with listening() as listener, listener.open(sent) as connection:
 
         def has_unread() -> bool:
@@ -81,13 +81,13 @@ def test_a_client_that_reads_nothing_is_cut_off(sent: bytes) -> None:
             listener.wait_until(lambda: listener.num_left == 1)
 
 
-def test_a_client_that_reads_nothing_takes_little_of_the_kernels_memory() -> None:
+def test_client_that_reads_nothing_uses_little_kernel_memory() -> None:
     with listening() as listener, listener.open(request("GET", "/endless", {})):
         listener.wait_until(lambda: any(one.flow.write_paused for one in listener.book._members))
         assert 0 < listener.num_endless_bytes <= 2 * (MAX_UNSENT_BYTES + 65536)
 
 
-def test_requests_sent_ahead_wait_until_the_answer_before_them_is_read() -> None:
+def test_pipelined_requests_wait_until_the_previous_response_is_read() -> None:
     sent = request("GET", "/large", {}) * 2 + request("GET", "/", {"connection": "close"})
     with listening() as listener, listener.open(sent) as connection:
         listener.wait_until(lambda: any(one.flow.write_paused for one in listener.book._members))
@@ -98,7 +98,7 @@ def test_requests_sent_ahead_wait_until_the_answer_before_them_is_read() -> None
         assert received.count(b"HTTP/1.1 200 OK") == listener.num_asked == 3
 
 
-def test_a_client_that_reads_slowly_but_steadily_gets_everything() -> None:
+def test_slow_but_steady_reader_gets_the_whole_response() -> None:
     with listening() as listener, listener.open(request("GET", "/large", {"connection": "close"})) as connection:
         num_bytes, num_sweeps = 0, 0
         while chunk := connection.recv(1 << 20):
@@ -115,7 +115,7 @@ def test_a_client_that_reads_slowly_but_steadily_gets_everything() -> None:
 # Connection limits
 
 
-def test_idle_connections_give_way_to_a_newcomer_oldest_first() -> None:
+def test_oldest_idle_connection_is_closed_for_a_new_one() -> None:
     limits = ConnectionLimits(max_connections=8, max_per_address=8)
     with listening(limits) as listener, ExitStack() as stack:
         first, *others = [stack.enter_context(listener.open()) for _ in range(8)]
@@ -126,7 +126,7 @@ def test_idle_connections_give_way_to_a_newcomer_oldest_first() -> None:
         assert listener.num_refused("shed") == 1
 
 
-def test_a_flood_of_one_address_ends_no_connection_of_another() -> None:
+def test_flood_from_one_address_closes_no_connection_of_another() -> None:
     with listening(ConnectionLimits(max_connections=12, max_per_address=8)) as listener, ExitStack() as stack:
         polite = [stack.enter_context(listener.open()) for _ in range(3)]
         for source in ("127.0.0.2", "127.0.0.3"):
@@ -138,7 +138,7 @@ def test_a_flood_of_one_address_ends_no_connection_of_another() -> None:
         assert all(is_open(one) for one in polite)
 
 
-def test_connections_that_never_asked_go_before_those_that_did() -> None:
+def test_connections_without_any_request_are_closed_first() -> None:
     with listening(ConnectionLimits(max_connections=4, max_per_address=4)) as listener, ExitStack() as stack:
         kept = [stack.enter_context(listener.open(HELLO)) for _ in range(3)]
         assert [answer(one)[0] for one in kept] == [200] * 3
@@ -158,7 +158,7 @@ def test_connections_that_never_asked_go_before_those_that_did() -> None:
         pytest.param(ConnectionLimits(max_connections=9, max_per_address=3), "address_full", id="of one address"),
     ],
 )
-def test_nobody_gives_way_who_waits_for_an_answer(limits: ConnectionLimits, reason: str) -> None:
+def test_connections_waiting_for_a_response_are_not_closed(limits: ConnectionLimits, reason: str) -> None:
     with listening(limits) as listener, ExitStack() as stack:
         asking = [stack.enter_context(listener.open(request("GET", "/wait", {}))) for _ in range(3)]
         listener.wait_until(lambda: listener.num_waiting == 3)
@@ -180,7 +180,7 @@ def test_nobody_gives_way_who_waits_for_an_answer(limits: ConnectionLimits, reas
         pytest.param(request("GET", "/endless", {}), id="slow reader"),
     ],
 )
-def test_a_client_that_keeps_its_own_request_waiting_gives_way(sent: bytes) -> None:
+def test_client_that_stalls_its_own_request_is_closed(sent: bytes) -> None:
     with listening(ConnectionLimits(max_connections=2, max_per_address=2)) as listener, ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(listener.open(sent))
@@ -196,7 +196,7 @@ def test_a_client_that_keeps_its_own_request_waiting_gives_way(sent: bytes) -> N
         assert listener.num_refused("shed") == 1
 
 
-def test_a_new_connection_whose_request_is_on_its_way_is_not_the_first_to_go() -> None:
+def test_new_connection_is_not_closed_before_stalled_ones() -> None:
     with listening(ConnectionLimits(max_connections=4, max_per_address=4)) as listener, ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(listener.open(request("POST", "/", {}, b"x" * 10)[:-5]))
@@ -210,7 +210,7 @@ def test_a_new_connection_whose_request_is_on_its_way_is_not_the_first_to_go() -
         assert answer(polite)[0] == 200
 
 
-def test_the_places_of_connections_that_end_are_free_again() -> None:
+def test_closed_connections_free_their_places() -> None:
     with listening(ConnectionLimits(max_connections=4, max_per_address=4)) as listener:
         for _ in range(5):
             with ExitStack() as stack:
@@ -223,7 +223,7 @@ def test_the_places_of_connections_that_end_are_free_again() -> None:
 
 
 @pytest.mark.anyio
-async def test_attacks_beside_a_polite_client() -> None:
+async def test_polite_client_is_served_during_attacks() -> None:
     limits = ConnectionLimits(max_connections=64, max_per_address=64)
     with listening(limits) as listener:
         target = Target(host="127.0.0.1", port=listener.port)

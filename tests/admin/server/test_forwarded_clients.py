@@ -35,7 +35,7 @@ from tests.adversary.socket_flood import request
         pytest.param("10.9.9.9, 10.1.2.3", "10.9.9.9", id="proxies only"),
     ],
 )
-def test_the_client_is_the_rightmost_address_that_no_trusted_proxy_has(forwarded_for: str, client: str) -> None:
+def test_client_is_the_rightmost_untrusted_address(forwarded_for: str, client: str) -> None:
     assert TrustedProxies(("127.0.0.1", "10.0.0.0/8")).client_of("127.0.0.1", forwarded_for) == client
 
 
@@ -49,7 +49,7 @@ def test_the_client_is_the_rightmost_address_that_no_trusted_proxy_has(forwarded
         ("", ""),
     ],
 )
-def test_a_client_is_counted_by_what_it_cannot_change(address: str, origin: str) -> None:
+def test_ipv6_clients_are_counted_by_network_prefix(address: str, origin: str) -> None:
     assert origin_of(address) == origin
 
 
@@ -61,7 +61,7 @@ def test_a_client_is_counted_by_what_it_cannot_change(address: str, origin: str)
         pytest.param(("127.0.0.0/8",), ["198.51.100.7", "https"], id="believed"),
     ],
 )
-def test_only_named_proxies_are_believed(
+def test_only_trusted_proxies_are_believed(
     proxies: tuple[str, ...], seen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # uvicorn's own environment variable must have no effect.

@@ -10,7 +10,7 @@ from loramux.admin.errors import StartRefused
 from loramux.admin.server.listeners import bind, is_loopback, prepare_to_listen, url_of
 
 
-def test_a_bound_port_does_not_answer_and_is_nobody_elses() -> None:
+def test_bound_port_refuses_connections_and_other_servers() -> None:
     with bind("127.0.0.1", 0, "port") as first:
         port = first.getsockname()[1]
         with socket.socket() as client:
@@ -19,7 +19,7 @@ def test_a_bound_port_does_not_answer_and_is_nobody_elses() -> None:
             bind("127.0.0.1", port, "port")
 
 
-def test_lingering_connections_do_not_keep_the_port() -> None:
+def test_port_in_time_wait_can_be_rebound() -> None:
     with bind("127.0.0.1", 0, "port") as first:
         first.setblocking(True)
         prepare_to_listen(first)
@@ -42,7 +42,7 @@ def test_lingering_connections_do_not_keep_the_port() -> None:
         pytest.param("::1", "http://[::1]:{}", True, id="ipv6"),
     ],
 )
-def test_a_listener_knows_where_it_is(host: str, url: str, loopback: bool) -> None:
+def test_listener_url_and_loopback_detection(host: str, url: str, loopback: bool) -> None:
     if host == "::1" and not socket.has_ipv6:
         pytest.skip("no IPv6 on this machine")
     with bind(host, 0, "port") as listener:
@@ -54,6 +54,6 @@ def test_a_listener_knows_where_it_is(host: str, url: str, loopback: bool) -> No
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "a" * 300, "a\x00b", "..", "256.1.1.1"])
-def test_a_host_that_does_not_exist_is_a_sentence(host: str) -> None:
+def test_unknown_host_is_explained_in_one_sentence(host: str) -> None:
     with pytest.raises(StartRefused, match=r"cannot resolve the host .*; fix --admin-host"):
         bind(host, 0, "admin_port")

@@ -19,7 +19,7 @@ print("goes on")
 
 
 @pytest.mark.parametrize("log_format", ["console", "json"])
-def test_a_log_on_a_full_disk_stops_nothing(log_format: str) -> None:
+def test_full_log_disk_stops_nothing(log_format: str) -> None:
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [sys.executable, "-c", LOG, log_format], stdout=subprocess.PIPE, stderr=full, text=True, check=False

@@ -27,7 +27,9 @@ def toml(tmp_path: Path, model: Path) -> Path:
     return path
 
 
-def test_a_flag_wins_over_a_variable_over_the_file(toml: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_override_variables_and_variables_override_the_file(
+    toml: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LORAMUX_ADMIN_PORT", "2002")
     monkeypatch.setenv("LORAMUX_HOST", "127.0.0.2")
     settings = load_settings(Settings, {"config": toml, "host": "127.0.0.3", "port": None})
@@ -36,19 +38,19 @@ def test_a_flag_wins_over_a_variable_over_the_file(toml: Path, model: Path, monk
     assert settings.pool_bytes == 64 * 1024**2
 
 
-def test_the_files_path_may_come_from_a_variable(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_file_path_can_come_from_a_variable(toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAMUX_CONFIG", str(toml))
     assert load_settings(Settings, {}).port == 1001
 
 
-def test_everything_lies_in_the_data_directory_by_default(model: Path, tmp_path: Path) -> None:
+def test_database_and_blobs_are_in_the_data_directory_by_default(model: Path, tmp_path: Path) -> None:
     settings = load_settings(Settings, {"model": model, "data_dir": tmp_path / "data"})
     assert settings.is_database_embedded
     assert settings.resolved_database_url == f"sqlite:///{tmp_path}/data/loramux.db"
     assert settings.resolved_blob_url == f"file://{tmp_path}/data/blobs"
 
 
-def test_all_faults_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_errors_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAMUX_PROT", "1")
     monkeypatch.setenv("LORAMUX_ADMIN_KEY", "too-short-and-secret")
     overrides = {
@@ -84,7 +86,7 @@ def test_all_faults_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(None, "No such file", id="no file"),
     ],
 )
-def test_a_bad_file_is_explained(tmp_path: Path, model: Path, content: str | None, said: str) -> None:
+def test_invalid_file_is_explained(tmp_path: Path, model: Path, content: str | None, said: str) -> None:
     path = tmp_path / "bad.toml"
     if content is not None:
         path.write_text(content)
@@ -101,17 +103,17 @@ def test_a_bad_file_is_explained(tmp_path: Path, model: Path, content: str | Non
         pytest.param({"model": Path("/"), "max_sequences": 0}, "max_sequences", id="zero"),
     ],
 )
-def test_a_bad_value_names_its_setting(overrides: dict[str, Any], said: str) -> None:
+def test_invalid_value_names_its_setting(overrides: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         load_settings(Settings, overrides)
 
 
-def test_the_database_verbs_need_no_model(toml: Path) -> None:
+def test_database_commands_need_no_model(toml: Path) -> None:
     settings = load_settings(DataSettings, {"config": toml, "database_url": "postgresql://h/x"})
     assert not settings.is_database_embedded
 
 
-def test_flags_are_those_of_serve_and_gateway() -> None:
+def test_flags_match_serve_and_gateway() -> None:
     flags = {name for verb in (serve, gateway) for name in inspect.signature(verb).parameters}
     assert flags - {"context"} == FLAGS
 
@@ -124,12 +126,12 @@ def test_flags_are_those_of_serve_and_gateway() -> None:
         pytest.param({"admin_key": "x"}, "change LORAMUX_ADMIN_KEY or admin_key in", id="secret"),
     ],
 )
-def test_a_fault_names_a_flag_only_where_there_is_one(model: Path, overrides: dict[str, Any], said: str) -> None:
+def test_error_names_a_flag_only_if_the_flag_exists(model: Path, overrides: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         load_settings(Settings, {"model": model, **overrides})
 
 
-def test_a_secret_read_from_a_file_may_end_with_its_line_break(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_file_may_end_with_a_line_break(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAMUX_ADMIN_KEY", "k" * 32 + "\n")
     monkeypatch.setenv("LORAMUX_METRICS_TOKEN", "t" * 16 + "\r\n")
     settings = load_settings(Settings, {"model": model})
@@ -140,14 +142,18 @@ def test_a_secret_read_from_a_file_may_end_with_its_line_break(model: Path, monk
 
 
 @pytest.mark.parametrize("secret", ["k" * 20 + "\n" + "k" * 20, "schl\u00fcssel" * 6], ids=["line break", "not ASCII"])
-def test_a_secret_that_no_header_carries_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+def test_secret_that_does_not_fit_a_header_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, secret: str
+) -> None:
     monkeypatch.setenv("LORAMUX_ADMIN_KEY", secret)
     with pytest.raises(SettingsError, match="printable ASCII") as caught:
         load_settings(Settings, {"model": model})
     assert secret not in str(caught.value)
 
 
-def test_sources_are_separated_by_commas_or_a_list(model: Path, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_can_be_a_comma_separated_string_or_a_list(
+    model: Path, toml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert load_settings(Settings, {"model": model}).adapter_sources == ()
     toml.write_text(toml.read_text() + 'adapter_sources = ["s3://one/adapters", "s3://two"]\n')
     assert load_settings(Settings, {"config": toml}).adapter_sources == ("s3://one/adapters", "s3://two")
@@ -159,13 +165,13 @@ def test_sources_are_separated_by_commas_or_a_list(model: Path, toml: Path, monk
             load_settings(Settings, {"model": model})
 
 
-def test_trusted_proxies_are_addresses_and_networks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trusted_proxies_can_be_addresses_and_networks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_settings(Settings, {"model": model}).trusted_proxies == ()
     monkeypatch.setenv("LORAMUX_TRUSTED_PROXIES", "127.0.0.1, 10.0.0.0/8,::1")
     assert load_settings(Settings, {"model": model}).trusted_proxies == ("127.0.0.1", "10.0.0.0/8", "::1")
 
 
 @pytest.mark.parametrize("proxies", ["*", "10.0.0.1/8", "proxy.example.com"])
-def test_proxies_that_cannot_be_trusted_by_address_are_refused(model: Path, proxies: str) -> None:
+def test_invalid_trusted_proxies_are_refused(model: Path, proxies: str) -> None:
     with pytest.raises(SettingsError, match=r"trusted_proxies is invalid.*such as 127\.0\.0\.1 and 10\.0\.0\.0/8"):
         load_settings(Settings, {"model": model, "trusted_proxies": proxies})

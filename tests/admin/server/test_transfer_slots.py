@@ -12,7 +12,7 @@ from loramux.platform.errors import RateLimited
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_tenant_rests_for_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tenant_slot_rests_for_the_duration_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_slots, "MAX_REST_S", 3600.0)
     monkeypatch.setattr(transfer_slots, "UNRESTED_S", 600.0)
     resting = TransferSlots("reports", 2, 1, rest=1e9)
@@ -29,7 +29,7 @@ async def test_a_tenant_rests_for_what_it_took(monkeypatch: pytest.MonkeyPatch) 
             await anyio.sleep(0.001)
 
 
-async def test_a_slot_comes_back_after_its_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slot_is_free_again_after_its_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_slots, "MAX_REST_S", 0.02)
     monkeypatch.setattr(transfer_slots, "UNRESTED_S", 0.0)
     resting = TransferSlots("reports", 2, 1, rest=1e9)

@@ -100,9 +100,7 @@ async def sign_in(browser: httpx.AsyncClient, provider: FakeProvider, **claims: 
     return await browser.get(CALLBACK, params={"code": "a-code", "state": asked["state"]})
 
 
-async def test_a_person_with_a_role_gets_a_session_and_signs_out_again(
-    browser: httpx.AsyncClient, provider: FakeProvider
-) -> None:
+async def test_person_with_a_role_signs_in_and_out(browser: httpx.AsyncClient, provider: FakeProvider) -> None:
     assert "/console/oidc/login" in (await browser.get("/console/login")).text
     asked = await begin(browser, provider, "/keys")
     assert asked["response_type"] == "code"
@@ -137,7 +135,7 @@ async def test_a_person_with_a_role_gets_a_session_and_signs_out_again(
         pytest.param([["ops"], 5], 403, None, id="a list of anything"),
     ],
 )
-async def test_roles_come_from_the_claim(
+async def test_roles_are_read_from_the_claim(
     browser: httpx.AsyncClient, provider: FakeProvider, console_side: AdminSide, groups: Any, status: int, scopes: Any
 ) -> None:
     if console_side.services.tenants.get("acme") is None:
@@ -147,7 +145,7 @@ async def test_roles_come_from_the_claim(
     assert ("loramux_console" in browser.cookies) == (scopes is not None)
 
 
-async def test_a_tenants_person_sees_that_tenant_and_is_out_once_it_is_suspended(
+async def test_tenant_member_sees_only_that_tenant_until_it_is_suspended(
     provider: FakeProvider, console_side: AdminSide, console_app: ASGIApp
 ) -> None:
     tenant = console_side.services.tenants.create("suspendable")
@@ -183,7 +181,7 @@ LIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-async def test_an_answer_that_proves_nothing_opens_nothing(
+async def test_invalid_provider_response_opens_no_session(
     browser: httpx.AsyncClient, provider: FakeProvider, lie: str
 ) -> None:
     provider.__dict__.update(LIES[lie])
@@ -193,7 +191,7 @@ async def test_an_answer_that_proves_nothing_opens_nothing(
     assert "evil" not in response.text
 
 
-async def test_a_code_belongs_to_one_sign_in_of_one_browser(browser: httpx.AsyncClient, provider: FakeProvider) -> None:
+async def test_code_is_bound_to_one_sign_in_in_one_browser(browser: httpx.AsyncClient, provider: FakeProvider) -> None:
     asked = await begin(browser, provider)
     good = {"code": "a-code", "state": asked["state"]}
     ((name, cookie),) = under_way(browser).items()
@@ -217,7 +215,7 @@ async def test_a_code_belongs_to_one_sign_in_of_one_browser(browser: httpx.Async
     assert provider.received == []
 
 
-async def test_every_tab_may_finish_its_sign_in(browser: httpx.AsyncClient, provider: FakeProvider) -> None:
+async def test_each_tab_can_finish_its_own_sign_in(browser: httpx.AsyncClient, provider: FakeProvider) -> None:
     tabs = [(path, await begin(browser, provider, path)) for path in ("/keys", "/usage", "/jobs")]
     for path, asked in (tabs[1], tabs[0], tabs[2]):
         provider.nonce = asked["nonce"]
@@ -230,7 +228,7 @@ async def test_every_tab_may_finish_its_sign_in(browser: httpx.AsyncClient, prov
     assert (await browser.get("/console/keys")).status_code == 200, "reloading the callback does not sign out"
 
 
-async def test_a_browser_has_a_few_sign_ins_under_way(browser: httpx.AsyncClient, provider: FakeProvider) -> None:
+async def test_pending_sign_ins_per_browser_are_limited(browser: httpx.AsyncClient, provider: FakeProvider) -> None:
     browser.cookies.set("loramux_oidc_nobody", "began this", domain=urlsplit(CONSOLE_HOST).hostname or "")
     begun = [await begin(browser, provider) for _ in range(MAX_UNDER_WAY + 3)]
     assert len(under_way(browser)) == MAX_UNDER_WAY
@@ -239,7 +237,9 @@ async def test_a_browser_has_a_few_sign_ins_under_way(browser: httpx.AsyncClient
 
 
 @pytest.mark.parametrize("wanted", ["https://evil.example", "//evil.example", "/\\evil.example", "javascript:1"])
-async def test_the_way_back_leads_nowhere_else(browser: httpx.AsyncClient, provider: FakeProvider, wanted: str) -> None:
+async def test_redirect_after_sign_in_stays_in_the_console(
+    browser: httpx.AsyncClient, provider: FakeProvider, wanted: str
+) -> None:
     asked = await begin(browser, provider, wanted)
     response = await browser.get(CALLBACK, params={"code": "a-code", "state": asked["state"]})
     assert response.headers["location"] == "/console/"
@@ -255,7 +255,7 @@ class Hours:
         monkeypatch.setattr(database, "now_us", lambda *arguments: truth(*arguments) + int(self.passed_s * 1e6))
 
 
-async def test_a_sign_in_that_takes_too_long_is_void(
+async def test_slow_sign_in_expires(
     browser: httpx.AsyncClient, provider: FakeProvider, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hours = Hours(console_side, monkeypatch)
@@ -266,7 +266,7 @@ async def test_a_sign_in_that_takes_too_long_is_void(
         assert response.status_code == status
 
 
-async def test_any_server_may_finish_a_sign_in(
+async def test_any_server_can_finish_a_sign_in(
     app: ASGIApp, provider: FakeProvider, console_side: AdminSide, console_app: ASGIApp
 ) -> None:
     other = console_of(console_side.services, settings_of(provider.url), console_app)
@@ -279,7 +279,7 @@ async def test_any_server_may_finish_a_sign_in(
         assert (await browser.get("/console/keys")).status_code == 200
 
 
-async def test_a_role_that_was_taken_away_is_gone_within_minutes(
+async def test_revoked_role_is_lost_within_minutes(
     browser: httpx.AsyncClient, provider: FakeProvider, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hours = Hours(console_side, monkeypatch)
@@ -295,7 +295,7 @@ async def test_a_role_that_was_taken_away_is_gone_within_minutes(
     assert (await browser.get("/console/tenants")).headers["location"].startswith("/console/login")
 
 
-async def test_a_word_from_before_the_clock_went_back_is_confirmed_again(
+async def test_confirmation_dated_in_the_future_is_renewed(
     browser: httpx.AsyncClient, provider: FakeProvider, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hours = Hours(console_side, monkeypatch)
@@ -304,7 +304,7 @@ async def test_a_word_from_before_the_clock_went_back_is_confirmed_again(
     assert (await browser.get("/console/keys")).headers["location"].startswith("/console/oidc/login")
 
 
-async def test_an_access_token_that_is_over_is_renewed(
+async def test_expired_access_token_is_renewed(
     browser: httpx.AsyncClient, provider: FakeProvider, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hours = Hours(console_side, monkeypatch)
@@ -320,7 +320,7 @@ async def test_an_access_token_that_is_over_is_renewed(
 
 
 @pytest.mark.parametrize("silence", ["no groups in userinfo", "no userinfo", "an access token that is over"])
-async def test_who_is_confirmed_to_the_browser_alone_goes_there_again(
+async def test_session_without_userinfo_is_confirmed_by_signing_in_again(
     provider: FakeProvider,
     console_side: AdminSide,
     console_app: ASGIApp,
@@ -353,7 +353,7 @@ async def test_who_is_confirmed_to_the_browser_alone_goes_there_again(
         assert (await browser.get("/console/usage?days=7")).status_code == 200
 
 
-async def test_a_provider_that_is_away_is_waited_for_and_then_no_more(
+async def test_session_survives_provider_outage_only_for_a_while(
     browser: httpx.AsyncClient, provider: FakeProvider, console_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hours = Hours(console_side, monkeypatch)
@@ -383,7 +383,7 @@ async def test_a_provider_that_is_away_is_waited_for_and_then_no_more(
         pytest.param({"jwks_uri": "https://[evil"}, id="malformed endpoint"),
     ],
 )
-async def test_a_provider_that_is_not_what_was_set_is_not_used(
+async def test_provider_with_wrong_metadata_is_not_used(
     console_side: AdminSide, console_app: ASGIApp, provider: FakeProvider, metadata: dict[str, Any]
 ) -> None:
     provider.metadata = metadata
@@ -391,9 +391,7 @@ async def test_a_provider_that_is_not_what_was_set_is_not_used(
         assert (await browser.get("/console/oidc/login")).status_code == 503
 
 
-async def test_a_provider_that_is_away_is_said_and_keys_still_work(
-    console_side: AdminSide, console_app: ASGIApp
-) -> None:
+async def test_provider_outage_is_reported_and_keys_still_work(console_side: AdminSide, console_app: ASGIApp) -> None:
     settings = settings_of("http://127.0.0.1:9")
     async with client_of(console_of(console_side.services, settings, console_app)) as browser:
         response = await browser.get("/console/oidc/login")
@@ -401,7 +399,7 @@ async def test_a_provider_that_is_away_is_said_and_keys_still_work(
         assert "sign in with a key" in response.text
 
 
-async def test_a_provider_that_fails_midway_is_said(browser: httpx.AsyncClient, provider: FakeProvider) -> None:
+async def test_provider_failure_during_sign_in_is_reported(browser: httpx.AsyncClient, provider: FakeProvider) -> None:
     asked = await begin(browser, provider)
     provider.is_broken = True
     response = await browser.get(CALLBACK, params={"code": "a-code", "state": asked["state"]})
@@ -410,7 +408,7 @@ async def test_a_provider_that_fails_midway_is_said(browser: httpx.AsyncClient, 
 
 
 @pytest.mark.parametrize("rule", ["ops", "=platform:admin", "ops=root", "ops=tenant:admin", "ops=platform:read@acme"])
-def test_a_role_rule_that_cannot_hold_is_refused(rule: str) -> None:
+def test_invalid_role_rule_is_refused(rule: str) -> None:
     with pytest.raises(ValueError, match="is not a role"):
         parse_rule(rule)
 
@@ -441,7 +439,7 @@ def real_provider() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("person", "status"), [("alice+ops", 200), ("bob+viewers", 200), ("carol+nobody", 403)], ids=str
 )
-async def test_a_real_provider_signs_people_in(
+async def test_sign_in_with_a_real_provider(
     real_provider: str, console_side: AdminSide, person: str, status: int
 ) -> None:
     app = create_admin_app(replace(console_side.services, oidc=settings_of(real_provider)))

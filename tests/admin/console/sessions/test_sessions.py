@@ -56,7 +56,7 @@ def sessions(database: Database) -> ConsoleSessions:
     return ConsoleSessions(database, SessionRights(ApiKeys(database, ADMIN_KEY), Tenants(database)))
 
 
-def test_throttle_counts_by_address_at_all_servers_and_forgets(database: Database, clock: list[int]) -> None:
+def test_throttle_counts_by_address_across_servers(database: Database, clock: list[int]) -> None:
     servers = [LoginThrottle(database), LoginThrottle(database)]
     for attempt in range(BURST):
         assert servers[attempt % 2].begin("192.0.2.1") == 0
@@ -80,7 +80,7 @@ def test_throttle_counts_by_address_at_all_servers_and_forgets(database: Databas
     assert ExpiredRows(database).sweep()["login_failures"] == 0
 
 
-def test_a_jump_of_the_clock_locks_no_address_out(database: Database, clock: list[int]) -> None:
+def test_clock_set_back_locks_out_no_address(database: Database, clock: list[int]) -> None:
     throttle = LoginThrottle(database)
     clock[0] += 7 * 86_400
     assert throttle.begin("192.0.2.1") == 0
@@ -91,7 +91,7 @@ def test_a_jump_of_the_clock_locks_no_address_out(database: Database, clock: lis
     assert throttle.begin("192.0.2.1") == 0
 
 
-def test_a_jump_of_the_clock_prolongs_no_session(
+def test_clock_set_back_does_not_extend_sessions(
     sessions: ConsoleSessions, database: Database, clock: list[int]
 ) -> None:
     content = SessionContent(key_sha256=key_sha256(ADMIN_KEY))
@@ -106,7 +106,7 @@ def test_a_jump_of_the_clock_prolongs_no_session(
     assert sessions.find(forgotten) is None, "it does not come back"
 
 
-def test_sessions_end_by_age_and_by_idleness_and_are_swept(
+def test_sessions_expire_by_age_and_idleness_and_are_swept(
     sessions: ConsoleSessions, database: Database, clock: list[int]
 ) -> None:
     content = SessionContent(key_sha256=key_sha256(ADMIN_KEY))
@@ -122,7 +122,7 @@ def test_sessions_end_by_age_and_by_idleness_and_are_swept(
     assert ExpiredRows(database).sweep()["console_sessions"] == 1
 
 
-def test_a_key_has_so_many_sessions_and_the_oldest_gives_way(sessions: ConsoleSessions, clock: list[int]) -> None:
+def test_oldest_session_of_a_key_ends_at_the_limit(sessions: ConsoleSessions, clock: list[int]) -> None:
     tokens = []
     for _ in range(MAX_OF_ONE + 2):
         clock[0] += 1
@@ -131,7 +131,7 @@ def test_a_key_has_so_many_sessions_and_the_oldest_gives_way(sessions: ConsoleSe
     assert alive == [False] * 2 + [True] * MAX_OF_ONE
 
 
-def test_a_session_that_rotates_its_own_key_lives_on_though_another_tab_looked(
+def test_session_survives_rotation_of_its_own_key_despite_other_tabs(
     sessions: ConsoleSessions, database: Database
 ) -> None:
     keys = ApiKeys(database, ADMIN_KEY)
@@ -149,7 +149,7 @@ def test_a_session_that_rotates_its_own_key_lives_on_though_another_tab_looked(
     assert [notice.detail for notice in found.take_notices()] == [secret]
 
 
-def test_a_session_that_another_release_has_kept_is_none(sessions: ConsoleSessions, database: Database) -> None:
+def test_session_stored_by_another_release_is_ignored(sessions: ConsoleSessions, database: Database) -> None:
     token = sessions.open(OPERATOR, SessionContent(key_sha256=key_sha256(ADMIN_KEY)))
     seal = SessionSeal(token)
     with database.write() as connection:
@@ -159,7 +159,7 @@ def test_a_session_that_another_release_has_kept_is_none(sessions: ConsoleSessio
     assert sessions.find(token) is None
 
 
-def test_two_requests_of_a_session_keep_what_each_said(sessions: ConsoleSessions) -> None:
+def test_concurrent_requests_keep_both_notices(sessions: ConsoleSessions) -> None:
     token = sessions.open(OPERATOR, SessionContent(key_sha256=key_sha256(ADMIN_KEY)))
     first, second = sessions.find(token), sessions.find(token)
     assert first is not None
@@ -179,9 +179,7 @@ def test_two_requests_of_a_session_keep_what_each_said(sessions: ConsoleSessions
     assert fourth.playground_keys["acme"].secret == "sk-lmx-other"
 
 
-def test_what_the_database_keeps_of_a_session_opens_nothing_and_says_nothing(
-    sessions: ConsoleSessions, database: Database
-) -> None:
+def test_stored_session_reveals_no_secret_and_cannot_be_replayed(sessions: ConsoleSessions, database: Database) -> None:
     token = sessions.open(OPERATOR, SessionContent(key_sha256=key_sha256(ADMIN_KEY)))
     session = sessions.find(token)
     assert session is not None

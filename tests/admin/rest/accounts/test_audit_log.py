@@ -68,7 +68,7 @@ CHANGES_NOTHING = {
 }
 
 
-def test_every_route_that_changes_something_is_known_here(admin_side: Any) -> None:
+def test_every_mutating_route_is_listed_in_this_module(admin_side: Any) -> None:
     paths = create_admin_app(admin_side.services).openapi()["paths"]
     mutating = {
         (method.upper(), path)
@@ -87,9 +87,7 @@ def secret() -> str:
     return f"sk-lmx-{'A' * 16}-{'b' * 43}"
 
 
-async def test_each_change_is_written_down_and_no_secret_is(
-    http: httpx.AsyncClient, admin_side: Any, secret: str
-) -> None:
+async def test_changes_are_logged_without_secrets(http: httpx.AsyncClient, admin_side: Any, secret: str) -> None:
     shown: list[str] = [secret, ADMIN_KEY]
     done: set[tuple[str, str]] = set()
     any_state = {"if-match": "*"}
@@ -162,7 +160,7 @@ async def _deletes(http: httpx.AsyncClient, call: Any) -> None:
     await call("DELETE", "/admin/v1/tenants/{id_or_slug}", 204, id_or_slug="short-lived")
 
 
-async def test_a_tenants_administrator_sees_the_changes_of_its_own_things(http: httpx.AsyncClient) -> None:
+async def test_tenant_administrator_sees_changes_to_its_own_objects(http: httpx.AsyncClient) -> None:
     for slug in ("acme", "globex"):
         await http.post("/admin/v1/tenants", json={"slug": slug})
     made = (await http.post("/admin/v1/api_keys", json={"tenant": "acme", "scopes": ["tenant:admin"]})).json()
@@ -174,9 +172,7 @@ async def test_a_tenants_administrator_sees_the_changes_of_its_own_things(http: 
     assert refused.status_code == 404
 
 
-async def test_a_tenant_learns_neither_the_operators_address_nor_its_key(
-    http: httpx.AsyncClient, admin_side: Any
-) -> None:
+async def test_operators_address_and_key_are_hidden_from_tenants(http: httpx.AsyncClient, admin_side: Any) -> None:
     await http.post("/admin/v1/tenants", json={"slug": "acme"})
     platform = (await http.post("/admin/v1/api_keys", json={"tenant": None})).json()
     made = (await http.post("/admin/v1/api_keys", json={"tenant": "acme", "scopes": ["tenant:admin"]})).json()
@@ -221,7 +217,7 @@ async def test_a_tenant_learns_neither_the_operators_address_nor_its_key(
     assert ">operator<" not in page
 
 
-async def test_what_fails_or_changes_nothing_is_not_written(http: httpx.AsyncClient, admin_side: Any) -> None:
+async def test_failed_calls_are_not_logged(http: httpx.AsyncClient, admin_side: Any) -> None:
     def count() -> int:
         with admin_side.services.database.read() as connection:
             return int(connection.execute(select(func.count()).select_from(schema.audit_log)).scalar_one())

@@ -12,7 +12,7 @@ from tests.admin.rest.tenants_and_keys import bearer, new_key, new_tenant
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_tenant_is_made_once(http: httpx.AsyncClient) -> None:
+async def test_tenant_slug_is_unique(http: httpx.AsyncClient) -> None:
     tenant_id = await new_tenant(http, "acme")
     again = await http.post("/admin/v1/tenants", json={"slug": "acme"})
     assert (again.status_code, again.json()["error"]["code"]) == (409, "tenant_exists")
@@ -20,7 +20,7 @@ async def test_a_tenant_is_made_once(http: httpx.AsyncClient) -> None:
         assert (await http.get(f"/admin/v1/tenants/{name}")).json()["slug"] == "acme"
 
 
-async def test_a_keys_secret_is_answered_once_and_revoking_ends_it(http: httpx.AsyncClient) -> None:
+async def test_key_secret_is_returned_once_and_revocable(http: httpx.AsyncClient) -> None:
     key = await new_key(http, None)
     secret = key.pop("secret")
     assert secret.startswith("sk-lmx-")

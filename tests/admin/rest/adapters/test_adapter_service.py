@@ -29,7 +29,7 @@ def targets(alias: httpx.Response) -> dict[int, int]:
     return {target["version"]: target["weight"] for target in alias.json()["targets"]}
 
 
-async def test_a_canary_grows_and_is_rolled_back_in_one_call(http: httpx.AsyncClient, base: str) -> None:
+async def test_canary_weight_grows_and_rolls_back_in_one_call(http: httpx.AsyncClient, base: str) -> None:
     canary = {"targets": [{"version": 1, "weight": 90}, {"version": 2, "weight": 10}]}
     assert targets(await http.put(f"{base}/aliases/default", json=canary)) == {1: 90, 2: 10}
     moved = await http.put(f"{base}/aliases/default", json={"version": 2})
@@ -47,7 +47,7 @@ async def test_a_canary_grows_and_is_rolled_back_in_one_call(http: httpx.AsyncCl
     assert (nothing.status_code, nothing.json()["error"]["code"]) == (409, "nothing_to_roll_back")
 
 
-async def test_an_alias_moves_only_from_where_the_caller_saw_it(http: httpx.AsyncClient, base: str) -> None:
+async def test_stale_etag_does_not_move_an_alias(http: httpx.AsyncClient, base: str) -> None:
     etag = (await http.get(f"{base}/aliases/default")).headers["etag"]
     first = await http.put(f"{base}/aliases/default", json={"version": 2}, headers={"if-match": etag})
     assert first.status_code == 200
@@ -62,7 +62,7 @@ async def test_an_alias_moves_only_from_where_the_caller_saw_it(http: httpx.Asyn
     assert targets(await http.get(f"{base}/aliases/default")) == {2: 100}
 
 
-async def test_an_alias_is_deleted_only_from_where_the_caller_saw_it(http: httpx.AsyncClient, base: str) -> None:
+async def test_stale_etag_does_not_delete_an_alias(http: httpx.AsyncClient, base: str) -> None:
     path = f"{base}/aliases/canary"
     stale = (await http.put(path, json={"version": 2})).headers["etag"]
     etag = (await http.put(path, json={"version": 3})).headers["etag"]
@@ -100,7 +100,7 @@ async def test_an_alias_is_deleted_only_from_where_the_caller_saw_it(http: httpx
         pytest.param({"version": 1, "extra": 1}, 400, "unknown_parameter", id="unknown field"),
     ],
 )
-async def test_a_wrong_target_is_refused(
+async def test_invalid_alias_target_is_refused(
     http: httpx.AsyncClient, base: str, body: dict[str, Any], status: int, code: str
 ) -> None:
     refused = await http.put(f"{base}/aliases/default", json=body)
@@ -108,7 +108,7 @@ async def test_a_wrong_target_is_refused(
     assert targets(await http.get(f"{base}/aliases/default")) == {1: 100}
 
 
-async def test_versions_are_warm_before_an_alias_moves(
+async def test_versions_are_loaded_before_an_alias_moves(
     http: httpx.AsyncClient, base: str, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = (await http.get(f"{base}/versions/2")).json()["digest"]
@@ -136,7 +136,9 @@ async def test_versions_are_warm_before_an_alias_moves(
     assert targets(cold) == {3: 100}
 
 
-async def test_what_leaves_service_leaves_the_engine(http: httpx.AsyncClient, base: str, admin_side: AdminSide) -> None:
+async def test_archived_and_disabled_versions_leave_the_engine(
+    http: httpx.AsyncClient, base: str, admin_side: AdminSide
+) -> None:
     digests = [(await http.get(f"{base}/versions/{number}")).json()["digest"] for number in (1, 2, 3)]
     for digest in digests:
         await admin_side.engine.load(digest, 1.0)
@@ -164,7 +166,7 @@ async def test_a_tenant_cannot_lift_a_quarantine(http: httpx.AsyncClient, base: 
     assert (await http.post(f"{base}/versions/1/restore")).json()["state"] == "ready"
 
 
-async def test_grants_are_given_by_the_operator_and_taken_back_by_the_owner(http: httpx.AsyncClient, base: str) -> None:
+async def test_grants_are_added_by_the_operator_and_removed_by_the_owner(http: httpx.AsyncClient, base: str) -> None:
     globex = await new_tenant(http, "globex")
     owner = bearer((await new_key(http, "acme", "tenant:admin"))["secret"])
     foreign = bearer((await new_key(http, "globex", "tenant:admin"))["secret"])

@@ -15,7 +15,7 @@ from tests.admin.rest.adapters.pushed_versions import FILES, declared, new_adapt
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_pushed_adapter_becomes_ready_and_default(
+async def test_pushed_adapter_becomes_ready_and_default(
     http: httpx.AsyncClient, make_adapter: Callable[..., Path]
 ) -> None:
     adapter_id = await new_adapter(http)
@@ -29,7 +29,7 @@ async def test_a_pushed_adapter_becomes_ready_and_default(
     ]
 
 
-async def test_identical_bytes_answer_the_existing_version(
+async def test_identical_bytes_return_the_existing_version(
     http: httpx.AsyncClient, make_adapter: Callable[..., Path]
 ) -> None:
     adapter_id = await new_adapter(http)
@@ -39,9 +39,7 @@ async def test_identical_bytes_answer_the_existing_version(
     assert (again["id"], again["number"]) == (first["id"], 1)
 
 
-async def test_an_alias_moves_to_a_ready_version_only(
-    http: httpx.AsyncClient, make_adapter: Callable[..., Path]
-) -> None:
+async def test_alias_moves_only_to_a_ready_version(http: httpx.AsyncClient, make_adapter: Callable[..., Path]) -> None:
     adapter_id = await new_adapter(http)
     await push(http, adapter_id, make_adapter())
     await push(http, adapter_id, make_adapter())
@@ -75,7 +73,7 @@ def pickled(directory: Path) -> None:
         pytest.param({"config": {"use_dora": True}}, None, id="dora"),
     ],
 )
-async def test_a_bad_adapter_is_rejected_with_a_code_and_leaves_no_blob(
+async def test_invalid_adapter_is_rejected_with_a_code_and_leaves_no_blob(
     http: httpx.AsyncClient,
     admin_side: Any,
     make_adapter: Callable[..., Path],
@@ -108,7 +106,7 @@ async def test_a_bad_adapter_is_rejected_with_a_code_and_leaves_no_blob(
         pytest.param({"path": "/tmp"}, "unknown_parameter", id="unknown field"),
     ],
 )
-async def test_a_bad_declaration_is_refused(
+async def test_invalid_declaration_is_refused(
     http: httpx.AsyncClient, make_adapter: Callable[..., Path], change: dict[str, Any], code: str
 ) -> None:
     adapter_id = await new_adapter(http)
@@ -126,7 +124,7 @@ async def test_a_bad_declaration_is_refused(
         pytest.param(None, "checksum_mismatch", id="other bytes"),
     ],
 )
-async def test_bytes_that_were_not_declared_are_refused(
+async def test_undeclared_bytes_are_refused(
     http: httpx.AsyncClient, make_adapter: Callable[..., Path], content: bytes | None, code: str
 ) -> None:
     adapter_id = await new_adapter(http)
@@ -139,7 +137,9 @@ async def test_bytes_that_were_not_declared_are_refused(
     assert (version.status_code, version.json()["error"]["code"]) == (400, "upload_incomplete")
 
 
-async def test_an_upload_belongs_to_its_adapter(http: httpx.AsyncClient, make_adapter: Callable[..., Path]) -> None:
+async def test_upload_cannot_be_used_for_another_adapter(
+    http: httpx.AsyncClient, make_adapter: Callable[..., Path]
+) -> None:
     first, second = await new_adapter(http), await new_adapter(http, "globex", "other")
     directory = make_adapter()
     upload = (await http.post(f"/admin/v1/adapters/{first}/uploads", json={"files": declared(directory)})).json()
@@ -167,7 +167,7 @@ async def test_adapter_names_are_slugs(http: httpx.AsyncClient, name: str, code:
     assert (response.status_code, response.json()["error"]["code"]) == (400, code)
 
 
-async def test_a_second_adapter_of_the_same_name_conflicts(http: httpx.AsyncClient) -> None:
+async def test_duplicate_adapter_name_conflicts(http: httpx.AsyncClient) -> None:
     await new_adapter(http)
     response = await http.post("/admin/v1/adapters", json={"tenant": "acme", "name": "support"})
     assert (response.status_code, response.json()["error"]["code"]) == (409, "adapter_exists")

@@ -76,12 +76,12 @@ def num_versions(admin_side: AdminSide, visit: Visit) -> int:
         return int(connection.execute(count).scalar_one())
 
 
-def test_every_hostile_call_has_its_own_name() -> None:
+def test_hostile_call_names_are_unique() -> None:
     assert len({call.name for call in CALLS}) == len(CALLS)
 
 
 @pytest.mark.parametrize("hostile", CALLS, ids=lambda hostile: hostile.name)
-async def test_a_hostile_call_is_refused(visit: Visit, admin_side: AdminSide, hostile: HostileCall) -> None:
+async def test_hostile_call_is_refused(visit: Visit, admin_side: AdminSide, hostile: HostileCall) -> None:
     response = await hostile.call(visit)
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (hostile.status, hostile.code)
@@ -130,7 +130,7 @@ async def test_hostile_files_leave_one_rejected_row(visit: Visit, admin_side: Ad
     assert aliases.json()["data"] == []
 
 
-async def test_an_upload_is_used_once(visit: Visit, admin_side: AdminSide) -> None:
+async def test_upload_is_used_once(visit: Visit, admin_side: AdminSide) -> None:
     """A second call returns the version created by the first, and the files cannot be sent again."""
     files = good_files(use_dora=True)
     contents = {CONFIG_FILE: files.config_bytes, TENSORS_FILE: files.tensor_bytes}
@@ -145,7 +145,7 @@ async def test_an_upload_is_used_once(visit: Visit, admin_side: AdminSide) -> No
     await wait_for_no_blobs(admin_side)
 
 
-async def test_a_good_adapters_report_is_shown(visit: Visit, admin_side: AdminSide) -> None:
+async def test_valid_adapters_report_is_returned(visit: Visit, admin_side: AdminSide) -> None:
     version = await push(visit, visit.contents)
     assert version["state"] == "ready"
     for key in list(admin_side.blobs.list_keys()):

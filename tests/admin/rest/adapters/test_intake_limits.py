@@ -37,7 +37,7 @@ async def tenants_client(side: AdminSide, *scopes: str, tenant: str = "acme") ->
 
 
 @pytest.mark.anyio
-async def test_an_upload_is_listed_and_cancelled_by_its_own_tenant(
+async def test_upload_is_listed_and_cancelled_only_by_its_tenant(
     http: httpx.AsyncClient, admin_side: AdminSide, make_adapter: Callable[..., Path]
 ) -> None:
     uploads = f"/admin/v1/adapters/{await new_adapter(http)}/uploads"
@@ -60,7 +60,7 @@ async def test_an_upload_is_listed_and_cancelled_by_its_own_tenant(
 
 
 @pytest.mark.anyio
-async def test_a_used_upload_is_not_cancelled(http: httpx.AsyncClient, make_adapter: Callable[..., Path]) -> None:
+async def test_used_upload_cannot_be_cancelled(http: httpx.AsyncClient, make_adapter: Callable[..., Path]) -> None:
     adapter_id = await new_adapter(http)
     version = await push(http, adapter_id, make_adapter())
     assert version["state"] == "ready"
@@ -69,7 +69,7 @@ async def test_a_used_upload_is_not_cancelled(http: httpx.AsyncClient, make_adap
 
 
 @pytest.mark.anyio
-async def test_uploads_beyond_the_cap_are_refused_with_a_time(
+async def test_uploads_beyond_the_cap_get_a_retry_after(
     http: httpx.AsyncClient, admin_side: AdminSide, make_adapter: Callable[..., Path]
 ) -> None:
     uploads = f"/admin/v1/adapters/{await new_adapter(http)}/uploads"
@@ -91,7 +91,7 @@ def client(admin_server: RunningServer) -> Iterator[AdminClient]:
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), AdminError(400, "other bytes", "checksum_mismatch", None)])
-def test_a_push_that_is_interrupted_cancels_its_upload(
+def test_interrupted_push_cancels_its_upload(
     client: AdminClient,
     make_adapter: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -123,7 +123,7 @@ class CrowdedServer(AdminClient):
     refused: list[str]
 
 
-def test_a_push_waits_while_its_tenant_has_too_much_under_way(
+def test_push_waits_while_the_tenant_is_at_its_limits(
     admin_server: RunningServer, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
@@ -149,7 +149,7 @@ async def two_versions(http: httpx.AsyncClient, make_adapter: Callable[..., Path
 
 
 @pytest.mark.anyio
-async def test_a_tenants_preload_is_charged_and_an_operators_is_not(
+async def test_preload_is_charged_to_tenants_but_not_to_operators(
     http: httpx.AsyncClient, admin_side: AdminSide, make_adapter: Callable[..., Path]
 ) -> None:
     adapter_id, digests = await two_versions(http, make_adapter)
@@ -168,7 +168,7 @@ async def test_a_tenants_preload_is_charged_and_an_operators_is_not(
 
 
 @pytest.mark.anyio
-async def test_an_alias_whose_warming_is_refused_stays_where_it_is(
+async def test_alias_stays_if_its_preload_is_refused(
     http: httpx.AsyncClient, admin_side: AdminSide, make_adapter: Callable[..., Path]
 ) -> None:
     adapter_id, digests = await two_versions(http, make_adapter)
@@ -190,7 +190,7 @@ async def test_an_alias_whose_warming_is_refused_stays_where_it_is(
 
 
 @pytest.mark.anyio
-async def test_the_console_says_why_a_load_is_refused(
+async def test_console_explains_a_refused_load(
     http: httpx.AsyncClient, admin_side: AdminSide, make_adapter: Callable[..., Path]
 ) -> None:
     adapter_id, _ = await two_versions(http, make_adapter)
@@ -208,7 +208,7 @@ async def test_the_console_says_why_a_load_is_refused(
         assert "try again in" in told
 
 
-def test_the_command_line_says_when_to_try_a_load_again(
+def test_command_line_says_when_to_retry_a_load(
     loramux: Callable[..., Any], admin_side: AdminSide, make_adapter: Callable[..., Path], monkeypatch: Any
 ) -> None:
     loramux("tenants", "create", "acme")

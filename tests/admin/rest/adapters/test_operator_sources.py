@@ -75,7 +75,7 @@ def place(bucket: Path, directory: Path, name: str) -> str:
     return f"s3://operator/adapters/{name}"
 
 
-async def test_a_version_is_taken_from_a_bucket(
+async def test_version_is_registered_from_a_bucket(
     http: httpx.AsyncClient, bucket: Path, make_adapter: Callable[..., Path], admin_side: Any
 ) -> None:
     adapter_id = await new_adapter(http)
@@ -92,7 +92,7 @@ async def test_a_version_is_taken_from_a_bucket(
     assert again["number"] == 2
 
 
-def test_a_push_of_an_address_has_the_server_take_it(
+def test_register_source_makes_the_server_copy_the_files(
     admin_server: RunningServer, bucket: Path, make_adapter: Callable[..., Path]
 ) -> None:
     source = place(bucket, make_adapter(), "one")
@@ -117,7 +117,7 @@ def test_a_push_of_an_address_has_the_server_take_it(
         ),
     ],
 )
-async def test_what_a_bucket_holds_is_checked_like_an_upload(
+async def test_bucket_contents_are_validated_like_an_upload(
     http: httpx.AsyncClient,
     bucket: Path,
     make_adapter: Callable[..., Path],
@@ -134,7 +134,7 @@ async def test_what_a_bucket_holds_is_checked_like_an_upload(
     assert list(admin_side.blobs.list_keys()) == []
 
 
-async def test_a_source_counts_before_it_is_copied(
+async def test_quota_is_checked_before_a_source_is_copied(
     http: httpx.AsyncClient,
     bucket: Path,
     make_adapter: Callable[..., Path],
@@ -162,7 +162,7 @@ async def test_a_source_counts_before_it_is_copied(
     assert (await register(http, adapter_id, source))["state"] == "ready"
 
 
-async def test_a_source_that_is_taken_again_counts_once_and_only_for_whom_it_is_claimed_by(
+async def test_repeated_announcement_counts_once_and_requires_the_claim(
     http: httpx.AsyncClient,
     bucket: Path,
     make_adapter: Callable[..., Path],
@@ -213,13 +213,13 @@ async def test_a_source_that_is_taken_again_counts_once_and_only_for_whom_it_is_
         pytest.param("", "invalid_source", id="empty"),
     ],
 )
-def test_a_source_that_is_not_allowed_is_refused(admin_sources: AdapterSources, source: str, code: str) -> None:
+def test_disallowed_source_is_refused(admin_sources: AdapterSources, source: str, code: str) -> None:
     with pytest.raises(UploadRefused) as refused:
         admin_sources.check(source)
     assert (refused.value.code, refused.value.param) == (code, "source")
 
 
-async def test_only_the_operator_may_name_a_source(http: httpx.AsyncClient) -> None:
+async def test_only_the_operator_can_register_a_source(http: httpx.AsyncClient) -> None:
     adapter_id = await new_adapter(http)
     tenant = await new_bearer(http, "acme", ["tenant:admin"])
     url = f"/admin/v1/adapters/{adapter_id}/versions"
@@ -242,7 +242,7 @@ def test_no_source_is_allowed_by_default() -> None:
     assert sources.AdapterSources(["s3://operator"]).check("s3://operator/x/") == "s3://operator/x"
 
 
-async def test_a_bucket_that_cannot_be_reached_is_asked_again_and_given_up(
+async def test_unreachable_bucket_is_retried_and_then_abandoned(
     http: httpx.AsyncClient, admin_side: Any, log: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter_id = await new_adapter(http)

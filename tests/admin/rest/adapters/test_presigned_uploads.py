@@ -109,7 +109,7 @@ def declared(directory: Path) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_kept_answer_forgets_a_url_with_the_url(
+def test_stored_response_expires_with_its_presigned_urls(
     client: AdminClient, make_wide: Callable[[int], Path], admin_side: AdminSide
 ) -> None:
     directory = make_wide(4)
@@ -138,7 +138,7 @@ def test_a_kept_answer_forgets_a_url_with_the_url(
 
 
 @pytest.mark.parametrize("rank", [4, 170], ids=["whole", "in parts"])
-def test_a_push_follows_the_servers_answer_to_the_bucket(
+def test_push_sends_files_directly_to_the_bucket(
     client: AdminClient, make_wide: Callable[[int], Path], admin_side: Any, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     sent: list[tuple[str, str, bool]] = []
@@ -166,7 +166,7 @@ def test_a_push_follows_the_servers_answer_to_the_bucket(
     wait_until(lambda: not list(admin_side.blobs.list_keys("uploads/")))
 
 
-def test_what_was_put_is_what_was_declared_or_no_version(
+def test_bytes_that_differ_from_the_declaration_are_rejected(
     client: AdminClient, make_wide: Callable[[int], Path], admin_side: Any
 ) -> None:
     directory = make_wide(4)
@@ -187,7 +187,7 @@ def test_what_was_put_is_what_was_declared_or_no_version(
     wait_until(lambda: not list(admin_side.blobs.list_keys()))
 
 
-def test_a_url_that_is_used_again_changes_nothing_that_was_validated(
+def test_reusing_a_presigned_url_does_not_change_a_validated_version(
     client: AdminClient, make_wide: Callable[[int], Path], admin_side: Any
 ) -> None:
     directory = make_wide(4)
@@ -215,7 +215,7 @@ def new_upload_like(client: AdminClient, upload: dict[str, Any]) -> str:
     return str(client.post(f"adapters/{upload['adapter_id']}/uploads", {"files": files})["id"])
 
 
-def test_parts_that_are_missing_are_no_file(
+def test_missing_parts_leave_the_upload_incomplete(
     client: AdminClient, make_wide: Callable[[int], Path], admin_side: Any
 ) -> None:
     directory = make_wide(170)
@@ -234,7 +234,7 @@ def test_parts_that_are_missing_are_no_file(
     assert client.post(versions, {"upload_id": upload["id"]})["number"] == 1, "a repeated request returns it"
 
 
-def test_files_may_be_sent_to_the_server_all_the_same(
+def test_files_can_still_be_sent_through_the_server(
     client: AdminClient, make_wide: Callable[[int], Path], admin_side: Any
 ) -> None:
     directory = make_wide(4)
@@ -248,7 +248,9 @@ def test_files_may_be_sent_to_the_server_all_the_same(
     assert stored == (directory / FILES[0]).read_bytes(), "the stored file is the acknowledged one"
 
 
-def test_a_store_that_refuses_or_is_away_is_told_apart(client: AdminClient, make_wide: Callable[[int], Path]) -> None:
+def test_refusing_store_is_distinguished_from_an_unreachable_one(
+    client: AdminClient, make_wide: Callable[[int], Path]
+) -> None:
     way = {"url": "http://127.0.0.1:9/secret?X-Amz-Signature=abc", "method": "PUT", "headers": {"content-length": "1"}}
     with pytest.raises(ServerUnreachable) as unreachable:
         client.put_presigned(way, [b"x"])
@@ -259,7 +261,7 @@ def test_a_store_that_refuses_or_is_away_is_told_apart(client: AdminClient, make
     assert (refused.value.status, refused.value.code) == (404, "blob_store_refused")
 
 
-def test_a_cancelled_upload_leaves_no_parts(client: AdminClient, make_wide: Callable[[int], Path], bucket: str) -> None:
+def test_cancelled_upload_leaves_no_parts(client: AdminClient, make_wide: Callable[[int], Path], bucket: str) -> None:
     directory = make_wide(200)
     upload = declare(client, directory)
     way = next(file for file in upload["files"] if file["name"] == FILES[1])

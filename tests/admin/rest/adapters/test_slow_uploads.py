@@ -64,7 +64,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     raise AssertionError("the condition was not met in time")
 
 
-def test_slow_uploads_hold_up_only_each_other(
+def test_slow_uploads_delay_only_their_own_tenant(
     admin_server: RunningServer,
     admin_side: Any,
     client: httpx.Client,
@@ -95,7 +95,7 @@ def test_slow_uploads_hold_up_only_each_other(
 
 
 @pytest.mark.parametrize("limit", ["CHUNK_TIMEOUT_S", "UPLOAD_TIMEOUT_S"])
-def test_a_body_has_a_deadline(
+def test_slow_body_times_out(
     admin_server: RunningServer, file_path: str, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     monkeypatch.setattr(uploads, limit, 0.2)
@@ -110,7 +110,7 @@ def test_a_body_has_a_deadline(
     assert (response.status, answer["error"]["code"]) == (400, "body_timeout")
 
 
-def test_a_client_that_goes_away_is_no_failure(
+def test_client_disconnect_is_not_logged_as_a_failure(
     admin_server: RunningServer,
     admin_side: Any,
     file_path: str,
@@ -127,7 +127,7 @@ def test_a_client_that_goes_away_is_no_failure(
     assert list(admin_side.blobs.list_keys()) == []
 
 
-def test_an_upload_does_not_outlive_a_forced_stop(
+def test_forced_stop_ends_uploads(
     admin_server: RunningServer,
     admin_side: Any,
     file_path: str,
@@ -141,7 +141,7 @@ def test_an_upload_does_not_outlive_a_forced_stop(
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def test_a_store_that_is_down_is_named_in_the_log_alone(
+def test_store_outage_details_appear_only_in_the_log(
     client: httpx.Client, file_path: str, admin_side: Any, log: list[Any]
 ) -> None:
     # Replace the store's directory with a file.

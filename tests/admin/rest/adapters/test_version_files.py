@@ -23,7 +23,7 @@ from tests.admin.rest.tenants_and_keys import new_bearer
 pytestmark = pytest.mark.anyio
 
 
-async def test_the_uploaded_files_come_back(http: httpx.AsyncClient, make_adapter: Callable[..., Path]) -> None:
+async def test_uploaded_files_can_be_downloaded(http: httpx.AsyncClient, make_adapter: Callable[..., Path]) -> None:
     adapter_id = await new_adapter(http)
     directory = make_adapter()
     await push(http, adapter_id, directory)
@@ -41,7 +41,7 @@ async def test_the_uploaded_files_come_back(http: httpx.AsyncClient, make_adapte
     assert (archived.status_code, archived.json()["error"]["code"]) == (409, "version_in_use")
 
 
-async def test_what_cannot_be_had_says_why(
+async def test_unavailable_file_gets_a_specific_error(
     http: httpx.AsyncClient, admin_side: Any, make_adapter: Callable[..., Path]
 ) -> None:
     adapter_id = await new_adapter(http)
@@ -67,7 +67,7 @@ async def test_what_cannot_be_had_says_why(
         assert (answer.status_code, answer.json()["error"]["code"]) == expected, url
 
 
-async def test_the_report_is_kept_with_the_version(http: httpx.AsyncClient, make_adapter: Callable[..., Path]) -> None:
+async def test_version_report_is_kept(http: httpx.AsyncClient, make_adapter: Callable[..., Path]) -> None:
     adapter_id = await new_adapter(http)
     directory = make_adapter(rank=3)
     version = await push(http, adapter_id, directory)
@@ -84,7 +84,7 @@ async def test_the_report_is_kept_with_the_version(http: httpx.AsyncClient, make
     assert (refused["state"], refused["error"]["code"]) == ("rejected", "unsupported_config")
 
 
-async def test_a_reader_that_stops_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stalled_download_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version_files, "DOWNLOAD_TIMEOUT_S", 0.05)
     releases: list[bool] = []
     file = ExportedFile(UploadFile(FILES[0], 2, "0" * 64), b"{}", None, None)
@@ -102,7 +102,7 @@ async def test_a_reader_that_stops_reading_is_cut_off(monkeypatch: pytest.Monkey
     assert releases == [True]
 
 
-async def test_more_downloads_than_slots_are_told_to_come_again(
+async def test_download_without_a_free_slot_gets_retry_after(
     http: httpx.AsyncClient, admin_side: Any, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_slots, "WAIT_S", 0.05)

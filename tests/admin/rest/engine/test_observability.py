@@ -55,7 +55,7 @@ async def test_health_needs_no_key_and_follows_the_engine(admin_side: Any) -> No
         pytest.param(TOKEN, True, {"authorization": f"Bearer {TOKEN}", "via": "1.1 proxy"}, 200, id="proxy with token"),
     ],
 )
-async def test_metrics_are_open_to_this_machine_only(
+async def test_metrics_without_token_are_local_only(
     admin_side: Any, token: str | None, is_loopback: bool, headers: dict[str, Any], status: int
 ) -> None:
     async with stranger(admin_side, metrics_token=token, is_loopback=is_loopback) as http:
@@ -65,7 +65,7 @@ async def test_metrics_are_open_to_this_machine_only(
         assert ("set metrics_token" in response.text) == (token is None and status == 401)
 
 
-async def test_how_adapters_come_to_the_pool_is_scraped_while_the_engine_answers(admin_side: Any) -> None:
+async def test_adapter_loading_metrics_need_a_responding_engine(admin_side: Any) -> None:
     figures = TierFigures(held=lambda: {"host": Held(4096, 3)})
     figures.count_lookup("disk", True)
     figures.count_lookup("disk", False)
@@ -105,9 +105,7 @@ async def answer(stats: Stats) -> Stats:
     return stats
 
 
-async def test_the_engines_figures_and_its_resident_adapters_are_shown(
-    http: httpx.AsyncClient, admin_side: Any
-) -> None:
+async def test_engine_stats_and_resident_adapters_are_returned(http: httpx.AsyncClient, admin_side: Any) -> None:
     await admin_side.engine.load("d" * 64, 1.0)
     engine = (await http.get("/admin/v1/engine")).json()
     assert (engine["device"], engine["num_pages"], engine["num_adapter_pages"]) == ("cpu", 64, 1)
@@ -117,7 +115,7 @@ async def test_the_engines_figures_and_its_resident_adapters_are_shown(
     assert (adapter["digest"], adapter["num_pages"], adapter["num_users"]) == ("d" * 64, 1, 0)
 
 
-async def test_a_dead_engine_is_503(http: httpx.AsyncClient, admin_side: Any) -> None:
+async def test_dead_engine_returns_503(http: httpx.AsyncClient, admin_side: Any) -> None:
     admin_side.engine.die()
     for path in ("engine", "residency"):
         response = await http.get(f"/admin/v1/{path}")

@@ -44,7 +44,7 @@ def refusal(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-async def test_a_tenants_reports_wait_for_each_other_alone(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
+async def test_reports_delay_only_the_same_tenants_reports(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
     acme, initech = (Tenant(admin_side, http, slug) for slug in ("acme", "initech"))
     report_slots = admin_side.services.report_slots
     releases = [await report_slots.acquire_slot(acme.id) for _ in range(MAX_REPORTS_EACH)]
@@ -72,7 +72,7 @@ async def test_metrics_health_and_lists_need_no_report_slot(http: httpx.AsyncCli
             assert (await http.get(path)).status_code == 200, path
 
 
-async def test_a_tenants_calls_wait_for_each_other_alone(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
+async def test_calls_are_limited_per_tenant(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
     acme, initech = (Tenant(admin_side, http, slug) for slug in ("acme", "initech"))
     async with AsyncExitStack() as stack:
         for _ in range(MAX_CALLS_EACH):
@@ -84,7 +84,7 @@ async def test_a_tenants_calls_wait_for_each_other_alone(http: httpx.AsyncClient
     assert (await acme.get("/adapters")).status_code == 200
 
 
-async def test_reports_that_wait_hold_no_call_slot(
+async def test_waiting_reports_hold_no_call_slot(
     http: httpx.AsyncClient, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_slots, "WAIT_S", 10.0)
@@ -118,7 +118,7 @@ async def test_a_refused_call_releases_its_slot(http: httpx.AsyncClient, admin_s
     assert admin_side.services.call_slots.num_taken == 0
 
 
-async def test_exports_that_nobody_reads_are_few(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
+async def test_concurrent_exports_are_limited_per_tenant(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
     acme, initech = (Tenant(admin_side, http, slug) for slug in ("acme", "initech"))
     add_end_users(admin_side.services.database, acme.id, 600)
     long = "/usage?group_by=end_user"
@@ -136,7 +136,7 @@ async def test_exports_that_nobody_reads_are_few(http: httpx.AsyncClient, admin_
     assert admin_side.services.export_slots.num_taken == 0
 
 
-async def test_the_console_gets_a_long_report_as_a_whole(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
+async def test_console_gets_a_long_report_in_one_piece(http: httpx.AsyncClient, admin_side: AdminSide) -> None:
     services = admin_side.services
     acme = services.tenants.create("acme")
     add_end_users(services.database, acme.id, 600)
@@ -149,7 +149,7 @@ async def test_the_console_gets_a_long_report_as_a_whole(http: httpx.AsyncClient
     assert services.export_slots.num_taken == 0
 
 
-async def test_one_tenant_watches_few_pages(
+async def test_live_and_concurrent_pages_are_limited_per_tenant(
     http: httpx.AsyncClient, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "MAX_STREAMS_EACH", 0)

@@ -103,7 +103,7 @@ async def made(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
     return dict(response.json())
 
 
-async def test_every_scope_has_its_quotas(http: httpx.AsyncClient, acme: Acme) -> None:
+async def test_quotas_exist_for_every_scope(http: httpx.AsyncClient, acme: Acme) -> None:
     platform = await made(http, scope="platform", metric="requests_per_minute", limit=7)
     tenant = await made(http, tenant="acme", metric="tokens_per_month", limit=10, mode="soft")
     key = await made(http, key=acme.key_id, metric="tokens_per_day", limit=5, mode="shadow")
@@ -122,7 +122,7 @@ async def test_every_scope_has_its_quotas(http: httpx.AsyncClient, acme: Acme) -
     assert [one["id"] for one in own] == [adapter["id"], key["id"], tenant["id"]]
 
 
-async def test_a_quota_is_put_by_path_and_changed_in_part(http: httpx.AsyncClient, acme: Acme) -> None:
+async def test_quota_is_put_by_path_and_patched(http: httpx.AsyncClient, acme: Acme) -> None:
     path = f"{PATH}/tenants/acme/tokens_per_minute"
     first = (await http.put(path, json={"limit": 100, "tenant": "acme"})).json()
     again = (await http.put(path, json={"limit": 100, "burst": 300})).json()
@@ -137,7 +137,7 @@ async def test_a_quota_is_put_by_path_and_changed_in_part(http: httpx.AsyncClien
     assert (softer["limit"], softer["burst"], softer["mode"]) == (50, 300, "soft")
 
 
-async def test_a_bad_quota_is_refused_with_the_fields_name(http: httpx.AsyncClient, acme: Acme) -> None:
+async def test_invalid_quota_is_refused_with_the_fields_name(http: httpx.AsyncClient, acme: Acme) -> None:
     month = await made(http, tenant="acme", metric="tokens_per_month", limit=1000)
     keys = {"OTHER": acme.other_key_id, "OWN": acme.key_id}
     for case, (changes, param) in BAD_QUOTAS.items():
@@ -152,7 +152,7 @@ async def test_a_bad_quota_is_refused_with_the_fields_name(http: httpx.AsyncClie
     assert (await http.get(PATH)).json()["data"] == [month]
 
 
-async def test_what_contradicts_the_path_or_means_nothing_is_refused(http: httpx.AsyncClient, acme: Acme) -> None:
+async def test_contradictory_or_meaningless_fields_are_refused(http: httpx.AsyncClient, acme: Acme) -> None:
     quota = await made(http, tenant="acme", metric="tokens_per_minute", limit=5)
     for case in BAD_CALLS:
         method, path, body, status, param = case
@@ -176,9 +176,7 @@ async def test_an_unknown_timezone_is_refused(http: httpx.AsyncClient, acme: Acm
     assert changed["timezone"] == "America/St_Johns"
 
 
-async def test_what_holds_for_a_caller_is_its_own_and_inherited(
-    http: httpx.AsyncClient, acme: Acme, admin_side: Any
-) -> None:
+async def test_effective_limits_include_inherited_ones(http: httpx.AsyncClient, acme: Acme, admin_side: Any) -> None:
     await made(http, scope="platform", metric="tokens_per_day", limit=1000)
     await made(http, scope="platform", metric="concurrent_requests", limit=9)
     await made(http, tenant="acme", metric="tokens_per_day", limit=500, mode="soft")
@@ -204,7 +202,7 @@ async def test_what_holds_for_a_caller_is_its_own_and_inherited(
         assert (await http.get(f"{PATH}/effective", headers=own, params=asked)).status_code == 404
 
 
-async def test_a_dry_run_says_which_policy_would_bind_and_changes_nothing(
+async def test_dry_run_names_the_binding_policy_and_changes_nothing(
     http: httpx.AsyncClient, acme: Acme, admin_side: Any
 ) -> None:
     month = await made(http, tenant="acme", metric="tokens_per_month", limit=200)
@@ -233,7 +231,7 @@ async def test_a_dry_run_says_which_policy_would_bind_and_changes_nothing(
     assert (limit["used"], limit["reserved"]) == (150, 0)
 
 
-async def test_adapters_and_their_bytes_are_limited_where_they_are_added(http: httpx.AsyncClient, acme: Acme) -> None:
+async def test_adapter_count_and_bytes_are_limited(http: httpx.AsyncClient, acme: Acme) -> None:
     async def add(name: str) -> httpx.Response:
         return await http.post("/admin/v1/adapters", json={"tenant": "acme", "name": name})
 
@@ -265,7 +263,7 @@ async def test_adapters_and_their_bytes_are_limited_where_they_are_added(http: h
     assert (await http.post(f"{path}/versions", json={"upload_id": upload["id"]})).status_code == 202
 
 
-async def test_a_quota_is_set_changed_listed_and_lifted(http: httpx.AsyncClient) -> None:
+async def test_quota_is_set_changed_listed_and_removed(http: httpx.AsyncClient) -> None:
     await new_tenant(http, "acme")
     body = {"tenant": "acme", "metric": "tokens_per_minute", "limit": 1000}
     first = (await http.post("/admin/v1/quotas", json=body)).json()
@@ -289,7 +287,7 @@ async def test_a_quota_is_set_changed_listed_and_lifted(http: httpx.AsyncClient)
         pytest.param({"burst": -5}, "burst", id="burst"),
     ],
 )
-async def test_bad_quotas_are_refused(http: httpx.AsyncClient, change: dict[str, Any], param: str) -> None:
+async def test_invalid_quotas_are_refused(http: httpx.AsyncClient, change: dict[str, Any], param: str) -> None:
     await new_tenant(http, "acme")
     body = {"tenant": "acme", "metric": "requests_per_minute", "limit": 5, **change}
     response = await http.post("/admin/v1/quotas", json=body)

@@ -52,6 +52,6 @@ async def test_usage_is_reported_as_buckets_csv_and_events(http: httpx.AsyncClie
         pytest.param({"format": "xml"}, "format", id="format"),
     ],
 )
-async def test_a_bad_report_is_refused(http: httpx.AsyncClient, params: dict[str, str], param: str) -> None:
+async def test_invalid_report_is_refused(http: httpx.AsyncClient, params: dict[str, str], param: str) -> None:
     response = await http.get("/admin/v1/usage", params=params)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
