@@ -90,9 +90,7 @@ def test_wrong_files_are_refused_before_anything_is_sent(tab: Tab, demo: Demo, t
     assert "adapter_config.json" in page.inner_text("[data-progress]")
 
 
-def test_an_alias_moves_by_weight_and_rolls_back(
-    tab: Tab, demo: Demo, adapter_files: Callable[[str], list[str]]
-) -> None:
+def test_alias_moves_by_weight_and_rolls_back(tab: Tab, demo: Demo, adapter_files: Callable[[str], list[str]]) -> None:
     adapter_id = demo.adapter_ids["harbour"]
     page = tab.open(f"/adapters/{adapter_id}")
     page.set_input_files("input[type=file]", adapter_files("json"))
@@ -119,7 +117,7 @@ def test_an_alias_moves_by_weight_and_rolls_back(
     assert [target["version"] for target in alias["targets"]] == [1]
 
 
-def test_the_next_request_feels_a_quota_that_was_edited(tab: Tab, demo: Demo) -> None:
+def test_edited_quota_applies_to_the_next_request(tab: Tab, demo: Demo) -> None:
     assert demo.ask("parcels", "json", max_tokens=4).status_code == 200
     page = tab.open("/quotas?tenant=parcels")
     page.click("text=Edit…")
@@ -138,7 +136,7 @@ def test_the_next_request_feels_a_quota_that_was_edited(tab: Tab, demo: Demo) ->
     demo.client.post("quotas", {"tenant": "parcels", "metric": "tokens_per_minute", "limit": 100_000})
 
 
-def test_the_second_of_two_who_edit_one_quota_is_told(new_tab: NewTab, demo: Demo) -> None:
+def test_second_editor_of_a_quota_is_warned(new_tab: NewTab, demo: Demo) -> None:
     first, second = new_tab(), new_tab()
     for tab in (first, second):
         tab.open("/quotas?tenant=chambers").click("text=Edit…")
@@ -153,7 +151,7 @@ def test_the_second_of_two_who_edit_one_quota_is_told(new_tab: NewTab, demo: Dem
     assert [quota["limit"] for quota in quotas if quota["metric"] == "tokens_per_minute"] == [70_000]
 
 
-def test_a_key_is_made_shown_once_and_revoked(tab: Tab, demo: Demo) -> None:
+def test_key_is_created_shown_once_and_revoked(tab: Tab, demo: Demo) -> None:
     page = tab.open("/keys?tenant=chambers")
     page.click("text=New key")
     page.fill("dialog[open] [name=name]", "from the browser")
@@ -170,7 +168,7 @@ def test_a_key_is_made_shown_once_and_revoked(tab: Tab, demo: Demo) -> None:
     page.wait_for_selector("tr:has-text('from the browser') .tag:text-is('revoked')")
 
 
-def test_a_key_is_rotated_and_its_old_secret_ends(tab: Tab, demo: Demo) -> None:
+def test_key_is_rotated_and_its_old_secret_expires(tab: Tab, demo: Demo) -> None:
     made = demo.client.post("api_keys", {"tenant": "harbour", "name": "turns"})
     page = tab.open("/keys?tenant=harbour")
     page.click("tr:has-text('turns') >> text=Rotate…")
@@ -187,7 +185,7 @@ def test_a_key_is_rotated_and_its_old_secret_ends(tab: Tab, demo: Demo) -> None:
     demo.keys["harbour"] = kept
 
 
-def test_a_dry_run_of_a_quota_says_what_would_bind(tab: Tab, demo: Demo) -> None:
+def test_quota_dry_run_names_the_binding_policy(tab: Tab, demo: Demo) -> None:
     page = tab.open("/quotas?tenant=harbour")
     page.click("text=Edit…")
     page.fill("dialog[open] [name=limit]", "50")
@@ -199,7 +197,7 @@ def test_a_dry_run_of_a_quota_says_what_would_bind(tab: Tab, demo: Demo) -> None
     assert [limit["limit"] for limit in limits if limit["metric"] == "tokens_per_minute"] == [100_000]
 
 
-def test_a_request_that_streams_is_cancelled(tab: Tab, demo: Demo) -> None:
+def test_streaming_request_is_cancelled(tab: Tab, demo: Demo) -> None:
     answers: list[Any] = []
     # The request runs long enough to be found and cancelled: 900 tokens take at least two seconds.
     body = {"max_tokens": 900, "ignore_eos": True, "n": 8}
@@ -275,7 +273,7 @@ def test_names_with_markup_and_control_characters_are_inert(tab: Tab, demo: Demo
     assert hostile in tab.open("/keys?tenant=hostile").inner_text("main")
 
 
-def test_a_tenant_sees_its_own_and_a_viewer_changes_nothing(new_tab: NewTab, demo: Demo) -> None:
+def test_tenant_sees_only_its_own_objects_and_viewer_cannot_change_any(new_tab: NewTab, demo: Demo) -> None:
     scopes = {"tenant": "harbour", "name": "admin", "scopes": ["tenant:admin"]}
     tenant = new_tab(key=demo.client.post("api_keys", scopes)["secret"])
     page = tenant.open("/adapters")
@@ -289,7 +287,7 @@ def test_a_tenant_sees_its_own_and_a_viewer_changes_nothing(new_tab: NewTab, dem
         assert forms.count() == 0, path
 
 
-def test_pages_that_are_open_while_the_engine_is_down_say_so_and_recover(new_tab: NewTab, demo: Demo) -> None:
+def test_open_pages_report_engine_outage_and_recover(new_tab: NewTab, demo: Demo) -> None:
     overview, residency = new_tab(), new_tab()
     overview.open("/").wait_for_selector("text=Engine ready")
     residency.open("/residency").wait_for_selector("text=The page pool")
@@ -309,7 +307,7 @@ def test_pages_that_are_open_while_the_engine_is_down_say_so_and_recover(new_tab
     assert demo.ask("harbour", "pirate", max_tokens=4).status_code == 200
 
 
-def test_pages_that_are_open_while_the_database_is_down_say_so_and_recover(new_tab: NewTab, demo: Demo) -> None:
+def test_open_pages_report_database_outage_and_recover(new_tab: NewTab, demo: Demo) -> None:
     overview, requests, form, reader = new_tab(), new_tab(), new_tab(), new_tab()
     overview.open("/").wait_for_selector("text=Database reachable")
     requests.open("/requests").wait_for_selector("text=No requests are running")

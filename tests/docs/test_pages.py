@@ -21,12 +21,12 @@ TYPED_PAGES = sorted(path for path in DOCS.glob("*.md") if script_of(path))
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_reference_is_what_the_program_says(name: str) -> None:
+def test_reference_pages_match_the_program(name: str) -> None:
     assert (DOCS / name).read_text() == PAGES[name](), "run 'make docs'"
 
 
 @pytest.mark.parametrize("page", PAGES_WITH_LINKS, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files_and_headings(page: Path) -> None:
+def test_links_resolve_to_files_and_headings(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", page.read_text()):
         link = target[0] or target[1]
         if link.startswith(("http://", "https://")):
@@ -39,7 +39,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, link
 
 
-def test_files_that_the_contributing_guide_names_exist() -> None:
+def test_files_named_in_the_contributing_guide_exist() -> None:
     named = re.findall(r"`([\w.-]+/[\w./-]*)`", (ROOT / "CONTRIBUTING.md").read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
     assert len(named) > 50
@@ -56,7 +56,7 @@ def type_in_place(page: Path, directory: Path) -> Typed:
 
 
 @pytest.mark.campaign
-def test_a_newcomers_path_is_typed_from_the_readme(tmp_path: Path) -> None:
+def test_readme_quickstart_works(tmp_path: Path) -> None:
     """Serve a base, create a tenant, key and quota, push an adapter, call it, and read the report."""
     typed = type_in_place(ROOT / "README.md", tmp_path)
     assert typed.exit_code == 0, typed.errors + typed.output
@@ -72,7 +72,7 @@ def test_a_newcomers_path_is_typed_from_the_readme(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("page", TYPED_PAGES, ids=lambda page: page.name)
-def test_what_a_page_says_to_type_works(page: Path, tmp_path: Path) -> None:
+def test_commands_in_pages_work(page: Path, tmp_path: Path) -> None:
     typed = type_in_place(page, tmp_path)
     assert typed.exit_code == 0, typed.errors + typed.output
     assert "Traceback" not in typed.errors

@@ -34,40 +34,40 @@ def test_folder_is_linked_into_the_namespace(folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_top_level_folder_is_no_package_of_its_own(folder: str) -> None:
+def test_top_level_folder_is_not_a_package(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists(), "it would shadow a Python or third-party module"
 
 
-def test_namespace_holds_the_six_folders_and_nothing_else() -> None:
+def test_namespace_contains_exactly_the_six_folders() -> None:
     assert sorted(path.name for path in (ROOT / ".src" / "loramux").iterdir() if path.name != "__pycache__") == sorted(
         FOLDERS
     )
 
 
-def test_tests_are_no_package() -> None:
+def test_tests_are_not_a_package() -> None:
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 
 
 @pytest.mark.parametrize("folder", [*FOLDERS, "tests", "benchmarks"])
-def test_no_file_is_named_like_a_standard_module(folder: str) -> None:
+def test_no_file_shadows_a_standard_module(folder: str) -> None:
     named = {path.stem for path in python_files(folder)} & set(sys.stdlib_module_names)
     assert named <= {"__init__", "__main__"}
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=str)
-def test_no_package_is_named_like_a_standard_module(package: Path) -> None:
+def test_no_package_shadows_a_standard_module(package: Path) -> None:
     assert package.name not in sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=str)
-def test_a_packages_init_is_a_docstring_and_nothing_else(package: Path) -> None:
+def test_package_init_contains_only_a_docstring(package: Path) -> None:
     module = ast.parse((ROOT / package / "__init__.py").read_text())
     assert ast.get_docstring(module)
     assert len(module.body) == 1
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=str)
-def test_each_package_has_a_line_in_the_readme_above_it(package: Path) -> None:
+def test_each_package_has_a_line_in_the_nearest_readme(package: Path) -> None:
     readme = next(folder / "README.md" for folder in package.parents if (ROOT / folder / "README.md").exists())
     is_mentioned = f"`{package.name}/`" in (ROOT / readme).read_text()
     assert is_mentioned, f"{readme} does not mention {package.name}/"
@@ -87,7 +87,7 @@ def test_nothing_imports_from_a_conftest(folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", [*FOLDERS, "benchmarks"])
-def test_tests_lie_in_the_rooms_of_the_product(folder: str) -> None:
+def test_test_folders_mirror_product_folders(folder: str) -> None:
     """Test folders mirror the product's folders, except folders that contain only support code."""
     rooms = {path.parent.relative_to(ROOT / "tests") for path in python_files(f"tests/{folder}") if is_test(path)}
     assert [str(room) for room in sorted(rooms) if not (ROOT / room).is_dir()] == []
@@ -105,7 +105,7 @@ def test_imports_are_absolute(folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", [*FOLDERS, "tests", "benchmarks"])
-def test_each_folder_says_what_lives_there(folder: str) -> None:
+def test_each_folder_has_a_readme(folder: str) -> None:
     assert (ROOT / folder / "README.md").read_text().strip()
 
 

@@ -70,17 +70,17 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist() if not name.endswith("RECORD")}
 
 
-def test_a_wheel_holds_the_six_folders_and_nothing_else(built: Built) -> None:
+def test_wheel_contains_exactly_the_six_folders(built: Built) -> None:
     held = {name.removeprefix("loramux/") for name in contents(built.wheel) if name.startswith("loramux/")}
     assert held == {name for name in built.tracked if name.partition("/")[0] in FOLDERS}
     assert {name.partition("/")[0] for name in contents(built.wheel)} == {"loramux", "loramux-0.1.0.dist-info"}
 
 
-def test_an_sdist_makes_the_same_wheel(built: Built) -> None:
+def test_sdist_builds_the_same_wheel(built: Built) -> None:
     assert contents(built.wheel_of_sdist) == contents(built.wheel)
 
 
-def test_an_sdist_has_the_documentation_but_no_tests_which_need_a_checkout(built: Built) -> None:
+def test_sdist_contains_documentation_but_no_tests(built: Built) -> None:
     with tarfile.open(built.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "docs/quick-start.md"} <= names

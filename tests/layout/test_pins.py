@@ -38,13 +38,13 @@ def locked(name: str) -> dict[str, tuple[str, list[str]]]:
     return found
 
 
-def test_machines_with_a_gpu_get_the_same_versions_but_the_triton_that_torch_brings() -> None:
+def test_gpu_constraints_differ_only_in_triton() -> None:
     everywhere, with_gpu = pins("constraints.txt"), pins("constraints-cuda.txt")
     assert everywhere.keys() - with_gpu.keys() == {"triton"}
     assert with_gpu.items() <= everywhere.items()
 
 
-def test_every_pin_but_torchs_has_hashes_of_that_version() -> None:
+def test_every_pin_except_torch_and_triton_is_hashed() -> None:
     here, in_browser = locked("constraints.lock"), locked("constraints-browser.lock")
     assert here.keys() & in_browser.keys() == set()
     versions = {name: version for name, (version, _) in (here | in_browser).items()}
@@ -52,7 +52,7 @@ def test_every_pin_but_torchs_has_hashes_of_that_version() -> None:
     assert all(hashes for _, hashes in (here | in_browser).values())
 
 
-def test_nothing_else_is_installed() -> None:
+def test_all_dependencies_are_locked() -> None:
     """The lock covers all direct and indirect dependencies, except packages that only torch needs."""
     seen: set[str] = set()
     waiting = [("loramux", frozenset({"demo", "dev"}))]
@@ -70,7 +70,7 @@ def test_nothing_else_is_installed() -> None:
 
 
 @pytest.mark.parametrize("target", ["venv", "test-browser"])
-def test_a_wheel_that_somebody_changed_is_refused(tmp_path: Path, target: str) -> None:
+def test_modified_wheel_is_refused(tmp_path: Path, target: str) -> None:
     """With the Makefile's flags and the lock's hashes, pip refuses a changed wheel from any index."""
     planned = subprocess.run(
         ["make", "--dry-run", "--always-make", target, f"VENV={tmp_path}/venv"],
@@ -101,7 +101,7 @@ def test_a_wheel_that_somebody_changed_is_refused(tmp_path: Path, target: str) -
     assert "DO NOT MATCH THE HASHES" in done.stderr, done.stderr
 
 
-def test_an_environment_keeps_its_python_and_constraints_until_make_clean(tmp_path: Path) -> None:
+def test_environment_keeps_python_and_constraints_until_make_clean(tmp_path: Path) -> None:
     """Other values are refused with the fix; by default, targets use the values that created the environment."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("pyproject.toml", "constraints.txt", "constraints-cuda.txt", "constraints.lock"):

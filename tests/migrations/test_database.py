@@ -51,7 +51,7 @@ def test_migrations_make_exactly_the_schema(database: Database) -> None:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
 
 
-def test_with_statistics_sqlite_reads_one_tenants_rows_by_their_index(tmp_path: Path) -> None:
+def test_sqlite_uses_the_tenant_index_with_statistics(tmp_path: Path) -> None:
     empty = ", ''" * 9
     names = "tenant_id, api_key_id, adapter_id, adapter_version_id, model, base, endpoint, end_user, status"
     fill = """
@@ -75,7 +75,7 @@ def test_with_statistics_sqlite_reads_one_tenants_rows_by_their_index(tmp_path: 
     database.close()
 
 
-def test_upgrade_twice_changes_nothing(database: Database) -> None:
+def test_second_upgrade_changes_nothing(database: Database) -> None:
     add_tenant(database, "acme")
     database.upgrade()
     database.check_schema()
@@ -94,7 +94,7 @@ def test_servers_that_start_together_upgrade_once(database_url: str) -> None:
     database.close()
 
 
-def test_an_empty_database_is_refused_with_the_remedy(database_url: str) -> None:
+def test_empty_database_is_refused_with_the_fix(database_url: str) -> None:
     database = Database(database_url)
     with pytest.raises(DatabaseError, match="run 'loramux db upgrade'"):
         database.check_schema()
@@ -142,14 +142,14 @@ def test_a_bad_url_is_refused_in_one_sentence(url: str, message: str) -> None:
         pytest.param("sqlite:///x.db?timeout=hunter2", id="parameter"),
     ],
 )
-def test_a_malformed_url_is_not_repeated(url: str) -> None:
+def test_malformed_url_is_not_echoed(url: str) -> None:
     with pytest.raises(DatabaseError, match="malformed") as caught:
         Database(url)
     assert "hunter2" not in str(caught.value)
     assert caught.value.__suppress_context__
 
 
-def test_an_unreachable_database_names_no_password() -> None:
+def test_unreachable_database_error_hides_the_password() -> None:
     database = Database("postgresql://someone:hunter2@127.0.0.1:1/none")
     with pytest.raises(DatabaseError, match="cannot be used") as caught:
         database.check_schema()
@@ -172,7 +172,7 @@ def test_sqlite_is_crash_safe(tmp_path: Path) -> None:
     database.close()
 
 
-def test_a_schema_of_a_newer_version_is_refused(database: Database) -> None:
+def test_newer_schema_is_refused(database: Database) -> None:
     with database.write() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
     with pytest.raises(DatabaseError, match="another version of loramux"):
@@ -181,7 +181,7 @@ def test_a_schema_of_a_newer_version_is_refused(database: Database) -> None:
         database.check_schema()
 
 
-def test_aliases_of_before_keep_what_they_name(database_url: str) -> None:
+def test_existing_aliases_keep_their_targets(database_url: str) -> None:
     database = Database(database_url)
     database.upgrade("0001")
     add_tenant(database, "acme")
@@ -216,7 +216,7 @@ def test_aliases_of_before_keep_what_they_name(database_url: str) -> None:
     database.close()
 
 
-def test_limits_of_before_are_their_tenants_and_refuse(database_url: str) -> None:
+def test_existing_limits_become_hard_tenant_quotas(database_url: str) -> None:
     database = Database(database_url)
     database.upgrade("0003")
     with database.write() as connection:
@@ -255,7 +255,7 @@ def test_limits_of_before_are_their_tenants_and_refuse(database_url: str) -> Non
     database.close()
 
 
-def test_usage_of_before_is_rolled_up(database_url: str) -> None:
+def test_existing_usage_is_rolled_up(database_url: str) -> None:
     database = Database(database_url)
     database.upgrade("0003")
     add_tenant(database, "acme")
@@ -302,7 +302,7 @@ def test_usage_of_before_is_rolled_up(database_url: str) -> None:
     database.close()
 
 
-def test_reservations_of_before_that_were_settled_are_gone(database_url: str) -> None:
+def test_settled_reservations_are_deleted_by_the_upgrade(database_url: str) -> None:
     database = Database(database_url)
     database.upgrade("0012")
     add_tenant(database, "acme")
@@ -324,7 +324,7 @@ def test_reservations_of_before_that_were_settled_are_gone(database_url: str) ->
     database.close()
 
 
-def test_writers_of_one_process_follow_each_other_at_once(tmp_path: Path) -> None:
+def test_writers_in_one_process_take_turns_without_sleeping(tmp_path: Path) -> None:
     """SQLite sleeps while it waits for its lock. Threads of one process must wait their turn without that sleep."""
     database = Database(migrated_sqlite(tmp_path / "loramux.db"))
     with database.read(), database.read():

@@ -47,7 +47,7 @@ def end_connections(url: str) -> None:
         )
 
 
-def test_statements_of_several_trips_are_one_transaction(postgres: Database) -> None:
+def test_statements_of_several_round_trips_are_one_transaction(postgres: Database) -> None:
     with postgres.write_in_pipelines() as connection:
         with pipeline(connection) as run:
             run(ADD, {"name": "test 1"})
@@ -60,20 +60,20 @@ def test_statements_of_several_trips_are_one_transaction(postgres: Database) -> 
         assert names(postgres) == {"test 1", "test 2", "test 3"}
 
 
-def test_what_is_left_open_is_committed(postgres: Database) -> None:
+def test_open_transaction_is_committed_at_the_end(postgres: Database) -> None:
     with postgres.write_in_pipelines() as connection, pipeline(connection) as run:
         run(ADD, {"name": "test"})
     assert names(postgres) == {"test"}
 
 
-def test_a_statement_that_fails_undoes_all_and_commits_nothing(postgres: Database) -> None:
+def test_failed_statement_rolls_back_the_transaction(postgres: Database) -> None:
     with pytest.raises(IntegrityError):
         add_by_trips(postgres, ["test 1"], ["test 2", "test 1", "test 3"])
     assert names(postgres) == set()
     assert postgres.num_connections == 0
 
 
-def test_an_exception_between_trips_undoes_all(postgres: Database) -> None:
+def test_exception_between_round_trips_rolls_back_the_transaction(postgres: Database) -> None:
     def fail() -> None:
         raise LookupError
 
@@ -85,14 +85,14 @@ def test_an_exception_between_trips_undoes_all(postgres: Database) -> None:
     assert names(postgres) == {"test"}, "the connection still works"
 
 
-def test_a_connection_that_is_lost_is_replaced(postgres: Database, migrated_postgres_url: str) -> None:
+def test_lost_connection_is_replaced(postgres: Database, migrated_postgres_url: str) -> None:
     with pytest.raises(OperationalError) as raised:
         add_by_trips(postgres, ["test"], ["test 2"], between=lambda: end_connections(migrated_postgres_url))
     assert raised.value.connection_invalidated
     assert names(postgres) == set()
 
 
-def test_connections_that_have_rested_are_asked_first(
+def test_idle_connections_are_tested_before_use(
     postgres: Database, migrated_postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with postgres.read() as first, postgres.read() as second:

@@ -46,7 +46,7 @@ def until_waiting(url: str, num_waiting: int) -> None:
             time.sleep(0.01)
 
 
-def test_an_upgrade_in_a_deadlock_with_a_reservation_is_tried_again(of_before: Upgraded, postgres_url: str) -> None:
+def test_deadlocked_upgrade_is_retried(of_before: Upgraded, postgres_url: str) -> None:
     with (
         ThreadPoolExecutor(2) as threads,
         psycopg.connect(postgres_url) as reserving,
@@ -78,7 +78,7 @@ def test_an_upgrade_in_a_deadlock_with_a_reservation_is_tried_again(of_before: U
     ("code", "num_attempts"),
     [pytest.param("40P01", UPGRADE_ATTEMPTS, id="always a deadlock"), pytest.param("53100", 1, id="disk full")],
 )
-def test_an_upgrade_that_is_given_up_changes_nothing(
+def test_abandoned_upgrade_changes_nothing(
     of_before: Upgraded, postgres_url: str, code: str, num_attempts: int
 ) -> None:
     with psycopg.connect(postgres_url, autocommit=True) as connection:

@@ -24,7 +24,7 @@ def run_and_check(simulation: Simulation) -> None:
         assert finished.reason == "length", (name, finished)
 
 
-def test_a_hot_load_never_takes_the_slot_of_a_running_request(lookahead: bool) -> None:
+def test_hot_load_does_not_take_a_running_requests_slot(lookahead: bool) -> None:
     """Reported fault: a hot load took the slot of a running request's adapter, and decoding used the wrong adapter."""
     names = {f"other{i}": 1 for i in range(30)}
     simulation = simulate_engine(num_pages=200, num_slots=2, adapters={"mine": 1, **names}, lookahead=lookahead)
@@ -36,7 +36,7 @@ def test_a_hot_load_never_takes_the_slot_of_a_running_request(lookahead: bool) -
     assert stats_of(simulation).num_adapter_evictions >= 28
 
 
-def test_a_new_version_of_a_name_never_sees_the_old_versions_prefix(lookahead: bool) -> None:
+def test_new_version_does_not_reuse_the_old_versions_prefix_pages(lookahead: bool) -> None:
     """Reported fault: after an adapter was reloaded under the same name, stale prefix pages were used.
 
     Here, each version has its own digest.
@@ -57,7 +57,7 @@ def test_a_new_version_of_a_name_never_sees_the_old_versions_prefix(lookahead: b
     ("first", "second"),
     [((b"salt", "x"), (b"saltx", None)), ((b"a", None), (b"a", "None")), ((b"k", "a"), (b"k", "aa"))],
 )
-def test_an_adapters_name_never_collides_with_an_owners_key(
+def test_adapter_name_and_owner_key_do_not_collide(
     first: tuple[bytes, str | None], second: tuple[bytes, str | None]
 ) -> None:
     """Reported fault: adapter name and cache salt were joined without lengths, so two owners got the same key."""
@@ -73,7 +73,7 @@ def test_an_adapters_name_never_collides_with_an_owners_key(
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 8])
-def test_one_adapter_more_than_there_are_slots_waits_and_runs(num_slots: int, lookahead: bool) -> None:
+def test_adapter_without_a_free_slot_waits_and_runs(num_slots: int, lookahead: bool) -> None:
     """Reported fault: with N slots, the (N+1)th adapter failed an assertion."""
     names = {f"adapter{i}": 1 for i in range(num_slots + 1)}
     simulation = simulate_engine(num_slots=num_slots, adapters=names, lookahead=lookahead)
@@ -83,7 +83,7 @@ def test_one_adapter_more_than_there_are_slots_waits_and_runs(num_slots: int, lo
 
 
 @pytest.mark.parametrize("end", ["runs out", "is aborted"])
-def test_an_unload_after_several_answers_to_one_request_comes_to_its_end(end: str, lookahead: bool) -> None:
+def test_unload_completes_after_a_request_with_several_choices(end: str, lookahead: bool) -> None:
     """Reported fault: one use too many was counted for requests with n > 1, so unloading waited forever."""
     simulation = simulate_engine(adapters={"a": 3}, lookahead=lookahead)
     for choice in range(4):
@@ -99,7 +99,7 @@ def test_an_unload_after_several_answers_to_one_request_comes_to_its_end(end: st
     assert not simulation.engine.has_work
 
 
-def test_base_traffic_never_waits_for_adapters(lookahead: bool) -> None:
+def test_base_requests_do_not_wait_for_adapters(lookahead: bool) -> None:
     """Reported fault: requests for the base waited behind requests whose adapters were still loading."""
     names = {f"adapter{i}": 1 for i in range(200)}
     simulation = simulate_engine(adapters=names, max_sequences=4, lookahead=lookahead)
@@ -114,7 +114,7 @@ def test_base_traffic_never_waits_for_adapters(lookahead: bool) -> None:
     run_and_check(simulation)
 
 
-def test_a_row_that_is_not_finite_ends_alone(lookahead: bool) -> None:
+def test_nan_in_one_row_ends_only_that_request(lookahead: bool) -> None:
     """Reported fault: one broken adapter's NaN spread to other rows in the batch."""
     simulation = simulate_engine(adapters={"broken": 2, "sound": 2}, lookahead=lookahead)
     simulation.executor.not_finite_for.add("broken")

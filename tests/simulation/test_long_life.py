@@ -153,7 +153,7 @@ def live(seed: int, lookahead: bool, num_turns: int) -> Life:
 
 @pytest.mark.parametrize("lookahead", [False, True], ids=["at once", "lookahead"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_random_life_loses_and_leaks_nothing(seed: int, lookahead: bool) -> None:
+def test_random_events_lose_and_leak_nothing(seed: int, lookahead: bool) -> None:
     life = live(seed, lookahead, 400)
     codes = {finished.code for finished in life.finished.values()}
     assert {None, "adapter_unavailable"} <= codes
@@ -162,7 +162,7 @@ def test_a_random_life_loses_and_leaks_nothing(seed: int, lookahead: bool) -> No
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(100, 110))
-def test_a_long_random_life_loses_and_leaks_nothing(seed: int) -> None:
+def test_long_random_runs_lose_and_leak_nothing(seed: int) -> None:
     """Run NUM_TURNS turns for each of ten seeds."""
     life = live(seed, bool(seed % 2), NUM_TURNS)
     counts = stats_of(life.simulation)
