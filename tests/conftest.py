@@ -18,7 +18,7 @@ from tests.demo_base import DEMO_BASE
 if TYPE_CHECKING:
     from loramux.migrations.database import Database
 
-# Set these before torch is imported. They let idle OpenMP threads sleep soon, as in the engine process.
+# Set these before torch is imported. They make idle OpenMP threads go to sleep quickly, as in the engine process.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

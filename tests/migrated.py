@@ -1,4 +1,4 @@
-"""Databases with the current schema. Copying a migrated database takes a hundredth of the time of migrating one.
+"""Databases with the current schema. Copying a migrated database is a hundred times faster than migrating a new one.
 
 The migrations themselves are tested in tests/migrations.
 """

@@ -74,7 +74,7 @@ class AdminSide:
 def open_admin_side(
     directory: Path, target: PackTarget, blobs: BlobStore | None = None, sources: AdapterSources | None = None
 ) -> Iterator[AdminSide]:
-    """Open the services over an empty database in `directory`; blobs go there too unless another store is given."""
+    """Open the services over an empty database in `directory`. Blobs are stored there too, unless `blobs` is given."""
     database = Database(migrated_sqlite(directory / "loramux.db"))
     registry = AdapterRegistry(database, reserved_names=("the-base",), limits=AdapterLimits())
     blobs = blobs or LocalBlobStore(directory / "blobs")

@@ -33,7 +33,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 def words(process: subprocess.Popen[str], num_lines: int) -> list[list[str]]:
-    """Read the lines that a server prints once it listens, split into words."""
+    """Read the lines that a server prints when it starts listening, and split them into words."""
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(num_lines)]
     assert all(lines), process.communicate()[1]

@@ -22,7 +22,7 @@ from tests.adapter_store.validation import lesser_kernel
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("LORAMUX_")} | {
     "PYTHONPATH": ".src",
-    # If two processes both use every core, each becomes far more than two times slower.
+    # If two processes both use every core, each runs at far less than half its speed.
     "LORAMUX_NUM_THREADS": "1",
 }
 

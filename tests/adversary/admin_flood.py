@@ -21,7 +21,7 @@ async def flood_calls(
 ) -> Counter[str]:
     """Keep `num_at_once` calls in flight for `seconds`.
 
-    Counts responses by status and error code, such as `400 report_too_large`, and failed connections by exception.
+    Count responses by status and error code, such as `400 report_too_large`, and failed connections by exception.
     """
     counts: Counter[str] = Counter()
     headers = {"authorization": f"Bearer {secret}"}

@@ -1,4 +1,4 @@
-"""All of the campaign's attacks by name: attacks that are counted, and attacks that a polite tenant feels."""
+"""All of the campaign's attacks by name, in two groups: counted and felt."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sockets(kind: str) -> Felt:
 
 
 def calls(paths: Sequence[str]) -> Felt:
-    """Keep 24 calls in flight, made with a read-only key."""
+    """Call the admin listener with a read-only key, keeping 24 calls in flight."""
 
     async def attack(stand: Stand, dice: random.Random, seconds: float) -> Counter[str]:
         return await flood_calls(stand.admin_url, stand.attacker.reader_key, seconds, tuple(paths))

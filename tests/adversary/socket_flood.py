@@ -69,7 +69,7 @@ def slow_head(path: str = "/v1/models") -> Attack:
 
 
 def slow_body(path: str, headers: Mapping[str, str], num_bytes: int = 60_000) -> Attack:
-    """Send a request's head at once and its body one byte at a time."""
+    """Send a request's head immediately and its body one byte at a time."""
 
     async def attack(connection: socket.socket) -> None:
         await _send(connection, request("POST", path, headers, b"x" * num_bytes)[:-num_bytes])
@@ -79,7 +79,7 @@ def slow_body(path: str, headers: Mapping[str, str], num_bytes: int = 60_000) ->
 
 
 def slow_reader(whole: bytes, num_times: int = 1) -> Attack:
-    """Send a complete request `num_times` and read nothing; repeat it to overflow the kernel's buffers."""
+    """Send a complete request `num_times` times, enough to overflow the kernel's buffers, and read nothing."""
 
     async def attack(connection: socket.socket) -> None:
         await _send(connection, whole * num_times)

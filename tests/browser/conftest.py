@@ -68,7 +68,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def new_tab(chromium: Any, demo: Demo) -> Iterator[NewTab]:
-    """Opens signed-in tabs, each in its own browser context. After the test, no tab may have complaints."""
+    """Opens signed-in tabs, each in its own browser context. After the test, no tab may have logged an error."""
     tabs: list[Tab] = []
 
     def new(width: int = 1440, scheme: str = "light", key: str | None = None) -> Tab:

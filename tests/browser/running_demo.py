@@ -1,4 +1,4 @@
-"""The demo's server, with the client and keys for calling it."""
+"""The demo's server, with an admin client and the tenants' keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.platform.faulty_postgres import FaultyPostgres
 
 @dataclass
 class Demo:
-    """The demo's server, with the client and keys for calling it."""
+    """The demo's server, with an admin client and the tenants' keys."""
 
     server: DemoServer
     postgres: FaultyPostgres

@@ -325,7 +325,7 @@ def test_settled_reservations_are_deleted_by_the_upgrade(database_url: str) -> N
 
 
 def test_writers_in_one_process_take_turns_without_sleeping(tmp_path: Path) -> None:
-    """SQLite sleeps while it waits for its lock. Threads of one process must wait their turn without that sleep."""
+    """SQLite sleeps while it waits for its lock. Threads of one process must take turns without that sleep."""
     database = Database(migrated_sqlite(tmp_path / "loramux.db"))
     with database.read(), database.read():
         # Open two connections, so that the pool has one for each thread.

@@ -94,7 +94,7 @@ def test_clock_skew_and_version_mismatch_are_reported(admin_url: str, monkeypatc
 
 @pytest.fixture
 def host(tmp_path: Path) -> Path:
-    """A data directory as a server leaves it on shutdown."""
+    """The data directory of a server that has shut down."""
     directory = tmp_path / "data"
     (directory / "blobs").mkdir(parents=True)
     directory.chmod(0o700)

@@ -103,7 +103,7 @@ def call_all(
 
 @dataclass(frozen=True, slots=True)
 class _Visitor:
-    """Calls one operation with the given keys; without any, with the key in the generated data."""
+    """Calls one operation with the given keys or, if there are none, with the key in the generated data."""
 
     operation: Any
     session: requests.Session

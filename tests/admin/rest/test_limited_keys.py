@@ -40,7 +40,7 @@ Names = Mapping[str, str]
 
 
 class World:
-    """A tenant whose key allows `support` and `gift`, an adapter granted by another tenant, but not `payroll`.
+    """A tenant with a key for the adapters `support` and `gift`, but not `payroll`. Another tenant granted `gift`.
 
     Each adapter has versions, an upload, jobs, limits, prices, and running and settled requests. A third tenant has the
     same kinds of objects. `hidden` contains all values that the limited key must not be able to read.

@@ -1,4 +1,4 @@
-"""Bad input gets the errors that `docs/endpoints.md` lists: each call here corresponds to one row of its table."""
+"""Each row of the error table in `docs/endpoints.md` has a call here, and each call gets the listed error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A listener limits its connections, and how long a slow client can keep one open."""
+"""A listener limits the number of its connections and how long a slow client can keep one open."""
 
 from __future__ import annotations
 

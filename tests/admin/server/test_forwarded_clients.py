@@ -19,7 +19,7 @@ from tests.adversary.socket_flood import request
     ("forwarded_for", "client"),
     [
         pytest.param("198.51.100.7", "198.51.100.7", id="one"),
-        pytest.param("203.0.113.9, 198.51.100.7", "198.51.100.7", id="the client's own claim is left of it"),
+        pytest.param("203.0.113.9, 198.51.100.7", "198.51.100.7", id="client's own claim on the left"),
         pytest.param("198.51.100.7, 10.1.2.3", "198.51.100.7", id="two trusted proxies"),
         pytest.param("198.51.100.7:4711", "198.51.100.7", id="port"),
         pytest.param("[2001:db8::1]:4711", "2001:db8::1", id="IPv6 with port"),

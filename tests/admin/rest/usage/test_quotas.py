@@ -197,7 +197,7 @@ async def test_effective_limits_include_inherited_ones(http: httpx.AsyncClient, 
     assert day["window_start"] < day["reset_at"] == day["window_end"] <= day["window_start"] + 25 * 3600
     own = {"authorization": f"Bearer {acme.secret}"}
     assert len((await http.get(f"{PATH}/effective", headers=own)).json()["data"]) == 3
-    # Another tenant's quotas get the same response as quotas that do not exist.
+    # Requests for another tenant's quotas get a 404, as if those quotas did not exist.
     for asked in ({"tenant": "globex"}, {"key": acme.other_key_id}):
         assert (await http.get(f"{PATH}/effective", headers=own, params=asked)).status_code == 404
 

@@ -1,4 +1,4 @@
-"""Usage over REST: buckets, CSV, events, and invalid reports."""
+"""Usage over REST: buckets, CSV, events, and invalid queries."""
 
 from __future__ import annotations
 
