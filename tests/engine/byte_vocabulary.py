@@ -32,7 +32,7 @@ WORDS = (
     b'"\xc3',
     b'\xa9"',
 )
-"""Tokens with IDs from 257 on."""
+"""Tokens with IDs 257 and up."""
 BYTES = [*(bytes([byte]) for byte in range(256)), b"<eos>"]
 TOKENS = [*BYTES, *WORDS]
 
