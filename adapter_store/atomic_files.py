@@ -1,4 +1,4 @@
-"""Unfinished files of several processes in one directory."""
+"""Unfinished files that several processes write to one directory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 
 class AtomicFiles:
-    """Hands out paths `DIRECTORY/unfinished/RUN-FILE`; each run locks `DIRECTORY/runs/RUN` for as long as it lives.
+    """Hands out paths `DIRECTORY/unfinished/RUN-FILE`; each run locks `DIRECTORY/runs/RUN` until its process exits.
 
-    The lock distinguishes a dead run's files from files that a live run is still writing. Call the constructor and
+    The lock distinguishes the files of a dead run from those that a live run is still writing. Call the constructor and
     `sweep` while holding the directory's lock, so that a run that is just starting is not mistaken for a dead one.
     """
 

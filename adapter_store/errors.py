@@ -19,7 +19,7 @@ class StoreError(Exception):
 
 
 class Refused(StoreError):
-    """A client's input was refused. Holds a stable code, a message, and the field or tensor at fault."""
+    """A client's input was refused. The error has a stable code, a message, and the field or tensor at fault."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -111,7 +111,7 @@ class AliasNotFound(StoreError):
 
 
 class AliasChanged(StoreError):
-    """Another client has changed the alias in the meantime."""
+    """Another client changed the alias first."""
 
 
 class NothingToRollBack(StoreError):

@@ -43,14 +43,14 @@ class CircuitBreaker:
             return "half_open" if self._has_trial or self._clock() >= self._next_trial else "open"
 
     def enter(self) -> float | None:
-        """None if the caller may proceed and must then report the outcome; otherwise the seconds to wait."""
+        """Return the seconds to wait, or None if the caller may proceed. The caller must then report the outcome."""
         with self._lock:
             if self._open_s == 0:
                 return None
             now = self._clock()
             if now < self._next_trial:
                 return self._next_trial - now
-            # A trial that never reports must not block every caller: after the same interval, another caller may try.
+            # If a trial never reports its outcome, another caller may try after the same interval.
             self._has_trial = True
             self._next_trial = now + self._open_s
             return None

@@ -15,7 +15,7 @@ _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9_][A-Za-z0-9._-
 
 
 MAX_READ_BYTES = 64 << 20
-"""Largest blob that is read into memory, in bytes."""
+"""Largest blob that can be read into memory, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class BlobInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresignedPut:
-    """A signed request with which anyone can put one blob, once. It must be sent with exactly these `headers`."""
+    """A signed request that lets anyone put one blob, once. Send it with exactly these `headers`."""
 
     url: str
     method: str
@@ -38,7 +38,7 @@ class PresignedPut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresignedParts:
-    """Signed requests for a large blob: part `i` takes bytes `[i * part_bytes, (i + 1) * part_bytes)`.
+    """Signed requests for a large blob: part `i` contains bytes `[i * part_bytes, (i + 1) * part_bytes)`.
 
     The last part may be shorter. `upload_id` is the argument for `complete_parts` and `abort_parts`.
     """
@@ -51,9 +51,9 @@ class PresignedParts:
 class BlobStore(ABC):
     """Immutable blobs by key. Safe to use from several threads.
 
-    A key consists of parts of letters, digits, `.`, `_` and `-`, joined by `/`; any other key raises ValueError. A blob
-    exists whole or not at all, and is durable once `put` returns. Every method raises BlobStoreUnavailable while the
-    store cannot be reached.
+    A key consists of up to eight parts separated by `/`. Each part contains letters, digits, `.`, `_` and `-`; any
+    other key raises ValueError. A blob is either complete or absent, and is durable once `put` returns. Every method
+    raises BlobStoreUnavailable while the store cannot be reached.
     """
 
     @property
@@ -104,18 +104,18 @@ class BlobStore(ABC):
         """Remove the leftovers of crashed puts, without disturbing puts in progress."""
 
     def presign_put(self, key: str, size: int, sha256: str, expires_s: int) -> PresignedPut | None:
-        """A request, valid for `expires_s`, with which a client can put a blob directly.
+        """Return a request that lets a client put a blob directly within `expires_s` seconds.
 
-        None if the client must use the server, or if the blob needs `presign_parts`. The store accepts only `size`
-        bytes, only while the key is free and, if it supports checksums, only bytes with this SHA-256 (hexadecimal).
-        Code that relies on the bytes must check them anyway.
+        Returns None if the client must upload through the server, or if the blob needs `presign_parts`. The store
+        accepts only `size` bytes, only while the key is free and, if it supports checksums, only bytes with this
+        SHA-256 (hexadecimal). Code that relies on the bytes must check them anyway.
         """
         return None
 
     def presign_parts(self, key: str, size: int, expires_s: int) -> PresignedParts | None:
-        """Requests with which a client can put a large blob in parts.
+        """Return requests that let a client put a large blob in parts.
 
-        None if the blob is small or the client must use the server.
+        Returns None if the blob is small or the client must upload through the server.
         """
         return None
 
@@ -155,4 +155,4 @@ def upload_key(upload_id: str, name: str) -> str:
 
 
 UPLOADS = "uploads/"
-"""Key prefix for uploaded files that are not part of a version yet."""
+"""Key prefix for uploaded files that are not yet part of a version."""

@@ -113,7 +113,7 @@ class LocalBlobStore(BlobStore):
         try:
             yield
         except FileNotFoundError:
-            # The missing file may be the reader's own destination.
+            # If the blob exists, the missing file is the caller's destination.
             if self.exists(key):
                 raise
             raise BlobNotFound(f"no blob {key}") from None

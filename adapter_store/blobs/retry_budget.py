@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class RetryBudget:
-    """A token bucket of retries that all callers share.
+    """A token bucket for retries, shared by all callers.
 
     A retry takes one token, and a success returns a tenth of a token. In the long run retries add at most a tenth to
     the traffic, after an initial burst of up to `capacity`. `refill_per_s` keeps the bucket of a rarely used store from
@@ -31,7 +31,7 @@ class RetryBudget:
         self._refilled_at = clock()
 
     def take_retry(self) -> bool:
-        """Whether another retry is allowed; if so, takes it from the budget."""
+        """Take one retry from the budget; returns False if none is left."""
         with self._lock:
             now = self._clock()
             self._add((now - self._refilled_at) * self._refill_per_s)

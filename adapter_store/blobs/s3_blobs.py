@@ -32,16 +32,17 @@ from loramux.adapter_store.errors import BlobNotFound
 
 _CRASHED_AFTER_S = 86_400
 """Age, in seconds, at which a multipart upload is considered abandoned."""
-# The checksum of a whole object. A multipart object may have a checksum of checksums, marked by the number of parts.
+# Matches the checksum of a whole object. A multipart object may instead have a checksum of checksums, with the number
+# of parts as a suffix.
 _SHA256 = re.compile(r"[A-Za-z0-9+/]{43}=")
 
 
 class S3BlobStore(BlobStore):
-    """Blobs under `prefix` in a bucket. boto3 finds the credentials, region and endpoint in its usual places.
+    """Blobs under `prefix` in a bucket. boto3 reads the credentials, region and endpoint from its usual sources.
 
-    The store must honour `If-None-Match: *` on PUT. It may lack these features, with these consequences:
+    The store must honour `If-None-Match: *` on PUT. If it lacks one of these features, the consequence is:
 
-    - the same header when a multipart upload is completed: see S3Writer;
+    - `If-None-Match: *` when a multipart upload is completed: see S3Writer;
     - `Content-MD5` on PUT: damage on the way to the store is found only by the next read;
     - metadata, which holds each blob's SHA-256: a read compares the ETag if it is an MD5, else only the size;
     - `x-amz-checksum-sha256` on presigned PUTs: ingestion hashes the bytes anyway;
@@ -122,7 +123,7 @@ class S3BlobStore(BlobStore):
         yield from sorted(self._calls.send("list blobs", list_all, deadline))
 
     def remove_unfinished(self) -> None:
-        """Abort multipart uploads, including presigned ones, and delete probe blobs if they are at least a day old."""
+        """Abort multipart uploads (presigned ones too) and delete probe blobs that are at least a day old."""
         oldest_s = self._now_s() - _CRASHED_AFTER_S
         calls = self._calls
 

@@ -6,14 +6,14 @@ each attempt also has a timer that shuts its connections down.
 botocore offers no public access to its connections: its events expose only the request before it is sent and the
 response after its headers are read. `connect` therefore uses two private names, which no other code uses:
 
-- `BaseClient._endpoint`, which leads from a client to its HTTP session;
+- `BaseClient._endpoint`, through which `connect` reaches a client's HTTP session;
 - `URLLib3Session._pool_classes_by_scheme`, from which the session creates its connections, including proxied ones.
 
 `test_s3_connections.py` fails if botocore changes either name or its meaning.
 
 obstore 0.12.1 cannot replace boto3: it cannot list or abort multipart uploads, or complete one with `If-None-Match`
-(https://github.com/apache/arrow-rs-object-store/issues/289), so a conditional put holds the whole blob in memory. Its
-signed URLs do not cover length, checksum or part number, and it sends no `Content-MD5`.
+(https://github.com/apache/arrow-rs-object-store/issues/289), so a conditional put would need the whole blob in memory.
+Its signed URLs do not cover length, checksum or part number, and it sends no `Content-MD5`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def connect(limits: S3Limits) -> S3Client:
             retries={"mode": "standard", "total_max_attempts": 1},
             max_pool_connections=_MAX_CONNECTIONS,
             signature_version="s3v4",
-            # Stores other than Amazon S3 rarely have a host name per bucket, and few support its newer checksums: Ceph
-            # 16 ignores every x-amz-checksum-* header, and others refuse the trailers that carry the checksums.
+            # Stores other than Amazon S3 rarely have a host name per bucket, and few support Amazon's newer checksums:
+            # Ceph 16 ignores every x-amz-checksum-* header, and others refuse the trailers that carry the checksums.
             s3={"addressing_style": "path" if has_endpoint else "auto"},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",

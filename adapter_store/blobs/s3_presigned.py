@@ -82,8 +82,7 @@ class S3Presigner:
             self.abort(key, upload_id)
             return False
         except BlobNotFound:
-            # An attempt whose response was lost may have succeeded. In that case the upload is gone and the blob
-            # exists.
+            # If an earlier attempt succeeded but its response was lost, the upload is gone and the blob exists.
             if num_attempts == 1 or self._size(key) != size:
                 raise
         return True

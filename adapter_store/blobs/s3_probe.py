@@ -46,7 +46,7 @@ class S3Probe:
         )
 
     def completes_conditionally(self) -> bool:
-        """Whether completing a multipart upload honours `If-None-Match: *` too. Raises BlobStoreUnavailable."""
+        """Test if multipart uploads can be completed with `If-None-Match: *`; raises BlobStoreUnavailable."""
         calls, key = self._calls, self._new_key()
         what = "test multipart uploads"
         with suppress(PreconditionFailed):

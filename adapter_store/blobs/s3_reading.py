@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import GetObjectOutputTypeDef
 
 SHA256_METADATA = "loramux-sha256"
-"""Metadata key under which our own writes store a blob's SHA-256.
+"""Metadata key under which loramux stores a blob's SHA-256.
 
 Every store returns such metadata, whereas only unencrypted single-part objects have MD5s as ETags, and few stores
 support the protocol's own checksums.
@@ -31,7 +31,7 @@ _CHUNK_BYTES = 1 << 20
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# Directory buckets of Amazon S3 have arbitrary ETags.
+# In Amazon S3's directory buckets, an ETag is not an MD5.
 _DIRECTORY_BUCKET = "--x-s3"
 _WHAT = "read a blob"
 
@@ -164,7 +164,7 @@ class S3Reader:
                 raise AttemptFailed("the response is not the requested range")
             size = int(found[3])
             wanted = min(size, self._limits.part_bytes)
-        # A damaged number must not determine how much we allocate.
+        # Do not let a damaged length determine how much memory is allocated.
         if length < 0 or length != wanted or size > MAX_BLOB_BYTES:
             raise AttemptFailed("the response has an inconsistent length")
         return size, length
@@ -222,7 +222,7 @@ class S3Reader:
             offset += len(chunk)
 
     def _checksum(self, answer: GetObjectOutputTypeDef) -> tuple[str, str] | None:
-        """The algorithm and checksum of the whole blob, if the store keeps one."""
+        """Return the algorithm and value of the whole blob's checksum, or None if the store keeps none."""
         ours = answer.get("Metadata", {}).get(SHA256_METADATA, "")
         if _SHA256.fullmatch(ours):
             return "sha256", ours

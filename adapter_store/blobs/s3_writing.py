@@ -68,7 +68,7 @@ class S3Writer:
                 return self._put_parts(put, deadline)
             return self._put_whole(put, deadline)
         except (BlobNotFound, PreconditionFailed) as error:
-            # The blob was deleted or its upload was aborted in between.
+            # Somebody else deleted the blob or aborted its upload during this call.
             raise BlobStoreUnavailable(
                 f"cannot {_WHAT} in the bucket {self._calls.bucket}: it was removed in the meantime"
             ) from error
@@ -96,7 +96,7 @@ class S3Writer:
         try:
             self._calls.run(_WHAT, attempt, deadline)
         except PreconditionFailed:
-            # We may have taken the key ourselves: an attempt whose response was lost may have succeeded.
+            # The key may be ours: an earlier attempt may have succeeded although its response was lost.
             return num_attempts > 1 and self._is_ours(put, deadline)
         return True
 
@@ -122,7 +122,7 @@ class S3Writer:
         return is_ours
 
     def _upload_parts(self, put: _Put, upload_id: str, deadline: Deadline) -> list[CompletedPartTypeDef]:
-        # Use larger parts if the file would otherwise need more of them than S3 allows.
+        # Use larger parts if the file would otherwise exceed S3's maximum number of parts.
         part_bytes = max(self._limits.part_bytes, -(-put.size // MAX_PARTS))
 
         def upload(number: int) -> CompletedPartTypeDef:
@@ -172,7 +172,8 @@ class S3Writer:
                 deadline,
             )
         except (PreconditionFailed, BlobNotFound):
-            # The key is taken or the parts are gone, perhaps by our own attempt whose response was lost.
+            # The key is taken or the parts are gone, perhaps because an earlier attempt succeeded and its response was
+            # lost.
             if self._is_ours(put, deadline):
                 return True
             if self._is_taken(put.key, deadline):

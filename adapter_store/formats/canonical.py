@@ -16,7 +16,7 @@ from loramux.adapter_store.errors import AdapterCorrupt, AdapterRejected
 from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_json
 from loramux.adapter_store.formats.tensor_file import TensorFile
 
-# Our metadata is added to a header that may already be as large as an upload allows.
+# loramux adds metadata to a header that may already be as large as an upload allows.
 MAX_HEADER_BYTES = 4 << 20
 _ALIGNMENT = 8
 
@@ -60,7 +60,7 @@ def digest_of(source: Path | bytes) -> str:
 
 
 class CanonicalAdapter(TensorFile):
-    """An open canonical file. Raises AdapterCorrupt if the file is malformed, since we wrote it ourselves."""
+    """An open canonical file. loramux wrote the file, so a malformed one raises AdapterCorrupt."""
 
     def __init__(self, source: Path | bytes) -> None:
         try:

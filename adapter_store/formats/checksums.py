@@ -37,7 +37,7 @@ class LaneSums:
         self._parts: list[bytes] = []
 
     def update(self, chunk: npt.NDArray[np.uint8]) -> None:
-        """Add the next chunk, uint8 `[num_bytes]`; every chunk but the last has `CHUNK_BYTES` bytes."""
+        """Add the next chunk, uint8 `[num_bytes]`; every chunk except the last is `CHUNK_BYTES` long."""
         num_rows = chunk.nbytes // (8 * NUM_LANES)
         end = num_rows * 8 * NUM_LANES
         sums = np.add.reduce(chunk[:end].view("<u8").reshape(num_rows, NUM_LANES), axis=0, dtype=np.uint64)
@@ -60,7 +60,7 @@ class PayloadCheck:
     """Checks a payload chunk by chunk while reading it."""
 
     proof: Proof | None = None
-    """Result of an earlier check of this payload, which this check replaces; None means that SHA-256 is verified."""
+    """Result of an earlier check of this payload; None makes `run` verify SHA-256. A successful run replaces it."""
     read_s: float = 0.0
     verify_s: float = 0.0
 

@@ -27,10 +27,10 @@ _MAX_HEADER_BYTES = 1 << 20
 class PackTarget:
     """One engine's layout.
 
-    `modules` have the names that PEFT gives them within a layer; `dtype` is float32 or bfloat16. `outer_modules` are
-    the modules outside the layers, by full name. If `tp_size` GPUs share each linear, `modules` still describe the
-    whole model, but `geometry` describes rank `tp_rank`'s own pages, with its share of the K and V heads, and each
-    adapter is packed for that rank only.
+    `modules` use PEFT's names within a layer; `dtype` is float32 or bfloat16. `outer_modules` are the modules outside
+    the layers, by full name. If `tp_size` GPUs share each linear, `modules` still describe the whole model, but
+    `geometry` describes rank `tp_rank`'s own pages, with its share of the K and V heads, and each adapter is packed for
+    that rank only.
     """
 
     modules: tuple[LinearShape, ...]
@@ -69,7 +69,7 @@ class PackTarget:
 
     @property
     def max_pages(self) -> int:
-        """Number of pages of an adapter with every module at the highest rank."""
+        """Number of pages for an adapter with every module at the highest rank."""
         ranks = np.full((self.geometry.num_layers, len(self.modules)), MAX_RANK, np.int32)
         return self.layout(ranks, np.full(len(self.outer_modules), MAX_RANK, np.int32)).num_pages
 
@@ -96,7 +96,7 @@ class PackTarget:
         return shard_of(module, head_dim, kv_features, self.tp_size, self.tp_rank)
 
     def num_pages(self, ranks: npt.NDArray[np.int32], outer_ranks: npt.NDArray[np.int32] | None = None) -> int:
-        """Number of pages of an adapter with these ranks; see `layout`."""
+        """Number of pages for an adapter with these ranks; see `layout`."""
         return self.layout(ranks, outer_ranks).num_pages
 
     def document(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class PackTarget:
 def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes) -> AdapterLayout:
     """Compute an adapter's layout.
 
-    Cached, since this takes longer than checking a small adapter's bytes, and most adapters share a few layouts.
+    Cached because this takes longer than checking a small adapter's bytes, and most adapters share a few layouts.
     """
     modules, outer_modules = (
         tuple(target.shard(module).shape(module) for module in group)

@@ -5,7 +5,7 @@
     bytes [12, 44)  SHA-256 of the header
     then the header (JSON), zeros up to a multiple of 4096, and the payload up to the end of the file
 
-The header holds the payload's SHA-256, and a CRC-32 per module that identifies a damaged module.
+The header contains the payload's SHA-256, and one CRC-32 per module to identify a damaged module.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FIRST_READ_BYTES = 16 << 10
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """The header fields needed for reading; a `Raw` field is decoded only when needed."""
+    """The header fields that a reader needs. A `Raw` field is decoded only on demand."""
 
     digest: str
     pack_key: str
@@ -119,7 +119,7 @@ def read_open_packed(
     """Read a packed adapter from an open file.
 
     The payload is read in order, directly into its final memory, and `check` verifies it on the way. Payload bytes that
-    were read along with the header are not used.
+    arrived with the header are read again.
     """
     header, payload_begin = _read_header(descriptor)
     try:
@@ -130,7 +130,7 @@ def read_open_packed(
         raise AdapterCorrupt(f"the packed file holds adapter {header.digest[:12]} for {header.pack_key}")
     shape = (header.num_pages, found.geometry.num_layers, found.geometry.page_bytes)
     num_bytes = shape[0] * shape[1] * shape[2]
-    # Compare the sizes first, so that a damaged header does not determine how much we allocate.
+    # Compare the sizes first, so that a damaged header does not determine how much memory is allocated.
     num_stored = status.st_size - payload_begin
     if layout.num_pages != header.num_pages or num_stored != num_bytes:
         raise AdapterCorrupt(f"the packed file has {num_stored} bytes of pages, expected {num_bytes}")
@@ -156,9 +156,10 @@ def read_open_packed(
 
 @lru_cache(maxsize=256)
 def _laid_out(target: bytes, ranks: bytes, outer_ranks: bytes) -> tuple[PackTarget, AdapterLayout]:
-    """The target and layout that a header's JSON describes. Cached, since most adapters share a few costly layouts.
+    """The target and layout that a header's JSON describes.
 
-    Raises KeyError, TypeError or ValueError if either is invalid.
+    Cached because layouts are costly and most adapters share a few. Raises KeyError, TypeError or ValueError if either
+    is invalid.
     """
     found = PackTarget.from_document(json.loads(target))
     return found, found.layout(*(np.array(json.loads(table), np.int32) for table in (ranks, outer_ranks)))

@@ -21,7 +21,7 @@ from loramux.kernels.layout import MAX_RANK, A, AdapterLayout, B, part_layout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedAdapter:
-    """An adapter in the form that the pool takes: page `i` of the payload is copied whole into one page of the pool.
+    """An adapter in the pool's format: each page of the payload is copied whole into one page of the pool.
 
     `scales` is float32 `[num_layers, num_modules]` and `outer_scales` float32 `[num_outer_modules]`, 0 for an absent
     module. `payload` is uint8 `[num_pages, num_layers, page_bytes]`: element `e` of layer `l`'s stream is

@@ -1,4 +1,4 @@
-"""Our own strict parser for safetensors headers, which runs before any other code reads the file.
+"""A strict parser for safetensors headers, which runs before any other code reads the file.
 
 The format: eight bytes with the header's length, little-endian; the header, JSON that gives each tensor's dtype,
 shape and half-open byte range `[begin, end)` in the data; then the data, without gaps.

@@ -1,4 +1,4 @@
-"""Which part of each module's weights a GPU holds under tensor parallelism. So far, each engine uses one GPU."""
+"""Divides each module's weights among the GPUs of a tensor-parallel engine. So far, each engine uses one GPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _OF_HEADS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's inputs and outputs of a module, as half-open ranges in the order of the module's own tensors.
+    """One rank's share of a module's inputs and outputs, as half-open ranges in the order of the module's own tensors.
 
-    With `y = scale B (A x)`: if the inputs are split, each rank's part of A yields a partial sum and the outputs are
-    added. If the outputs are split, each rank has all of A and its own rows of B, and the outputs are concatenated.
+    With `y = scale B (A x)`: if the inputs are split, each rank computes a partial sum with its part of A, and the
+    outputs are added. If the outputs are split, each rank has all of A and its own rows of B, and the outputs are
+    concatenated.
     """
 
     inputs: tuple[range, ...]

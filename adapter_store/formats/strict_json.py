@@ -1,6 +1,6 @@
 """A strict JSON parser: no duplicate keys, no NaN, no numbers beyond a double's range, no unpaired surrogates.
 
-Error messages never repeat any of the text.
+Error messages never quote the text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MAX_DIGITS = 4300
 
 
 class InvalidJson(ValueError):
-    """The text is not JSON that we accept; the message says why."""
+    """The text is not acceptable JSON; the message says why."""
 
 
 class DuplicateKey(InvalidJson):
@@ -57,7 +57,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_characters(text: bytes, document: Any) -> None:
-    """Raise InvalidJson for an unpaired surrogate, which JSON can spell but UTF-8 cannot encode."""
+    """Raise InvalidJson for an unpaired surrogate, which JSON can express as an escape but UTF-8 cannot encode."""
     if b"\\ud" not in text.lower():
         return
     try:

@@ -42,7 +42,7 @@ class TensorFile:
         self._file.close()
 
     def raw(self, name: str) -> npt.NDArray[Any]:
-        """A matrix as stored: float32, float16, or the bits of bfloat16."""
+        """Read a matrix as stored: float32, float16, or the bits of bfloat16."""
         entry = self.header.tensors[name]
         self._file.seek(self.header.data_start + entry.begin)
         values: npt.NDArray[Any] = np.frombuffer(self._file.read(entry.end - entry.begin), STORAGE[entry.dtype])

@@ -1,1 +1,1 @@
-"""Turns uploads into validated versions in service, or refuses them."""
+"""Turns uploads into validated versions, or rejects them."""

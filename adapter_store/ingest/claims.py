@@ -1,4 +1,4 @@
-"""SQL for versions in validation: one server at a time claims a version and records its verdict."""
+"""SQL for versions in validation. Only one server at a time can claim a version and record its verdict."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class Verdict:
 
 
 class VersionClaims:
-    """One server's claims. Each transition is one transaction, and only the holder of the claim makes it.
+    """One server's claims. Each state change is one transaction, and only the server that holds the claim makes it.
 
-    pending -> validating (claimed) -> ready or rejected. Any server can claim a version that was given back or whose
-    claim has expired. `accept` records the digest while the version is still `validating`, before any blob is stored,
-    so that no blob is ever without a row.
+    pending -> validating (claimed) -> ready or rejected. Any server can claim a version that was returned to the queue
+    or whose claim has expired. `accept` records the digest while the version is still `validating`, before any blob is
+    stored, so that every blob has a row.
     """
 
     def __init__(self, database: Database, lease_s: float = LEASE_S, limits: StockLimits | None = None) -> None:
@@ -67,10 +67,10 @@ class VersionClaims:
         self._lease_us = round(lease_s * 1_000_000)
         self.lease_s = lease_s
         self.server_id = new_id("srv")
-        """Unique to this process: after a restart, earlier claims belong to another server."""
+        """Unique to this process: after a restart, earlier claims count as another server's."""
 
     def claim_version(self, version_id: str) -> ClaimedVersion | None:
-        """Claim a version; None if the version is decided, postponed, or claimed by another server."""
+        """Claim a version; returns None if it is ready, rejected, postponed, or claimed by another server."""
         columns = adapter_versions.c
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
@@ -110,7 +110,7 @@ class VersionClaims:
         change = update(uploads).where(uploads.c.id == claimed.upload.id)
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
-            # An earlier attempt may have counted the files already, as announced or as validated.
+            # Reset any size that an earlier attempt counted.
             self._change(connection, claimed.version.id, {"canonical_bytes": None})
             connection.execute(change.values(files=[]))
             if self._limits is not None:
@@ -124,7 +124,7 @@ class VersionClaims:
             connection.execute(change.values(files=announced))
 
     def record_files(self, claimed: ClaimedVersion, files: Sequence[UploadFile]) -> None:
-        """Record the files of an operator's bucket. Raises AdapterRejected if another version has the same bytes."""
+        """Record the files from an operator's bucket. Raises AdapterRejected if another version has the same bytes."""
         sha256 = files_sha256(files)
         assert sha256 is not None
         version = claimed.version
@@ -153,7 +153,7 @@ class VersionClaims:
     def publish(self, version: AdapterVersion) -> None:
         """Make an accepted version ready, and the default if the adapter has none.
 
-        Raises ClaimLost, or AdapterRejected if the same weights have been quarantined in the meantime.
+        Raises ClaimLost, or AdapterRejected if the same weights have been quarantined since validation.
         """
         with self._database.write() as connection:
             lock_adapter(connection, version.adapter_id)
@@ -170,7 +170,7 @@ class VersionClaims:
                 change_alias(connection, version.adapter_id, DEFAULT_ALIAS, first, SYSTEM, "set", now_us)
 
     def reject(self, version_id: str, report: Mapping[str, Any]) -> None:
-        """Reject a version for good; raises ClaimLost."""
+        """Reject a version permanently; raises ClaimLost."""
         nothing = {"digest": None, "max_rank": None, "num_pages": None, "canonical_bytes": None}
         with self._database.write() as connection:
             self._change(connection, version_id, {"state": "rejected", "report": dict(report), **nothing, **_NO_CLAIM})
@@ -187,9 +187,9 @@ class VersionClaims:
 
 
 class ClaimRenewal:
-    """Renews a claim three times per lease, on a thread that lives as long as the `with` block.
+    """Renews a claim three times per lease, on a thread that runs until the `with` block exits.
 
-    If the claim is lost anyway, the version's next transition raises ClaimLost.
+    If the claim is lost anyway, the next change to the version raises ClaimLost.
     """
 
     def __init__(self, claims: VersionClaims, version_id: str) -> None:
@@ -215,7 +215,7 @@ class ClaimRenewal:
             except ClaimLost:
                 return
             except Exception as error:
-                # The database is down; the claim lasts for two more attempts.
+                # The database is down. Two more attempts fit before the claim expires.
                 _log.warning("claim_not_renewed", version_id=self._version_id, error=str(error))
 
 

@@ -36,7 +36,7 @@ class ExportedFile:
         self._canonical = canonical
 
     def chunks(self) -> Iterator[bytes]:
-        """The file's bytes; memory holds one chunk at a time."""
+        """Yield the file's bytes; only one chunk is in memory at a time."""
         if self._header is None or self._canonical is None:
             yield self._config
         else:
@@ -67,14 +67,14 @@ class VersionExport:
     scratch_dir: Path
 
     def files(self, version: AdapterVersion) -> tuple[UploadFile, ...]:
-        """A version's declared files; empty until a server has read them from the version's source."""
+        """Return a version's declared files; empty until a server has read them from the version's source."""
         return UploadRows(self.database).upload_of_version(version.id).files
 
     def open(self, version: AdapterVersion, name: str) -> ExportedFile:
         """Open one file of a version.
 
-        Raises FileNotFound, VersionNotReady unless the version is ready or archived, OriginalNotKept if an earlier
-        loramux created the version, or AdapterCorrupt if the stored bytes do not match the upload.
+        Raises FileNotFound, VersionNotReady unless the version is ready or archived, OriginalNotKept if an older
+        release of loramux created the version, or AdapterCorrupt if the stored bytes do not match the upload.
         """
         declared = next((file for file in self.files(version) if file.name == name), None)
         if declared is None:
@@ -106,5 +106,5 @@ class VersionExport:
         except BlobNotFound:
             raise AdapterCorrupt("the canonical file is missing") from None
         finally:
-            # An unlinked file is gone as soon as its reader closes it.
+            # The kernel frees an unlinked file when its reader closes it.
             path.unlink(missing_ok=True)

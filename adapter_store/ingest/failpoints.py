@@ -7,10 +7,10 @@ from enum import StrEnum
 
 
 class Failpoint(StrEnum):
-    """Steps that have just been completed, in the order of an upload's life.
+    """Points just after each step of ingestion, in order.
 
-    After a crash at any step, this or another server completes the upload or cleans it up, in `recover`, `process` or
-    `remove_abandoned`. The tests kill a process at each step.
+    After a crash at any step, this or another server completes or removes the upload, in `recover`, `process` or
+    `remove_abandoned`. The tests kill a process at each of these points.
     """
 
     UPLOAD_DECLARED = "upload declared"
@@ -23,7 +23,7 @@ class Failpoint(StrEnum):
     FILES_FETCHED = "files fetched"
     VALIDATED = "validated"
     ACCEPTED = "accepted"
-    """From this step on, the row has its digest; no permanent blob is stored earlier."""
+    """The row now has its digest. No permanent blob is stored before this point."""
     CONFIG_KEPT = "configuration kept"
     HEADER_KEPT = "header kept"
     CANONICAL_STORED = "canonical file stored"

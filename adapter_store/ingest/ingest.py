@@ -1,4 +1,4 @@
-"""An upload's life: declared, received, used for a version, validated, published or rejected."""
+"""An upload's path: declared, received, made into a version, validated, and published or rejected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from loramux.adapter_store.validation.validator import Validator
 from loramux.migrations.paging import Page
 
 SOURCE_LIFETIME_S = 3600
-"""How long an unreachable source is retried, in seconds."""
+"""Period for which an unreachable source is retried, in seconds."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -38,9 +38,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 class Ingest:
     """Turns uploads into versions. Blocking: call it from threads.
 
-    `scratch_dir` belongs to this process alone; `recover` empties it. A crash at any of the points in `failpoints.py`
-    leaves either nothing, or a row that some server completes or removes once the row's claim has expired. Acknowledged
-    versions survive.
+    `scratch_dir` belongs to this process alone; `recover` empties it. After a crash at any of the points in
+    `failpoints.py`, either there is no trace of the upload, or a server completes or removes its row once the row's
+    claim has expired. Acknowledged versions survive.
 
     Any number of servers may share a database and a blob store, each with its own scratch directory. With `sources`, an
     operator can create versions from a bucket. `is_presigning` lets clients put their files into the blob store
@@ -85,7 +85,7 @@ class Ingest:
         """Set whenever a version may need `process`; IngestWorker waits for this event."""
 
     def create_upload(self, adapter_id: str, files: Sequence[UploadFile]) -> Upload:
-        """Declare the two files of a version, which count against the quota from now on.
+        """Declare the two files of a version. Their sizes count against the quota immediately.
 
         Raises AdapterNotFound, UploadRefused, LimitReached, or the registry's limit errors.
         """
@@ -107,9 +107,9 @@ class Ingest:
         return upload
 
     def presign(self, upload: Upload) -> Mapping[str, PresignedPut | PresignedParts]:
-        """Signed requests with which the client can put files into the blob store; other files go to the server.
+        """Return signed requests that let the client put files into the blob store; other files go to the server.
 
-        An upload whose requests cannot be signed is deleted, since the client never learns its identifier.
+        If signing fails, the upload is deleted, because the client never receives the upload's identifier.
         """
         if not self._is_presigning:
             return {}
@@ -129,12 +129,12 @@ class Ingest:
         return self._upload_rows.list_open(adapter_id, limit, after, before)
 
     def cancel_upload(self, adapter_id: str, upload_id: str) -> None:
-        """Delete an open upload with its files.
+        """Delete an open upload and its files.
 
         Raises AdapterNotFound, UploadNotFound, or UploadRefused if a version uses it.
         """
         upload = self._upload_rows.cancel_upload(adapter_id, upload_id)
-        # If the store fails here, the janitor removes what is left.
+        # If the store fails here, the janitor removes the remaining files.
         for file in upload.files:
             key = upload_key(upload_id, file.name)
             if file.parts_id is not None:
@@ -144,7 +144,7 @@ class Ingest:
     def put_file(self, upload_id: str, name: str, chunks: Iterable[bytes], num_bytes: int | None = None) -> None:
         """Receive one file; the bytes must match the declaration. A client may send a file again.
 
-        `num_bytes`, if known in advance, is checked before anything is read. Raises UploadNotFound or UploadRefused.
+        If the caller passes `num_bytes`, it is checked before any byte is read. Raises UploadNotFound or UploadRefused.
         """
         upload = self._upload_rows.require_open(upload_id)
         file = next((file for file in upload.files if file.name == name), None)
@@ -162,10 +162,10 @@ class Ingest:
         finally:
             scratch.unlink(missing_ok=True)
         try:
-            # If the upload expired while its file was received, the janitor removes the file.
+            # If the upload expires while its file is being received, the janitor removes the file.
             self._upload_rows.require_open(upload_id)
         except UploadNotFound:
-            # The upload was cancelled, and its files were deleted before this one was stored.
+            # The upload was cancelled while this file was being stored, so its other files are already deleted.
             self._blobs.delete(upload_key(upload_id, name))
             raise
 
@@ -187,7 +187,7 @@ class Ingest:
         return added.version
 
     def create_version_from(self, adapter_id: str, source_url: str) -> AdapterVersion:
-        """Create a version from a bucket that the operator allows; only for platform administrators.
+        """Create a version from files in an allowed bucket; only for platform administrators.
 
         Raises AdapterNotFound or UploadRefused.
         """
@@ -199,14 +199,14 @@ class Ingest:
         return version
 
     def process(self, version_id: str) -> AdapterVersion:
-        """Take a version to ready or rejected; returns it unchanged if another server has claimed it.
+        """Validate a version and publish or reject it; returns it unchanged if another server has claimed it.
 
         Raises StoreError if a store or the validation process fails; the version is then retried later.
         """
         return self._processor.process(version_id)
 
     def next_waiting(self, but: Collection[str] = ()) -> str | None:
-        """The version to `process` next, excluding those in `but`; None if there is none. Tenants take turns."""
+        """Return the next version for `process`, skipping those in `but`, or None. Tenants take turns."""
         return self._turns.next(but)
 
     def recover(self) -> None:
@@ -241,8 +241,7 @@ class Ingest:
         key = upload_key(upload_id, file.name)
         if self._blobs.put(key, scratch):
             return
-        # Either the file was uploaded before, or the client itself put a different blob there, which must not pass for
-        # these bytes.
+        # The key is taken, either by an earlier upload of this file or by a different blob that the client put there.
         there = scratch.with_suffix(".there")
         try:
             self._blobs.get(key, there, file.size)
@@ -262,7 +261,7 @@ class Ingest:
                 continue
             found = self._upload_rows.get_upload(upload.id)
             if found is not None and found.state == "used":
-                # Another call was faster, and the version that it created may already have been decided.
+                # Another call has already created a version, which may even be ready or rejected by now.
                 return
             if size is None:
                 raise UploadRefused("upload_incomplete", f"{file.name} has not been uploaded yet", "upload_id")

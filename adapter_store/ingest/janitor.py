@@ -6,11 +6,11 @@ from loramux.adapter_store.blobs.interface import UPLOADS, BlobStore
 from loramux.adapter_store.ingest.upload_rows import UploadRows
 
 FORGET_AFTER_US = 7 * 86_400 * 1_000_000
-"""How long an expired upload is reported as expired rather than missing, in microseconds."""
+"""Period for which an expired upload is reported as expired rather than missing, in microseconds."""
 
 
 class Janitor:
-    """Any number of servers can clean up at any time; files that an upload or a version needs are kept.
+    """Deletes orphaned files. Safe to run on any number of servers at any time.
 
     Only files under `uploads/` can become orphans. Permanent blobs belong to accepted versions, which are eventually
     published.
@@ -23,11 +23,11 @@ class Janitor:
     def clear_up(self) -> None:
         """Delete the files of expired uploads and decided versions, and the leftovers of crashed puts.
 
-        The next run finds files that are put during this run, or after their upload has expired.
+        Files that arrive during this run, or after their upload has expired, are left to the next run.
         """
         self._blobs.remove_unfinished()
         keys = list(self._blobs.list_keys(UPLOADS))
-        # Query after the listing: an upload that is not in use by now will never be in use again.
+        # Query after the listing: if an upload is not in use now, it never will be again.
         in_use = self._upload_rows.uploads_in_use({_upload_id(key) for key in keys})
         for key in keys:
             if _upload_id(key) not in in_use:

@@ -1,4 +1,4 @@
-"""Versions as jobs: queued, running and finished, with their outcome."""
+"""Presents versions as jobs that are queued, running or finished, with their outcome."""
 
 from __future__ import annotations
 
@@ -60,14 +60,15 @@ class IngestJobs:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[IngestJob]:
-        """One tenant's jobs in these states, or every tenant's; newest first.
+        """List the jobs in these states, newest first; `tenant_id` limits the list to one tenant.
 
-        `only` limits the list to these adapters.
+        `only` limits it to these adapters.
         """
         columns = adapter_versions.c
         wanted = {name for state in states for name in _VERSION_STATES[state]}
         if "ready" in wanted:
-            # Nearly all versions are ready, so let the sort order rather than the state narrow the search.
+            # Nearly all versions are ready, so make the database follow the sort order rather than an index on the
+            # state.
             query = _select().where(columns.state.not_in(sorted(_JOB_STATES.keys() - wanted)))
         else:
             query = _select().where(columns.state.in_(sorted(wanted)))

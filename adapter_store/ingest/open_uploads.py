@@ -16,11 +16,11 @@ class OpenUploads:
     num_uploads: int
     num_bytes: int
     first_expires_us: int | None
-    """Time at which the first open upload expires; None if there are none."""
+    """Time at which the first open upload expires, or None if no upload is open."""
 
 
 def open_uploads_of(connection: Connection, tenant_id: str, now_us: int) -> OpenUploads:
-    """A tenant's open uploads at `now_us`, across all its adapters."""
+    """Count a tenant's open uploads at `now_us`, across all its adapters."""
     query = (
         select(uploads.c.files, uploads.c.expires_us)
         .join(adapters, adapters.c.id == uploads.c.adapter_id)

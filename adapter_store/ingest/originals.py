@@ -1,6 +1,6 @@
-"""The parts of uploaded files that the canonical file lacks, kept so that both files can be rebuilt byte for byte.
+"""Stores the parts of uploaded files that the canonical file lacks, so that both files can be rebuilt byte for byte.
 
-The kept parts of each version are the configuration as uploaded, and one blob with the header of the uploaded
+loramux keeps two blobs per version: the configuration as uploaded, and one blob with the header of the uploaded
 safetensors file (which states its own length) followed by JSON, `{"ranges": [[begin, end], ...]}`. These half-open byte
 ranges of the canonical file, in this order, make up the data that followed the header.
 """
@@ -78,7 +78,7 @@ class KeptHeader:
         return self.header + json.dumps({"ranges": self.ranges}, separators=(",", ":")).encode()
 
     def rebuild(self, canonical: BinaryIO) -> Iterator[bytes]:
-        """The uploaded file's bytes, in chunks."""
+        """Yield the uploaded file's bytes, in chunks."""
         yield self.header
         for begin, end in self.ranges:
             canonical.seek(begin)

@@ -29,7 +29,7 @@ VERSION_RETRY_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantCaps:
-    """Checks the caps. The caller must hold the lock on the tenant's row, so that concurrent additions take turns."""
+    """Checks the caps. The caller must hold the lock on the tenant's row, which serializes concurrent additions."""
 
     max_open_bytes: int
     max_open_uploads: int = MAX_OPEN_UPLOADS

@@ -1,4 +1,4 @@
-"""Chooses the version that a server validates next: tenants take turns, each with its oldest version first."""
+"""Chooses which version a server validates next. Tenants take turns, and each tenant's oldest version comes first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loramux.migrations.schema import adapter_versions, adapters
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A tenant's oldest unclaimed version, and how many of the tenant's versions are claimed now."""
+    """A tenant's oldest unclaimed version, and the number of the tenant's versions that are claimed now."""
 
     version_id: str
     tenant_id: str
@@ -32,12 +32,12 @@ class IngestTurns:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        # Only tenants with waiting versions are kept.
+        # Contains only tenants with waiting versions.
         self._last_turns: dict[str, int] = {}
         self._num_turns = 0
 
     def next(self, but: Collection[str] = ()) -> str | None:
-        """The version to process next, excluding those in `but`; None if there is none.
+        """Return the next version to process, skipping those in `but`, or None.
 
         The call counts as the tenant's turn.
         """
@@ -52,7 +52,7 @@ class IngestTurns:
         return chosen.version_id
 
     def _candidates(self, but: Collection[str]) -> list[_Candidate]:
-        """One candidate per tenant that has an unclaimed version or one whose claim has expired."""
+        """Return one candidate for each tenant that has an unclaimed version or one whose claim has expired."""
         columns = adapter_versions.c
         with self._database.read() as connection:
             now_us = self._database.now_us(connection)

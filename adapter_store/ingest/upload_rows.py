@@ -29,7 +29,7 @@ from loramux.migrations.paging import Page, keyset_rows
 from loramux.migrations.schema import adapter_versions, uploads
 
 LEASE_US = 30_000_000
-"""Microseconds after which a claim that was not renewed is void, since its server has died or hangs."""
+"""Lifetime of a claim that is not renewed, in microseconds. By then its server has died or is hanging."""
 _MAX_NAMES = 500
 """Maximum number of identifiers in one query."""
 
@@ -102,7 +102,7 @@ class UploadRows:
         return upload_of(row) if row else None
 
     def require_open(self, upload_id: str) -> Upload:
-        """Return an open upload; raises UploadNotFound, or UploadRefused if the upload is used or expired."""
+        """Return an open upload; raises UploadNotFound, or UploadRefused if the upload is used or has expired."""
         upload = self.get_upload(upload_id)
         if upload is None:
             raise UploadNotFound("there is no such upload")
@@ -110,16 +110,16 @@ class UploadRows:
         return upload
 
     def check_open(self, upload: Upload) -> None:
-        """Raise UploadRefused if the upload is used or expired."""
+        """Raise UploadRefused if the upload is already used or has expired."""
         _check_open(upload, self._database.now_us())
 
     def add_version(self, adapter_id: str, upload_id: str) -> AddedVersion:
         """Create a new pending version from an upload.
 
-        If the upload is already used, or a version that was not rejected has identical files, that version is returned,
-        whatever its state: a version that was taken out of service does not come back under a new number. The upload's
-        bytes were checked against the quota when the upload was opened. Raises AdapterNotFound, UploadNotFound,
-        UploadRefused for an expired upload, or LimitReached.
+        If the upload is already used, or a version that was not rejected has identical files, the existing version is
+        returned in whatever state it is. A version that was taken out of service thus cannot return under a new number.
+        The upload's bytes were checked against the quota when the upload was opened. Raises AdapterNotFound,
+        UploadNotFound, UploadRefused for an expired upload, or LimitReached.
         """
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
@@ -182,7 +182,7 @@ class UploadRows:
         return upload_of(row)
 
     def uploads_in_use(self, upload_ids: Collection[str]) -> set[str]:
-        """The uploads whose files are still needed: open and not expired, or used by an unfinished version."""
+        """Return the uploads whose files are still needed: they are open, or used by an unfinished version."""
         wanted: set[str] = set()
         asked = sorted(upload_id for upload_id in upload_ids if is_identifier(upload_id))
         for start in range(0, len(asked), _MAX_NAMES):
@@ -196,7 +196,7 @@ class UploadRows:
             connection.execute(delete(uploads).where(uploads.c.state == "open", uploads.c.expires_us < expired_us))
 
     def _in_use(self, upload_ids: Sequence[str]) -> set[str]:
-        # Use one statement: between two statements, an upload could become used.
+        # Use one statement: between two statements, a version could start to use the upload.
         unfinished = select(adapter_versions.c.upload_id).where(adapter_versions.c.state.in_(UNFINISHED))
         with self._database.read() as connection:
             is_open = (uploads.c.state == "open") & (uploads.c.expires_us > self._database.now_us(connection))
@@ -229,16 +229,16 @@ class UploadRows:
 
 
 def is_free(now_us: int) -> ColumnElement[bool]:
-    """Whether a version is unclaimed and not postponed.
+    """Matches versions that are unclaimed and not postponed.
 
-    A claim that ends more than two leases from now was made before the clock was set back, and is void.
+    A claim that ends more than two leases from now was made before the clock was set back, and does not count.
     """
     expires_us = adapter_versions.c.claim_expires_us
     return or_(expires_us.is_(None), not_(expires_us.between(now_us + 1, now_us + 2 * LEASE_US)))
 
 
 def files_sha256(files: Collection[UploadFile]) -> str | None:
-    """SHA-256 of an upload's file checksums, equal for identical uploads; None until the checksums are known."""
+    """SHA-256 of an upload's file checksums, equal for identical uploads, or None if a checksum is not yet known."""
     checksums = {file.name: file.sha256 for file in files}
     if not checksums:
         return None
@@ -248,7 +248,7 @@ def files_sha256(files: Collection[UploadFile]) -> str | None:
 def identical_version(
     connection: Connection, adapter_id: str, sha256: str, but: str = ""
 ) -> Row[*tuple[Any, ...]] | None:
-    """An adapter's first version, other than `but`, that has the same bytes and was not rejected."""
+    """Find an adapter's first version with the same bytes, apart from `but` and rejected versions."""
     columns = adapter_versions.c
     query = select(columns.id, columns.number, columns.upload_id).where(
         columns.adapter_id == adapter_id,
@@ -256,7 +256,7 @@ def identical_version(
         columns.state != "rejected",
         columns.id != but,
     )
-    # Sort here: to find the lowest number, SQLite would scan all of the adapter's versions in that order.
+    # Sort in Python: to return the lowest number first, SQLite would scan all of the adapter's versions.
     return min(connection.execute(query), key=lambda row: row.number, default=None)
 
 
@@ -266,7 +266,7 @@ def upload_of(row: Row[*tuple[Any, ...]]) -> Upload:
 
 
 def _lock_owner(connection: Connection, adapter_id: str) -> str:
-    """Lock the row of an adapter's tenant and return the tenant's identifier."""
+    """Lock the row of an adapter's tenant; returns the tenant's identifier."""
     tenant_id: str = connection.execute(select(owner_of(adapter_id))).scalar_one()
     lock_tenant(connection, tenant_id)
     return tenant_id

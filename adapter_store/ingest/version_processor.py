@@ -30,7 +30,7 @@ from loramux.adapter_store.validation.validator import Accepted, ValidationJob, 
 from loramux.migrations.database import Database
 
 SOURCE_RETRY_S = 30.0
-"""Delay before an unreadable source is retried, in seconds, so that other versions get their turn."""
+"""Delay before an unreadable source is retried, in seconds. Other versions are processed in the meantime."""
 
 _log = structlog.get_logger(__name__)
 
@@ -64,7 +64,7 @@ class VersionProcessor:
         self._at_failpoint = at_failpoint
 
     def process(self, version_id: str) -> AdapterVersion:
-        """Take a version to its verdict; returns it unchanged if it has a verdict or another server has claimed it.
+        """Publish or reject a version; returns it unchanged if it has a verdict or another server has claimed it.
 
         Raises StoreError if a store or the validation process fails; the version is then retried later.
         """
@@ -91,7 +91,7 @@ class VersionProcessor:
         version_id = claimed.version.id
         scratch = self._scratch_dir / version_id
         try:
-            # A server may have died after storing everything.
+            # An earlier attempt may have stored all blobs before its server died.
             if not self._is_stored(claimed.version):
                 shutil.rmtree(scratch, ignore_errors=True)
                 scratch.mkdir(parents=True)
@@ -116,7 +116,7 @@ class VersionProcessor:
             self._fetch_source(claimed, claimed.upload.source_url, scratch)
         self._at_failpoint(Failpoint.FILES_FETCHED)
         accepted = self._validator.validate(job, self._target)
-        # The process that read a tenant's bytes is not trusted to name the digest.
+        # Do not trust the digest from a process that has parsed a tenant's bytes.
         if digest_of(job.canonical) != accepted.digest:
             raise AdapterCorrupt("the validation process wrote a file with a different digest")
         kept = KeptHeader.of(job.tensors, job.canonical)
@@ -144,7 +144,7 @@ class VersionProcessor:
                 raise AdapterRejected("size_mismatch", "the file is larger than declared", file.name) from None
             if (scratch / file.name).stat().st_size != file.size:
                 raise AdapterRejected("size_mismatch", "the file is smaller than declared", file.name)
-            # Clients that put their files into a bucket directly are not trusted to declare the checksum.
+            # Clients can put files into the bucket directly, so verify the checksum that they declared.
             if digest_of(scratch / file.name) != file.sha256:
                 raise AdapterRejected("checksum_mismatch", "the SHA-256 does not match", file.name)
 
@@ -162,12 +162,12 @@ class VersionProcessor:
     def _put(self, version: AdapterVersion, job: ValidationJob, accepted: Accepted, kept: KeptHeader) -> None:
         """Store an accepted version's blobs.
 
-        Once the canonical file exists, every blob that cannot be rebuilt is stored.
+        Once the canonical file exists, all blobs that cannot be rebuilt are stored.
         """
-        # A server whose claim has expired stops here.
+        # Stop here if this server's claim has expired.
         self._claims.renew(version.id)
         if version.digest is not None:
-            # An earlier attempt got this far, and the source may have contained different files then.
+            # An earlier attempt got this far, when the source may still have contained different files.
             self._delete_originals(version.id)
         self._blobs.put(config_key(version.id), job.config)
         self._at_failpoint(Failpoint.CONFIG_KEPT)
@@ -186,7 +186,7 @@ class VersionProcessor:
         self._at_failpoint(Failpoint.REJECTED)
 
     def _is_stored(self, version: AdapterVersion) -> bool:
-        """Whether all blobs of an accepted version exist, so that its uploaded files are no longer needed."""
+        """Return True if all blobs of an accepted version exist, so that its uploaded files are no longer needed."""
         if version.digest is None:
             return False
         keys = (config_key(version.id), header_key(version.id), canonical_key(version.digest))
@@ -197,7 +197,7 @@ class VersionProcessor:
             self._blobs.delete(key)
 
     def _postpone(self, claimed: ClaimedVersion) -> None:
-        """Have a version with an unreadable source retried later, or reject it once its upload has expired."""
+        """Postpone a version with an unreadable source, or reject it once its upload has expired."""
         version_id = claimed.version.id
         if self._database.now_us() < claimed.upload.expires_us:
             self._give_back(version_id, SOURCE_RETRY_S)
@@ -211,8 +211,8 @@ class VersionProcessor:
         try:
             self._claims.give_back(version_id, delay_s)
         except Exception as error:
-            # The database is down, or another server has the claim. Once the claim expires, any server can take it
-            # over.
+            # The database is down, or another server has the claim. Any server can take over the version when the claim
+            # expires.
             _log.warning("claim_left", version_id=version_id, error=str(error))
 
     def _delete_files(self, upload_id: str) -> None:

@@ -1,4 +1,4 @@
-"""The thread that takes pending versions through validation."""
+"""The thread that processes pending versions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _log = structlog.get_logger(__name__)
 class IngestWorker:
     """Processes pending versions as they arrive, and regularly removes abandoned uploads.
 
-    Every `poll_s` it looks for versions that other gateways created or a dead gateway left behind, and retries versions
-    that a failing store or database had held up.
+    Every `poll_s` seconds, it looks for versions that other gateways created or a dead gateway left behind, and retries
+    versions that failed because a store or the database was down.
     """
 
     def __init__(self, ingest: Ingest, poll_s: float = 5.0, clear_up_s: float = 300.0) -> None:
@@ -50,11 +50,11 @@ class IngestWorker:
                     next_clear_up = time.monotonic() + self._clear_up_s
                     self._ingest.remove_abandoned()
             except Exception as error:
-                # The database or the blob store is down, which must not end the thread.
+                # The database or the blob store is down. Keep the thread running.
                 _log.warning("ingest_postponed", error=str(error))
 
     def _process_waiting(self) -> None:
-        # Versions that fail now are retried after the others.
+        # Retry failed versions after all others.
         undecided: set[str] = set()
         num_done = 0
         for _ in range(MAX_IN_A_ROW):
@@ -68,7 +68,7 @@ class IngestWorker:
                 _log.warning("validation_postponed", version_id=version_id, error=str(error))
                 continue
             if version.state in UNFINISHED:
-                # Another server was faster, or the source cannot be read.
+                # Another server has claimed the version, or its source cannot be read.
                 undecided.add(version_id)
             num_done += 1
             _log.info("version_processed", version_id=version_id, state=version.state)

@@ -1,1 +1,1 @@
-"""SQL for adapters and versions, and the resolution of model names."""
+"""SQL for adapters and versions, and model name resolution."""

@@ -45,7 +45,7 @@ class AdapterAliases:
         self._database = database
 
     def of(self, adapter_ids: Sequence[str]) -> dict[str, dict[str, Alias]]:
-        """Each adapter's aliases by name."""
+        """Return each adapter's aliases, sorted by name."""
         found: dict[str, dict[str, Alias]] = {adapter_id: {} for adapter_id in adapter_ids}
         with self._database.read() as connection:
             for adapter_id, alias in _read(connection, [name for name in adapter_ids if is_identifier(name)]):
@@ -90,11 +90,11 @@ class AdapterAliases:
         revision: int | None = None,
         expected_revision: int | None = None,
     ) -> Alias:
-        """Restore the targets that an alias had at `revision`, by default the revision before the current one.
+        """Restore the targets that an alias had at `revision`, by default the previous one.
 
-        The rollback is itself a revision, so another rollback undoes it. Raises AdapterNotFound, AliasNotFound,
-        NothingToRollBack, VersionNotReady if one of those versions can no longer be served, or AliasChanged if the
-        alias is no longer at `expected_revision`.
+        The rollback adds a revision, so another rollback undoes it. Raises AdapterNotFound, AliasNotFound,
+        NothingToRollBack, VersionNotReady if one of the targets can no longer be served, or AliasChanged if the alias
+        is no longer at `expected_revision`.
         """
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
@@ -109,7 +109,7 @@ class AdapterAliases:
             return change_alias(connection, adapter_id, name, ready, actor, "rollback", now_us)
 
     def targets_at(self, adapter_id: str, name: str, revision: int | None = None) -> tuple[AliasTarget, ...]:
-        """The targets that a rollback would restore; raises AliasNotFound or NothingToRollBack."""
+        """Return the targets that a rollback would restore; raises AliasNotFound or NothingToRollBack."""
         with self._database.read() as connection:
             present = _require(connection, adapter_id, name)
             wanted = present.revision - 1 if revision is None else revision
@@ -119,7 +119,7 @@ class AdapterAliases:
         return targets
 
     def remove(self, adapter_id: str, name: str, expected_revision: int | None = None) -> None:
-        """Delete an alias and its history, except for the last revision, from which a new alias of that name continues.
+        """Delete an alias and its history. The last revision is kept, so that a new alias continues the numbering.
 
         Raises AdapterNotFound, AliasNotFound, InvalidAlias for the default alias, or AliasChanged if the alias is no
         longer at `expected_revision`.
@@ -164,7 +164,7 @@ def change_alias(
 ) -> Alias:
     """Create or move an alias and add its history row; the caller must hold the lock on the adapter's row."""
     present = _revision(connection, adapter_id, name)
-    # Continue a deleted alias's revision numbers, so that a client that saw the old alias cannot change the new one by
+    # Continue a deleted alias's revision numbers. A client that saw the old alias then cannot change the new one by
     # mistake.
     revision = (present or _last_revision(connection, adapter_id, name)) + 1
     before = next((alias for _, alias in _read(connection, [adapter_id], name)), None)
@@ -258,7 +258,7 @@ def _revision(connection: Connection, adapter_id: str, name: str) -> int:
 
 
 def _last_revision(connection: Connection, adapter_id: str, name: str) -> int:
-    """The last revision of an existing or deleted alias; 0 if there was none."""
+    """Return the last revision of an existing or deleted alias, or 0 if there never was such an alias."""
     table = adapter_alias_history.c
     query = select(func.max(table.revision)).where(table.adapter_id == adapter_id, table.name == name)
     return connection.execute(query).scalar() or 0

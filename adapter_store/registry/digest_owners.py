@@ -15,7 +15,7 @@ from loramux.migrations.schema import adapter_versions, adapters, tenants
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DigestOwner:
-    """A version that has the digest."""
+    """A version with a given digest."""
 
     tenant_id: str
     tenant_slug: str
@@ -27,7 +27,7 @@ class DigestOwner:
 def owners_of(
     database: Database, digests: Sequence[str], tenant_id: str | None, only: Collection[str] | None = None
 ) -> Mapping[str, Sequence[DigestOwner]]:
-    """The versions with each digest, oldest first. Blocking.
+    """Return the versions with each digest, oldest first. Blocking.
 
     `tenant_id` limits the result to that tenant's versions, `only` to versions of these adapters.
     """
@@ -44,7 +44,7 @@ def owners_of(
         query = query.where(adapters.c.tenant_id == tenant_id)
     if only is not None:
         query = query.where(columns.adapter_id.in_(only))
-    # One statement for any number of digests, passed as a single parameter.
+    # Pass all digests as one parameter, so that the statement is the same for any number of them.
     if database.is_sqlite:
         wanted = func.json_each(bindparam("digests")).table_valued("value")
         query = query.where(columns.digest.in_(select(wanted.c.value)))

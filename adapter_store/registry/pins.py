@@ -13,7 +13,7 @@ from loramux.migrations.schema import adapter_versions, adapters
 
 
 class AdapterPins:
-    """The stored pins, which are sent to each engine that starts. Blocking."""
+    """Stores the pins. Every engine receives them when it starts. Blocking."""
 
     def __init__(self, database: Database, registry: AdapterRegistry) -> None:
         self._database = database
@@ -22,7 +22,8 @@ class AdapterPins:
     def set_pinned(self, adapter_id: str, number: int, is_pinned: bool) -> AdapterVersion:
         """Pin or unpin a version.
 
-        Raises AdapterNotFound, VersionNotFound, or VersionNotReady if a version to pin is not ready.
+        Raises AdapterNotFound, VersionNotFound, or VersionNotReady if the version cannot be pinned because it is not
+        ready.
         """
         columns = adapter_versions.c
         with self._database.write() as connection:
@@ -45,7 +46,7 @@ class AdapterPins:
         return version
 
     def digests(self) -> frozenset[str]:
-        """The digests of all pinned versions that are in service."""
+        """Return the digests of all pinned versions that are in service."""
         columns = adapter_versions.c
         query = (
             select(columns.digest)

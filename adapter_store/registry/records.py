@@ -32,11 +32,11 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterVersion:
-    """One immutable set of weights, or the record of why they were refused.
+    """One immutable set of weights, or a record of why the weights were rejected.
 
     `digest`, `max_rank`, `num_pages` and `canonical_bytes` are set once validation has passed, `ready_us` once the
-    version is ready. `report` holds the findings of validation; for a rejected version, it includes `{"error": {"code",
-    "message", "param"}}`.
+    version is ready. `report` contains the findings of validation; for a rejected version, it includes `{"error":
+    {"code", "message", "param"}}`.
     """
 
     id: str
@@ -56,7 +56,7 @@ class AdapterVersion:
 
 @dataclass(frozen=True, slots=True)
 class AliasTarget:
-    """A version that an alias names; its share of requests is `weight` divided by the sum of the alias's weights."""
+    """One of an alias's versions. Its share of the requests is `weight` divided by the sum of the alias's weights."""
 
     version_id: str
     number: int
@@ -88,7 +88,7 @@ class AliasChange:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Permission for another tenant to call an adapter; that tenant pays for its calls."""
+    """Permission for another tenant to call an adapter. The calling tenant pays for its calls."""
 
     adapter_id: str
     tenant_id: str
@@ -111,7 +111,7 @@ class UploadFile:
 class Upload:
     """Files for a future version; open until they are used or expire.
 
-    An upload with a `source_url` counts as used from the start, and has no `files` until a server has read them from
+    An upload with a `source_url` counts as used from its creation, and has no `files` until a server has read them from
     that source.
     """
 
@@ -126,7 +126,7 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """A ready version for a request to run with, resolved once from a model name."""
+    """The ready version that a request runs with. The request's model name is resolved to it only once."""
 
     tenant_id: str
     tenant_slug: str

@@ -1,4 +1,4 @@
-"""Adapters and versions in SQL, and the version that a model name resolves to."""
+"""Adapters and versions in SQL, and the resolution of model names to versions."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class AdapterRegistry:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[Adapter]:
-        """One tenant's adapters, or every tenant's; newest first. `only` limits the list to these identifiers."""
+        """List one tenant's adapters, or all adapters, newest first. `only` limits the list to these identifiers."""
         query = _select_adapters()
         if tenant_id is not None:
             query = query.where(adapters.c.tenant_id == tenant_id)
@@ -160,9 +160,9 @@ class AdapterRegistry:
         """Resolve a name to a ready version: by number, digest prefix or alias, otherwise by the default alias.
 
         A digest prefix has 12 to 64 hexadecimal digits; a prefix that matches two different digests resolves to
-        nothing. If an alias names several versions, equal `sticky` strings get the same version while the weights are
-        unchanged, and a version whose weight grows keeps its strings. With `caller_id`, the name can only resolve to an
-        adapter that this tenant owns or was granted.
+        nothing. If an alias names several versions, equal `sticky` strings resolve to the same version while the
+        weights are unchanged. A version whose weight grows keeps its strings. With `caller_id`, the name can only
+        resolve to an adapter that this tenant owns or was granted.
         """
         if not SLUG.fullmatch(tenant_slug) or not SLUG.fullmatch(adapter_name):
             return None
@@ -193,14 +193,15 @@ class AdapterRegistry:
         return None if any(ref.digest != newest.digest for ref, _ in found) else newest
 
     def list_models(self, tenant_id: str) -> list[AdapterRef]:
-        """The heaviest default version of each adapter that a tenant may call, its own adapters first, by name."""
+        """List the adapters that a tenant may call, its own first, each as the heaviest of its default versions."""
         rows = self.database.query(default_models(), {"caller_id": tenant_id, "wanted": DEFAULT_ALIAS})
-        # Rows of one adapter are sorted by weight, so the heaviest version overwrites the others.
+        # Each adapter's rows are sorted by ascending weight, so the version with the largest weight overwrites the
+        # others.
         return list({row.adapter_id: AdapterRef(*row) for row in rows}.values())
 
 
 def is_identifier(text: str) -> bool:
-    """Whether text has the form of an identifier; other text must never reach a query."""
+    """Check that text has the form of an identifier; other text must never reach a query."""
     return IDENTIFIER.fullmatch(text) is not None
 
 
@@ -214,7 +215,7 @@ def check_slug(text: str, param: str) -> None:
 
 
 def owner_of(adapter_id: str) -> ScalarSelect[str]:
-    """The tenant that owns an adapter, as a subquery."""
+    """A subquery for the tenant that owns an adapter."""
     return select(adapters.c.tenant_id).where(adapters.c.id == adapter_id).scalar_subquery()
 
 
@@ -229,9 +230,9 @@ def lock_adapter(connection: Connection, adapter_id: str) -> None:
 
 
 def lock_tenant(connection: Connection, tenant_id: str) -> None:
-    """Lock a tenant's row until the transaction ends, so that its uploads are checked and added one at a time.
+    """Lock a tenant's row until the transaction ends, so that the tenant's uploads are checked and added one at a time.
 
-    To lock an adapter's row too, lock it before the tenant's.
+    A transaction that also locks an adapter's row must lock that row first.
     """
     # FOR NO KEY UPDATE does not block rows that only reference the tenant, so the tenant's requests continue.
     query = select(tenants.c.id).where(tenants.c.id == tenant_id).with_for_update(key_share=True)

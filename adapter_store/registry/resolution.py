@@ -1,4 +1,4 @@
-"""The SQL that resolves a model name to versions, and the choice among an alias's versions for a request."""
+"""SQL that resolves a model name to versions, and the choice of one of an alias's versions for a request."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from loramux.adapter_store.registry.records import AdapterRef
 from loramux.migrations.schema import adapter_alias_targets, adapter_grants, adapter_versions, adapters, tenants
 
 Suffix = Literal["alias", "number", "digest"]
-"""The kind of suffix after the adapter's name in a model name."""
+"""Kinds of suffix that can follow the adapter's name in a model name."""
 
 
 @functools.cache
 def versions_named(suffix: Suffix, has_caller: bool) -> Select[*tuple[Any, ...]]:
     """Select an AdapterRef's columns and a weight for every version in service that matches a name, newest first.
 
-    Parameters: `tenant`, `adapter`; `wanted`, the alias or number, or the digest range `[wanted, end)`; `caller_id` if
-    there is a caller, who must own the adapter or have been granted it.
+    Parameters: `tenant`, `adapter`; `wanted`, the alias or number, or the digest range `[wanted, end)`; and optionally
+    `caller_id`, the tenant that must own the adapter or have been granted it.
     """
-    # Cached: building a statement takes longer than SQLite needs to run it.
+    # Cached because building the statement takes longer than running it on SQLite.
     query = _select_in_service().where(tenants.c.slug == bindparam("tenant"), adapters.c.name == bindparam("adapter"))
     query = query.order_by(adapter_versions.c.number.desc())
     if has_caller:
@@ -40,7 +40,7 @@ def versions_named(suffix: Suffix, has_caller: bool) -> Select[*tuple[Any, ...]]
 
 @functools.cache
 def default_models() -> Select[*tuple[Any, ...]]:
-    """Select the versions behind the bare names that `caller_id` may use, its own adapters first, by ascending weight.
+    """Select the versions that bare names resolve to for `caller_id`: its own adapters first, by ascending weight.
 
     `wanted` is the alias that a bare name resolves to.
     """
@@ -52,8 +52,7 @@ def default_models() -> Select[*tuple[Any, ...]]:
 def draw(targets: Sequence[tuple[AdapterRef, int]], sticky: str) -> AdapterRef:
     """Choose one of the targets in proportion to their weights, by a hash of `sticky` alone.
 
-    The newest version gets the end of the hash range, so a new version whose share grows takes over callers but gives
-    none back.
+    The newest version gets the end of the hash range. As its share grows, it takes over callers and loses none.
     """
     ordered = sorted(targets, key=lambda target: target[0].version)
     position = int.from_bytes(hashlib.sha256(sticky.encode("utf-8", "surrogatepass")).digest()[:8]) / 2**64

@@ -16,7 +16,7 @@ from loramux.migrations.schema import adapter_grants, tenants
 
 
 class AdapterGrants:
-    """Grants to other tenants, which call the adapter by its full name and pay for their calls.
+    """Grants to other tenants, which then call the adapter by its full name and pay for their own calls.
 
     Only the owner can change the adapter.
     """
@@ -25,7 +25,7 @@ class AdapterGrants:
         self._database = database
 
     def list(self, adapter_id: str) -> list[Grant]:
-        """An adapter's grants, sorted by the tenants' slugs."""
+        """List an adapter's grants, sorted by the tenants' slugs."""
         with self._database.read() as connection:
             rows = connection.execute(
                 _select().where(adapter_grants.c.adapter_id == adapter_id).order_by(tenants.c.slug)
@@ -59,8 +59,8 @@ class AdapterGrants:
     def remove(self, adapter_id: str, tenant: str) -> None:
         """Revoke a grant for future requests; raises GrantNotFound.
 
-        `tenant` is an identifier or a slug. If there is no grant, the same statement runs whether or not the tenant
-        exists, so that its duration does not reveal to an owner which tenants exist.
+        `tenant` is an identifier or a slug. Without a grant, the same statement runs whether or not the tenant exists,
+        so its duration does not reveal to an owner which tenants exist.
         """
         refusal = GrantNotFound("the tenant was not granted the adapter")
         if not SLUG.fullmatch(tenant):

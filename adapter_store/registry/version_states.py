@@ -19,7 +19,7 @@ _ACTIONS = {"archived": "version.archive", "quarantined": "version.quarantine", 
 class VersionStates:
     """An archived version answers no request until it is restored; only an operator can restore a quarantined version.
 
-    Disabling an adapter takes all its versions out of service without changing their states. Nothing is deleted.
+    Disabling an adapter takes all its versions out of service without changing their states. No data is deleted.
     """
 
     def __init__(self, database: Database, registry: AdapterRegistry) -> None:
@@ -64,7 +64,7 @@ class VersionStates:
         return adapter
 
     def unserved_digests(self, adapter_id: str, number: int | None = None) -> list[str]:
-        """Digests of one or all of an adapter's versions that no ready version of an enabled adapter shares."""
+        """Return the digests of an adapter's versions (one or all) that no version in service shares."""
         own, other = adapter_versions.c, adapter_versions.alias()
         is_served = (
             exists()

@@ -1,4 +1,4 @@
-"""A bounded tier of packed adapters on a local disk, shared by the engines of a host, with LRU eviction."""
+"""A bounded LRU tier of packed adapters on a local disk, shared by all engines on a host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Known:
 
 
 class HeldFile:
-    """An open file of the tier that no engine evicts until the file is closed; use it in a `with` block."""
+    """An open file in the tier. No engine evicts it before it is closed; use it in a `with` block."""
 
     def __init__(self, tier: DiskTier, descriptor: int, status: os.stat_result) -> None:
         self._tier = tier
@@ -57,10 +57,10 @@ class DiskTier:
     files and the few in `set_aside` do not count toward the bound.
 
     A reader holds a shared `flock` on its file and an eviction needs an exclusive one, so neither waits for the other.
-    Changes also need the directory's lock; reads do not. A process that does not release that lock delays each addition
-    by up to 5 s. The order of use is kept in the files' access times, which only this class sets, so it survives
-    restarts. A process's locks end with the process. Unfinished files of a dead process are removed at the next start,
-    or by an engine that adds a file once a minute has passed since its last sweep.
+    Changes also need the directory's lock; reads do not. A process that hangs while holding that lock delays each
+    addition by up to 5 s. Access times, which only this class sets, record the order of use, so that order survives
+    restarts. The kernel releases a process's locks when the process dies. The unfinished files of a dead process are
+    removed at the next start, or when an engine adds a file at least a minute after its last sweep.
     """
 
     def __init__(self, directory: Path, max_bytes: int, pack_key: str) -> None:
@@ -87,7 +87,7 @@ class DiskTier:
             self._evict(self._max_bytes)
 
     def hold(self, digest: str) -> HeldFile | None:
-        """Open an adapter's file and keep it from eviction until closed; None if there is no such file."""
+        """Open an adapter's file and protect it from eviction until it is closed; None if there is no such file."""
         path = self._path(digest)
         opened = _open_shared(path)
         now_ns = time.time_ns()
@@ -102,7 +102,7 @@ class DiskTier:
             return None
         descriptor, status = opened
         try:
-            # Stored in the file, so that the order of use survives restarts and other engines see it.
+            # The file's access time records this use across restarts and for other engines.
             os.utime(descriptor, ns=(now_ns, status.st_mtime_ns))
         except BaseException:
             os.close(descriptor)
@@ -110,13 +110,13 @@ class DiskTier:
         return HeldFile(self, descriptor, status)
 
     def new_file(self) -> Path:
-        """A path for a file that will be passed to `add` or `set_aside`."""
+        """Return a path for a new file, to be passed to `add` or `set_aside`."""
         return self._atomic_files.new_file()
 
     def add(self, digest: str, file: Path) -> None:
         """Move a finished file into the tier.
 
-        The file is dropped if evicting every file that is not being read does not make room.
+        The file is deleted if evicting every file that is not being read does not free enough space.
         """
         status = file.stat()
         if status.st_size > self._max_bytes:
@@ -127,7 +127,7 @@ class DiskTier:
             if time.monotonic() > self._sweep_due:
                 self._sweep()
             with self._lock:
-                # Our file replaces any that another engine has added in the meantime.
+                # If another engine has added the same file since, this one replaces it.
                 known = self._files.pop(path, None)
                 self.used_bytes -= known.size if known else 0
             self._evict(self._max_bytes - status.st_size)
@@ -165,12 +165,12 @@ class DiskTier:
     def trim(self) -> None:
         """Evict files beyond the bound that could not be evicted earlier because they were being read."""
         if self.used_bytes > self._max_bytes:
-            # If another engine holds the lock, that engine or a later call trims for us.
+            # If another engine holds the lock, that engine or a later call evicts the files.
             with suppress(DirectoryBusy), self._changing():
                 self._evict(self._max_bytes)
 
     def contents(self) -> TierContents:
-        """The files that this engine knows of, excluding files that others added since its last change."""
+        """Return the files in the tier, except files that other engines added since this engine's last change."""
         now_ns = time.time_ns()
         with self._lock:
             own = ((path, known) for path, known in reversed(self._files.items()) if path.parent == self._own)
@@ -197,7 +197,7 @@ class DiskTier:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Hold the lock for a change; first rescan the directory if other engines have changed it."""
+        """Hold the lock for a change. If other engines have changed the directory, rescan it first."""
         with self._changes.hold():
             if self._changes.num_changes != self._last_change:
                 self._scan()
@@ -268,7 +268,7 @@ class DiskTier:
 
 
 def _open_shared(path: Path) -> tuple[int, os.stat_result] | None:
-    """Open a file under a shared lock; None if the file is gone or being removed."""
+    """Open a file under a shared lock; returns None if the file is gone or being removed."""
     try:
         # Reading must not change the access time, which records the order of use.
         descriptor = os.open(path, os.O_RDONLY | _KEEPS_ACCESS_TIME)

@@ -18,7 +18,7 @@ ALIGNMENT = 4096
 
 
 def shared_memory(num_bytes: int) -> int:
-    """The descriptor of new shared memory, whose pages are committed when first written or registered with a GPU."""
+    """Create shared memory; returns its descriptor. Pages are committed when written or registered with a GPU."""
     descriptor = os.memfd_create("adapters")
     os.truncate(descriptor, max(num_bytes, 1))
     return descriptor
@@ -32,8 +32,8 @@ def mapped(descriptor: int) -> npt.NDArray[np.uint8]:
 def piece_of(
     memory: npt.NDArray[np.uint8], begin: int, num_bytes: int, when_gone: Callable[[], None]
 ) -> npt.NDArray[np.uint8]:
-    """`memory[begin : begin + num_bytes]`; calls `when_gone` once its last view is gone, on any thread."""
-    # Views of the array keep this object alive, and the finalizer keeps the memory alive.
+    """Return `memory[begin : begin + num_bytes]`; calls `when_gone`, on any thread, after its last view is gone."""
+    # Views of the array keep `piece` alive, and the finalizer keeps the memory alive.
     piece = (ctypes.c_uint8 * num_bytes).from_address(memory.ctypes.data + begin)
     weakref.finalize(piece, _gone, memory, when_gone)
     array: npt.NDArray[np.uint8] = np.frombuffer(memoryview(piece), np.uint8)
@@ -72,7 +72,7 @@ class HostSlab:
         return np.empty(num_bytes, np.uint8) if begin is None else self._piece(begin, num_bytes)
 
     def occupy(self, begin: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Take the piece at `begin`, which an earlier slab in the same memory allocated."""
+        """Claim the piece at `begin`, which an earlier slab allocated in the same memory."""
         end = begin + _rounded(num_bytes)
         with self._lock:
             self._take_up()
@@ -85,7 +85,7 @@ class HostSlab:
         return self._piece(begin, num_bytes)
 
     def offset_of(self, array: npt.NDArray[np.uint8]) -> int | None:
-        """The array's offset in the memory, or None if it is in ordinary memory."""
+        """Return the array's offset in the memory, or None if the array is in ordinary memory."""
         offset: int = array.ctypes.data - self._memory.ctypes.data
         return offset if 0 <= offset < self._memory.size else None
 
@@ -120,7 +120,7 @@ class HostSlab:
 class EngineMemory:
     """Memory that an engine shares with its staging processes, and the pieces in use.
 
-    A piece lives as long as any view of it, even after the process that filled it has died.
+    A piece stays in use until its last view is gone, even if the process that filled it has died.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -133,7 +133,7 @@ class EngineMemory:
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """Offset and length of each piece that `take_unused` has not returned yet."""
+        """Return the offset and length of each piece that `take_unused` has not yet returned."""
         return list(self._pieces.items())
 
     @property
@@ -141,12 +141,12 @@ class EngineMemory:
         return bool(self._unused)
 
     def use(self, begin: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """A piece that a staging process has filled, uint8 `[num_bytes]`."""
+        """Map a piece that a staging process has filled, uint8 `[num_bytes]`."""
         self._pieces[begin] = num_bytes
         return piece_of(self.array, begin, num_bytes, partial(self._unused.append, begin))
 
     def take_unused(self) -> list[int]:
-        """Offsets of the pieces that have become unused since the last call."""
+        """Return the offsets of pieces that have become unused since the last call."""
         begins = []
         while self._unused:
             begin = self._unused.popleft()

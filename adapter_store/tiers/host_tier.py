@@ -1,4 +1,4 @@
-"""A bounded tier of packed adapters in host memory, with LRU eviction and floors for tenants."""
+"""A bounded LRU tier of packed adapters in host memory, with reserved floors per tenant."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class _Group:
 
 
 class HostTier:
-    """Must be used from one thread only. Leased adapters stay even if that exceeds the bound.
+    """Must be used from one thread only. Leased adapters are never evicted, even if the tier exceeds its bound.
 
-    The bound takes precedence over the floors: an unleased adapter that a floor protects is evicted only when nothing
-    else is left.
+    The bound takes precedence over the floors: an unleased adapter under a floor is evicted only if no other adapter
+    can be.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -50,7 +50,7 @@ class HostTier:
         return digest in self._entries
 
     def lease(self, digest: str) -> PackedAdapter | None:
-        """Take another lease on an adapter; None if the adapter is not in the tier."""
+        """Take another lease on an adapter; returns None if the adapter is not in the tier."""
         entry = self._entries.get(digest)
         if entry is None:
             return None
@@ -60,7 +60,7 @@ class HostTier:
         return entry.packed
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve room for adapters being loaded; replaces the previous reservation.
+        """Reserve room for adapters that are being loaded; replaces the previous reservation.
 
         The adapters' memory is in use before they are added.
         """
@@ -83,9 +83,9 @@ class HostTier:
     def protect(self, group: str, digests: Collection[str], floor_bytes: int) -> None:
         """Keep up to `floor_bytes` of these adapters from being evicted in favour of others.
 
-        Within a group, the least recently used adapters are still evicted first as long as the rest reach the floor.
-        Replaces the group's previous floor; a floor of 0 removes it. Raises ValueError, and changes nothing, if all
-        floors together exceed the tier.
+        Within a group, the least recently used adapters can still be evicted while the others fill the floor. Replaces
+        the group's previous floor; a floor of 0 removes it. Raises ValueError, and changes nothing, if all floors
+        together exceed the tier.
         """
         others = sum(one.floor_bytes for name, one in self._groups.items() if name != group)
         if floor_bytes < 0 or others + floor_bytes > self._max_bytes:
@@ -132,7 +132,7 @@ class HostTier:
                 self.num_evictions += 1
 
     def _victim(self, minds_floors: bool) -> str | None:
-        # Only a few adapters are leased, and those were used recently, so without floors the search ends quickly.
+        # Few adapters are leased, and all of them were used recently, so without floors the search ends quickly.
         for digest, entry in self._entries.items():
             if entry.num_leases == 0 and not (minds_floors and self._is_protected(digest, entry.num_bytes)):
                 return digest

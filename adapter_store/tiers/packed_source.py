@@ -35,12 +35,12 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CANONICAL_ATTEMPTS = 2
 _MAX_PROOFS = 1 << 14
 _MAX_DOWNLOADS = 64
-"""Threads for downloads, including abandoned ones that still hang in the blob store."""
+"""Maximum number of download threads, including those of abandoned downloads that still wait for the blob store."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """Changes if a file is replaced or written to."""
+    """A file's identity, which changes when the file is replaced or written to."""
 
     inode: int
     size: int
@@ -53,7 +53,7 @@ class FileIdentity:
 
 @dataclass(slots=True, eq=False)
 class _Download:
-    """A download and the fetch that waits for it, named by its cancellation. PackedSource's lock guards both fields."""
+    """A download, and the cancellation of the fetch that waits for it. PackedSource's lock guards both fields."""
 
     cancellation: Cancellation
     stages: list[PassedStage]
@@ -62,9 +62,9 @@ class _Download:
 class PackedSource:
     """Loads packed adapters for one target from disk, else from the blob store. Thread-safe.
 
-    Concurrent fetches of one adapter are correct but duplicate work; an engine requests each adapter only once. If it
-    requests an adapter again after a cancellation, the new fetch takes over the download that is still running, so that
-    repeated cancellations cannot pile up downloads.
+    Concurrent fetches of one adapter are correct but duplicate work; an engine requests each adapter only once. If an
+    engine requests an adapter again after a cancellation, the new fetch takes over the running download, so repeated
+    cancellations do not accumulate downloads.
 
     What is verified, and when:
 
@@ -72,11 +72,11 @@ class PackedSource:
     - a packed file's header, at each read: its SHA-256;
     - a packed file's pages, when this engine first reads the file, even if an earlier run or another engine wrote it:
       their SHA-256, which the header states;
-    - the pages at later reads, while the file's inode, size and modification time are unchanged: lane sums noted at the
-      first read.
+    - the pages at later reads, while the file's inode, size and modification time are unchanged: the lane sums recorded
+      at the first read.
 
-    The check always covers the bytes in memory, after the read. A file with wrong bytes is set aside and fetched again
-    from the blob store. A packed file that is missing or wrong there is rebuilt from the canonical one.
+    The check always covers the bytes in memory after the read. A file with wrong bytes is set aside and fetched again
+    from the blob store. If the blob store's packed file is missing or wrong, it is rebuilt from the canonical file.
     """
 
     def __init__(
@@ -92,16 +92,16 @@ class PackedSource:
         )
         self._lock = threading.Lock()
         self._proofs: OrderedDict[str, tuple[FileIdentity, Proof]] = OrderedDict()
-        # Downloads have their own threads, so that a cancelled fetch can return while its download still hangs.
+        # Downloads run on their own threads, so that a cancelled fetch can return although its download is stuck.
         self._downloads = ThreadPoolExecutor(_MAX_DOWNLOADS, thread_name_prefix="download")
         self._running: dict[str, tuple[_Download, Future[PackedAdapter]]] = {}
 
     def fetch(self, digest: str, cancellation: Cancellation) -> PackedAdapter:
         """Load an adapter into memory from `allocate`; blocks. Raises AdapterUnavailable or AdapterCorrupt.
 
-        A read from disk runs to completion on the caller's thread. A wait for the blob store ends with LoadCancelled as
-        soon as the fetch is cancelled. The download itself stops after its current step; a packed file that it was
-        fetching still goes to the disk.
+        A read from disk runs to completion on the caller's thread. While it waits for the blob store, a cancelled fetch
+        raises LoadCancelled immediately. The download stops after its current step, but still stores a packed file that
+        it was fetching on disk.
         """
         if not _DIGEST.fullmatch(digest):
             raise AdapterUnavailable("the requested adapter is not a digest")
@@ -139,11 +139,11 @@ class PackedSource:
         finally:
             if self.figures.noted is not None:
                 self.figures.noted.extend(download.stages)
-            # A failure refers to this frame; the frame must not refer to the failure.
+            # Avoid a reference cycle: the failure's traceback refers to this frame.
             del downloading
 
     def _join(self, digest: str, cancellation: Cancellation) -> tuple[_Download, Future[PackedAdapter]] | None:
-        """Take over the running download of a cancelled fetch; None if there is none."""
+        """Take over the running download of a cancelled fetch; returns None if there is none."""
         with self._lock:
             running = self._running.get(digest)
             if running is None or not running[0].cancellation.is_cancelled:
@@ -157,7 +157,7 @@ class PackedSource:
         def check_wanted() -> None:
             with self._lock:
                 if download.cancellation.is_cancelled:
-                    # No later fetch may join: this one ends.
+                    # This download is ending, so no later fetch may join it.
                     self._forget(digest, download)
                     raise _cancelled(digest)
 
@@ -173,7 +173,8 @@ class PackedSource:
             try:
                 downloading = self._downloads.submit(run)
             except RuntimeError as error:
-                # No thread could be started, but the download is queued anyway and must find itself cancelled.
+                # No thread could be started, but the download is queued anyway. Cancel it so that it stops if it ever
+                # runs.
                 cancellation.cancel()
                 raise AdapterUnavailable(f"adapter {digest[:12]} cannot be loaded any more") from error
             self._running[digest] = download, downloading
@@ -185,7 +186,7 @@ class PackedSource:
             del self._running[digest]
 
     def _from_disk(self, digest: str) -> PackedAdapter | None:
-        """None if the disk tier has no such file, or the file's bytes were wrong."""
+        """Return None if the disk tier has no such file, or if the file's bytes are wrong."""
         with self.figures.timed("disk", "lookup"):
             held = self._hold(digest)
         self.figures.count_lookup("disk", held is not None)
@@ -201,7 +202,7 @@ class PackedSource:
         return None
 
     def _from_blobs(self, digest: str, check_wanted: Callable[[], None]) -> PackedAdapter:
-        """Download an adapter; between steps it calls `check_wanted`, whose exception ends it.
+        """Download an adapter. An exception from `check_wanted`, which is called between steps, stops the download.
 
         Raises AdapterUnavailable, AdapterCorrupt, BlobStoreUnavailable or OSError.
         """
@@ -216,7 +217,7 @@ class PackedSource:
             except BlobNotFound:
                 return self._rebuild(digest, check_wanted)
             except AdapterCorrupt:
-                # Found by the store's own checks or by ours.
+                # Either the blob store's checks or this class's found wrong bytes.
                 self._set_aside(file)
                 self._blobs.delete(key)
                 return self._rebuild(digest, check_wanted)
@@ -233,7 +234,7 @@ class PackedSource:
             return None
 
     def _rebuild(self, digest: str, check_wanted: Callable[[], None]) -> PackedAdapter:
-        """Pack an adapter for our target and put the packed file into the blob store too."""
+        """Pack an adapter for this target and also put the packed file into the blob store."""
         check_wanted()
         canonical, file = self.disk.new_file(), self.disk.new_file()
         try:
@@ -242,7 +243,7 @@ class PackedSource:
             with self.figures.timed("blobs", "pack", canonical.stat().st_size):
                 write_packed(file, pack(canonical, self._target), self._target)
             packed = self._read_path(file, digest)
-            # The adapter can be served without it; the next engine will try again.
+            # The adapter can be served without this blob, and the next engine will try again.
             with suppress(BlobStoreUnavailable):
                 self._blobs.put(packed_key(digest, self._pack_key), file)
             self._keep(digest, file)
@@ -310,7 +311,7 @@ class PackedSource:
 
     def _set_aside(self, file: Path) -> None:
         self.figures.count_end("set_aside")
-        # The file is not used, whether or not there is room to keep it.
+        # Never use the file, even if there is no room to set it aside.
         with suppress(OSError):
             self.disk.set_aside(file)
 

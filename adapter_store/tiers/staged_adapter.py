@@ -1,4 +1,4 @@
-"""The results of loading an adapter into host memory."""
+"""Results of loading an adapter into host memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StagedAdapter:
         return self.packed.digest
 
     def release(self) -> None:
-        """Give the lease back; a second call does nothing."""
+        """Release the lease; a second call does nothing."""
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back(self.digest)

@@ -1,4 +1,4 @@
-"""The engine's side of staging: takes adapters from host memory, or has the staging process load them there."""
+"""The engine's side of staging: takes adapters from host memory, or makes the staging process load them there."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StagingRefused(StoreError):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A pending load; its number distinguishes its answer from the answer to a cancelled request."""
+    """A pending load. Its number tells its answer from an answer to a cancelled request for the same adapter."""
 
     digest: str
     number: int
@@ -71,15 +71,15 @@ class _Request:
 
 
 class StagingClient:
-    """Takes adapters from host memory if they are there, and otherwise has the staging process load them.
+    """Takes adapters from host memory, or makes the staging process load them there.
 
     A process that dies or hangs is replaced. Its unanswered requests are repeated once, and adapters that it had staged
     stay valid. `memory` holds the adapters, except those that do not fit into it.
 
     Must be used from one thread only, and never blocks. It uses no thread of its own: another thread in this process
     would take the GIL after each of its system calls (an S3 client for milliseconds at a time), and an engine step that
-    waits for the GIL loses a tenth of a millisecond until it is woken. `wake` is called if `poll` has a result that
-    does not make `fileno` readable. Raises StagingRefused if no process can be started.
+    waits for the GIL loses a tenth of a millisecond until it is woken. `wake` is called when `poll` has a result for
+    which `fileno` does not become readable. Raises StagingRefused if no process can be started.
     """
 
     def __init__(
@@ -109,17 +109,17 @@ class StagingClient:
         self.figures = TierFigures(held=host.held)
         """Counts of this process; `counts` adds the staging processes' counts."""
         self._numbers = itertools.count()
-        # All pending requests, those not yet sent to the process, and the results of finished ones.
+        # All pending requests, the requests not yet sent to the process, and the results of finished requests.
         self._requests: dict[str, _Request] = {}
         self._waiting: deque[str] = deque()
         self._results: dict[str, StagedAdapter | NotStaged] = {}
         # Requests that the current process has not answered, by number, including cancelled ones.
         self._asked: dict[int, str] = {}
-        # For each adapter being loaded, host memory reserves the size of the last loaded adapter.
+        # The size of the last loaded adapter. Host memory reserves this size for each adapter being loaded.
         self._last_bytes = 0
         self._looks: deque[Callable[[], None]] = deque()
         self._answered_looks: list[Callable[[], None]] = []
-        # Counts of former processes, and of the current one, which are decoded only when needed.
+        # Counts of former processes, and the current process's counts, which are decoded only on demand.
         self._past_counts = TierFigures().snapshot()
         self._process_counts: msgspec.Raw | None = None
         self._disk: TierContents | None = None
@@ -169,7 +169,7 @@ class StagingClient:
             self._wake()
 
     def cancel(self, digest: str) -> None:
-        """Withdraw a request; `poll` does not return its result."""
+        """Cancel a request; `poll` will not return its result."""
         result = self._results.pop(digest, None)
         if isinstance(result, StagedAdapter):
             result.release()
@@ -183,7 +183,7 @@ class StagingClient:
         self._reserve()
 
     def poll(self) -> list[StagedAdapter | NotStaged]:
-        """Results since the last call; poll repeatedly while requests are pending."""
+        """Return the results since the last call. Poll repeatedly while requests are pending."""
         has_unsent = self._link is not None and self._link.has_unsent
         if self._asked or self._looks or self._memory.has_unused or has_unsent or self._waiting:
             self._receive()
@@ -193,18 +193,18 @@ class StagingClient:
     # Called by the engine's process
 
     def fileno(self) -> int:
-        """Readable when `attend` has work to do; -1 while there is no process."""
+        """A descriptor that is readable when `attend` has work to do, or -1 while there is no process."""
         return -1 if self._link is None else self._link.fileno()
 
     def attend(self) -> None:
-        """Receive the messages that have arrived, and make the callbacks that `look` has registered."""
+        """Receive the messages that have arrived, and run the callbacks registered with `look`."""
         self._receive()
         answered, self._answered_looks = self._answered_looks, []
         for then in answered:
             then()
 
     def look(self, then: Callable[[], None]) -> None:
-        """Have `attend` call `then` once `contents` is up to date, or cannot be updated."""
+        """Request the disk tier's contents; `attend` calls `then` once `contents` is updated or cannot be updated."""
         if self._link is None:
             self._answered_looks.append(then)
         else:
@@ -212,7 +212,7 @@ class StagingClient:
             self._link.send(Look())
 
     def contents(self) -> tuple[TierContents, ...]:
-        """Contents of host memory now, and of the disk tier as of the last `look`."""
+        """Current contents of host memory, and the disk tier's contents as of the last `look`."""
         host = self._host.contents()
         return (host,) if self._disk is None else (host, self._disk)
 
@@ -272,7 +272,7 @@ class StagingClient:
                 self._link.send(Release(tuple(begins[begin : begin + MAX_PIECES])))
 
     def _receive(self) -> None:
-        """Receive the process's messages, or notice that it died."""
+        """Receive the process's messages, and replace the process if it has died."""
         self._release_unused()
         link = self._link
         if link is not None:
@@ -317,7 +317,7 @@ class StagingClient:
                 pass
 
     def _answered(self, message: Staged | Failed) -> _Request | None:
-        """The request that a message answers, or None if the request was cancelled."""
+        """Return the request that a message answers, or None if the request was cancelled."""
         self._process_counts = message.counts
         request = self._requests.get(self._asked.pop(message.number, ""))
         if request is None or request.number != message.number:
@@ -353,7 +353,7 @@ class StagingClient:
         self._results[request.digest] = NotStaged(request.digest, message, request.stages)
 
     def _reserve(self) -> None:
-        """Reserve room for pending adapters, each counted at the last adapter's size, since its own is unknown."""
+        """Reserve room for pending adapters, assuming that each is as large as the last loaded adapter."""
         self._host.reserve(self._last_bytes * min(len(self._requests), self._config.num_threads))
 
     def _lose(self, link: StagingLink) -> None:
@@ -384,7 +384,7 @@ class StagingClient:
 
 
 def _content(descriptors: list[int]) -> npt.NDArray[np.uint8] | None:
-    """A copy of the memory that came with a packet; None if there is none or it cannot be mapped.
+    """Return a copy of the memory that came with a packet, or None if there is none or it cannot be mapped.
 
     A mapping would keep its descriptor open, and a process can have only a limited number of descriptors.
     """

@@ -1,4 +1,4 @@
-"""One staging process from start to end, and the packets exchanged with it."""
+"""One staging process, from start to exit, and the packets exchanged with it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from loramux.adapter_store.tiers.staging_messages import (
 )
 
 END_GRACE_S = 1.0
-"""Longest time for a process to exit after its engine has closed the connection, in seconds."""
+"""Time limit for a process to exit after its engine has closed the connection, in seconds."""
 
 OPEN_S = 30.0
-"""Longest time for a process to open its tiers, in seconds."""
+"""Time limit for a process to open its tiers, in seconds."""
 
 PING_S = 2.0
-"""Seconds of silence after which a process that owes an answer is pinged."""
+"""Seconds of silence after which a process with a pending answer is pinged."""
 
 SILENCE_S = 10.0
-"""Longest time for a pinged process to answer before it is killed as stopped or hanging, in seconds."""
+"""Seconds after which a process that has not answered a ping is killed, because it is stopped or hanging."""
 
 COMMAND = (sys.executable, "-m", "loramux.adapter_store.tiers.staging_process")
 
@@ -61,21 +61,21 @@ class StagingLink:
         self._unsent: deque[bytes] = deque()
         self._clock = clock
         self._heard_s = clock()
-        # Deadline for the next message; the first message must say that the tiers are open.
+        # Deadline for the next message. The first message must report that the tiers are open.
         self._due_s = self._heard_s + OPEN_S
         self.is_lost = False
-        """Whether `packets` has reached the end of the stream, which means that the process is dead or dying."""
+        """True once `packets` has reached the end of the stream, which means that the process is dead or dying."""
 
     @property
     def has_unsent(self) -> bool:
-        """Whether packets are waiting for room in the socket; `flush` tries to send them."""
+        """True if packets are waiting for room in the socket; `flush` tries to send them."""
         return bool(self._unsent)
 
     def fileno(self) -> int:
         return self._end.fileno()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether a packet or the end of the stream has arrived within `timeout_s`."""
+        """Wait up to `timeout_s` for a packet or the end of the stream; returns False on timeout."""
         return bool(select.select([self._end], [], [], max(0.0, timeout_s))[0])
 
     def send(self, message: ToStaging | StagingConfig) -> None:
@@ -87,20 +87,19 @@ class StagingLink:
             try:
                 self._end.send(self._unsent[0])
             except OSError:
-                # The socket is full or, as `packets` will notice, nobody reads it any more.
+                # The socket is full, or the process is gone, which `packets` will notice.
                 return
             self._unsent.popleft()
 
     def packets(self) -> Iterator[tuple[FromStaging, list[int]]]:
-        """The packets that have arrived, with their descriptors, which the caller must close."""
+        """Return the packets that have arrived, with their descriptors, which the caller must close."""
         while not self.is_lost:
             try:
                 packet, descriptors, _, _ = socket.recv_fds(self._end, MAX_PACKET_BYTES, 1)
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                # The socket reports this once if the process died without reading all our packets; its last packets
-                # follow.
+                # The socket reports this once if the process died before reading all packets; its last packets follow.
                 continue
             if packet:
                 self._heard_s, self._due_s = self._clock(), math.inf
@@ -109,7 +108,7 @@ class StagingLink:
                 self.is_lost = True
 
     def watch(self) -> None:
-        """Check that the process responds; call it after `packets`, repeatedly, while an answer is pending.
+        """Check that the process responds. While an answer is pending, call this method after each `packets`.
 
         A process that does not respond is killed, which `packets` then notices.
         """
@@ -139,6 +138,6 @@ class StagingLink:
 
 
 def _environment() -> dict[str, str]:
-    """Our environment with its blob store credentials and module path, but without the engine's allocator tuning."""
+    """This process's environment, with the blob store credentials and module path but without allocator tuning."""
     kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -19,7 +19,7 @@ MAX_PIECES = 1000
 
 
 class StagingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The first packet: where adapters come from, and the target for which they are packed."""
+    """The first packet: the source of adapters, and the target that they are packed for."""
 
     blob_url: str
     disk_dir: str
@@ -32,7 +32,7 @@ class StagingConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Occupied(msgspec.Struct, frozen=True, tag=True):
     """Pieces of the shared memory that an earlier process allocated: the offset and length of each, in bytes.
 
-    Sent before any other request. The pieces are released like any others.
+    Sent before any other request. The engine releases these pieces in the usual way.
     """
 
     pieces: tuple[tuple[int, int], ...]
@@ -78,10 +78,10 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
-    """The adapter's pages are in the shared memory from `begin` on, and stay until they are released.
+    """The adapter's pages begin at offset `begin` of the shared memory, and stay there until they are released.
 
-    If they did not fit, `begin` is None and the packet carries the descriptor of separate memory that holds only these
-    pages. Tables are as in `PackedAdapter`: int32 ranks and float32 scales.
+    If they did not fit, `begin` is None and the packet carries the descriptor of separate memory with only these pages.
+    Tables are as in `PackedAdapter`: int32 ranks and float32 scales.
     """
 
     number: int
@@ -92,7 +92,7 @@ class Staged(msgspec.Struct, frozen=True, tag=True):
     outer_scales: bytes
     stages: tuple[PassedStage, ...]
     counts: msgspec.Raw
-    """LoadCounts of the whole process, decoded by the engine only when needed."""
+    """The process's LoadCounts, which the engine decodes only on demand."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -105,7 +105,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Looked(msgspec.Struct, frozen=True, tag=True):
-    """The packet carries the descriptor of memory with the encoded TierContents, which are too long for a packet.
+    """The packet carries a descriptor of memory with the encoded TierContents, which can be too long for a packet.
 
     Without a descriptor, the contents are unavailable.
     """
@@ -134,5 +134,5 @@ decode_contents = msgspec.msgpack.Decoder(TierContents).decode
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets that keep packets whole and in order, and notice when the peer is gone."""
+    """Create two connected sockets that keep packets whole and in order, and detect when the peer is gone."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

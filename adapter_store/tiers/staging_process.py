@@ -1,9 +1,9 @@
 """The staging process of one engine: `python -m loramux.adapter_store.tiers.staging_process SOCKET MEMORY`.
 
 It loads packed adapters from the local disk or the blob store into memory shared with the engine, and verifies them
-there. Because this work (above all that of S3 clients) runs in its own process, it never takes the GIL from the thread
-that runs the engine's steps. Both arguments are file descriptors. The process exits when the engine closes its end of
-the socket.
+there. Because this work, S3 clients in particular, runs in its own process, it never takes the GIL from the thread that
+runs the engine's steps. Both arguments are file descriptors. The process exits when the engine closes its end of the
+socket.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from loramux.adapter_store.tiers.tier_figures import PassedStage
 class StagingServer:
     """Serves one engine.
 
-    Each piece of shared memory that is handed out stays allocated until the engine releases it.
+    A piece of shared memory with an adapter stays allocated until the engine releases it.
     """
 
     def __init__(self, end: socket.socket, source: PackedSource, slab: HostSlab, num_threads: int) -> None:
@@ -73,7 +73,7 @@ class StagingServer:
         self._under_way: dict[int, Cancellation] = {}
 
     def serve(self) -> None:
-        """Announce that the tiers are open, and serve requests until the engine is gone."""
+        """Report that the tiers are open, then serve requests until the engine is gone."""
         self._send(Opened(self._counts()))
         while packet := self._end.recv(MAX_PACKET_BYTES):
             match decode_to_staging(packet):
@@ -111,7 +111,7 @@ class StagingServer:
                 self._counts(),
             )
             payload = packed.payload
-            # The engine may release the piece immediately, so nothing here may still refer to it.
+            # The engine may release the piece immediately, so drop all references to it first.
             del packed
             if staged.begin is None:
                 with _memory_of(payload.reshape(-1)) as descriptor:
@@ -127,7 +127,7 @@ class StagingServer:
         except StoreError as error:
             self._send(Failed(number, str(error)[:MAX_MESSAGE_CHARS], tuple(stages), self._counts()))
         except Exception as error:
-            # Every failure must reach the requests that wait for this adapter.
+            # Report every failure, because requests are waiting for this adapter.
             self._send(Failed(number, f"loading failed: {type(error).__name__}", tuple(stages), self._counts()))
         finally:
             self._under_way.pop(number, None)
@@ -151,7 +151,7 @@ class StagingServer:
 
 @contextmanager
 def _memory_of(content: npt.NDArray[np.uint8]) -> Iterator[int]:
-    """A descriptor of new memory with this content; the receiver's copy of the descriptor keeps the memory alive."""
+    """Return a descriptor of new memory with this content; the receiver's copy of it keeps the memory alive."""
     descriptor = shared_memory(content.size)
     try:
         mapped(descriptor)[:] = content
@@ -161,7 +161,7 @@ def _memory_of(content: npt.NDArray[np.uint8]) -> Iterator[int]:
 
 
 def main() -> None:
-    # Ctrl-C reaches every process of the terminal. Ignore it: the engine decides when this process ends.
+    # Ctrl-C reaches every process in the terminal. Ignore it: the engine decides when this process exits.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end = socket.socket(fileno=int(sys.argv[1]))
     code = 0

@@ -1,4 +1,4 @@
-"""The adapters that a bounded tier holds, for operators."""
+"""Lists the adapters in a bounded tier, for operators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class KeptAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierContents:
-    """How full a tier is, and its adapters, most recently used first; at most MAX_LISTED are listed."""
+    """A tier's size and use, and up to MAX_LISTED of its adapters, most recently used first."""
 
     tier: str
     used_bytes: int

@@ -1,4 +1,4 @@
-"""Where adapters were found and how long loading them took, counted by tier and stage, never by adapter."""
+"""Counts where adapters were found and how long loading them took, by tier and stage but never by adapter."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ STAGES: tuple[tuple[Tier, Stage], ...] = (
 """All counted stages; listing them keeps the number of metric series fixed.
 
 A lookup on disk includes locking the file. A fetch downloads a packed or canonical file. Verification counts toward the
-tier that the file came from. `pack` lays out a canonical file and writes the packed one. `copy` goes from host memory
-to pages, and includes waiting for earlier steps."""
+tier that the file came from. `pack` lays out a canonical file and writes the packed one. `copy` copies from host memory
+to pages, and includes the wait for earlier steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassedStage:
-    """A stage of one load. Times are nanoseconds since 1970; stages that alternate all end when the last one does."""
+    """A stage of one load. Times are nanoseconds since 1970. Stages that alternate have the same end time."""
 
     tier: str
     stage: str
@@ -47,7 +47,7 @@ class PassedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierCounts:
-    """Counts of one tier; blobs have no evictions, and their bytes are not counted."""
+    """Counts for one tier. The blob store has no evictions, and its bytes are not counted."""
 
     tier: str
     num_hits: int = 0
@@ -58,7 +58,7 @@ class TierCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCounts:
-    """Counts of one stage in one tier: how often it ran, on how many bytes, and its total time."""
+    """Counts for one stage in one tier: number of runs, bytes and total time."""
 
     tier: str
     stage: str
@@ -85,7 +85,7 @@ class LoadCounts:
 
 
 def added(first: LoadCounts, second: LoadCounts) -> LoadCounts:
-    """The sum of two processes' counts; the breaker state is the first that is not closed."""
+    """Add the counts of two processes. The breaker state is the first that is not `closed`."""
     return LoadCounts(
         tiers=tuple(
             TierCounts(
@@ -116,12 +116,12 @@ def added(first: LoadCounts, second: LoadCounts) -> LoadCounts:
 
 
 def of_the_past(counts: LoadCounts) -> LoadCounts:
-    """The counts of a process that has ended and no longer holds anything."""
+    """Return the counts of a process that has exited, with no bytes in use."""
     return replace(counts, tiers=tuple(replace(one, used_bytes=0) for one in counts.tiers), breaker="closed")
 
 
 class Held(NamedTuple):
-    """Bytes that a tier holds now, and its evictions since it was opened."""
+    """Bytes now in a tier, and the tier's evictions since it was opened."""
 
     used_bytes: int
     num_evictions: int
@@ -132,7 +132,7 @@ _NOTHING = Held(0, 0)
 
 @dataclass(slots=True)
 class TimedStage:
-    """A stage in progress; code that learns the number of bytes only later sets it here."""
+    """A stage in progress. Code that learns the number of bytes during the stage sets it here."""
 
     num_bytes: int
 
@@ -145,7 +145,8 @@ def closed() -> BreakerState:
 class TierFigures:
     """One process's counts.
 
-    `held` returns its bounded tiers' bytes and evictions, `breaker` its blob store's breaker state. Thread-safe.
+    `held` returns the bytes and evictions of its bounded tiers, and `breaker` its blob store's breaker state.
+    Thread-safe.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class TierFigures:
 
     @contextmanager
     def noting(self, stages: list[PassedStage] | None) -> Iterator[None]:
-        """Collect the stages that the calling thread counts inside the block in `stages`, the stages of one load."""
+        """Within the block, append the stages that the calling thread counts to `stages`, the stages of one load."""
         before = self.noted
         self._thread.noted = stages
         try:
@@ -195,7 +196,7 @@ class TierFigures:
 
     @contextmanager
     def timed(self, tier: Tier, stage: Stage, num_bytes: int = 0) -> Iterator[TimedStage]:
-        """Time and count a stage, unless it raises."""
+        """Time a stage, and count it unless it raises."""
         timed = TimedStage(num_bytes)
         started_s = time.perf_counter()
         yield timed

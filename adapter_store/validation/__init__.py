@@ -1,1 +1,1 @@
-"""Checks in a sandboxed process whether uploaded files are an adapter of the base."""
+"""Checks in a sandboxed process whether uploaded files form an adapter for the base model."""

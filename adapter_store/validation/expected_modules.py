@@ -24,10 +24,10 @@ class ExpectedModule(ModulePlace):
 
 
 def expected_modules(config: PeftConfig, target: PackTarget) -> list[ExpectedModule]:
-    """The targeted modules in the order of the packed streams, selected as PEFT selects them.
+    """Return the targeted modules, in the order of the packed streams and by PEFT's rules.
 
     As in PEFT, `all-linear` leaves out `lm_head`, and with `layers_to_transform` the embedding must be named in full,
-    `model.embed_tokens`. Raises AdapterRejected for a name that matches no module, so that a typo is not ignored.
+    `model.embed_tokens`. Raises AdapterRejected for a name that matches no module, so that typos do not go unnoticed.
     """
     num_layers = target.geometry.num_layers
     places = list(module_places(target))
@@ -56,8 +56,8 @@ def _check_names(config: PeftConfig, keys: Sequence[str]) -> None:
     for param, name in named:
         if any(_names_module(name, key) for key in keys):
             continue
-        # A base with fused q, k and v, for example, has no q_proj. List the modules that the base has, so that a tenant
-        # recognises the wrong base.
+        # A base with fused q, k and v, for example, has no q_proj. The base's list of modules helps a tenant notice
+        # that the adapter is for another base.
         present = ", ".join(dict.fromkeys(key.rsplit(".", 1)[-1] for key in keys))
         raise AdapterRejected(
             "unknown_module", f"the base has no module of this name; adapters may change its {present}", param
@@ -72,7 +72,7 @@ def _is_targeted(config: PeftConfig, place: ModulePlace) -> bool:
         if place.layer is None:
             return False
     elif place.key in config.target_modules:
-        # A full name selects that module, regardless of the list of layers.
+        # A full name selects its module, regardless of the list of layers.
         return True
     elif not any(_names_module(name, place.key) for name in config.target_modules):
         return False

@@ -1,4 +1,4 @@
-"""A process that imports everything once and forks for each request, so that a fork is ready in milliseconds.
+"""A process that imports all modules once and then forks for each request, so that a fork is ready in milliseconds.
 
 Forks share no request data: the process itself reads only a request's time limit and niceness.
 """
@@ -24,7 +24,7 @@ from typing import IO
 IDLE_S = 60.0
 """Seconds without requests after which the process exits; the next request starts a new process."""
 MAX_OUTPUT_BYTES = 4 << 20
-"""Maximum number of bytes that are read from a fork's output."""
+"""Maximum number of bytes read from a fork's output."""
 _START_S = 60.0
 _END_S = 10.0
 _REQUEST = struct.Struct("!di")
@@ -39,7 +39,7 @@ class ForkServerFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a fork ended, and its output."""
+    """A fork's exit status and output."""
 
     returncode: int
     """Return code as in `subprocess`: negative if a signal ended the fork."""
@@ -50,7 +50,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """The process, our end of the socket that is its standard input, and its standard error."""
+    """The process, the server's end of the socket that is the process's standard input, and its standard error."""
 
     process: subprocess.Popen[bytes]
     link: socket.socket
@@ -73,12 +73,12 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """PID of the process that forks; None if it is not running."""
+        """PID of the forking process, or None if it is not running."""
         running = self._running
         return None if running is None else running.process.pid
 
     def run(self, request: bytes, wall_s: float) -> Ended:
-        """Run a fork with the request as its standard input; raises ForkServerFailed if there is no process to fork."""
+        """Run a fork with `request` as its standard input; raises ForkServerFailed if the process cannot fork."""
         with (
             self._turn,
             tempfile.TemporaryFile() as stdin,
@@ -92,13 +92,14 @@ class ForkServer:
             reply = self._ask(files, wall_s) or self._ask(files, wall_s)
             if not reply:
                 raise ForkServerFailed("it accepts no requests")
-            # Use files, not pipes: the fork's own limits bound their size, and only the beginning is read here.
+            # Use files, not pipes: the fork's own limits bound the files' size, and only the beginning of each is read
+            # here.
             output, errors = (os.pread(file.fileno(), MAX_OUTPUT_BYTES, 0) for file in (stdout, stderr))
             returncode, took_too_long = _REPLY.unpack(reply)
             return Ended(returncode, took_too_long, output, errors)
 
     def close(self) -> None:
-        """End the process and its current fork, and never start another."""
+        """Kill the process and its current fork, and never start another."""
         with self._lock:
             self._is_closed = True
             if self._running is not None:
@@ -107,7 +108,7 @@ class ForkServer:
             self._end()
 
     def _ask(self, files: list[int], wall_s: float) -> bytes:
-        """The reply to one request; empty if the process had exited because it was idle."""
+        """Send one request and return the reply, which is empty if the process had exited because it was idle."""
         if self._running is None or self._running.process.poll() is not None:
             self._end()
             self._start()
@@ -172,16 +173,16 @@ class ForkServer:
 
 
 def last_line(said: bytes) -> str:
-    """The last line of a process's standard error."""
+    """Return the last line of a process's standard error."""
     return said.decode(errors="replace").strip().rsplit("\n", 1)[-1]
 
 
 def fork_for_each_request(idle_s: float | None = IDLE_S) -> None:
     """Return in a new fork for each request of a ForkServer, whose socket is standard input.
 
-    The fork leads its own session and has the request as its standard input. Its process group is killed when the fork
-    exceeds its time limit or the ForkServer closes the socket. The process itself exits with the ForkServer, or after
-    `idle_s` without a request; None means never.
+    The fork leads its own session and has the request as its standard input. The fork's process group is killed when
+    the fork exceeds its time limit or the ForkServer closes the socket. The forking process exits with the ForkServer,
+    or after `idle_s` without a request (None means no limit).
     """
     link = socket.socket(fileno=os.dup(0))
     woken, waker = os.pipe()
@@ -216,11 +217,11 @@ def fork_for_each_request(idle_s: float | None = IDLE_S) -> None:
 
 
 def _lower_priority(niceness: int) -> None:
-    """Give other processes precedence on the processor."""
-    # Best effort: continue if the machine refuses it.
+    """Let other processes have the processor first."""
+    # Best effort: continue if the machine refuses.
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, niceness)
-        # Linux may divide the processor among sessions, and this process has a session of its own: see sched(7).
+        # Linux may schedule by session, and this process has a session of its own: see sched(7).
         Path("/proc/self/autogroup").write_text(str(niceness))
 
 
@@ -231,7 +232,7 @@ def _wait_for(pid: int, link: socket.socket, woken: int, wall_s: float) -> bytes
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return _REPLY.pack(os.waitstatus_to_exitcode(status), False)
-        # The ForkServer sends nothing before it has its reply, so a readable link has been closed.
+        # The ForkServer sends nothing until it has its reply, so a readable socket means that the socket was closed.
         ready, _, _ = select.select([link.fileno(), woken], [], [], max(0.0, deadline_s - time.monotonic()))
         if woken in ready:
             os.read(woken, 4096)

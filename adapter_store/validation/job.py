@@ -14,15 +14,15 @@ _OWN_MEMORY_BYTES = 512 << 20
 _OWN_FILE_BYTES = 16 << 20
 MIN_TIME_S = 10.0
 BYTES_PER_S = 20 << 20
-"""Bytes read and written per second of time limit, beyond the first `MIN_TIME_S * BYTES_PER_S`.
+"""Bytes, read and written, per second of the time limit; `MIN_TIME_S` covers the first `MIN_TIME_S * BYTES_PER_S`.
 
-A free core processes more than six times as many bytes: the largest adapter for a base like Llama-3.1-8B, with head and
-embedding, rank 256 in float32 (2,818 MiB), was validated in 30 s of its 211 s for a bfloat16 pool on an AMD EPYC, and
-used 1,759 of its 3,331 MiB of address space."""
+An idle core processes more than six times as many bytes per second: the largest adapter for a base like Llama-3.1-8B,
+with head and embedding, rank 256 in float32 (2,818 MiB), was validated in 30 s of its 211 s for a bfloat16 pool on an
+AMD EPYC, and used 1,759 of its 3,331 MiB of address space."""
 
 
 WALL_PER_TIME = 10.0
-"""Longest wall-clock time of a validation, in multiples of its CPU time limit: validations yield to other processes."""
+"""Wall-clock limit of a validation, in multiples of its CPU time limit. Validations yield to other processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,14 @@ class Limits:
 
     @classmethod
     def for_upload(cls, target: PackTarget, tensors_bytes: int) -> Limits:
-        """Enough memory for the largest valid adapter of the target's base, and time for `tensors_bytes` of tensors.
+        """Return limits for an upload with `tensors_bytes` of tensors; the memory fits the base's largest valid
+        adapter.
 
-        Memory holds either the pages or part of the file, so the larger of the two determines the limit. Time grows
-        with the upload's own size, so that a small file gets only the minimum of 10 s.
+        The pages and part of the file are never in memory together, so the larger of the two determines the limit. The
+        time limit grows with the size of the upload, so a small file gets only the minimum of 10 s.
         """
         largest = max(target.max_payload_bytes, target.max_tensors_bytes)
-        # A file with one layer becomes pages with all layers, each as long as the longest layer.
+        # Even a file with a single layer is packed into pages for all layers, each as long as the longest layer.
         pages_bytes = min(target.max_payload_bytes, 2 * target.geometry.num_layers * tensors_bytes)
         time_s = max(MIN_TIME_S, (tensors_bytes + pages_bytes) / BYTES_PER_S)
         return cls(_OWN_MEMORY_BYTES + largest, _OWN_FILE_BYTES + largest, time_s)

@@ -16,7 +16,7 @@ _WRITE_FILE, _READ_FILE, _READ_DIR, _MAKE_REGULAR = 1 << 1, 1 << 2, 1 << 3, 1 <<
 _TRUNCATE = 1 << 14
 
 _NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""Number of file access rights in each version of the interface; from version 5 on there are 16."""
+"""Number of file access rights in each version of the interface; version 5 and later have 16."""
 
 _BOTH_TCP_RIGHTS = 0b11
 _BOTH_SCOPES = 0b11
@@ -25,8 +25,8 @@ _BOTH_SCOPES = 0b11
 def restrict_files(libc: ctypes.CDLL, readable: Iterable[Path], writable: Iterable[Path]) -> bool:
     """From now on, allow reading only under `readable` and `writable`, and writing and creating only under `writable`.
 
-    If the kernel supports this, also refuse TCP, abstract sockets and signals to other processes. Returns False, with
-    nothing restricted, if the kernel has no Landlock. Needs no_new_privs.
+    Also refuse TCP, abstract sockets and signals to other processes, if the kernel supports that. Returns False,
+    without restricting anything, if the kernel has no Landlock. Needs no_new_privs.
     """
     version = libc.syscall(_CREATE_RULESET, None, 0, _ASK_VERSION)
     if version < 1:

@@ -1,4 +1,4 @@
-"""Parses PEFT's adapter_config.json with an allow-list: each key is supported, has no effect, or is refused by name."""
+"""Parses PEFT's adapter_config.json against an allow-list. An unsupported key is refused by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loramux.kernels.layout import MAX_RANK
 MAX_CONFIG_BYTES = 1 << 20
 MAX_ALPHA = 65536.0
 MAX_NAMES = 4096
-"""Limit on names in one list or pattern: more than any base has modules, yet few enough to compare quickly with all."""
+"""Maximum number of names in one list or pattern. No base has this many modules, and comparing all of them is fast."""
 
 _MAX_RECORDED_LEN = 500
 ALL_LINEAR = "all-linear"
@@ -31,7 +31,7 @@ _UNDERSTOOD = frozenset(
     }
 )
 
-# Information about training or for readers: no value of these types changes what the adapter computes.
+# Facts about training, or for human readers. No value of these types changes the adapter's output.
 _RECORDED = ("base_model_name_or_path", "revision", "peft_version", "task_type")
 _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_RECORDED, (str,)),
@@ -39,7 +39,7 @@ _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
     "lora_dropout": (int, float),
     "megatron_core": (str,),
     "qalora_group_size": (int,),
-    # Written by PEFT before 0.3: whether weights were merged during evaluation.
+    # Written by PEFT before 0.3: true if weights were merged during evaluation.
     "merge_weights": (bool,),
 }
 
@@ -47,7 +47,7 @@ _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
 _OFF: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    # Other initialisations change the base's weights, which the adapter alone does not record.
+    # Other initialisations change the base's weights, and the adapter does not contain that change.
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
     "layers_pattern": (None, "", [], "layers", ["layers"]),
     "loftq_config": (None, {}),
@@ -96,7 +96,7 @@ class PeftConfig:
 
 
 def parse_peft_config(text: bytes) -> PeftConfig:
-    """Parse a configuration; raises AdapterRejected with the offending key."""
+    """Parse a configuration; raises AdapterRejected, which names the offending key."""
     document = _parse(text)
     for key, value in document.items():
         if key in _OFF:
@@ -199,7 +199,7 @@ def _pattern(document: dict[str, Any], key: str) -> list[tuple[str, Any]]:
     if len(value) > MAX_NAMES:
         _refuse("invalid_config", f"{key} must have at most {MAX_NAMES} names", key)
     for name in value:
-        # PEFT reads these names as regular expressions; we never run a tenant's expression.
+        # PEFT reads these names as regular expressions. loramux never runs a tenant's expression.
         if not _is_literal(name):
             _refuse("unsupported_config", "a pattern must be a literal module name", f"{key}.{name}")
     return list(value.items())

@@ -1,4 +1,4 @@
-"""The validation report for the tenant: the checks that were made, and the adapter's properties."""
+"""The validation report for the tenant: the checks that ran, and the adapter's properties."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MAX_LISTED = 20
 
 
 class CheckList:
-    """The checks that were made, with their outcomes and times."""
+    """The checks that ran, with their outcomes and times."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[str, float]] = {}
 
     @contextmanager
     def check(self, name: str) -> Iterator[None]:
-        """Record the outcome of the check `name`; a rejection carries the whole list in its report."""
+        """Record the outcome of the check `name`; an AdapterRejected gets the whole list as its report."""
         assert name in CHECKS
         start = time.perf_counter()
         outcome = "failed"
@@ -50,7 +50,7 @@ class CheckList:
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """A finding that may be unintended but does not prevent serving; `params` holds the first affected modules."""
+    """A finding that is probably unintended but does not prevent serving; `params` lists the first affected modules."""
 
     code: str
     message: str
@@ -84,7 +84,7 @@ class Report:
         return max(effect.largest for effect in self.effects)
 
     def document(self) -> dict[str, Any]:
-        """The facts that are stored with a version."""
+        """Return the facts that are stored with a version."""
         return {
             "num_modules": len(self.scales),
             "num_parameters": self.num_parameters,
@@ -100,7 +100,7 @@ class Report:
 
 
 def without_effect(effects: Sequence[Effect]) -> list[Warn]:
-    """A warning if some modules have no effect, as is the case while their B is untrained."""
+    """Return a warning if some modules have no effect, as before training, when B is zero."""
     idle = [effect.module.key for effect in effects if effect.largest == 0.0]
     if not idle:
         return []
@@ -110,7 +110,7 @@ def without_effect(effects: Sequence[Effect]) -> list[Warn]:
 
 
 def _by_kind(effects: Sequence[Effect]) -> dict[str, Any]:
-    """For each kind of module, such as `self_attn.q_proj`: its layers with their ranks, scales and effects."""
+    """Return, for each kind of module such as `self_attn.q_proj`, its layers with their ranks, scales and effects."""
     kinds: dict[str, list[Effect]] = {}
     for effect in effects:
         kinds.setdefault(effect.module.shape.name, []).append(effect)
@@ -127,5 +127,5 @@ def _by_kind(effects: Sequence[Effect]) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float:
-    """Round to four significant digits, enough for any comparison."""
+    """Round to four significant digits, which is enough for comparisons."""
     return float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""Irrevocably denies this process what validation does not need: the network, other files and other processes."""
+"""Irrevocably denies this process access to the network, other files and other processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NETWORK, FILES, CALLS, PRIVILEGES = "network namespace", "landlock", "seccomp", 
 MEASURES = (PRIVILEGES, NETWORK, FILES, CALLS)
 """Names of the measures that `confine` takes. NETWORK or CALLS alone is enough to deny the network."""
 ESSENTIAL = (PRIVILEGES, FILES, CALLS)
-"""Measures that are all needed to deny files, other processes and the network; with all of them, NETWORK is moot."""
+"""Measures that together deny files, other processes and the network. NETWORK adds nothing to them."""
 
 _NEW_NETWORK, _NEW_USER = 0x40000000, 0x10000000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
@@ -43,7 +43,7 @@ def confine(writable: Iterable[Path]) -> list[str]:
     """Deny the network, other processes, privileges, and all files except those in `writable` and, read-only, Python's.
 
     The process is also killed when the thread that started it dies. Returns the names of the measures that this machine
-    lacks, since kernels and containers differ in what they allow.
+    lacks. Kernels and containers differ in which measures they allow.
     """
     if sys.platform != "linux":
         return list(MEASURES)
@@ -63,16 +63,16 @@ def confine(writable: Iterable[Path]) -> list[str]:
 
 
 def _drop_capabilities(libc: ctypes.CDLL) -> None:
-    """Drop all capabilities: a server run by root, or a new user namespace, would leave this process some of them."""
+    """Drop all capabilities, some of which this process has if root runs the server or in a new user namespace."""
     libc.capset(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24))
 
 
 def _code_directories() -> list[Path]:
-    """Real paths of the directories from which Python imports late, since Landlock does not follow links elsewhere."""
+    """Return the directories from which Python imports modules late. Landlock needs their real paths."""
     places = [sys.prefix, sys.base_prefix, *(path for path in sys.path if path)]
     return [Path(os.path.realpath(place)) for place in dict.fromkeys(places) if os.path.isdir(place)]
 
 
 if __name__ == "__main__":
-    # Confinement is irrevocable, so a separate process finds out which measures the machine lacks.
+    # Confinement is irrevocable, so a separate process determines which measures the machine lacks.
     json.dump(confine(()), sys.stdout)

@@ -1,8 +1,8 @@
-"""A system call filter with which a process irrevocably gives up the calls it does not need.
+"""A system call filter by which a process irrevocably gives up calls that it does not need.
 
-The filter is a classic BPF program over `struct seccomp_data {int nr; u32 arch; ...}`: see seccomp(2). It lists the
-refused calls, since the calls that Python, numpy and the C library make differ from version to version. A refused call
-fails with EPERM.
+The filter is a classic BPF program over `struct seccomp_data {int nr; u32 arch; ...}`: see seccomp(2). The filter lists
+refused calls rather than allowed ones, because the calls that Python, numpy and the C library make differ between
+versions. A refused call fails with EPERM.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import struct
 
 # System call numbers on x86-64 and 64-bit ARM; None if the architecture lacks the call.
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
-    # The network and other processes' sockets.
+    # The network, and sockets of other processes.
     "socket": (41, 198),
     "socketpair": (53, 199),
     "connect": (42, 203),
@@ -45,7 +45,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "prlimit64": (302, 261),
-    # Links, which could lead the server to a different file than the one it requested.
+    # Links, which could make the server open a different file from the one it requested.
     "link": (86, None),
     "linkat": (265, 37),
     "symlink": (88, None),
@@ -89,7 +89,7 @@ class _Program(ctypes.Structure):
 
 
 def refuse_calls(libc: ctypes.CDLL) -> bool:
-    """Install the filter; False if this machine or its kernel does not support it. Needs no_new_privs."""
+    """Install the filter; returns False if the machine or its kernel does not support it. Needs no_new_privs."""
     if platform.machine() not in _MACHINES:
         return False
     column, arch = _MACHINES[platform.machine()]

@@ -8,8 +8,8 @@ A current name is `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weigh
   distributed training, compilation or checkpointing wrapped a module;
 - contain the adapter's name, as in `lora_A.default.weight`, because the state was saved without PEFT.
 
-Each such name identifies its module. But two kinds of names in one file might belong to different adapters, so all
-names of a file must be of one kind. After translation to current names, equal weights have one digest.
+Each of these names identifies its module. But two naming styles in one file might belong to different adapters, so all
+names in a file must follow one style. After translation to current names, equal weights have equal digests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Spelling:
-    """How a file spells its tensor names: the wrapper, PEFT's prefix, the depth of the base, and the adapter name."""
+    """A file's naming style: the wrapper, PEFT's prefix, the depth of the base, and the adapter name."""
 
     is_parallel: bool
     has_prefix: bool
@@ -50,14 +50,14 @@ class _Spelling:
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Maps current names to the file's own names; a name that follows no known spelling is kept as it is."""
+    """Maps current names to the file's own names. A name in no known style is kept unchanged."""
 
     originals: dict[str, str]
     are_current: bool
 
 
 def current_names(names: Iterable[str]) -> TensorNames:
-    """Find each tensor's current name; raises AdapterRejected if the file mixes spellings or names collide."""
+    """Find each tensor's current name; raises AdapterRejected if the file mixes naming styles or if names collide."""
     originals: dict[str, str] = {}
     spelling: _Spelling | None = None
     are_current = True

@@ -1,4 +1,4 @@
-"""Checks whether an uploaded pair of files is an adapter of our base; fails closed, with a code."""
+"""Checks whether an uploaded pair of files is an adapter for the served base; fails closed, with a code."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _check_names(entries: Mapping[str, TensorEntry], expected: Sequence[Expected
         )
     base_weights = [name for name in unexpected if _is_base_weight(name, target)]
     if base_weights:
-        # Training may have changed these weights, and that cannot be checked here.
+        # Training may have changed these weights, which cannot be checked here.
         raise AdapterRejected(
             "unexpected_tensor",
             "the file contains weights of the base itself, which an adapter must not include: "
@@ -119,7 +119,7 @@ def _check_names(entries: Mapping[str, TensorEntry], expected: Sequence[Expected
 
 
 def _is_base_weight(name: str, target: PackTarget) -> bool:
-    """Whether PEFT stores an outer module's own weights under this name, as it does by default."""
+    """Return True if PEFT stores an outer module's own weights under this name, as it does by default."""
     places = [TENSOR_PREFIX + module.name for module in target.outer_modules]
     return any(name in (f"{place}.base_layer.weight", f"{place}.weight") for place in places)
 

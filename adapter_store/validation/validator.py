@@ -1,4 +1,4 @@
-"""Runs each validation in its own process, with limits on time and memory and without our environment variables."""
+"""Runs each validation in its own process, with limits on time and memory and without the server's environment."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ __all__ = ["Accepted", "Limits", "SubprocessValidator", "ValidationFailed", "Val
 _VERDICT_SIGNALS = frozenset(
     {signal.SIGKILL, signal.SIGXCPU, signal.SIGXFSZ, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGSYS}
 )
-"""Signals that end a process that exceeds its limits, runs out of memory or crashes; a retry would end the same way."""
+"""Signals that kill a process if it exceeds a limit, runs out of memory or crashes; a retry would fail in the same way.
+"""
 
 _WORKER = (sys.executable, "-P", "-m", "loramux.adapter_store.validation.worker")
 _PROBE = (sys.executable, "-P", "-m", "loramux.adapter_store.validation.sandbox")
 _PROBE_TIMEOUT_S = 30.0
 
 NICENESS = 10
-"""Niceness of a validation; on a core that the engine or the gateway also uses, it gets about a tenth of the time."""
+"""Niceness of a validation. On a core shared with the engine or gateway, it gets about a tenth of the time."""
 
 _log = structlog.get_logger(__name__)
 
@@ -47,7 +48,7 @@ class _Rejected(msgspec.Struct, frozen=True):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """The process's answer: one of two verdicts, its resource usage, and the sandbox measures that are missing."""
+    """The process's answer: one of two verdicts, its resource usage, and the missing sandbox measures."""
 
     missing: list[str]
     usage: dict[str, int]
@@ -56,11 +57,11 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class ValidationFailed(StoreError):
-    """Validation could not run, which says nothing about the adapter."""
+    """Validation could not run. The adapter may still be valid."""
 
 
 class Validator(Protocol):
-    """How `Ingest` validates an upload; raises AdapterRejected or ValidationFailed."""
+    """Validates an upload for `Ingest`; raises AdapterRejected or ValidationFailed."""
 
     def validate(self, job: ValidationJob, target: PackTarget) -> Accepted: ...
 
@@ -69,12 +70,12 @@ class SubprocessValidator:
     """Validates in `python -m loramux.adapter_store.validation.worker`, which limits and confines itself.
 
     Its CPU time limit is 10 s, or more for a large upload: see `Limits.for_upload`. Its wall-clock limit is ten times
-    that, since it yields to everything else on the machine. `timeout_s` (wall-clock) and `memory_bytes` replace the
-    derived limits, `command` replaces the process's command, and `niceness` is its niceness. If the machine lacks one
-    of the `required` sandbox measures, the process exits without reading anything.
+    that, because it yields to all other processes. `timeout_s` (wall-clock) and `memory_bytes` replace the derived
+    limits, `command` replaces the process's command, and `niceness` is its niceness. If the machine lacks one of the
+    `required` sandbox measures, the process exits before reading any file.
 
-    An adapter whose process exceeds a limit is rejected for good (`validation_killed`, `validation_timeout`). A full
-    disk or a stopping server says nothing about the adapter, which is then retried.
+    An adapter whose process exceeds a limit is rejected permanently (`validation_killed`, `validation_timeout`). If the
+    disk is full or the server is stopping, the adapter is retried instead.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class SubprocessValidator:
         return self._verdict(ended.stdout, job)
 
     def close(self) -> None:
-        """End running validations without a verdict, and start no more."""
+        """Kill running validations, which then have no verdict, and start no more."""
         self._processes.close()
 
     def _limits(self, job: ValidationJob, target: PackTarget) -> Limits:
@@ -130,7 +131,7 @@ class SubprocessValidator:
         return limits
 
     def _verdict(self, answer: bytes, job: ValidationJob) -> Accepted:
-        """Check the process's answer, which is not trusted, since the process has read a tenant's bytes."""
+        """Check the process's answer. It is not trusted, because the process has read a tenant's bytes."""
         try:
             decoded = msgspec.json.decode(answer, type=_Answer)
             for path in (job.canonical, job.packed) if decoded.accepted else ():
@@ -158,7 +159,7 @@ class SubprocessValidator:
 
 
 def missing_measures(command: Sequence[str] = _PROBE) -> tuple[str, ...]:
-    """The sandbox measures that this machine lacks; raises ValidationFailed if they cannot be determined."""
+    """Return the sandbox measures that this machine lacks; raises ValidationFailed if they cannot be determined."""
     try:
         done = subprocess.run(  # noqa: S603 - our own program
             command,
@@ -178,14 +179,14 @@ def _check_end(ended: Ended) -> None:
     if -ended.returncode in _VERDICT_SIGNALS:
         raise AdapterRejected("validation_killed", "validation exceeded its limits")
     if ended.returncode < 0:
-        # The whole server is being stopped, which says nothing about the adapter.
+        # The whole server is being stopped, so the adapter is not at fault.
         raise ValidationFailed(f"the validation process was ended by signal {-ended.returncode}")
     if ended.returncode > 0:
         raise ValidationFailed(f"the validation process failed: {last_line(ended.stderr)}")
 
 
 def worker_environment() -> dict[str, str]:
-    """The environment that Python needs: no credentials, and one thread, since each thread reserves address space."""
+    """Python's minimal environment: no credentials, and a single thread, because each thread reserves address space."""
     roots = [str(Path(place).parent.absolute()) for place in loramux.__path__]
     return {
         "PATH": os.environ.get("PATH", os.defpath),

@@ -1,4 +1,4 @@
-"""Checks that a module's numbers can be served: finite, of a reasonable size, and with an effect."""
+"""Checks that a module's weights can be served: they are finite, of reasonable size, and have an effect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BLOCK_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """A module's effect on fixed random inputs: the largest absolute value of `scale * B(Ax)`."""
+    """A module's effect: the largest absolute value of `scale * B(Ax)` for fixed random inputs."""
 
     module: ExpectedModule
     largest: float
@@ -78,7 +78,7 @@ class WeightChecks:
 
 
 def _norm(name: str, weights: npt.NDArray[np.float32]) -> float:
-    """The Frobenius norm of finite weights; raises AdapterRejected."""
+    """Return the Frobenius norm of the weights; raises AdapterRejected unless they are finite."""
     flat = weights.reshape(-1)
     squares = 0.0
     for begin in range(0, flat.size, _BLOCK_ELEMENTS):
@@ -91,6 +91,6 @@ def _norm(name: str, weights: npt.NDArray[np.float32]) -> float:
             raise AdapterRejected(
                 "norm_too_large", f"a weight is {largest:.3g}, but at most {MAX_WEIGHT:g} is allowed", name
             )
-        # A million squares of at most 65504 add up well below float32's limit; rounding does not matter for the bound.
+        # The sum of a million squares of at most 65504 is well below float32's limit, and the bound tolerates rounding.
         squares += float(np.dot(block, block))
     return math.sqrt(squares)

@@ -1,6 +1,6 @@
-"""The validation process: each fork reads one job from standard input, confines itself, and answers.
+"""The validation process. Each fork reads one job, confines itself, and answers.
 
-The answer is written to standard output.
+The job comes from standard input, and the answer is written to standard output.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run_job(job: ValidationJob, target: PackTarget) -> Accepted:
 
 
 def answer_to(job: ValidationJob, target: PackTarget) -> dict[str, Any]:
-    """Run a job and turn its outcome into the answer. Raises OSError for failures of the machine."""
+    """Run a job and return the answer. Raises OSError for failures of the machine."""
     try:
         return {"accepted": asdict(run_job(job, target))}
     except AdapterRejected as error:
@@ -52,9 +52,8 @@ def answer_to(job: ValidationJob, target: PackTarget) -> dict[str, Any]:
     except MemoryError:
         return _rejected(_beyond_limits())
     except OSError as error:
-        # The limits on file size and memory fit the largest valid adapter, so exceeding one is this adapter's fault and
-        # would happen again. A full disk says nothing about the adapter: give no answer, so that the adapter is
-        # retried.
+        # The limits on file size and memory fit the largest valid adapter, so an adapter that exceeds one would exceed
+        # it again. A full disk is not the adapter's fault: write no answer, so that the adapter is retried.
         if error.errno in (errno.EFBIG, errno.ENOMEM):
             return _rejected(_beyond_limits())
         raise
@@ -70,7 +69,7 @@ def main() -> int:
     job = ValidationJob(**{name: Path(path) for name, path in request["job"].items()})
     target = PackTarget.from_document(request["target"])
     limits = Limits(**request["limits"])
-    # Confine the process before reading anything that a tenant wrote.
+    # Confine the process before it reads any of the tenant's data.
     limit_resources(limits.memory_bytes, limits.file_bytes, math.ceil(limits.time_s))
     with _own_status() as status:
         missing = confine({path.parent for path in (job.config, job.tensors, job.canonical, job.packed)})
@@ -81,7 +80,7 @@ def main() -> int:
 
 
 def _own_status() -> AbstractContextManager[TextIO | None]:
-    """The kernel's status of this process, opened while that is still allowed; None if the system has no such file."""
+    """Open the kernel's status file for this process before access is denied; None if the system has no such file."""
     try:
         return open("/proc/self/status")
     except OSError:
@@ -89,9 +88,9 @@ def _own_status() -> AbstractContextManager[TextIO | None]:
 
 
 def _usage(status: TextIO | None) -> dict[str, int]:
-    """CPU time, and peak memory and address space.
+    """Return the CPU time, and the peak memory and address space.
 
-    The memory does not come from getrusage(2), whose peak includes the parent process's memory.
+    Memory is not read from getrusage(2), because its peak includes the parent process's memory.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
     usage = {"cpu_ms": round((used.ru_utime + used.ru_stime) * 1000)}
