@@ -1,4 +1,4 @@
-"""The audit log: each administrative change adds a row in its own transaction, so neither exists without the other."""
+"""The audit log. Each administrative change and its log row are written in one transaction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import audit_log
 
 MAX_TEXT = 300
-"""Longest text that is kept, in characters: the log says what changed but is not a second copy."""
+"""Longest text that the log keeps, in characters. The log describes changes; it is not a copy of the data."""
 
 _KEY = re.compile(r"sk-lmx-([0-9A-Za-z]{16})-[0-9A-Za-z]{43}")
 _SECRET_FIELDS = re.compile(r"secret|password|token$|sha256")
@@ -23,7 +23,7 @@ _SECRET_FIELDS = re.compile(r"secret|password|token$|sha256")
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Who makes a change: a key's identifier, `operator` for the operator's own key, or `system`.
+    """The author of a change: a key's identifier, `operator` for the operator's own key, or `system`.
 
     `address` and `request_id` are those of the call that requested the change.
     """
@@ -34,12 +34,12 @@ class Actor:
 
 
 _SYSTEM = Actor()
-# A context variable: otherwise every service would have to pass the actor on, and a service that forgot would hide it.
+# A context variable, so that services need not pass the actor on, and none can forget to.
 _acting: ContextVar[Actor] = ContextVar("acting", default=_SYSTEM)
 
 
 def act_as(actor: Actor) -> None:
-    """Set the actor for all changes made by this call, including on threads that run it."""
+    """Set the actor for all changes that this call makes, on any thread."""
     _acting.set(actor)
 
 
@@ -66,7 +66,7 @@ def audit(
     """Record one change in its own transaction; `action` is `what.how`, such as `alias.set`.
 
     `before` and `after` describe the object in small JSON values. Only fields that differ are kept, and an update that
-    changes none is not recorded. Anything that looks like a key is masked, and a field whose name suggests a secret
+    changes no field is not recorded. Anything that looks like a key is masked, and a field whose name suggests a secret
     fails an assertion. `tenant_id` may be a subquery.
     """
     changes = difference(before or {}, after or {})
@@ -89,7 +89,7 @@ def audit(
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The fields that differ, each as [before, after], with None on a side that lacks the field."""
+    """Return the fields that differ, each as [before, after], with None for a missing field."""
     names = {**before, **after}
     assert not any(_SECRET_FIELDS.search(name) for name in names), "secrets stay out of the audit log"
     pairs = {name: [_safe(before.get(name)), _safe(after.get(name))] for name in names}
@@ -97,7 +97,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def _safe(value: Any) -> Any:
-    """The value with keys masked and long texts cut."""
+    """Return the value with keys masked and long texts truncated."""
     if isinstance(value, str):
         shown = _KEY.sub(r"sk-lmx-\1-...", value)
         return shown if len(shown) <= MAX_TEXT else f"{shown[:MAX_TEXT]}..."

@@ -1,4 +1,4 @@
-"""Many rows in one statement, in a form whose preparation costs the same for one row as for hundreds."""
+"""Statements for many rows. Preparing a statement costs the same for one row as for hundreds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS = "rows"
 
 
 def rows_of(columns: Sequence[Column[Any]], name: str = ROWS) -> FromClause:
-    """On PostgreSQL, the rows of a JSON document as a table: one parameter for any number of rows and columns."""
+    """Return a PostgreSQL table of the rows in a JSON document: one parameter for any number of rows and columns."""
     wanted = (column(one.name, one.type) for one in columns)
     return (
         func.json_to_recordset(cast(bindparam(name, type_=String), JSON))
@@ -49,9 +49,10 @@ def document(rows: Sequence[Any]) -> str:
 
 
 class BulkStatement:
-    """A statement to run with many rows, each a `record` with fields named like the columns; compiled once.
+    """A statement for many rows, compiled once. Each row is a `record` with fields named like the columns.
 
-    `postgresql` reads them from `rows_of(columns, name)`; `sqlite`, with no round trips to save, runs once per row.
+    `postgresql` reads them from `rows_of(columns, name)`; `sqlite` runs once per row, since SQLite has no round trips
+    to save.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class BulkStatement:
         return cls(name, record, keys, many, single)
 
     def compiled(self, dialect: Dialect) -> tuple[str, tuple[str, ...]]:
-        """The statement's text for the driver, and, for SQLite, the order of its parameters by column name."""
+        """Return the statement's text for the driver and, for SQLite, its parameters' column names in order."""
         is_postgresql = dialect.name == POSTGRESQL
         found = self._compiled.get(is_postgresql)
         if found is None:
@@ -114,7 +115,7 @@ class BulkStatement:
         return found
 
     def values_of(self, row: msgspec.Struct, order: Sequence[str]) -> tuple[Any, ...]:
-        """A row's values for SQLite."""
+        """Return a row's values for SQLite."""
         values = [getattr(row, name) for name in order]
         for name in self._documents:
             values[order.index(name)] = document(getattr(row, name))
@@ -126,9 +127,9 @@ Write: TypeAlias = tuple[BulkStatement, Sequence[msgspec.Struct]]
 
 
 def write_together(connection: Connection, writes: Sequence[Write], is_last: bool = False) -> None:
-    """Run statements in this order, on PostgreSQL in a single round trip.
+    """Run statements in this order; PostgreSQL runs them in a single round trip.
 
-    On PostgreSQL, `is_last` also commits a transaction of `write_in_pipelines` in the same round trip.
+    With `is_last`, PostgreSQL also commits a `write_in_pipelines` transaction in the same round trip.
     """
     wanted = [(statement, rows) for statement, rows in writes if rows]
     if connection.dialect.name != POSTGRESQL:
@@ -143,5 +144,5 @@ def write_together(connection: Connection, writes: Sequence[Write], is_last: boo
 
 @functools.lru_cache(maxsize=64)
 def text_of(statement: ClauseElement, dialect: Dialect) -> str:
-    """A statement's text for the driver. Reading through the driver avoids SQLAlchemy's work for each value."""
+    """Return a statement's text for the driver, which avoids SQLAlchemy's overhead for each value that is read."""
     return str(statement.compile(dialect=dialect))

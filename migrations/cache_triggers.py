@@ -1,4 +1,4 @@
-"""Triggers that count changes to rows that gateways cache, whether made by a server or by hand in SQL."""
+"""Triggers that count changes to the rows that gateways cache, including changes made by hand in SQL."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from sqlalchemy import Connection, inspect
 
 CACHED_TABLES = ("api_keys", "tenants", "quota_policies")
 CHANNEL = "loramux_caches"
-"""PostgreSQL channel that is notified when a change to a cached row has committed."""
+"""PostgreSQL channel that is notified when a change to a cached row commits."""
 
-# The trigger is deferred to the commit, so the counter's row is the last one a transaction locks: transactions that
-# change keys and policies in different orders cannot deadlock on it.
+# The trigger is deferred to the commit, so a transaction locks the counter's row last. Transactions that change keys
+# and policies in different orders therefore cannot deadlock on this row.
 _POSTGRES_FUNCTION = """
 CREATE OR REPLACE FUNCTION loramux_cached_row_changed() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -26,7 +26,7 @@ _SQLITE_COUNT = (
 
 
 def remove_cache_triggers(connection: Connection) -> None:
-    """Drop the triggers before an upgrade: PostgreSQL cannot alter a table with pending deferred triggers."""
+    """Drop the triggers before an upgrade, because PostgreSQL cannot alter a table with pending deferred triggers."""
     tables = set(inspect(connection).get_table_names())
     for table in CACHED_TABLES:
         if table not in tables:

@@ -1,4 +1,4 @@
-"""Connects to SQLite or PostgreSQL, upgrades the schema, and refuses to run on a wrong one."""
+"""Connects to SQLite or PostgreSQL, upgrades the schema, and refuses to run on the wrong schema."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Clock = Callable[[], int]
 """Returns the time in microseconds since 1970."""
 
 LONGEST_READ_S = 20.0
-"""Longest time, in seconds, that a read whose cost depends on a caller's filters may take."""
+"""Time limit, in seconds, for reads whose cost depends on a caller's filters."""
 
 SQLITE_WAIT_S = 10.0
 """Longest time that a writer waits for another writer, in seconds."""
@@ -41,16 +41,16 @@ POOL_WAIT_S = 5.0
 
 _PATIENCE = {
     "connect_timeout": "5",
-    # A vanished host sends nothing: without these settings, its connections hang for a quarter of an hour.
+    # Without these settings, connections to a vanished host hang for a quarter of an hour.
     "tcp_user_timeout": "15000",
     "keepalives_idle": "10",
     "keepalives_interval": "5",
     "keepalives_count": "3",
 }
-"""Our defaults for libpq's parameters, which the URL can override."""
+"""loramux's defaults for libpq's parameters. The URL can override them."""
 
 UNASKED_S = 1.0
-"""Longest time for which a connection can be idle and still be reused without a ping, in seconds."""
+"""Longest idle time after which a connection is reused without a ping, in seconds."""
 
 UPGRADE_ATTEMPTS = 5
 """Maximum number of attempts at an upgrade that PostgreSQL aborts because of deadlocks."""
@@ -62,7 +62,7 @@ _CANCELLED = "57014"
 """PostgreSQL's error code for a cancelled statement."""
 
 _STEPS_UNASKED = 1_000_000
-"""SQLite virtual machine steps between checks of the clock; these steps take tens of milliseconds."""
+"""SQLite virtual machine steps between checks of the clock. This many steps take tens of milliseconds."""
 
 _WAL_ATTEMPTS, _WAL_PAUSE_S = 100, 0.05
 _SAMPLED_ROWS = 1000
@@ -94,19 +94,19 @@ class DatabaseError(Exception):
 class Database:
     """One SQL database. Synchronous: call it from a thread, never from the event loop.
 
-    SQLite runs with WAL and `synchronous=FULL`. Every writing transaction begins with the write lock, so what it reads
-    stays true until it commits.
+    SQLite runs with WAL and `synchronous=FULL`. Every writing transaction begins by taking the write lock, so the rows
+    that it reads cannot change before it commits.
     """
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
         self._clock = clock
-        # Reentrant, so that a nested writer reaches SQLite, which rejects it.
+        # Reentrant, so that SQLite can reject a nested writer, which would otherwise deadlock here.
         self._writing = threading.RLock()
         try:
             self._url = _parse_url(url)
             self._engine = _create_engine(self._url)
         except (ArgumentError, ValueError):
-            # A stray character can make a password parse as a port or host, so do not show any of the URL.
+            # A stray character can make part of a password parse as a port or host, so show no part of the URL.
             raise DatabaseError(
                 "the database URL is malformed: use sqlite:///FILE or postgresql://USER@HOST/NAME"
             ) from None
@@ -123,7 +123,7 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A transaction that may write; committed on exit, rolled back on an exception."""
+        """A transaction that can write. It commits on exit and rolls back on an exception."""
         with self._next_writer(), self._engine.begin() as connection:
             yield connection
 
@@ -131,8 +131,8 @@ class Database:
     def _next_writer(self) -> Iterator[None]:
         """Let this process's threads write to SQLite one at a time.
 
-        A thread waiting here continues as soon as the lock is free. SQLite's own wait sleeps for up to a tenth of a
-        second at a time, and is only needed between processes.
+        A thread that waits here continues as soon as the lock is free, whereas SQLite's own wait sleeps for up to a
+        tenth of a second at a time. Only separate processes need that wait.
         """
         is_held = self.is_sqlite and self._writing.acquire(timeout=SQLITE_WAIT_S)
         try:
@@ -143,7 +143,7 @@ class Database:
 
     @contextmanager
     def write_in_pipelines(self) -> Iterator[Connection]:
-        """A PostgreSQL transaction that may write, for callers that use `pipeline`."""
+        """A PostgreSQL transaction that can write, for callers that use `pipeline`."""
         with write_in_pipelines(self._engine) as connection:
             yield connection
 
@@ -160,7 +160,7 @@ class Database:
     def query(
         self, statement: Select[*tuple[Any, ...]], parameters: Mapping[str, object]
     ) -> Sequence[Row[*tuple[Any, ...]]]:
-        """The rows of one read-only statement.
+        """Return the rows of one read-only statement.
 
         On PostgreSQL the statement runs without a transaction, which saves two round trips.
         """
@@ -178,7 +178,7 @@ class Database:
         return connection
 
     def now_us(self, connection: Connection | None = None) -> int:
-        """Microseconds since 1970, from the injected clock, else PostgreSQL inside a transaction, else the host."""
+        """Return microseconds since 1970, from the injected clock, else PostgreSQL in a transaction, else the host."""
         if self._clock is not None:
             return self._clock()
         if connection is not None and not self.is_sqlite:
@@ -186,7 +186,7 @@ class Database:
         return time.time_ns() // 1000
 
     def moment(self, connection: Connection) -> Moment:
-        """The time inside a transaction, as from `now_us`, and the epoch of the gateways' caches."""
+        """Return the time in a transaction, as `now_us` does, and the epoch of the gateways' caches."""
         if self._clock is None and not self.is_sqlite:
             now_us, epoch = connection.execute(_MOMENT).one()
             return Moment(now_us, epoch or 0)
@@ -194,7 +194,7 @@ class Database:
 
     @cached_property
     def moment_text(self) -> str:
-        """The statement behind `moment`, for PostgreSQL's driver; `moment_of` reads its row."""
+        """The statement that `moment` runs, for PostgreSQL's driver; `moment_of` reads its row."""
         return str(_MOMENT.compile(dialect=self._engine.dialect, compile_kwargs={"literal_binds": True}))
 
     def moment_of(self, row: Sequence[Any]) -> Moment:
@@ -203,7 +203,7 @@ class Database:
     def upgrade(self, revision: str = "head") -> None:
         """Upgrade the schema to the newest version, or to `revision`; does nothing if it is current.
 
-        The upgrade is one transaction. If the upgrade deadlocks with gateways that are still running, it is rolled back
+        The upgrade is one transaction. If it deadlocks with gateways that are still running, the upgrade is rolled back
         and retried, and the gateways continue.
         """
         with _as_database_error(self._url):
@@ -218,7 +218,7 @@ class Database:
             command.upgrade(self._alembic_config(), revision)
 
     def refresh_statistics(self) -> None:
-        """Have SQLite sample its indexes for the query planner; PostgreSQL does so on its own. Takes milliseconds.
+        """Make SQLite sample its indexes for the query planner; PostgreSQL does so on its own. Takes milliseconds.
 
         Without statistics, a report on one tenant reads every tenant's rows. https://sqlite.org/lang_analyze.html
         """
@@ -277,14 +277,14 @@ def _create_engine(url: URL) -> Engine:
         url,
         connect_args={"timeout": SQLITE_WAIT_S, "check_same_thread": False},
         poolclass=QueuePool,
-        # SQLite connections are unlimited, so that no thread waits for another's.
+        # The number of SQLite connections is unlimited, so that no thread waits for another's connection.
         max_overflow=-1,
         hide_parameters=True,
     )
 
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, _record: Any) -> None:
-        # The driver must not begin transactions itself: `write` begins them with the write lock.
+        # Keep the driver from beginning transactions: `write` begins them itself and takes the write lock.
         connection.isolation_level = None
         cursor = connection.cursor()
         _use_wal(cursor)
@@ -302,7 +302,7 @@ def _create_engine(url: URL) -> Engine:
 
 @contextmanager
 def _bounded(connection: Connection, within_s: float) -> Iterator[None]:
-    """Cancel reads that take too long: each statement on PostgreSQL, all statements together on SQLite."""
+    """Cancel reads that take too long. PostgreSQL limits each statement, SQLite all statements together."""
     is_sqlite = connection.dialect.name == "sqlite"
     driver: Any = connection.connection.driver_connection
     if is_sqlite:
@@ -322,7 +322,7 @@ def _bounded(connection: Connection, within_s: float) -> Iterator[None]:
 
 
 def _ping_the_rested(engine: Engine) -> None:
-    """Ping a connection that has been idle before it is used again; one in constant use needs no ping."""
+    """Ping a connection that has been idle before it is used again. A connection in constant use needs no ping."""
 
     @event.listens_for(engine, "checkin")
     def _note(_connection: Any, record: ConnectionPoolEntry) -> None:
@@ -334,14 +334,14 @@ def _ping_the_rested(engine: Engine) -> None:
             try:
                 engine.dialect.do_ping(connection)
             except engine.dialect.loaded_dbapi.Error as error:
-                # The pool connects again, and drops its other connections of the same age.
+                # The pool reconnects, and drops all its connections that are as old as this one.
                 raise InvalidatePoolError from error
 
 
 def _leave_what_takes_no_writes(context: ExceptionContext) -> OperationalError | None:
     """Disconnect from a server that became a standby, or was made read-only because its disk is full.
 
-    The driver reports an internal error, after which connections to a standby would otherwise stay open for good.
+    The driver reports an internal error, and without this check, connections to a standby would stay open forever.
     """
     cause = context.original_exception
     if getattr(cause, "sqlstate", None) != TAKES_NO_WRITES:
@@ -351,7 +351,7 @@ def _leave_what_takes_no_writes(context: ExceptionContext) -> OperationalError |
 
 
 def _use_wal(cursor: Any) -> None:
-    """Switch the file to WAL, permanently; servers that start together on a new file may all try at the same time."""
+    """Switch the file to WAL permanently. Several servers that start on a new file may try this at the same time."""
     for _ in range(_WAL_ATTEMPTS):
         try:
             cursor.execute("PRAGMA journal_mode=WAL")

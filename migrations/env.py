@@ -12,16 +12,16 @@ from loramux.migrations.schema import metadata
 _FIRST_LOCKED = ("reservations", "usage_events")
 """The tables that a settlement locks first, in the settlement's order.
 
-A reservation locks `reservations` last, and may already hold rows that an upgrade locks later: always counters, and
-policies and tenants that have just changed. Either the reservation or the upgrade is then aborted and retried: see
-`Database.upgrade`.
+A reservation locks `reservations` last. By then it has locked rows that an upgrade locks later: counters, and any
+policies and tenants that have just changed. If the two deadlock, either the reservation or the upgrade is aborted and
+retried: see `Database.upgrade`.
 """
 
 
 def _wait_for_settlements(connection: Connection) -> None:
-    """Let settlements in progress finish and make new ones wait before the upgrade locks other tables that they need.
+    """Let running settlements finish and block new ones, before the upgrade locks other tables that they need.
 
-    Otherwise an upgrade would meet one deadlock after another while gateways are still running.
+    Otherwise an upgrade would run into one deadlock after another while gateways are running.
     """
     if MigrationContext.configure(connection).get_current_revision() == context.get_head_revision():
         return
@@ -35,7 +35,7 @@ def run() -> None:
     engine: Engine = context.config.attributes["engine"]
     with engine.begin() as connection:
         if engine.dialect.name == "postgresql":
-            # If two servers start together, only one may migrate: the second waits, then finds nothing to do. SQLite
+            # If two servers start together, only one may migrate. The other waits and then has nothing to do. SQLite
             # needs no lock: its transaction begins with the write lock.
             connection.exec_driver_sql("SELECT pg_advisory_xact_lock(5512041)")
             _wait_for_settlements(connection)

@@ -1,7 +1,7 @@
 """SQL that rebuilds all rollups from the ledger, as step 0011 does.
 
-Nothing else may write in the meantime, which step 0011 ensures. These statements have been released and must not
-change: a later step that needs other sums adds its own, as `model_spans.py` does.
+Nothing else may write while these statements run; step 0011 ensures this. The statements have been released and must
+not change. A later step that needs other sums adds its own statements, as `model_spans.py` does.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _grain(number: int, keeps: Sequence[str], spans_us: Sequence[int], facts: st
         f"SELECT {start} AS start_us, {kept}, {sums} FROM ({facts}) AS facts"  # noqa: S608
         f" GROUP BY {start}, {', '.join(keeps)}"
     )
-    # Some series may exist already: grains that keep different columns can yield the same series.
+    # Some series may already exist, because grains that keep different columns can produce the same series.
     yield (
         f"INSERT INTO usage_series ({names}) SELECT DISTINCT {kept} FROM ({facts}) AS facts"  # noqa: S608
         " WHERE true ON CONFLICT DO NOTHING"

@@ -1,4 +1,4 @@
-"""Waits for changes that make gateways' caches stale: by notification on PostgreSQL, by timeout on both databases."""
+"""Waits until gateways' caches may be stale. PostgreSQL sends notifications; on either database, the wait times out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TURN_S = 0.25
 
 
 class CacheListener:
-    """Listens on its own connection. Blocking: use it from one thread, which `stopped` tells to end.
+    """Listens on its own connection. Blocking: use it from one thread, and set `stopped` to end the wait.
 
     Raises SQLAlchemyError, or the driver's own errors, if the database is in trouble; then open another listener.
     """
@@ -41,7 +41,7 @@ class CacheListener:
             self._connection.close()
 
     def epoch(self) -> int:
-        """A number that changes whenever a key, a tenant or a policy changes."""
+        """Return a number that changes whenever a key, a tenant or a policy changes."""
         if self._connection is not None:
             return self._connection.execute(_EPOCH).scalar_one_or_none() or 0
         with self._database.read() as connection:

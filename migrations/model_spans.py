@@ -1,8 +1,8 @@
 """SQL for sums by model over hours, and over 2, 4, 8 and 16 days instead of weeks.
 
-Step 0012 runs this SQL after `roll_up_ledger`. A monthly report by model sums ten thousand rows per span. A month takes
-about five spans of doubled days, but nine spans of weeks and days. The hours at the ends of a month used to come from
-the finest grain, which has three times as many series.
+Step 0012 runs this SQL after `roll_up_ledger`. A monthly report by model sums ten thousand rows per span. With 1, 2, 4,
+8 and 16 days, a month takes about five spans; with weeks and days, it took nine. Before step 0012, the hours at the
+ends of a month came from the finest grain, which has three times as many series.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from loramux.migrations.ledger_rollups import roll_up_ledger
 _HOUR_US, _DAY_US, _WEEK_US = 3_600_000_000, 86_400_000_000, 604_800_000_000
 _DOUBLED_US = tuple(_DAY_US << doublings for doublings in range(5))
 _MODELS, _FINEST = 3, 5
-"""Numbers of the grain that separates tenants and models, and of the finest grain."""
+"""Numbers of two grains: the one by tenant and model, and the finest one."""
 _KEPT = ("tenant_id", "adapter_id", "adapter_version_id", "model", "base")
 _LEFT_OUT = ("api_key_id", "endpoint", "end_user", "status")
 _AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
@@ -23,13 +23,13 @@ _INSERT = f"INSERT INTO usage_rollups (grain, span_us, start_us, tenant_id, seri
 
 
 def rebuild_all_rollups() -> Iterator[str]:
-    """The statements that rebuild every rollup from the ledger, as in the newest schema."""
+    """Return the statements that rebuild every rollup of the newest schema from the ledger."""
     yield from roll_up_ledger()
     yield from sum_up_models()
 
 
 def sum_up_models() -> Iterator[str]:
-    """The statements that add these sums to the result of step 0011, in order."""
+    """Return the statements that add these sums to the result of step 0011, in order."""
     yield _hours()
     yield _delete((_WEEK_US,))
     for shorter_us, longer_us in pairwise(_DOUBLED_US):
@@ -37,7 +37,7 @@ def sum_up_models() -> Iterator[str]:
 
 
 def back_to_weeks() -> Iterator[str]:
-    """The statements that undo `sum_up_models`."""
+    """Return the statements that undo `sum_up_models`."""
     yield _delete((_HOUR_US, *_DOUBLED_US[1:]))
     yield _sum_up(_DAY_US, _WEEK_US)
 
@@ -45,7 +45,7 @@ def back_to_weeks() -> Iterator[str]:
 def _hours() -> str:
     same = " AND ".join([*(f"m.{name} = s.{name}" for name in _KEPT), *(f"m.{name} = ''" for name in _LEFT_OUT)])
     sums = ", ".join(f"sum(r.{name})" for name in _AMOUNTS)
-    # Series are matched once each, not once for each of their hours.
+    # Match each series once, not once per hour.
     return (
         f"{_INSERT} WITH models AS MATERIALIZED"  # noqa: S608 - constants, as all of this file
         f" (SELECT s.id AS part_id, m.id AS model_id FROM usage_series s JOIN usage_series m ON {same})"
@@ -53,7 +53,8 @@ def _hours() -> str:
         " FROM usage_rollups r JOIN models ON models.part_id = r.series_id"
         f" WHERE r.grain = {_FINEST} AND r.span_us = {_HOUR_US}"
         " GROUP BY r.start_us, r.tenant_id, models.model_id"
-        # PostgreSQL then stores the rows contiguously: a report reads hundreds of pages, not tens of thousands.
+        # With this order, PostgreSQL stores the rows contiguously, and a report reads hundreds of pages, not tens of
+        # thousands.
         " ORDER BY r.start_us, r.tenant_id, models.model_id"
     )
 

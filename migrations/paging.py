@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[T]):
-    """One page of a list. `has_more` says whether rows lie beyond it in the requested direction."""
+    """One page of a list. `has_more` is true if more rows follow in the requested direction."""
 
     data: tuple[T, ...]
     has_more: bool
@@ -26,12 +26,12 @@ def keyset_rows(
     after: str | None,
     before: str | None,
 ) -> tuple[list[Row[*tuple[Any, ...]]], bool]:
-    """Run `query` for one page, newest first by `id_column`, and return whether there are more rows.
+    """Return one page of `query`, newest first by `id_column`, and true if there are more rows.
 
-    `after` continues after that identifier, toward older rows. `before` alone goes the other way: it gives the `limit`
-    rows just newer than that identifier, still newest first. With both, the page starts after `after` and ends before
-    `before`. The identifier need not exist. Raises ValueError if `limit` is not positive, or if a position is not plain
-    text, which would make the database fail.
+    `after` continues after that identifier, toward older rows. `before` alone goes in the other direction: it returns
+    the `limit` rows just newer than that identifier, still newest first. With both, the page starts after `after` and
+    ends before `before`. The identifier need not exist. Raises ValueError if `limit` is not positive, or if an
+    identifier is not plain text, on which the database would fail.
     """
     if limit < 1:
         raise ValueError(f"limit must be at least 1, not {limit}")
@@ -44,7 +44,7 @@ def keyset_rows(
         query = query.where(id_column > before)
     is_backward = before is not None and after is None
     order = id_column.asc() if is_backward else id_column.desc()
-    # One row beyond the page shows whether there are more.
+    # Read one extra row to find out if there are more.
     rows = list(connection.execute(query.order_by(order).limit(limit + 1)))
     has_more = len(rows) > limit
     rows = rows[:limit]

@@ -1,4 +1,4 @@
-"""Statements sent to PostgreSQL together, so that a transaction waits for a few round trips, not one per statement."""
+"""Sends statements to PostgreSQL together, so that a transaction takes a few round trips, not one per statement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TAKES_NO_WRITES = "25006"
 
 
 class Run(Protocol):
-    """Sends a statement's text to the driver. Its rows may be fetched after the round trip."""
+    """Sends a statement's text to the driver. The rows can be fetched after the round trip."""
 
     def __call__(self, statement: str, parameters: Mapping[str, Any] | None = None, /) -> psycopg.Cursor[Any]: ...
 
@@ -43,7 +43,7 @@ def write_in_pipelines(engine: Engine) -> Iterator[Connection]:
 
 @contextmanager
 def pipeline(connection: Connection, is_last: bool = False) -> Iterator[Run]:
-    """Run statements with one wait for all of them; after a failure, no later one runs. PostgreSQL only.
+    """Run statements in one round trip. If a statement fails, later ones do not run. PostgreSQL only.
 
     With `is_last`, also commits the transaction. Raises SQLAlchemy's errors.
     """
@@ -71,7 +71,7 @@ def _as_sqlalchemy(connection: Connection) -> Iterator[None]:
         takes_no_writes = error.sqlstate == TAKES_NO_WRITES
         is_lost = driver.closed or takes_no_writes
         if is_lost:
-            # The pool's other connections are just as old.
+            # The pool's other connections are just as old, so drop them too.
             connection.invalidate(error)
             connection.engine.dispose()
         if takes_no_writes:

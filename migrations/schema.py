@@ -1,4 +1,4 @@
-"""All tables. Times are microseconds since 1970 (UTC); amounts are integers; JSON columns hold small documents."""
+"""All tables. Times are microseconds since 1970 (UTC), amounts are integers, and JSON columns are small documents."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ tenants = Table(
     Column("weight", Integer, nullable=False),
     # IANA name of the timezone in which the tenant's days and months begin.
     Column("timezone", String(64), nullable=False, server_default="UTC"),
-    # Bytes of the tenant's adapters that stay in host memory when other tenants' adapters are loaded.
+    # Bytes of host memory that the tenant's adapters keep when other tenants' adapters are loaded.
     Column("host_floor_bytes", BigInteger, nullable=False, server_default="0"),
-    # Roots the tenant's prefix-cache namespace, so that two tenants can never share KV.
+    # Root of the tenant's prefix-cache namespace, so that two tenants can never share KV.
     Column("isolation_secret", LargeBinary(32), nullable=False),
     Column("created_us", BigInteger, nullable=False),
     CheckConstraint("state IN ('active', 'suspended')", name="state"),
@@ -66,7 +66,7 @@ api_keys = Table(
     Column("created_us", BigInteger, nullable=False),
     Column("expires_us", BigInteger, nullable=True),
     Column("revoked_us", BigInteger, nullable=True),
-    # The secret before the last rotation, the time until which it remains valid, and the time of the rotation.
+    # The secret before the last rotation, the end of its validity, and the time of the rotation.
     Column("previous_sha256", LargeBinary(32), nullable=True),
     Column("previous_until_us", BigInteger, nullable=True),
     Column("rotated_us", BigInteger, nullable=True),
@@ -80,7 +80,7 @@ adapters = Table(
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
     Column("name", NAME, nullable=False),
     Column("created_us", BigInteger, nullable=False),
-    # A disabled adapter answers no new request; nothing is deleted.
+    # A disabled adapter serves no new requests, but no data is deleted.
     Column("disabled_us", BigInteger, nullable=True),
     UniqueConstraint("tenant_id", "name"),
     Index("ix_adapters_tenant_id_id", "tenant_id", "id"),
@@ -108,7 +108,7 @@ adapter_versions = Table(
     Column("report", JSON, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("ready_us", BigInteger, nullable=True),
-    # When an operator pinned the version in the page pool.
+    # Time at which an operator pinned the version in the page pool.
     Column("pinned_us", BigInteger, nullable=True),
     UniqueConstraint("adapter_id", "number"),
     Index("ix_adapter_versions_digest", "digest"),
@@ -132,7 +132,7 @@ adapter_aliases = Table(
     metadata,
     Column("adapter_id", ID, ForeignKey("adapters.id"), primary_key=True),
     Column("name", NAME, primary_key=True),
-    # Counts the alias's changes; the history has a row for each change.
+    # Number of changes to the alias. The history has a row for each change.
     Column("revision", Integer, nullable=False),
     Column("updated_us", BigInteger, nullable=False),
 )
@@ -160,7 +160,7 @@ adapter_alias_history = Table(
     # Who made the change: a key's identifier, or "system".
     Column("actor", ID, nullable=False),
     Column("action", String(16), nullable=False),
-    # [{"version_id", "number", "weight"}] that the alias names from this revision on.
+    # [{"version_id", "number", "weight"}]: the alias's targets as of this revision.
     Column("targets", JSON, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     UniqueConstraint("adapter_id", "name", "revision"),
@@ -200,7 +200,7 @@ quota_policies = Table(
     Column("scope", String(16), nullable=False),
     # The limited tenant, key or adapter; or "platform" for every tenant without its own policy.
     Column("subject_id", ID, nullable=False),
-    # The subject's tenant, in whose timezone budgets roll over; NULL for platform policies.
+    # The subject's tenant, whose timezone determines when budgets roll over; NULL for platform policies.
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=True),
     Column("metric", String(40), nullable=False),
     Column("mode", String(8), nullable=False),
@@ -219,22 +219,22 @@ quota_counters = Table(
     "quota_counters",
     metadata,
     Column("policy_id", ID, ForeignKey("quota_policies.id"), primary_key=True),
-    # The calling tenant for the platform's policies and for adapters granted by another tenant, so that each tenant has
-    # its own count; otherwise the policy's subject.
+    # For platform policies and adapters granted by another tenant, the calling tenant, so that each tenant is counted
+    # separately; otherwise the policy's subject.
     Column("subject_id", ID, primary_key=True),
-    # When a budget's day or month begins; 0 for buckets and concurrency, which have no window.
+    # Start of a budget's day or month; 0 for buckets and concurrency, which have no window.
     Column("window_start_us", BigInteger, primary_key=True),
     # Buckets: the level, in units of 1/60,000,000 so that refills are exact. Can fall below zero at settlement.
     Column("level", BigInteger, nullable=False),
     Column("reserved", BigInteger, nullable=False),
     # Budgets: the usage of settled requests in this window.
     Column("used", BigInteger, nullable=False),
-    # How often a soft or shadow policy admitted a request that a hard one would have refused.
+    # Number of requests that a soft or shadow policy admitted and a hard one would have refused.
     Column("exceeded", BigInteger, nullable=False),
     Column("refilled_us", BigInteger, nullable=False),
 )
 
-# Running requests, and recovered ones that may still be corrected. Settled requests are in usage_events.
+# Running requests, and recovered ones that can still be corrected. Settled requests are in usage_events.
 reservations = Table(
     "reservations",
     metadata,
@@ -256,17 +256,17 @@ reservations = Table(
     Column("checkpoint_tokens", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("lease_expires_us", BigInteger, nullable=False),
-    # When the request's cancellation was requested; the gateway reads this with each checkpoint.
+    # Time of a request to cancel. The gateway reads it at each checkpoint.
     Column("cancel_requested_us", BigInteger, nullable=True),
     Index("ix_reservations_state_lease", "state", "lease_expires_us"),
-    # `settled` was written by servers from before step 0013 and no longer has a meaning.
+    # `settled` was written by servers before step 0013 and is now unused.
     CheckConstraint("state IN ('open', 'settled', 'recovered')", name="state"),
 )
 
 usage_events = Table(
     "usage_events",
     metadata,
-    # The request's id: each request is in the ledger once.
+    # The request's id: the ledger contains each request once.
     Column("request_id", ID, primary_key=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
     Column("api_key_id", ID, nullable=False),
@@ -284,12 +284,12 @@ usage_events = Table(
     Column("first_token_us", BigInteger, nullable=True),
     # The served base that the request ran on; "" in rows older than the column.
     Column("base", String(200), nullable=False, server_default=""),
-    # The end user that the client named in `user`; a long or unprintable name is stored as its SHA-256.
+    # The end user that the client named in `user`. For a long or unprintable name, its SHA-256.
     Column("end_user", String(128), nullable=True),
-    # The cost at the price in force on admission, rounded up once to a whole nano; 0 without a price.
+    # The cost at the price in force at admission, rounded up once to a whole nano; 0 without a price.
     Column("cost_nanos", BigInteger, nullable=False, server_default="0"),
     Column("price_id", ID, nullable=True),
-    # The transaction that wrote the event, while it waits in usage_batches to be added to the rollups.
+    # The transaction that wrote the event. Its row in usage_batches is deleted when the rollups include the event.
     Column("batch_id", BigInteger, nullable=False, server_default="0"),
     Index("ix_usage_events_tenant_finished", "tenant_id", "finished_us"),
     Index("ix_usage_events_finished", "finished_us"),
@@ -301,11 +301,11 @@ usage_adjustments = Table(
     "usage_adjustments",
     metadata,
     Column("id", ID, primary_key=True),
-    # At most one correction per request: the request was recovered because its gateway seemed dead, and then settled
-    # after all.
+    # At most one correction per request, for a request that was recovered because its gateway seemed dead and that
+    # settled later.
     Column("request_id", ID, ForeignKey("usage_events.request_id"), nullable=False, unique=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
-    # Added to the event's tokens; negative if the request used fewer tokens.
+    # Correction to the event's tokens; negative if the request used fewer tokens.
     Column("prompt_tokens", BigInteger, nullable=False),
     Column("cached_tokens", BigInteger, nullable=False),
     Column("completion_tokens", BigInteger, nullable=False),
@@ -325,8 +325,8 @@ usage_batches = Table(
     Column("at_us", BigInteger, nullable=False),
 )
 
-# The properties shared by a series' requests; "" if absent, or if the grain does not keep the column. A series without
-# a tenant is the sum over all tenants.
+# Properties that all of a series' requests share; "" if absent, or if the grain does not keep the column. A series
+# without a tenant sums over all tenants.
 _SERIES = (
     Column("tenant_id", ID, nullable=False),
     Column("api_key_id", ID, nullable=False),
@@ -352,7 +352,7 @@ usage_series = Table(
 usage_rollups = Table(
     "usage_rollups",
     metadata,
-    # Determines which columns of a series are kept; each grain sums the same requests: see platform/ledger/grains.py.
+    # Determines which columns of a series are kept. All grains sum the same requests: see platform/ledger/grains.py.
     Column("grain", SmallInteger, primary_key=True),
     # Length of the span, from a minute to sixteen days; spans are aligned to 1970.
     Column("span_us", BigInteger, primary_key=True),
@@ -384,7 +384,7 @@ prices = Table(
     Column("prompt_nanos", BigInteger, nullable=False),
     Column("cached_nanos", BigInteger, nullable=False),
     Column("completion_nanos", BigInteger, nullable=False),
-    # In force from here until the next price for the same tenant and scope.
+    # In force from this time until the next price for the same tenant and scope.
     Column("effective_us", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Index("ix_prices_tenant_id_id", "tenant_id", "id"),
@@ -399,9 +399,9 @@ audit_log = Table(
     metadata,
     Column("id", ID, primary_key=True),
     Column("created_us", BigInteger, nullable=False),
-    # The key that made the change, `operator` for the operator's own, or `system`.
+    # The key that made the change, `operator` for the operator's own key, or `system`.
     Column("actor", ID, nullable=False),
-    # The call's address and identifier; NULL if there was no call.
+    # The API call's address and identifier; NULL if no call made the change.
     Column("address", String(64), nullable=True),
     Column("request_id", ID, nullable=True),
     # The kind of change, such as `alias.set`.
@@ -418,13 +418,13 @@ audit_log = Table(
 idempotency_keys = Table(
     "idempotency_keys",
     metadata,
-    # The caller, since two callers may choose the same key.
+    # The caller: two callers may choose the same key.
     Column("principal", String(200), primary_key=True),
     # SHA-256 of the Idempotency-Key that the client sent.
     Column("key_sha256", LargeBinary(32), primary_key=True),
-    # SHA-256 over method, path and body: reusing the key for another call is refused.
+    # SHA-256 of method, path and body. A different call with the same key is refused.
     Column("request_sha256", LargeBinary(32), nullable=False),
-    # NULL while the first call runs, and permanently if its process ended during the call.
+    # NULL while the first call is running, and permanently if its process died during the call.
     Column("status", Integer, nullable=True),
     Column("headers", JSON, nullable=False),
     Column("body", LargeBinary, nullable=False),
@@ -440,7 +440,7 @@ console_sessions = Table(
     Column("id_sha256", LargeBinary(32), primary_key=True),
     # Who signed in: a key, the operator, or a single sign-on user.
     Column("key_id", String(64), nullable=False),
-    # The session's content, encrypted with a key derived from the cookie: useless without the browser.
+    # The session's content, encrypted with a key derived from the cookie, so it is unreadable without the cookie.
     Column("sealed", LargeBinary, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("expires_us", BigInteger, nullable=False),
@@ -453,7 +453,7 @@ login_failures = Table(
     metadata,
     # An IPv4 address or an IPv6 network.
     Column("origin", String(64), primary_key=True),
-    # When all the origin's failures are forgiven; each failure postpones this time.
+    # Time at which all of the origin's failures are forgotten. Each failure postpones it.
     Column("forgiven_us", BigInteger, nullable=False),
     Index("ix_login_failures_forgiven", "forgiven_us"),
 )
@@ -461,8 +461,8 @@ login_failures = Table(
 signals = Table(
     "signals",
     metadata,
-    # `caches`: counts changes to rows that gateways cache, see cache_triggers.py. `probe`: written by a gateway that
-    # checks whether the database accepts writes again.
+    # `caches` counts changes to rows that gateways cache: see cache_triggers.py. A gateway writes `probe` to test if
+    # the database accepts writes again.
     Column("name", String(16), primary_key=True),
     Column("value", BigInteger, nullable=False),
 )

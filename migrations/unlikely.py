@@ -1,4 +1,4 @@
-"""Tells SQLite that a condition holds for almost no row, whatever its statistics say."""
+"""Tells SQLite that a condition is true for almost no rows, regardless of SQLite's statistics."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sqlalchemy.sql.functions import GenericFunction
 
 
 class unlikely(GenericFunction[Any]):  # noqa: N801 - it reads as a function of SQL
-    """A condition, marked so that SQLite prefers its index. https://sqlite.org/lang_corefunc.html#likelihood"""
+    """Mark a condition so that SQLite prefers its index: https://sqlite.org/lang_corefunc.html#likelihood"""
 
-    # Untyped: SQLAlchemy would compare a boolean with 1, which prevents the use of an index.
+    # Untyped, because SQLAlchemy would compare a boolean with 1, which rules out an index.
     inherit_cache = True
 
     def __init__(self, condition: ColumnElement[bool]) -> None:

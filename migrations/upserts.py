@@ -1,4 +1,4 @@
-"""Insert or update in one statement, which SQLAlchemy spells differently for each database."""
+"""Insert or update in one statement, for which SQLAlchemy has a different class per database."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 
 def upsert(connection: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
-    """An insert statement with `on_conflict_do_update` and `excluded`."""
+    """Return an insert statement with `on_conflict_do_update` and `excluded`."""
     if connection.dialect.name == "postgresql":
         return postgresql.insert(table)
     return sqlite.insert(table)

@@ -24,7 +24,7 @@ def upgrade() -> None:
         batch.add_column(sa.Column("source_url", sa.String(length=1200), nullable=True))
         batch.create_index("ix_uploads_state_expires", ["state", "expires_us"], unique=False)
     aliases = _aliases()
-    # SQLite can change a check only by recreating the table, to which nothing may refer in the meantime.
+    # SQLite can change a check only by recreating the table, which no foreign key may reference in the meantime.
     op.drop_table("adapter_aliases")
     with op.batch_alter_table("adapter_versions") as batch:
         batch.add_column(sa.Column("files_sha256", sa.String(length=64), nullable=True))
@@ -111,7 +111,7 @@ def _create_tables() -> None:
 
 
 def _insert_aliases(aliases: list[sa.Row[tuple[str, str, str, int, int]]]) -> None:
-    """Insert each existing alias, which names one version, and begin the alias's history with that version."""
+    """Insert each existing alias with its one version, and begin the alias's history with that version."""
     made = sa.MetaData()
     bind = op.get_bind()
     parents = sa.Table("adapter_aliases", made, autoload_with=bind)

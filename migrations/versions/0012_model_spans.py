@@ -26,7 +26,7 @@ def downgrade() -> None:
 
 def _run(statements: Iterable[str]) -> None:
     if op.get_bind().dialect.name == "postgresql":
-        # Rollup folding waits for this lock; a server that was not stopped would continue without the new sums.
+        # Folds wait for this lock. An old server that is still running afterwards would fold without the new sums.
         op.execute("LOCK TABLE usage_rollups IN SHARE ROW EXCLUSIVE MODE")
     for statement in statements:
         op.execute(statement)

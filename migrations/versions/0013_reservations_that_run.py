@@ -11,7 +11,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Copy out the few rows to keep, then empty the table. This is fast however many reservations were settled."""
+    """Set the few rows to keep aside, then empty the table. Fast regardless of the number of settled reservations."""
     op.execute("CREATE TABLE kept_reservations AS SELECT * FROM reservations WHERE state <> 'settled'")
     # SQLite's DELETE without a condition is as fast as TRUNCATE.
     op.execute("TRUNCATE reservations" if op.get_bind().dialect.name == "postgresql" else "DELETE FROM reservations")
@@ -20,4 +20,4 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Nothing to do: an older server keeps its own settled rows, and merely finds fewer rows from other servers."""
+    """Do nothing: an older server keeps its own settled rows, and only finds fewer rows from other servers."""
