@@ -60,8 +60,7 @@ class Limits:
 
     @classmethod
     def for_upload(cls, target: PackTarget, tensors_bytes: int) -> Limits:
-        """Return limits for an upload with `tensors_bytes` of tensors; the memory fits the base's largest valid
-        adapter.
+        """Return limits for `tensors_bytes` of tensors, with memory for the base's largest valid adapter.
 
         The pages and part of the file are never in memory together, so the larger of the two determines the limit. The
         time limit grows with the size of the upload, so a small file gets only the minimum of 10 s.
