@@ -1,4 +1,4 @@
-"""Rows as CSV (RFC 4180) that spreadsheets cannot mistake for formulas, and as newline-delimited JSON."""
+"""Formats rows as newline-delimited JSON, or as CSV (RFC 4180) that spreadsheets cannot mistake for formulas."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def csv_line(cells: Sequence[str | int | None]) -> str:
-    """One line of CSV from cells that may contain hostile text."""
+    """Format one line of CSV from cells that may contain hostile text."""
     buffer = io.StringIO()
     csv.writer(buffer).writerow([_cell(cell) for cell in cells])
     return buffer.getvalue()
 
 
 def csv_lines(documents: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> Iterator[str]:
-    """The given fields of flat documents, as one line per document."""
+    """Format the given fields of flat documents, one line per document."""
     for document in documents:
         yield csv_line([document[name] for name in columns])
 

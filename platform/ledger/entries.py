@@ -1,4 +1,4 @@
-"""The ledger entries that settlements write: events, adjustments, and batches that mark them for the rollups."""
+"""The ledger entries that settlements write: events, adjustments, and batches that queue both for the rollups."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _BATCHES = BulkStatement.insert(schema.usage_batches, _BatchRow)
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The data shared by the entries of one transaction."""
+    """Data shared by all entries of one transaction."""
 
     id: int
     at_us: int
@@ -90,10 +90,10 @@ class _Batch:
 
 
 class LedgerEntries:
-    """One transaction's ledger entries, collected in memory and written when it ends.
+    """One transaction's ledger entries, collected in memory and written at the end of the transaction.
 
-    A request is charged at the price in force at its admission, however long it runs. A batch row, written in the same
-    transaction, lets `UsageRollups` find the entries.
+    A request is charged at the price in force at its admission, no matter how long it runs. A batch row, written in the
+    same transaction, lets `UsageRollups` find the entries.
     """
 
     def __init__(self, connection: Connection, prices: PriceReader) -> None:
@@ -111,7 +111,7 @@ class LedgerEntries:
         self._corrections.append((request, charged, truth))
 
     def writes(self, now_us: int) -> list[Write]:
-        """The writes for all entries, with `now_us` as the time when the requests finished."""
+        """Return the writes for all entries, with `now_us` as the time at which the requests finished."""
         if not self._events and not self._corrections:
             return []
         entered = [entry[0] for entry in self._events] + [entry[0] for entry in self._corrections]
@@ -130,7 +130,7 @@ class LedgerEntries:
 
 
 def adapters_of(connection: Connection, version_ids: Collection[str]) -> dict[str, str]:
-    """The adapter id of each version."""
+    """Return the adapter id of each version."""
     if not version_ids:
         return {}
     versions = schema.adapter_versions.c

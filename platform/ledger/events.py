@@ -1,4 +1,4 @@
-"""Reads the usage ledger, as single events and as sums."""
+"""Reads the usage ledger, as individual events and as sums."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from loramux.platform.ledger.query import UsageQuery
 from loramux.platform.ledger.report import UsageRow, answer
 
 _AMOUNTS = AMOUNTS[1:]
-"""The amounts of an event. `requests` is left out, since an event is one request."""
+"""The amounts of an event. `requests` is omitted because an event is always one request."""
 EXPORT_ROWS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageEvent:
-    """One settled request, with its adjustment if it had first been recovered. `tenant` is the slug."""
+    """One settled request, including the adjustment if the request was first recovered. `tenant` is the slug."""
 
     request_id: str
     tenant_id: str
@@ -60,7 +60,7 @@ class Ledger:
         group_by: Sequence[str] = (),
         timezone: str = "UTC",
     ) -> tuple[UsageRow, ...]:
-        """Sums of the requests that finished in `[start_us, end_us)`: see UsageQuery, which raises InvalidRequest."""
+        """Sum the requests that finished in `[start_us, end_us)`: see UsageQuery, which raises InvalidRequest."""
         return answer(
             self._database,
             UsageQuery(
@@ -83,9 +83,9 @@ class Ledger:
         end_us: int | None = None,
         only: Collection[str] | None = None,
     ) -> Page[UsageEvent]:
-        """Settled requests with their adjustments, most recently started first; every tenant's if `tenant_id` is None.
+        """List settled requests with their adjustments, newest first; of all tenants if `tenant_id` is None.
 
-        `only` restricts them to requests for these adapters.
+        `only` restricts the list to requests for these adapters.
         """
         query = _select_events(tenant_id, start_us, end_us, only)
         with self._database.read(LONGEST_READ_S) as connection:
@@ -100,15 +100,15 @@ class Ledger:
         after: UsageEvent | None = None,
         only: Collection[str] | None = None,
     ) -> Sequence[UsageEvent]:
-        """The next chunk of an export: at most EXPORT_ROWS events, in the order in which they finished.
+        """Return the next chunk of an export: up to EXPORT_ROWS events, in the order in which they finished.
 
-        Each chunk is read in its own transaction, so that a slow client does not hold a transaction open.
+        Each chunk is read in its own transaction, so that a slow client does not keep a transaction open.
         """
         events = schema.usage_events.c
         query = _select_events(tenant_id, start_us, end_us, only)
         if after is not None:
             place = (after.finished_us, after.request_id)
-            # An index can serve only the first condition.
+            # The first condition is redundant, but it is the only one that an index can serve.
             query = query.where(
                 events.finished_us >= after.finished_us, tuple_(events.finished_us, events.request_id) > place
             )
@@ -123,8 +123,8 @@ def _select_events(
     events, tenants, adjustments = schema.usage_events, schema.tenants, schema.usage_adjustments
     rest = [column for column in events.c if column.name not in _AMOUNTS]
     amounts = [(events.c[name] + func.coalesce(adjustments.c[name], 0)).label(name) for name in _AMOUNTS]
-    # Every event has a tenant. The outer join makes the planner scan events rather than start from the tenants, which
-    # are few.
+    # Every event has a tenant, but an outer join makes the planner scan the events instead of starting from the few
+    # tenants.
     adjusted = events.outerjoin(tenants, tenants.c.id == events.c.tenant_id).outerjoin(
         adjustments, adjustments.c.request_id == events.c.request_id
     )

@@ -1,8 +1,8 @@
-"""The columns and time spans that rollups group by. A report reads the coarsest sums that answer it exactly.
+"""The columns and time spans that rollups group by. A report reads the coarsest sums that give an exact answer.
 
 A series is identified by the column values that its requests share. The finest grain keeps every column except the end
-user, and has as many rows as a quiet tenant has requests. Sums for queries over all tenants, or over months, are
-therefore stored a second time without the columns that such queries do not use.
+user. For a quiet tenant, it has as many rows as there are requests. Sums for queries over all tenants or over months
+are therefore stored again, without the columns that such queries never use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HOUR_US = 60 * MINUTE_US
 QUARTER_DAY_US = 6 * HOUR_US
 DAY_US = 24 * HOUR_US
 WEEK_US = 7 * DAY_US
-"""Weeks counted from 1970, so they begin on Thursdays. They answer parts of longer ranges and are never buckets."""
+"""Weeks counted from 1970, so they begin on Thursdays. Reports use weeks for parts of ranges, never as buckets."""
 
 DOUBLED_US = tuple(DAY_US << doublings for doublings in range(5))
 """One, two, four, eight and sixteen days, aligned to 1970."""
@@ -39,11 +39,13 @@ def _grain(number: int, keeps: Collection[str], *spans_us: int) -> Grain:
 
 
 GRAINS = (
-    # Sums over all tenants also have minutes: these sums are few, and all timezones' days consist of whole minutes.
+    # Sums over all tenants also exist per minute: there are few of them, and in every timezone a day consists of whole
+    # minutes.
     _grain(0, ("base", "endpoint", "status"), MINUTE_US, HOUR_US, DAY_US),
     _grain(1, ("tenant_id", "base", "endpoint", "status"), HOUR_US, DAY_US, WEEK_US),
     _grain(2, ("tenant_id", "api_key_id"), HOUR_US, DAY_US, WEEK_US),
-    # Of the grains queried over all tenants, this has the most rows per span. Doubled days cover a month in few spans.
+    # This grain has the most rows per span of those queried over all tenants. Doubling the days covers a month in few
+    # spans.
     _grain(3, ("tenant_id", "adapter_id", "adapter_version_id", "model", "base"), HOUR_US, QUARTER_DAY_US, *DOUBLED_US),
     _grain(4, ("tenant_id", "end_user"), DAY_US),
     _grain(5, set(SERIES) - {"end_user"}, HOUR_US, DAY_US),
@@ -52,10 +54,10 @@ GRAINS = (
 
 
 def grains_for(columns: Collection[str]) -> dict[int, Grain]:
-    """The grains that can answer sums by these columns, keyed by span length.
+    """Return the grains from which sums by these columns can be read, keyed by span length.
 
-    The coarsest grain is preferred. Finer grains serve only spans shorter than any of its own, because a long span of a
-    finer grain has more rows than several short spans of the coarser one.
+    Coarser grains are preferred. A finer grain is used only for spans shorter than any span of the coarser one, because
+    a long span of the finer grain has more rows than several short spans of the coarser grain.
     """
     found: dict[int, Grain] = {}
     for grain in GRAINS:

@@ -27,7 +27,7 @@ _ADAPTER = re.compile(r"ada_[0-9a-f]{32}")
 
 
 class PriceInForce(Conflict):
-    """The price is in force or about to be; it must stay on record to explain charges."""
+    """The price is in force or soon will be, so it must stay on record to explain charges."""
 
     code = "price_in_force"
 
@@ -55,7 +55,7 @@ class PriceList:
         currency: str = "USD",
         effective_us: int | None = None,
     ) -> Price:
-        """Announce a price. By default it takes effect `NOTICE_US` from now, when every gateway knows it.
+        """Announce a price. By default it takes effect `NOTICE_US` from now, by when every gateway has read it.
 
         `cached_nanos` defaults to `prompt_nanos`. Raises InvalidRequest with the field, NotFound, or PriceExists.
         """
@@ -103,7 +103,7 @@ class PriceList:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[Price]:
-        """Prices, most recently announced first: a tenant's own and the list prices, or all if `tenant_id` is None.
+        """List a tenant's own prices and the list prices, or all prices if `tenant_id` is None; newest first.
 
         If `only` is given, prices for single adapters are restricted to these adapters.
         """
@@ -137,12 +137,12 @@ class PriceList:
             audit(connection, now_us, "price.withdraw", price_id, tenant_id=row.tenant_id, before=before)
 
     def currency(self) -> str | None:
-        """The currency of all amounts; None while there are no prices."""
+        """Return the currency of all amounts, or None if there are no prices."""
         with self._database.read() as connection:
             return connection.execute(select(schema.prices.c.currency).limit(1)).scalar()
 
     def _lock(self, connection: Connection) -> int:
-        """Lock out other changes and reads until the transaction ends; return the time, read under the lock."""
+        """Block other changes and reads until the transaction ends. Returns the time, read under the lock."""
         if not self._database.is_sqlite:
             connection.execute(text("LOCK TABLE prices IN SHARE ROW EXCLUSIVE MODE"))
         return self._database.now_us(connection)
@@ -151,7 +151,7 @@ class PriceList:
 class PriceReader:
     """Caches the price book between transactions and reloads an expired one.
 
-    One per process. Thread-safe, since a book is replaced as a whole.
+    Create one reader per process. Thread-safe, because the book is replaced as a whole.
     """
 
     def __init__(self, database: Database) -> None:
@@ -159,16 +159,16 @@ class PriceReader:
         self._book = PriceBook((), 0)
 
     def book(self, connection: Connection, now_us: int) -> PriceBook:
-        """A book that is valid at `now_us`, reloaded in the caller's transaction if necessary."""
-        # A book that is valid for more than twice the notice was read before the clock was set back.
+        """Return a book that is valid at `now_us`, reloading it in the caller's transaction if necessary."""
+        # If the book is valid for more than twice the notice, the clock has been set back since the book was read.
         if not now_us < self._book.known_until_us <= now_us + 2 * NOTICE_US:
             self._book = self._read(connection)
         return self._book
 
     def _read(self, connection: Connection) -> PriceBook:
         if not self._database.is_sqlite:
-            # The lock waits for a change in progress and blocks the next one. A later change reads the time after this
-            # point, so it cannot affect prices that take effect sooner than NOTICE_US from here.
+            # The lock waits for a change in progress and blocks later ones. A later change reads the time after this
+            # point, so its price takes effect at least NOTICE_US after `read_us`.
             connection.execute(text("LOCK TABLE prices IN SHARE MODE"))
         read_us = self._database.now_us(connection)
         rows = connection.execute(select(schema.prices)).all()
@@ -205,7 +205,7 @@ def _same_owner(tenant_id: str | None) -> Any:
 
 
 def _shown(price: Price) -> dict[str, Any]:
-    """The fields recorded in the audit log."""
+    """Return the fields for the audit log."""
     return {name: value for name, value in _values(price).items() if name not in ("id", "tenant_id", "created_us")}
 
 

@@ -1,9 +1,9 @@
-"""Token prices without a database: which price is in force when, and the cost of a request.
+"""Token prices, without a database: the price in force at a given time, and the cost of a request.
 
-All amounts are whole numbers of nanos, billionths of the currency's unit. Prices are per million tokens, as is usual,
-so that even the cheapest are whole numbers. The cost of a request is rounded up once, to a whole nano. Costs are
-therefore integers that sum exactly, a cost never falls when tokens are added, and the amounts reserved for parts of a
-request always cover the whole.
+All amounts are whole numbers of nanos, billionths of the currency's unit. Prices are per million tokens, as usual, so
+that even the lowest prices are whole numbers. The cost of a request is rounded up once, to a whole nano. Costs are
+therefore integers and add up exactly. More tokens never cost less, and the amounts reserved for the parts of a request
+always cover the whole request.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 MILLION = 1_000_000
 MAX_PRICE_NANOS = 10_000 * 1_000_000_000
-"""Highest price: 10,000 currency units per million tokens. The cost of 10^14 tokens still fits in a 64-bit column."""
+"""Highest price: 10,000 currency units per million tokens. At this price, 10^14 tokens still fit in a 64-bit column."""
 
 GENERAL_SCOPES = ALL, BASE, ADAPTERS = ("all", "base", "adapters")
 """The scopes other than a single adapter."""
@@ -33,14 +33,14 @@ class Price:
     currency: str
     prompt_nanos: int
     cached_nanos: int
-    """The price for prompt tokens found in the prefix cache; never more than `prompt_nanos`."""
+    """The price for prompt tokens found in the prefix cache; at most `prompt_nanos`."""
     completion_nanos: int
     effective_us: int
     created_us: int
 
 
 def cost_of(price: Price | None, prompt: int, cached: int, completion: int) -> int:
-    """The cost of a request in nanos; `cached` tokens are part of `prompt`. 0 if there is no price."""
+    """Return the cost of a request in nanos, or 0 without a price. `cached` tokens are part of `prompt`."""
     if price is None:
         return 0
     total = (prompt - cached) * price.prompt_nanos + cached * price.cached_nanos + completion * price.completion_nanos
@@ -61,10 +61,10 @@ class PriceBook:
             self._by_scope.setdefault((price.tenant_id, price.scope), []).append(price)
 
     def price_of(self, tenant_id: str, adapter_id: str | None, at_us: int) -> Price | None:
-        """The price that a tenant pays for an adapter, or for the base if `adapter_id` is None, at a given time.
+        """Return the price that a tenant pays at `at_us` for an adapter, or for the base if `adapter_id` is None.
 
-        The tenant's own prices take precedence over list prices. Within each, the adapter's price comes first, then the
-        price for adapters or the base, and then the price for all. None if there is no price.
+        The tenant's own prices take precedence over list prices. Within each group, the adapter's price comes first,
+        then the price for adapters or the base, and then the price for all. Returns None if there is no price.
         """
         if not self._by_scope:
             return None

@@ -1,4 +1,4 @@
-"""Cuts a report's range into whole spans, answered by rollups, and remainders, answered by single events.
+"""Cuts a report's range into whole spans, read from rollups, and remainders, read from individual events.
 
 All ranges are half-open, `[start_us, end_us)`.
 """
@@ -18,14 +18,14 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A partition of a range: the parts answered by spans of each length, and the parts answered by events."""
+    """A partition of a range: the parts read from spans of each length, and the parts read from events."""
 
     spans: Mapping[int, tuple[Range, ...]]
     events: tuple[Range, ...]
 
     @property
     def rolled_up(self) -> tuple[Range, ...]:
-        """The parts answered by spans of any length, with adjacent ranges merged."""
+        """The parts read from spans of any length, with adjacent ranges merged."""
         merged: list[Range] = []
         for start_us, end_us in sorted(part for parts in self.spans.values() for part in parts):
             if merged and merged[-1][1] == start_us:
@@ -48,7 +48,7 @@ def cut(ranges: Sequence[Range], spans_us: Collection[int]) -> Cut:
 
 
 def local_days(start_us: int, end_us: int, timezone: str) -> list[int]:
-    """The starts of a range's daily buckets, cut at midnight in a timezone, as daily budgets are."""
+    """Return the starts of a range's daily buckets. Days begin at midnight in a timezone, as for daily budgets."""
     starts = [start_us]
     while (midnight_us := window_at(Period.DAY, timezone, starts[-1]).end_us) < end_us:
         starts.append(midnight_us)
@@ -56,7 +56,7 @@ def local_days(start_us: int, end_us: int, timezone: str) -> list[int]:
 
 
 def _whole(start_us: int, end_us: int, span_us: int) -> tuple[Range, Range, Range]:
-    """The part before the first whole span, the whole spans, and the part after the last; each can be empty."""
+    """Return the parts before the first whole span, in whole spans, and after the last one; each can be empty."""
     first, last = -(-start_us // span_us) * span_us, end_us // span_us * span_us
     if first >= last:
         return (start_us, end_us), (end_us, end_us), (end_us, end_us)

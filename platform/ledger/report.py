@@ -20,13 +20,13 @@ MAX_ROWS = 50_000
 MAX_TOP = 1000
 
 _UNCACHED = {"compiled_cache": None}
-"""Keeps SQLAlchemy from caching compiled reports. Their ranges differ, so the cache would fill with tens of thousands
-of objects, and every full garbage collection would traverse them while all requests wait.
+"""Keeps SQLAlchemy from caching compiled reports, which differ in their ranges and would fill the cache with tens of
+thousands of objects. Every full garbage collection would traverse these objects while all requests wait.
 """
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Sums over `[start_us, end_us)`; fields that the report does not group by are None. `tenant` is the slug."""
+    """Sums over `[start_us, end_us)`. Fields that are not in `group_by` are None. `tenant` is the slug."""
 
     start_us: int
     end_us: int
@@ -48,7 +48,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class LargestRows:
-    """The requested `rows`, the number of all groups, and the `total` over all groups."""
+    """The requested `rows`, and the number and `total` of all groups."""
 
     rows: tuple[UsageRow, ...]
     num_groups: int
@@ -56,11 +56,11 @@ class LargestRows:
 
 
 def answer(database: Database, query: UsageQuery) -> tuple[UsageRow, ...]:
-    """The rows, oldest bucket first, then by group values.
+    """Return the rows, sorted by bucket, oldest first, then by group values.
 
-    Rollups and entries waiting to be rolled up answer whole spans; single events answer the ends of the range.
-    A single statement reads all of them, so a concurrent fold is seen entirely or not at all. An adjustment counts at
-    the time it was written, in its request's groups, and not as another request.
+    Whole spans are read from the rollups and the entries that are not yet rolled up, and the ends of the range from
+    individual events. A single statement reads all of them, so a concurrent fold is seen entirely or not at all. An
+    adjustment counts at the time it was written and in its request's groups, but not as another request.
 
     Raises InvalidRequest if the report returns or sums too many rows, or ReadTooLong if it takes too long.
     """
@@ -78,7 +78,7 @@ def answer(database: Database, query: UsageQuery) -> tuple[UsageRow, ...]:
 
 
 def largest(database: Database, query: UsageQuery, top: int) -> LargestRows:
-    """The groups that used the most tokens, largest first, and the total over all groups.
+    """Return the groups that used the most tokens, largest first, and the total over all groups.
 
     The query must not have a bucket. Raises InvalidRequest, with the field, or ReadTooLong.
     """
@@ -89,14 +89,14 @@ def largest(database: Database, query: UsageQuery, top: int) -> LargestRows:
     with database.read(LONGEST_READ_S) as connection:
         _check_summed(connection, query, ())
         rows = connection.execute(select_largest(query, top), execution_options=_UNCACHED).all()
-    # Each row ends with the number of groups and their sums.
+    # Each row ends with the number of all groups and their sums.
     num_groups, *sums = rows[0][-1 - len(AMOUNTS) :] if rows else [0] * (1 + len(AMOUNTS))
     total = UsageRow(start_us=query.start_us, end_us=query.end_us, **dict(zip(AMOUNTS, sums, strict=True)))
     return LargestRows(tuple(_rows([row[: -1 - len(AMOUNTS)] for row in rows], query, {})), num_groups, total)
 
 
 def _check_summed(connection: Connection, query: UsageQuery, days: Sequence[int]) -> None:
-    """Refuse a report over too many rows before reading them; counting them takes a fiftieth of the time."""
+    """Refuse a report over too many rows. Counting rows takes a fiftieth of the time of reading them."""
     limit = query.max_summed
     counted = select_num_summed(query, days, limit + 1)
     if connection.execute(counted, execution_options=_UNCACHED).scalar_one() > limit:

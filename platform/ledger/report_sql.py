@@ -32,7 +32,7 @@ from loramux.platform.ledger.ranges import BUCKET_US, Cut, Range, cut
 Condition = ColumnElement[bool] | ColumnElement[Any] | TextClause
 
 OPTIONAL = {"adapter", "version", "end_user"}
-"""Groups for which a request can lack a value, which is stored as ""."""
+"""Groups without a value for some requests, whose missing value is stored as ""."""
 
 _events, _adjustments, _batches = schema.usage_events, schema.usage_adjustments, schema.usage_batches
 _series, _rollups, _tenants = schema.usage_series, schema.usage_rollups, schema.tenants
@@ -63,19 +63,19 @@ def select_largest(query: UsageQuery, top: int) -> Select[Any]:
     grouped = _grouped(query, ()).subquery("every_group")
     keys = [grouped.c[name] for name in query.group_by]
     sums = [cast(func.sum(grouped.c[name]).over(), BigInteger).label(f"all_{name}") for name in AMOUNTS]
-    # Ties are ordered by key, so that the order is stable.
+    # Break ties by key, so that the order is stable.
     first = select(grouped, func.count().over().label("num_groups"), *sums).order_by(_tokens(grouped), *keys).limit(top)
     few = first.subquery("few")
     return _named(few, query).order_by(_tokens(few), *(few.c[name] for name in query.group_by))
 
 
 def _tokens(grouped: Subquery) -> ColumnElement[Any]:
-    """The sort key: most tokens first."""
+    """Return the sort key: most tokens first."""
     return (grouped.c.prompt_tokens + grouped.c.completion_tokens).desc()
 
 
 def _named(grouped: Subquery, query: UsageQuery) -> Select[Any]:
-    """Replace tenant ids by slugs, after grouping, so that millions of rows need not be joined."""
+    """Replace tenant ids with slugs. Doing this after grouping avoids a join over millions of rows."""
     if "tenant" not in query.group_by:
         return select(grouped)
     shown = [_tenants.c.slug.label("tenant") if column.name == "tenant" else column for column in grouped.c]
@@ -109,7 +109,7 @@ def _cut(query: UsageQuery, days: Sequence[int], spans_us: Collection[int]) -> C
 
 def _rollup_facts(query: UsageQuery, parts: Cut, grains: Mapping[int, Grain], days: Sequence[int]) -> list[Select[Any]]:
     table = _rollups.c
-    # Sum by series first, so that each series is looked up only once.
+    # Sum by series first, so that each series is joined only once.
     is_by_series = bool(set(query.group_by) - {"tenant"})
     arms = []
     for conditions in _rollup_arms(query, parts, grains, days):
@@ -139,7 +139,7 @@ def _rollup_facts(query: UsageQuery, parts: Cut, grains: Mapping[int, Grain], da
 
 
 def _series_of_adapters(query: UsageQuery) -> Select[tuple[int]]:
-    """The series of the query's adapters, in every grain that groups by adapter."""
+    """Select the series of the query's adapters, in every grain that groups by adapter."""
     assert query.adapter_ids is not None
     of_adapters = select(_series.c.id).where(_series.c.adapter_id.in_(query.adapter_ids))
     return of_adapters if query.tenant_id is None else of_adapters.where(_series.c.tenant_id == query.tenant_id)
@@ -148,15 +148,15 @@ def _series_of_adapters(query: UsageQuery) -> Select[tuple[int]]:
 def _rollup_arms(
     query: UsageQuery, parts: Cut, grains: Mapping[int, Grain], days: Sequence[int]
 ) -> Iterator[list[Condition]]:
-    """The conditions for reading rollups: one arm of the statement per range, so that SQLite uses an index."""
+    """Yield the conditions for reading rollups, one arm of the statement per range, so that SQLite uses an index."""
     table = _rollups.c
     for span_us, ranges in parts.spans.items():
-        # With one range per local day, one arm per range would be too many.
+        # Local days have one range each, which would be too many arms.
         for some in (ranges,) if days else ((one,) for one in ranges):
             conditions: list[Condition] = [table.grain == grains[span_us].number, table.span_us == span_us]
             conditions.append(_within(table.start_us, some))
             if query.tenant_id is not None:
-                # The many rows for all tenants would make SQLite overestimate the rows of one tenant.
+                # Because of the many rows for all tenants, SQLite would overestimate the rows of one tenant.
                 conditions.append(unlikely(table.tenant_id == query.tenant_id))
             if query.adapter_ids is not None:
                 conditions.append(table.series_id.in_(_series_of_adapters(query)))
@@ -164,7 +164,7 @@ def _rollup_arms(
 
 
 def _event_arms(query: UsageQuery, parts: Cut) -> Iterator[tuple[Table, Column[int], list[Condition]]]:
-    """Conditions for reading events and adjustments: all at the range's ends, elsewhere only entries not rolled up."""
+    """Yield conditions for all events and adjustments at the ends of the range, and elsewhere those not rolled up."""
     rolled_up = parts.rolled_up
     for table, time in ((_events, _events.c.finished_us), (_adjustments, _adjustments.c.created_us)):
         of_tenant: list[Condition] = []
@@ -172,7 +172,7 @@ def _event_arms(query: UsageQuery, parts: Cut) -> Iterator[tuple[Table, Column[i
             of_tenant.append(table.c.tenant_id == query.tenant_id)
         yield table, time, [*of_tenant, _within(time, parts.events, query.tenant_id)]
         if rolled_up:
-            # The index is searched for the times of waiting batches, which are few, and not for the whole range.
+            # Search the index for the few times of waiting batches, not for the whole range.
             waiting = select(_batches.c.at_us).where(_within(_batches.c.at_us, rolled_up))
             yield table, time, [*of_tenant, time.in_(waiting), table.c.batch_id.in_(select(_batches.c.id))]
 
@@ -198,11 +198,11 @@ def _event_facts(query: UsageQuery, parts: Cut, days: Sequence[int]) -> list[Sel
 def _within(
     column: Column[int], ranges: Sequence[Range], tenant_id: str | None = None
 ) -> ColumnElement[bool] | TextClause:
-    """The condition that a time is in one of the ranges and, with `tenant_id`, that the row belongs to the tenant."""
+    """Match times in one of the ranges and, with `tenant_id`, only rows of that tenant."""
     if not ranges:
         return false()
-    # A timezone offset by half an hour has two ranges per day. SQLAlchemy needs seconds for thousands of expressions,
-    # so the condition is text.
+    # In a timezone offset by half an hour, each day has two ranges. The condition is text because SQLAlchemy would need
+    # seconds for thousands of expressions.
     name, is_of_tenant = f"{column.table.name}.{column.name}", ""
     if tenant_id is not None:
         # Repeat the condition in every range, so that SQLite uses the combined index for each.
@@ -212,7 +212,7 @@ def _within(
 
 
 def _any_of(conditions: Sequence[str]) -> str:
-    """The disjunction of the conditions, as a balanced tree, since SQLite limits expression depth to a thousand."""
+    """Join the conditions with OR, as a balanced tree, because SQLite limits expression depth to a thousand."""
     if len(conditions) == 1:
         return conditions[0]
     middle = len(conditions) // 2
@@ -220,7 +220,7 @@ def _any_of(conditions: Sequence[str]) -> str:
 
 
 def _bucket(column: Column[int], bucket: str, days: Sequence[int]) -> ColumnElement[int]:
-    """The start of the bucket that contains a time: one of `days` if given, else a multiple of the bucket's length."""
+    """Return the start of a time's bucket: one of `days` if given, else a multiple of the bucket's length."""
     if not days:
         return column - column % BUCKET_US[bucket]
     name = f"{column.table.name}.{column.name}"
@@ -231,7 +231,7 @@ def _bucket(column: Column[int], bucket: str, days: Sequence[int]) -> ColumnElem
 
 
 def _last_before(name: str, days: Sequence[int]) -> str:
-    """A balanced tree of comparisons, so that each row needs only a logarithmic number of them."""
+    """Build a balanced tree of comparisons, so that each row needs only a logarithmic number of comparisons."""
     if len(days) == 1:
         return str(days[0])
     middle = len(days) // 2

@@ -27,10 +27,10 @@ from loramux.platform.ledger.grains import AMOUNTS, GRAINS, MINUTE_US, Grain
 from loramux.platform.ledger.series import TENANT, SeriesKey, SeriesNumbers
 
 EVERYBODY = ""
-"""The tenant id of series that sum all tenants."""
+"""The tenant id of series that sum over all tenants."""
 
 MAX_BATCHES = 64
-"""Maximum number of settling transactions per fold. During a fold, SQLite's only writer has to wait."""
+"""Maximum number of settling transactions per fold. A fold blocks all other writers on SQLite."""
 
 
 class _Fact(NamedTuple):
@@ -67,9 +67,9 @@ class UsageRollups:
     """Adds every settlement to the rollups exactly once.
 
     A settling transaction writes one row into `usage_batches` and touches no rollup, so gateways that serve the same
-    busy tenant never contend for its sums. A fold deletes such rows and adds their events and adjustments to the
-    rollups in one transaction of its own. Readers therefore always see each ledger entry either in the rollups or in a
-    waiting batch, even after a crash and regardless of the gateways' clocks.
+    busy tenant never contend for the tenant's sums. A fold is a separate transaction that deletes these rows and adds
+    their events and adjustments to the rollups. Readers therefore always see each ledger entry either in the rollups or
+    in a waiting batch, even after a crash and regardless of the gateways' clocks.
     """
 
     def __init__(self, database: Database) -> None:
@@ -77,11 +77,11 @@ class UsageRollups:
         self._numbers = SeriesNumbers()
 
     def fold(self, max_batches: int = MAX_BATCHES) -> int:
-        """Add waiting batches, oldest first; return how many. Several gateways can call this concurrently."""
+        """Add waiting batches, oldest first; returns their number. Several gateways can fold concurrently."""
         waiting = select(_batches.c.id, _batches.c.at_us).order_by(_batches.c.at_us, _batches.c.id).limit(max_batches)
         with self._database.read() as connection:
             if connection.execute(select(_batches.c.id).limit(1)).first() is None:
-                # An idle gateway takes no write lock.
+                # Do not take the write lock if there is nothing to fold.
                 return 0
         numbers: Mapping[SeriesKey, int] = {}
         with self._database.write() as connection:
@@ -95,14 +95,14 @@ class UsageRollups:
         return len(rows)
 
     def fold_all(self) -> int:
-        """Fold until no batch is waiting; return how many were folded."""
+        """Fold until no batch is waiting; returns the number of folded batches."""
         total = 0
         while folded := self.fold():
             total += folded
         return total
 
     def _add(self, connection: Connection, sums: Sums) -> Mapping[SeriesKey, int]:
-        """Add sums to the rows of every grain and span; return the numbers of their series."""
+        """Add sums to the rows of every grain and span; returns the numbers of their series."""
         by_grain = {grain: _by_spans(sums, grain) for grain in GRAINS}
         keys = {key for by_span in by_grain.values() for _, key in by_span[min(by_span)]}
         numbers = self._numbers.find(connection, keys)
@@ -119,7 +119,7 @@ class UsageRollups:
 
 
 def _read(connection: Connection, batch_ids: Sequence[int], times_us: Iterable[int]) -> Iterator[_Fact]:
-    """The entries of these batches."""
+    """Yield the entries in these batches."""
     for at_us, *values in connection.execute(_select_facts(batch_ids, times_us)):
         yield _Fact(at_us, tuple(values[: len(SERIES)]), tuple(values[len(SERIES) :]))
 
@@ -149,7 +149,7 @@ def _sums(facts: Iterable[_Fact]) -> Sums:
 
 
 def _by_spans(sums: Sums, grain: Grain) -> dict[int, Sums]:
-    """The sums to add to each span length of a grain."""
+    """Return the sums to add for each span length of a grain."""
     is_kept = [name in grain.keeps for name in SERIES]
     finest: Sums = {}
     for (at_us, key), amounts in sums.items():
@@ -179,7 +179,7 @@ def _upsert(connection: Connection, rows: Sequence[_RollupRow]) -> None:
     names = _RollupRow._fields
     added = upsert(connection, _rollups)
     if connection.dialect.name == "postgresql":
-        # With arrays, one statement with a reusable plan serves any number of rows.
+        # With arrays, any number of rows needs only one statement, whose plan is reused.
         arrays = [func.unnest(cast(bindparam(name), ARRAY(_rollups.c[name].type))) for name in names]
         added = added.from_select(list(names), select(*arrays))
     statement = added.on_conflict_do_update(

@@ -27,14 +27,15 @@ class SeriesNumbers:
         self._known: dict[SeriesKey, int] = {}
 
     def find(self, connection: Connection, keys: Collection[SeriesKey]) -> dict[SeriesKey, int]:
-        """The numbers of series, creating the series that do not exist yet."""
+        """Return the numbers of series, creating the series that do not exist yet."""
         known = self._known
         found = {key: known[key] for key in keys if key in known}
         # Rows are written in the same order everywhere, so that two folds never deadlock.
         missing = sorted(key for key in keys if key not in found)
         if missing:
             made = upsert(connection, _series)
-            # RETURNING covers an existing row only if it is updated; the update changes nothing.
+            # RETURNING includes an existing row only if the statement updates it, so make an update that changes no
+            # value.
             returning = made.on_conflict_do_update(
                 index_elements=list(SERIES), set_={"tenant_id": made.excluded.tenant_id}
             ).returning(_series.c.id, *(_series.c[name] for name in SERIES))
@@ -43,7 +44,7 @@ class SeriesNumbers:
         return found
 
     def remember(self, numbers: Mapping[SeriesKey, int]) -> None:
-        """Cache what `find` returned, once its transaction has committed."""
+        """Cache the result of `find`, once its transaction has committed."""
         if len(self._known) + len(numbers) > MAX_REMEMBERED:
             self._known.clear()
         if len(numbers) <= MAX_REMEMBERED:

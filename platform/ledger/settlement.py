@@ -22,11 +22,11 @@ class Settlement:
     first_token_us: int | None = None
     has_run: bool = True
     has_begun: bool = True
-    """Whether the request was submitted to the engine; if not, its cold load is not counted either."""
+    """False if the request was never submitted to the engine. Then its cold load is not counted either."""
 
     @property
     def tokens(self) -> int:
-        """Tokens charged."""
+        """The number of tokens charged."""
         return self.prompt_tokens + self.completion_tokens
 
     def cost_nanos(self, price: Price | None) -> int:
