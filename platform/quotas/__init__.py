@@ -1,1 +1,1 @@
-"""Quota policies, their counters, and the check of requests against them."""
+"""Quota policies, their counters, and the checks of requests against both."""

@@ -1,4 +1,4 @@
-"""The counters of one transaction: locked in a fixed order, kept in memory, and written once."""
+"""One transaction's counters, which are locked in a fixed order, changed in memory, and written once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _WRITE = BulkStatement.update(_counters, _CounterRow, _KEY, _AMOUNTS)
 
 @functools.cache
 def _locking(is_locking: bool) -> Select[*tuple[Any, ...]]:
-    """Select the counters whose keys are the rows of a JSON document; for PostgreSQL."""
+    """Select the counters whose keys are the rows of a JSON document (PostgreSQL only)."""
     keys = rows_of(_KEY)
     counters = select(*_KEY, *_AMOUNTS).join(keys, and_(*(column == keys.c[column.name] for column in _KEY)))
     return counters.order_by(*_KEY).with_for_update(of=_counters) if is_locking else counters
@@ -65,9 +65,9 @@ def _locking(is_locking: bool) -> Select[*tuple[Any, ...]]:
 class CounterRows:
     """Counters by key.
 
-    A transaction locks all counters that it will change before it changes any, in the order of their keys, so that two
-    transactions never deadlock and values read under the locks stay current until they are written. With `is_locking`
-    False, counters are only read.
+    A transaction locks all counters that it will change before it changes any of them, in the order of their keys. Two
+    transactions therefore never deadlock, and values read under the locks stay current until they are written. With
+    `is_locking` False, counters are only read.
     """
 
     def __init__(self, connection: Connection, is_locking: bool = True) -> None:
@@ -89,7 +89,7 @@ class CounterRows:
             self._take(self._connection.execute(rows).all())
 
     def read_at(self, keys: Collection[CounterKey], database: Database) -> Moment:
-        """Lock the counters, then read the time in a separate statement, which sees everything committed so far."""
+        """Lock the counters, then read the time in a separate statement, which sees all changes committed so far."""
         if self._connection.dialect.name != POSTGRESQL:
             self.read(keys)
             return database.moment(self._connection)
@@ -124,7 +124,7 @@ class CounterRows:
         ]
         if rows:
             dialect = postgresql if self._connection.dialect.name == POSTGRESQL else sqlite
-            # Other gateways may insert the same rows: all use the same order, so that they never deadlock.
+            # Other gateways may insert the same rows. All gateways use the same order, so that they never deadlock.
             self._connection.execute(dialect.insert(_counters).on_conflict_do_nothing(), rows)
 
     def change(self, key: CounterKey, counter: Counter) -> None:
@@ -132,7 +132,7 @@ class CounterRows:
         self._changed.add(key)
 
     def writes(self) -> Write:
-        """The writes for all changed counters."""
+        """Return the writes for all changed counters."""
         return _WRITE, [_CounterRow(*key, *self.counters[key]) for key in self._changed]
 
     def write(self) -> None:

@@ -1,4 +1,4 @@
-"""The counter of one policy for one subject, and the arithmetic of a rate's bucket, in exact integers."""
+"""The counter of one policy for one subject, and exact integer arithmetic for a rate's token bucket."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import NamedTuple
 from loramux.platform.quotas.metrics import MAX_RATE
 
 UNITS = 60_000_000
-"""Units per whole amount: the microseconds in a minute, so a bucket gains exactly `limit` units per microsecond."""
+"""Bucket units per request or token: the microseconds in a minute, so `limit` per minute is `limit` units per
+microsecond.
+"""
 
 
 class CounterKey(NamedTuple):
-    """Identifies the counter of a policy, for its subject or a tenant that inherits it, in one window."""
+    """Identifies a policy's counter in one window, for the policy's subject or a tenant that inherits the policy."""
 
     policy_id: str
     subject_id: str
@@ -29,21 +31,21 @@ class Counter(NamedTuple):
     used: int
     """Amount of a budget's window used by settled requests."""
     exceeded: int
-    """How often a soft or shadow policy admitted or extended a request beyond its limit."""
+    """Number of times that a soft or shadow policy admitted or extended a request beyond its limit."""
     refilled_us: int
 
     @classmethod
     def fresh(cls, burst: int, now_us: int) -> Counter:
-        """A full bucket with nothing counted."""
-        # Other kinds do not use the level. They repeat their limit as the burst, which can exceed any bucket's.
+        """Return a full bucket with nothing counted."""
+        # Other kinds do not use the level. Their burst repeats the limit, which can exceed the largest bucket.
         return cls(min(burst, MAX_RATE) * UNITS, 0, 0, 0, now_us)
 
     def refilled(self, limit: int, burst: int, now_us: int) -> Counter:
-        """The bucket at `now_us`.
+        """Return the bucket at `now_us`.
 
         If the clock was set back by up to a minute, the bucket does not refill until the clock has caught up. After a
-        longer step, the bucket refills from `now_us` and loses its gains for the time that is now counted again, so
-        that a step never grants anything.
+        longer step, the bucket refills from `now_us` and loses what it gained in the time that now repeats. A step
+        therefore never adds tokens.
         """
         elapsed_us = now_us - self.refilled_us
         level = self.level + limit * elapsed_us
@@ -55,7 +57,7 @@ class Counter(NamedTuple):
         return Counter(level, self.reserved, self.used, self.exceeded, now_us)
 
     def changed(self, level: int = 0, reserved: int = 0, used: int = 0, exceeded: int = 0) -> Counter:
-        """The counter with these amounts added."""
+        """Return the counter with these amounts added."""
         return Counter(
             self.level + level, self.reserved + reserved, self.used + used, self.exceeded + exceeded, self.refilled_us
         )
@@ -65,7 +67,7 @@ class Counter(NamedTuple):
         return self.level - self.reserved * UNITS
 
     def wait_us(self, cost: int, limit: int, now_us: int) -> int:
-        """Time until the bucket has `cost` free if nothing more is used; 0 if it is free now. `limit` is positive."""
+        """Return the time until the bucket has `cost` free if nothing more is used, or 0. `limit` must be positive."""
         missing = cost * UNITS - self.free_units
         # A bucket that is ahead of the clock does not refill until the clock has caught up.
         return -(-missing // limit) + self.refilled_us - now_us if missing > 0 else 0

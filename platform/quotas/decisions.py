@@ -1,4 +1,4 @@
-"""Admission decisions without a database: which policy refuses, what a request holds, and the response headers."""
+"""Admission decisions without a database: the refusing policy, a request's reserved amounts, and the headers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXCEEDED_HEADER = "x-loramux-quota-exceeded"
 
 @dataclass(frozen=True, slots=True)
 class RateLimit:
-    """The remainder of one rate. `kind` is `requests` or `tokens`, as in the response headers."""
+    """A rate and its remaining amount. `kind` is `requests` or `tokens`, as in the response headers."""
 
     kind: str
     limit: int
@@ -30,7 +30,7 @@ class RateLimit:
 
 
 class QuotaExceeded(RateLimited):
-    """A policy does not admit the request now, because a budget is spent or a limit is reached."""
+    """The request is refused for now, because a budget is spent or a limit is reached."""
 
     def __init__(self, binding: Binding, wait_us: int, limits: tuple[RateLimit, ...] = ()) -> None:
         policy = binding.policy
@@ -39,7 +39,7 @@ class QuotaExceeded(RateLimited):
         super().__init__(
             f"the {policy.scope}'s limit{amount} for {policy.metric} is reached",
             param=policy.metric,
-            # With a limit of zero, waiting does not help.
+            # Waiting does not help if the limit is zero.
             code=None if is_rate and policy.limit else "insufficient_quota",
             retry_after_s=wait_us / 1_000_000,
             headers={**rate_limit_headers(limits), **_policy_header(binding)},
@@ -49,7 +49,7 @@ class QuotaExceeded(RateLimited):
 
 
 class RequestTooLarge(InvalidRequest):
-    """The request costs more than a policy ever admits in one request; waiting does not help."""
+    """The request costs more than a policy ever admits in one request, so waiting does not help."""
 
     code = "request_too_large"
 
@@ -69,7 +69,7 @@ class RequestTooLarge(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """The amount that a reservation holds on one counter. `Binding.of` derives the subject from its tenant."""
+    """A reservation's amount on one counter. `Binding.of` derives the subject from the reservation's tenant."""
 
     policy_id: str
     window_start_us: int
@@ -88,7 +88,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One policy's verdict on a request."""
+    """The verdict of one policy on a request."""
 
     binding: Binding
     counter: Counter
@@ -102,7 +102,7 @@ class Verdict:
 def verdicts(
     bindings: Sequence[Binding], counters: Mapping[CounterKey, Counter], demand: Demand, now_us: int
 ) -> list[Verdict]:
-    """The verdict of each policy, regardless of its mode."""
+    """Return the verdict of each policy, regardless of the policy's mode."""
     found = []
     for binding in bindings:
         cost = demand.of(binding.metric)
@@ -113,7 +113,7 @@ def verdicts(
 
 
 def refusal(judged: Sequence[Verdict], now_us: int) -> QuotaExceeded | RequestTooLarge | None:
-    """The refusal of a request, for a cost that is never admitted or else for the longest wait; None if admitted."""
+    """Return the error for a cost that is never admitted, else for the longest wait, or None if admitted."""
     against = [verdict for verdict in judged if verdict.wait_us and verdict.binding.is_hard]
     for verdict in against:
         if verdict.never_admits:
@@ -154,7 +154,7 @@ def extend(
     demand: Demand,
     now_us: int,
 ) -> tuple[dict[CounterKey, Counter], tuple[Charge, ...]] | None:
-    """Extend a running request by `demand`; return the changed counters and the charges, or None if refused.
+    """Extend a running request by `demand`. Returns the changed counters and the charges, or None if refused.
 
     `held` pairs each charge with its binding, which is None if the limit has since been removed.
     """
@@ -162,7 +162,7 @@ def extend(
     charges = []
     for charge, binding in held:
         counter = None if binding is None else counters.get(binding.key)
-        # A removed limit, or a limit that does not depend on tokens, always allows more tokens.
+        # Removed limits, and limits that do not depend on tokens, always allow more tokens.
         if binding is None or counter is None or not binding.is_extended:
             charges.append(charge)
             continue
@@ -182,7 +182,7 @@ def extend(
 
 
 def _policy_header(binding: Binding) -> dict[str, str]:
-    """The header that names the refusing policy; empty if another tenant owns the policy."""
+    """Return the header that names the refusing policy, or no header if another tenant owns the policy."""
     return {} if binding.is_anothers else {POLICY_HEADER: binding.policy.id}
 
 
@@ -196,13 +196,13 @@ def rate_limit_headers(limits: Sequence[RateLimit]) -> dict[str, str]:
 
 
 def exceeded_headers(exceeded: Sequence[QuotaPolicy]) -> dict[str, str]:
-    """The header for exceeded soft limits. Shadow policies are not revealed to callers."""
+    """Return the header for exceeded soft limits. Callers never learn of shadow policies."""
     metrics = sorted({policy.metric for policy in exceeded if policy.mode == SOFT})
     return {EXCEEDED_HEADER: ", ".join(metrics)} if metrics else {}
 
 
 def _limits(standing: Sequence[tuple[Binding, Counter]], now_us: int) -> tuple[RateLimit, ...]:
-    """The remaining requests and tokens per minute; of several limits, the one with the least remaining."""
+    """Return the rates of requests and tokens per minute; of several limits, the one with the least remaining."""
     tightest: dict[str, RateLimit] = {}
     for binding, counter in standing:
         kind = _HEADER_KINDS.get(binding.policy.metric)

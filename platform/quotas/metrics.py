@@ -9,14 +9,14 @@ from enum import StrEnum
 from loramux.platform.periods import Period
 
 MAX_RATE = 100_000_000_000
-"""Highest limit or burst of a rate. In bucket units, it still fits in a 64-bit column."""
+"""Highest limit or burst of a rate, which still fits in a 64-bit column when converted to bucket units."""
 
 MAX_AMOUNT = 10**18
-"""Highest limit of any other metric: a billion dollars in nanos. The sum of two still fits in a 64-bit column."""
+"""Highest limit of any other metric: a billion dollars in nanos. Twice this limit still fits in a 64-bit column."""
 
 
 class Kind(StrEnum):
-    """How a metric is counted."""
+    """The way a metric is counted."""
 
     RATE = "rate"
     """A bucket that refills."""
@@ -25,7 +25,7 @@ class Kind(StrEnum):
     BUDGET = "budget"
     """The amount used in a day or a month of the tenant's timezone."""
     STOCK = "stock"
-    """The amount stored, counted from its tables whenever more is added."""
+    """The amount stored, which is counted in the database whenever a tenant adds to it."""
 
 
 class Unit(StrEnum):
@@ -38,7 +38,7 @@ class Unit(StrEnum):
     ADAPTERS = "adapters"
     BYTES = "bytes"
     LOADS = "loads"
-    """Loads of adapters that the engine does not hold."""
+    """Loads of adapters that are not in the engine's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Metric:
 
     @property
     def scopes(self) -> tuple[str, ...]:
-        """The scopes whose policies can limit the metric. Stock belongs to a tenant, not to the key that added it."""
+        """The scopes whose policies can limit the metric. A stock can be limited per tenant but not per key."""
         return ("platform", "tenant") if self.kind is Kind.STOCK else ("platform", "tenant", "key", "adapter")
 
 

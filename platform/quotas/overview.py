@@ -1,4 +1,4 @@
-"""The limits of a tenant, key or adapter, their usage, and whether a request would be admitted."""
+"""The limits of a tenant, key or adapter and their usage, and admission checks for hypothetical requests."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ class EffectiveLimit:
 
     policy: QuotaPolicy
     is_inherited: bool
-    """Whether the policy is the platform's."""
+    """True if the policy is the platform's."""
     used: int
-    """The amount used in a budget's window, not yet refilled in a bucket, or stored."""
+    """The amount used in a budget's window, missing from a bucket, or stored."""
     reserved: int
     """The amount reserved by running requests or, for a stock, by open uploads."""
     remaining: int
     num_exceeded: int
-    """How often a soft or shadow policy admitted a request beyond its limit, in this window or, without one, ever."""
+    """Number of requests that a soft or shadow policy admitted beyond its limit, in this window or in total."""
     window: Window | None
     """The window of a budget, else None."""
     reset_us: int | None
-    """When the whole limit is free again if nothing more is used; None if waiting does not free it."""
+    """Time at which the whole limit is free again if nothing more is used, or None if waiting does not free it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admissibility:
-    """Whether a request would be admitted now, and each policy's verdict on it."""
+    """The result of an admission check: the refusal, if any, and each policy's verdict on the request."""
 
     refusal: QuotaExceeded | RequestTooLarge | None
     verdicts: tuple[Verdict, ...]
@@ -66,7 +66,7 @@ class QuotaOverview:
         self._prices = PriceReader(database)
 
     def effective(self, caller: QuotaCaller) -> tuple[EffectiveLimit, ...]:
-        """The caller's limits, by metric; the tenant's come before the key's and the adapter's."""
+        """List the caller's limits by metric, the tenant's before the key's and the adapter's."""
         with self._database.read() as connection:
             cache, counters, bindings, now_us = self._read(connection, caller, None)
             standing = [(binding, binding.current(counters.get(binding.key), now_us)) for binding in bindings]
@@ -85,7 +85,7 @@ class QuotaOverview:
         completion_tokens: int,
         trial: QuotaPolicy | None = None,
     ) -> Admissibility:
-        """Whether the caller's request would be admitted now; with `trial`, as if that policy were set.
+        """Check if the caller's request would be admitted now, or would be if the policy `trial` were set.
 
         A trial, from `QuotaPolicies.propose`, continues from the counter of the policy that it would change; a new
         policy starts from zero.

@@ -1,16 +1,17 @@
-"""Quota policies: limits on the usage of tenants, keys and adapters, one policy per subject and metric.
+"""Quota policies, which limit the usage of tenants, keys and adapters. Each subject has one policy per metric.
 
 A policy limits one metric of one subject: the platform, a tenant, a key or an adapter. A tenant without a hard or soft
-policy of its own inherits the platform's, with its own counter. Every policy that applies to a request must admit it.
+policy of its own inherits the platform's policy, but has its own counter. Every policy that applies to a request must
+admit it.
 
-- A budget counts reservations made after it is set, in daily or monthly windows of its tenant's timezone. A changed
-  timezone starts new windows immediately. A reservation stays in the window in which it was made.
-- `soft` and `shadow` policies never refuse requests. For a rate or a concurrency limit, they count only the requests
-  that they would have admitted, so that `exceeded` is the number that a hard policy would refuse. For a budget, they
+- A budget counts reservations made after the budget is set, in daily or monthly windows of its tenant's timezone. A
+  change to the timezone starts new windows immediately. A reservation stays in the window in which it was made.
+- `soft` and `shadow` policies never refuse requests. For a rate or concurrency limit, they count only the usage of
+  requests within the limit, so `exceeded` is the number of requests that a hard policy would refuse. For a budget, they
   count all usage. The header `x-loramux-quota-exceeded` tells callers about exceeded soft limits, never about shadow
   policies. A refusal names its policy in `x-loramux-quota-policy`.
-- Contradictions are refused: a daily budget above the monthly one if both are hard, a burst for any metric but a rate,
-  and a burst with a limit of 0. A key's limit can exceed its tenant's: the tighter one applies.
+- Contradictions are refused: a daily budget above the monthly one if both are hard, a burst for a metric that is not a
+  rate, and a burst with a limit of 0. A key's limit can exceed its tenant's limit; the lower one applies.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from loramux.platform.quotas.counters import Counter
 from loramux.platform.quotas.metrics import BUDGET_PAIRS, METRICS, Kind
 
 PLATFORM = "platform"
-"""The subject of policies that are inherited by tenants without their own."""
+"""The subject of policies that tenants without their own policy inherit."""
 
 ADAPTER = "adapter"
 """The scope of policies that limit each tenant's calls to an adapter, both the owner's and every grantee's."""
@@ -76,7 +77,7 @@ class _Subject:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A subject and its policies by metric, locked until the transaction ends."""
+    """A subject and its policies by metric. Both are locked until the transaction ends."""
 
     subject: _Subject
     policies: Mapping[str, QuotaPolicy]
@@ -85,8 +86,8 @@ class _Held:
 class QuotaPolicies:
     """The policies in the database. A metric without a policy is unlimited.
 
-    A tenant's own policy replaces the platform's for that metric; a shadow policy only counts and leaves the platform's
-    policy in force. Policies of keys and adapters apply in addition to the tenant's.
+    A tenant's own policy replaces the platform's for that metric, except that a shadow policy only counts and leaves
+    the platform's policy in force. Policies of keys and adapters apply in addition to the tenant's.
     """
 
     def __init__(self, database: Database) -> None:
@@ -98,7 +99,7 @@ class QuotaPolicies:
         """Create or change the policy of a tenant, key or adapter, or of PLATFORM, for `metric`.
 
         `burst` defaults to the limit, and `mode` to the current mode, or `hard` for a new policy. Raises InvalidRequest
-        with the field, or NotFound for an unknown subject.
+        with the field's name, or NotFound for an unknown subject.
         """
         check_policy(metric, limit, burst, mode)
         try:
@@ -113,7 +114,7 @@ class QuotaPolicies:
     def propose(
         self, subject_id: str, metric: str, limit: int, burst: int | None = None, mode: str | None = None
     ) -> QuotaPolicy:
-        """The policy that `set` would write, raising the same errors, without changing anything."""
+        """Return the policy that `set` would write, without writing it. Raises the same errors."""
         check_policy(metric, limit, burst, mode)
         with self._database.read() as connection:
             held = self._hold(connection, subject_id, is_locking=False)
@@ -127,9 +128,9 @@ class QuotaPolicies:
         mode: str | None = None,
         check: Callable[[QuotaPolicy], None] = lambda policy: None,
     ) -> QuotaPolicy:
-        """Change fields of a policy after `check`, which can raise, has approved the policy's current state.
+        """Change fields of a policy. `check` receives the current policy and can raise to prevent the change.
 
-        A burst equal to the limit changes with the limit. Raises InvalidRequest or NotFound.
+        A burst that equals the limit changes with the limit. Raises InvalidRequest or NotFound.
         """
         unknown = NotFound("there is no such quota", code="quota_not_found")
         with self._database.write() as connection:
@@ -158,9 +159,9 @@ class QuotaPolicies:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[QuotaPolicy]:
-        """Policies of one tenant, its keys and its adapters; every policy if `tenant_id` is None.
+        """List the policies of a tenant, its keys and its adapters, or all policies if `tenant_id` is None.
 
-        `only` restricts them to the policies of these subjects.
+        `only` restricts the list to policies of these subjects.
         """
         query = select(_policies)
         if tenant_id is not None:
@@ -177,7 +178,7 @@ class QuotaPolicies:
         return policy_of(row) if row is not None else None
 
     def delete(self, policy_id: str) -> bool:
-        """Delete a policy and the amounts that running requests reserved under it. False if there is no such policy."""
+        """Delete a policy and the amounts that running requests have reserved under it; False if there is none."""
         with self._database.write() as connection:
             locked = select(_policies).where(_policies.c.id == policy_id).with_for_update()
             row = connection.execute(locked).one_or_none()
@@ -190,7 +191,7 @@ class QuotaPolicies:
         return True
 
     def _hold(self, connection: Connection, subject_id: str, is_locking: bool = True) -> _Held:
-        """A subject and its policies, locked in order of their ids, as reservations lock them. Raises NotFound."""
+        """Lock a subject and its policies, in the order of their ids, as reservations do. Raises NotFound."""
         subject = _find_subject(connection, subject_id, is_locking)
         query = select(_policies).where(_policies.c.subject_id == subject.id).order_by(_policies.c.id)
         rows = connection.execute(query.with_for_update() if is_locking else query)
@@ -199,7 +200,7 @@ class QuotaPolicies:
     def _wanted(
         self, connection: Connection, held: _Held, metric: str, limit: int, burst: int | None, mode: str | None
     ) -> QuotaPolicy:
-        """The policy to write; raises InvalidRequest."""
+        """Return the policy to write; raises InvalidRequest."""
         subject = held.subject
         if subject.scope not in METRICS[metric].scopes:
             raise InvalidRequest(f"{metric} can be limited only for a tenant or the platform", param="metric")
@@ -222,7 +223,7 @@ class QuotaPolicies:
 
 
 def _shown(policy: QuotaPolicy) -> dict[str, object]:
-    """The fields recorded in the audit log."""
+    """Return the fields for the audit log."""
     return {
         "scope": policy.scope,
         "subject_id": policy.subject_id,
@@ -285,13 +286,14 @@ def check_agreement(policies: Mapping[str, QuotaPolicy]) -> None:
 
 
 def _find_subject(connection: Connection, subject_id: str, is_locking: bool) -> _Subject:
-    """The subject with this id, locked so that concurrent calls take turns. Raises NotFound."""
+    """Lock and return the subject with this id, so that concurrent calls take turns. Raises NotFound."""
     if subject_id == PLATFORM:
         return _Subject(PLATFORM, PLATFORM, None)
     scope, table = _SUBJECTS.get(subject_id[:3], (None, None))
     row = None
     if table is not None:
-        # FOR UPDATE would be too strong: a reservation's foreign key locks the tenant while it holds the policies.
+        # FOR UPDATE would be too strong, because a reservation's foreign key locks the tenant while the policies are
+        # locked.
         query = select(table).where(table.c.id == subject_id)
         row = connection.execute(query.with_for_update(key_share=True) if is_locking else query).one_or_none()
     if scope is None or row is None:
@@ -315,7 +317,7 @@ def _write(connection: Connection, old: QuotaPolicy | None, new: QuotaPolicy) ->
 def _insert(connection: Connection, policy: QuotaPolicy) -> None:
     connection.execute(insert(_policies).values(**_columns(policy), id=policy.id, created_us=policy.created_us))
     if policy.scope == PLATFORM or METRICS[policy.metric].kind not in (Kind.RATE, Kind.CONCURRENCY):
-        # Counters per tenant, per window or per grantee are created by the first request.
+        # The first request creates any counters per tenant, window or grantee.
         return
     connection.execute(
         insert(_counters).values(
@@ -329,12 +331,12 @@ def _insert(connection: Connection, policy: QuotaPolicy) -> None:
 
 def _change(connection: Connection, old: QuotaPolicy, new: QuotaPolicy) -> None:
     if METRICS[new.metric].kind is Kind.RATE and new.scope != PLATFORM:
-        # Until now, the bucket refilled at the old rate.
+        # Refill the bucket up to now at the old rate.
         mine = (_counters.c.policy_id == old.id) & (_counters.c.window_start_us == 0)
         query = select(_counters).where(mine).order_by(_counters.c.subject_id).with_for_update()
         for row in connection.execute(query).all():
             counter = Counter(row.level, row.reserved, row.used, row.exceeded, row.refilled_us)
-            # A limit of 0 here only cuts the level to the new burst.
+            # With a limit of 0, the second call only cuts the level to the new burst.
             earned = counter.refilled(old.limit, old.burst, new.updated_us).refilled(0, new.burst, new.updated_us)
             changed = update(_counters).where(mine, _counters.c.subject_id == row.subject_id)
             connection.execute(changed.values(level=earned.level, refilled_us=earned.refilled_us))

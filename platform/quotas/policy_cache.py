@@ -18,14 +18,14 @@ from loramux.platform.quotas.policies import PLATFORM, SHADOW, QuotaPolicy, poli
 from loramux.platform.quotas.rules import Binding
 
 MAX_ENTRIES = 200_000
-"""Maximum number of subjects and of their combinations in a cache. An empty cache replaces a full one."""
+"""Maximum number of subjects, and of combinations of subjects, in a cache. An empty cache replaces a full one."""
 
 _policies, _tenants = schema.quota_policies, schema.tenants
 
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """A caller's bindings in `[start_us, end_us)`, a range in which no day or month of the caller ends."""
+    """A caller's bindings, valid in `[start_us, end_us)`, in which no day or month ends in the caller's timezone."""
 
     bindings: Sequence[Binding]
     start_us: int
@@ -35,13 +35,13 @@ class _Rules:
 class PolicyCache:
     """Policies and timezones, valid while the database's epoch is `epoch`.
 
-    Every lookup is cached, including one that finds nothing. Any change of a policy or a timezone starts a new epoch.
+    Every lookup is cached, even if it finds nothing. Any change to a policy or timezone starts a new epoch.
     """
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.has_costs = False
-        """Whether any of the cached policies is a budget in money."""
+        """True if any of the cached policies is a budget in money."""
         self._has_windows = False
         self._reading = threading.Lock()
         self._policies: dict[str, QuotaPolicy | None] = {}
@@ -61,11 +61,11 @@ class PolicyCache:
         tenant_ids: Collection[str],
         policy_ids: Collection[str] = (),
     ) -> None:
-        """Load missing policies: those of the platform and of `subject_ids`, and those with ids in `policy_ids`.
+        """Load missing policies of the platform and of `subject_ids`, and the policies in `policy_ids`.
 
-        `tenant_ids` are the tenants whose timezones may be needed.
+        Also loads the timezones of `tenant_ids`, if a policy may need them.
         """
-        # One thread reads at a time: another must find either everything that this thread is reading, or nothing.
+        # One thread reads at a time, so that other threads find either all of a subject's policies or none.
         with self._reading:
             subjects = [one for one in (PLATFORM, *subject_ids) if one not in self._by_subject]
             named = [one for one in policy_ids if one not in self._policies]
@@ -75,7 +75,7 @@ class PolicyCache:
                 found = [policy_of(row) for row in connection.execute(select(_policies).where(wanted))]
                 self._has_windows |= any(METRICS[policy.metric].period is not None for policy in found)
                 self.has_costs |= any(METRICS[policy.metric].unit is Unit.NANOS for policy in found)
-                # Timezones come first, so that no policy is cached if reading them fails.
+                # Read timezones first, so that no policy is cached if this read fails.
                 owners = {policy.tenant_id for policy in found if policy.tenant_id is not None}
                 self._read_timezones(connection, owners)
                 for subject in subjects:
@@ -93,7 +93,7 @@ class PolicyCache:
         self.has_costs |= METRICS[policy.metric].unit is Unit.NANOS
 
     def bindings(self, tenant_id: str, key_id: str | None, adapter_id: str | None, now_us: int) -> Sequence[Binding]:
-        """The policies that apply to a request with a tenant's key for an adapter."""
+        """Return the policies that apply to a request for an adapter with a tenant's key."""
         caller = (tenant_id, key_id, adapter_id)
         rules = self._rules.get(caller)
         if rules is None or not rules.start_us <= now_us < rules.end_us:
@@ -110,7 +110,7 @@ class PolicyCache:
         return rules.bindings
 
     def stock_bindings(self, tenant_id: str) -> list[Binding]:
-        """The policies that limit a tenant's stock."""
+        """Return the policies that limit a tenant's stock."""
         return [
             Binding.of(policy, tenant_id)
             for policy in self._of_tenant(tenant_id)
@@ -118,7 +118,7 @@ class PolicyCache:
         ]
 
     def held(self, charges: Iterable[Charge], tenant_id: str) -> list[Binding | None]:
-        """The binding of each charge of a reservation; None if the limit has since been removed."""
+        """Return the binding of each of a reservation's charges, or None if the limit has since been removed."""
         return [self._holding(charge, tenant_id) for charge in charges]
 
     def _holding(self, charge: Charge, tenant_id: str) -> Binding | None:
@@ -131,7 +131,7 @@ class PolicyCache:
 
     def _of_tenant(self, tenant_id: str) -> list[QuotaPolicy]:
         own = self._by_subject.get(tenant_id, [])
-        # A shadow policy leaves the platform's in force.
+        # A shadow policy leaves the platform's policy in force.
         replaced = {policy.metric for policy in own if policy.mode != SHADOW}
         inherited = [policy for policy in self._by_subject.get(PLATFORM, ()) if policy.metric not in replaced]
         return [*own, *inherited]
@@ -151,10 +151,11 @@ class PolicyCache:
 
 
 class PolicyReader:
-    """The cache of one process. Thread-safe, since an outdated cache is replaced as a whole.
+    """The cache of one process. Thread-safe, because an outdated cache is replaced as a whole.
 
-    A transaction first locks the counters and then reads the moment, from which `cache_at` determines whether the cache
-    is still valid. A later change either waits for the locked counters or does not concern this transaction.
+    A transaction first locks its counters and then reads the moment. From the moment, `cache_at` determines whether the
+    cache is still valid. A later policy change either waits for the locked counters or does not affect this
+    transaction.
     """
 
     def __init__(self, database: Database) -> None:
@@ -164,14 +165,14 @@ class PolicyReader:
         """The time at the most recent read."""
 
     def cache(self, connection: Connection) -> PolicyCache:
-        """The most recent cache, which may be outdated."""
+        """Return the most recent cache, which may be outdated."""
         if self._cache is None or self._cache.num_entries > MAX_ENTRIES:
             moment = self._database.moment(connection)
             self._cache, self.latest_us = PolicyCache(moment.epoch), moment.now_us
         return self._cache
 
     def cache_at(self, moment: Moment, known: PolicyCache) -> PolicyCache:
-        """The `known` cache, or an empty cache in its place if its epoch has passed."""
+        """Return `known`, or replace it with an empty cache if its epoch has passed."""
         self.latest_us = moment.now_us
         if known.epoch != moment.epoch:
             known = self._cache = PolicyCache(moment.epoch)
@@ -179,8 +180,8 @@ class PolicyReader:
 
 
 def among(dialect: str, wanted: Column[Any], values: Sequence[str]) -> ColumnElement[bool]:
-    """The condition that a column has one of the values."""
+    """Match rows in which the column has one of the values."""
     if dialect == "postgresql":
-        # An array is a single parameter whatever its length, so the server plans the statement only once.
+        # An array of any length is a single parameter, so the server plans the statement only once.
         return wanted == any_(bindparam(None, list(values), type_=ARRAY(String)))
     return wanted.in_(values)

@@ -1,4 +1,4 @@
-"""How each kind of metric is checked, reserved and charged: arithmetic on counters, without a database."""
+"""Checks, reserves and charges each kind of metric, as arithmetic on counters without a database."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from loramux.platform.quotas.metrics import METRICS, Kind, Metric, Unit
 from loramux.platform.quotas.policies import ADAPTER, HARD, QuotaPolicy
 
 RETRY_US = 1_000_000
-"""Suggested wait when running requests may soon release the missing amount, in microseconds."""
+"""Suggested wait if running requests may soon release enough, in microseconds."""
 
 NEVER_US = 3_600_000_000
-"""Suggested wait when only an operator's change can help, in microseconds."""
+"""Suggested wait if only a change by an operator can help, in microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The maximum that a request can use."""
+    """The most that a request can use."""
 
     tokens: int
     cost_nanos: int = 0
     loads: int = 0
 
     def of(self, metric: Metric) -> int:
-        """The amount that the request would hold on a counter."""
+        """Return the amount that the request would reserve on a counter."""
         if metric.unit is Unit.LOADS:
             return self.loads
         if metric.unit is Unit.TOKENS:
@@ -45,11 +45,11 @@ class Spent:
     has_begun: bool = True
 
     def keeps(self, metric: Metric) -> bool:
-        """Whether the amount taken from a rate at admission stays used; a load does if the engine got the request."""
+        """True if the amount taken from a rate at admission stays used; for a load, if the engine got the request."""
         return self.has_begun if metric.unit is Unit.LOADS else self.has_run
 
     def of(self, metric: Metric) -> int:
-        """The amount to charge to a token bucket or a budget."""
+        """Return the amount to charge to a rate or budget."""
         return self.cost_nanos if metric.unit is Unit.NANOS else self.tokens
 
 
@@ -73,7 +73,7 @@ class Binding:
 
     @property
     def is_anothers(self) -> bool:
-        """Whether the policy limits calls to an adapter that another tenant has granted to the caller."""
+        """True if the policy limits calls to an adapter that another tenant has granted to the caller."""
         return self.policy.scope == ADAPTER and self.key.subject_id != self.policy.subject_id
 
     @property
@@ -81,7 +81,7 @@ class Binding:
         return self.policy.mode == HARD
 
     def current(self, counter: Counter | None, now_us: int) -> Counter:
-        """The counter at `now_us`; a fresh one if nothing has been counted yet."""
+        """Return the counter at `now_us`, or a fresh one if nothing has been counted yet."""
         if counter is None:
             return Counter.fresh(self.policy.burst, now_us)
         if self.metric.kind is Kind.RATE:
@@ -89,13 +89,13 @@ class Binding:
         return counter
 
     def never_admits(self, cost: int) -> bool:
-        """Whether waiting cannot help because even an unused counter is too small. False for a limit of 0."""
+        """True if waiting cannot help because even an unused counter is too small. False for a limit of 0."""
         if self.policy.limit == 0 or self.metric.kind is Kind.CONCURRENCY:
             return False
         return cost > (self.policy.burst if self.metric.kind is Kind.RATE else self.policy.limit)
 
     def wait_us(self, counter: Counter, cost: int, now_us: int) -> int:
-        """How long until the policy may admit `cost`; 0 if it admits the cost now."""
+        """Return the time until the policy may admit `cost`, or 0 if it admits `cost` now."""
         limit = self.policy.limit
         if self.metric.kind is Kind.RATE:
             if counter.free_units >= cost * UNITS:
@@ -104,30 +104,30 @@ class Binding:
         if counter.used + counter.reserved + cost <= limit:
             return 0
         if counter.used + cost <= limit:
-            # Running requests hold the rest and may release some of it.
+            # Running requests have reserved the rest and may release some of it.
             return RETRY_US
         if self.metric.kind is Kind.BUDGET and limit:
             return max(RETRY_US, self.window.end_us - now_us)
         return NEVER_US
 
     def remaining(self, counter: Counter) -> int:
-        """The amount free now, in whole requests, tokens or nanos."""
+        """Return the amount free now, in whole requests, tokens or nanos."""
         if self.metric.kind is Kind.RATE:
             return max(0, counter.free_units // UNITS)
         return max(0, self.policy.limit - counter.used - counter.reserved)
 
     def reset_us(self, counter: Counter, now_us: int) -> int:
-        """Time until the whole limit is free again if nothing more is used."""
+        """Return the time until the whole limit is free again if nothing more is used."""
         if self.metric.kind is Kind.RATE:
             return counter.wait_us(self.policy.burst, self.policy.limit, now_us) if self.policy.limit else 0
         return max(0, self.window.end_us - now_us) if self.metric.kind is Kind.BUDGET else 0
 
     def is_charged(self, cost: int, is_exceeded: bool) -> bool:
-        """Whether an admitted request is charged to the counter.
+        """Return True if an admitted request is charged to the counter.
 
-        A budget counts all usage, in any mode. A rate or concurrency limit that only reports does not charge a request
-        beyond the limit, as if it had been refused. It therefore reports exactly the requests that a hard limit would
-        refuse.
+        A budget counts all usage, in any mode. A soft or shadow limit on a rate or on concurrency does not charge a
+        request beyond the limit, as if the request had been refused. The limit therefore reports exactly the requests
+        that a hard limit would refuse.
         """
         return self.metric.kind is Kind.BUDGET or (cost > 0 and not is_exceeded)
 
@@ -139,11 +139,11 @@ class Binding:
 
     @property
     def is_extended(self) -> bool:
-        """Whether an extension by more tokens uses more of this metric."""
+        """True if an extension by more tokens uses more of this metric."""
         return self.metric.unit in (Unit.TOKENS, Unit.NANOS)
 
     def is_settled_by(self, spent: Spent) -> bool:
-        """Whether a settlement changes the counter. Requests and loads taken at admission stay used if they ran."""
+        """True if a settlement changes the counter. Requests and loads taken at admission stay used if they ran."""
         return self.metric.kind is not Kind.RATE or self.metric.unit is Unit.TOKENS or not spent.keeps(self.metric)
 
     def give_back(self, counter: Counter, held: int, spent: Spent) -> Counter:
@@ -157,7 +157,7 @@ class Binding:
         return counter if spent.keeps(self.metric) else self._filled(counter, held)
 
     def is_overdrawn(self, counter: Counter) -> bool:
-        """Whether the used and reserved amounts exceed what the policy ever admits."""
+        """True if a budget's used and reserved amounts exceed its limit, or if a bucket is below zero."""
         if self.metric.kind is Kind.RATE:
             return counter.free_units < 0
         return self.metric.kind is Kind.BUDGET and counter.used + counter.reserved > self.policy.limit
@@ -174,5 +174,5 @@ class Binding:
         return counter if truth.keeps(self.metric) else self._filled(counter, held)
 
     def _filled(self, counter: Counter, amount: int) -> Counter:
-        """The bucket with `amount` added, up to its size."""
+        """Return the bucket with `amount` added, up to the bucket's size."""
         return counter.changed(level=min(amount * UNITS, self.policy.burst * UNITS - counter.level))

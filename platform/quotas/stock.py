@@ -1,4 +1,4 @@
-"""A tenant's stock, which is its number of adapters and their bytes, and the limits on both."""
+"""A tenant's stock, which is the number and bytes of its adapters, and the limits on both."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _adapters, _versions, _uploads = schema.adapters, schema.adapter_versions, schem
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """A tenant's amount of `adapters` or `adapter_bytes`."""
+    """A tenant's amount of `adapters` or `adapter_bytes`, as counted in the database."""
 
     used: int
     reserved: int = 0
-    """Bytes declared by open uploads: released when an upload is cancelled or expires, used once it is a version."""
+    """Bytes declared by open uploads. They move to `used` when an upload becomes a version."""
 
 
 def stock_of(connection: Connection, tenant_id: str, metric: str, now_us: int) -> Stock:
-    """A tenant's stock at `now_us`.
+    """Return a tenant's stock at `now_us`.
 
-    A version counts with its canonical bytes or, while it is being validated, with the bytes that its upload declared.
+    A version counts with its canonical bytes or, until it has a verdict, with the bytes that its upload declared.
     """
     if metric == ADAPTERS:
         query = select(func.count()).select_from(_adapters).where(_adapters.c.tenant_id == tenant_id)
@@ -48,7 +48,7 @@ def stock_of(connection: Connection, tenant_id: str, metric: str, now_us: int) -
 
 
 class AdapterLimits:
-    """Enforces a tenant's hard limits on adapters and their bytes, and counts how often other limits are exceeded."""
+    """Enforces a tenant's hard limits on adapters and their bytes, and counts additions that exceed other limits."""
 
     refusal = QuotaExceeded
 
