@@ -76,7 +76,7 @@ class BlobStore(ABC):
     def get(self, key: str, destination: Path, max_bytes: int | None = None, deadline_s: float | None = None) -> None:
         """Write a blob to a file; after any error the file may contain part of the blob.
 
-        Raises BlobNotFound, or BlobTooLarge before it writes more than `max_bytes`. A networked store ends the call
+        Raises BlobNotFound, or BlobTooLarge before it writes more than `max_bytes`. A networked store returns or fails
         within `deadline_s`, which by default grows with the blob's size.
         """
 

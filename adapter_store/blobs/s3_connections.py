@@ -110,7 +110,7 @@ class AttemptTimer:
 
 
 _current_timer: ContextVar[AttemptTimer | None] = ContextVar("_current_timer", default=None)
-"""The timer of this thread's current attempt, kept here because boto3 passes nothing through to its connections."""
+"""The timer of this thread's current attempt, kept here because boto3 cannot pass it to the connections."""
 
 
 def _shut_down(connection: Any) -> None:

@@ -9,7 +9,7 @@ from loramux.adapter_store.blobs.s3_calls import AttemptFailed, PreconditionFail
 from loramux.adapter_store.errors import BlobNotFound, BlobStoreUnavailable
 
 PROBES = "probes/"
-"""Key prefix of the probe's one-byte blobs, which the probe deletes when it ends."""
+"""Key prefix of the one-byte blobs that the probe stores and then deletes."""
 
 _REMEDY = "use a store with conditional writes (Amazon S3, Ceph 16+, MinIO 2024+), or a file:// blob URL"
 

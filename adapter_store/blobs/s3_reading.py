@@ -127,7 +127,7 @@ class S3Reader:
             try:
                 self._read_rest(key, sink, found, deadline, may_demand)
             except PreconditionFailed:
-                # The object was replaced, or the store rejects our form of If-Match. From now on, compare only the
+                # The object was replaced, or the store rejects this form of If-Match. From now on, compare only the
                 # ETags that come with the parts.
                 may_demand = False
                 failure = AttemptFailed("the blob was replaced during the read", is_outage=False)

@@ -1,7 +1,7 @@
 """An adapter's canonical file, whose SHA-256 is the adapter's identity.
 
 It is a safetensors file with the tensors sorted by name, in their original dtype and without gaps. Its metadata has one
-key, `config`: JSON with sorted keys that gives each module's scale, with alpha, rsLoRA and patterns already applied.
+key, `config`: JSON with sorted keys that contains each module's scale, with alpha, rsLoRA and patterns already applied.
 Equal adapters yield equal bytes, regardless of the order and names of the tensors in the uploaded files.
 """
 

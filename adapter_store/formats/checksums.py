@@ -33,7 +33,7 @@ class LaneSums:
     """
 
     def __init__(self) -> None:
-        # Hash all sums together at the end: each hash call releases the GIL and must wait to get it back.
+        # Hash all sums in one call at the end, because each hash call releases the GIL and must wait to reacquire it.
         self._parts: list[bytes] = []
 
     def update(self, chunk: npt.NDArray[np.uint8]) -> None:

@@ -1,4 +1,4 @@
-"""Packs an adapter's canonical file into the pages that the pool holds."""
+"""Packs an adapter's canonical file into pages for the pool."""
 
 from __future__ import annotations
 

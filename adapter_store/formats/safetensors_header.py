@@ -24,7 +24,7 @@ _ARCHIVES = (b"PK", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!", b"
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One matrix of the file; its bytes are `[begin, end)` of the data."""
+    """One matrix in the file, at bytes `[begin, end)` of the data."""
 
     name: str
     dtype: str

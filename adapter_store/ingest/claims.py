@@ -93,7 +93,7 @@ class VersionClaims:
             self._change(connection, version_id, {"claim_expires_us": expires_us})
 
     def give_back(self, version_id: str, delay_s: float = 0.0) -> None:
-        """Return a version to the queue, for at least `delay_s`; raises ClaimLost."""
+        """Return a version to the queue, where no server can claim it for `delay_s` seconds; raises ClaimLost."""
         with self._database.write() as connection:
             due_us = None
             if delay_s > 0:

@@ -36,7 +36,7 @@ class Failpoint(StrEnum):
 
 
 FailpointHook = Callable[[Failpoint], None]
-"""Called at each failpoint; a test's hook may end the process."""
+"""Called at each failpoint; a test's hook can kill the process."""
 
 
 def no_op(failpoint: Failpoint) -> None:

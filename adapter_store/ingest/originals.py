@@ -40,7 +40,7 @@ class KeptHeader:
 
     @classmethod
     def of(cls, tensors: Path, canonical: Path) -> KeptHeader:
-        """Find each uploaded tensor in the canonical file by its bytes, since its name there may differ.
+        """Find each uploaded tensor in the canonical file by its bytes, because the names there may differ.
 
         Raises AdapterCorrupt if a tensor is missing.
         """

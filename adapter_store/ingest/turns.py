@@ -25,9 +25,9 @@ class _Candidate:
 class IngestTurns:
     """One server's order: among tenants with waiting versions, the one with the fewest validations in progress is next.
 
-    Ties go to the tenant that this server served longest ago or never, then to the one that has waited longest. A
-    version thus waits for one validation in progress and for one version of each other tenant, however many versions
-    those tenants have.
+    Ties go to a tenant that this server has never served or served longest ago, then to the tenant that has waited
+    longest. A version thus waits for one validation in progress and one version of each other tenant, no matter how
+    many versions the other tenants have.
     """
 
     def __init__(self, database: Database) -> None:

@@ -117,8 +117,8 @@ class UploadRows:
         """Create a new pending version from an upload.
 
         If the upload is already used, or a version that was not rejected has identical files, the existing version is
-        returned in whatever state it is. A version that was taken out of service thus cannot return under a new number.
-        The upload's bytes were checked against the quota when the upload was opened. Raises AdapterNotFound,
+        returned, whatever its state. A version that was taken out of service thus cannot return under a new number. The
+        upload's bytes were checked against the quota when the upload was opened. Raises AdapterNotFound,
         UploadNotFound, UploadRefused for an expired upload, or LimitReached.
         """
         with self._database.write() as connection:

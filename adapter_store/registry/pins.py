@@ -13,7 +13,7 @@ from loramux.migrations.schema import adapter_versions, adapters
 
 
 class AdapterPins:
-    """Stores the pins. Every engine receives them when it starts. Blocking."""
+    """Stores the pins, which each engine receives when it starts. Blocking."""
 
     def __init__(self, database: Database, registry: AdapterRegistry) -> None:
         self._database = database

@@ -126,7 +126,7 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """The ready version that a request runs with. The request's model name is resolved to it only once."""
+    """The ready version that a request runs with. The model name is resolved only once per request."""
 
     tenant_id: str
     tenant_slug: str

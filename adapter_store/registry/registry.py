@@ -193,7 +193,7 @@ class AdapterRegistry:
         return None if any(ref.digest != newest.digest for ref, _ in found) else newest
 
     def list_models(self, tenant_id: str) -> list[AdapterRef]:
-        """List the adapters that a tenant may call, its own first, each as the heaviest of its default versions."""
+        """List the adapters that a tenant may call, its own first, each with its default version of highest weight."""
         rows = self.database.query(default_models(), {"caller_id": tenant_id, "wanted": DEFAULT_ALIAS})
         # Each adapter's rows are sorted by ascending weight, so the version with the largest weight overwrites the
         # others.
@@ -201,7 +201,7 @@ class AdapterRegistry:
 
 
 def is_identifier(text: str) -> bool:
-    """Check that text has the form of an identifier; other text must never reach a query."""
+    """Return True if the text has the form of an identifier; other text must never reach a query."""
     return IDENTIFIER.fullmatch(text) is not None
 
 

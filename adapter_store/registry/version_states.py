@@ -64,7 +64,10 @@ class VersionStates:
         return adapter
 
     def unserved_digests(self, adapter_id: str, number: int | None = None) -> list[str]:
-        """Return the digests of an adapter's versions (one or all) that no version in service shares."""
+        """Return the digests of an adapter's versions that no version in service has.
+
+        With `number`, only that version is considered.
+        """
         own, other = adapter_versions.c, adapter_versions.alias()
         is_served = (
             exists()

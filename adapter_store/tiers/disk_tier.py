@@ -58,9 +58,9 @@ class DiskTier:
 
     A reader holds a shared `flock` on its file and an eviction needs an exclusive one, so neither waits for the other.
     Changes also need the directory's lock; reads do not. A process that hangs while holding that lock delays each
-    addition by up to 5 s. Access times, which only this class sets, record the order of use, so that order survives
-    restarts. The kernel releases a process's locks when the process dies. The unfinished files of a dead process are
-    removed at the next start, or when an engine adds a file at least a minute after its last sweep.
+    addition by up to 5 s. The files' access times record the order of use, which therefore survives restarts. Only this
+    class sets these times. The kernel releases a process's locks when the process dies. The unfinished files of a dead
+    process are removed at the next start, or when an engine adds a file at least a minute after its last sweep.
     """
 
     def __init__(self, directory: Path, max_bytes: int, pack_key: str) -> None:

@@ -66,7 +66,7 @@ class PackedSource:
     engine requests an adapter again after a cancellation, the new fetch takes over the running download, so repeated
     cancellations do not accumulate downloads.
 
-    What is verified, and when:
+    The following is verified:
 
     - a canonical file, whenever it comes from the blob store: its SHA-256 is the digest;
     - a packed file's header, at each read: its SHA-256;

@@ -57,12 +57,12 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class StagingRefused(StoreError):
-    """The staging process cannot work; the message says how to fix it."""
+    """The staging process cannot run; the message says how to fix it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A pending load. Its number tells its answer from an answer to a cancelled request for the same adapter."""
+    """A pending load. Its number distinguishes its answer from that of a cancelled request for the same adapter."""
 
     digest: str
     number: int
@@ -74,7 +74,7 @@ class StagingClient:
     """Takes adapters from host memory, or makes the staging process load them there.
 
     A process that dies or hangs is replaced. Its unanswered requests are repeated once, and adapters that it had staged
-    stay valid. `memory` holds the adapters, except those that do not fit into it.
+    stay valid. `memory` contains the adapters, except any that do not fit.
 
     Must be used from one thread only, and never blocks. It uses no thread of its own: another thread in this process
     would take the GIL after each of its system calls (an S3 client for milliseconds at a time), and an engine step that

@@ -144,7 +144,7 @@ class StagingServer:
         return msgspec.Raw(encode(self._source.figures.snapshot()))
 
     def _send(self, message: FromStaging, *descriptors: int) -> None:
-        # If the engine is gone, `serve` ends the process.
+        # If the engine is gone, `serve` returns and the process exits.
         with self._sending, suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._end, [encode(message)], descriptors)
 

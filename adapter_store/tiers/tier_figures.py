@@ -121,7 +121,7 @@ def of_the_past(counts: LoadCounts) -> LoadCounts:
 
 
 class Held(NamedTuple):
-    """Bytes now in a tier, and the tier's evictions since it was opened."""
+    """The number of bytes now in a tier, and of evictions since the tier was opened."""
 
     used_bytes: int
     num_evictions: int

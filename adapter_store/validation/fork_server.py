@@ -50,7 +50,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """The process, the server's end of the socket that is the process's standard input, and its standard error."""
+    """The process, the server's end of its standard input (a socket), and its standard error."""
 
     process: subprocess.Popen[bytes]
     link: socket.socket
@@ -226,7 +226,7 @@ def _lower_priority(niceness: int) -> None:
 
 
 def _wait_for(pid: int, link: socket.socket, woken: int, wall_s: float) -> bytes:
-    """Wait for a fork to end, or kill it; returns the reply."""
+    """Wait for a fork to exit, or kill it; returns the reply."""
     deadline_s = time.monotonic() + wall_s
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)

@@ -12,7 +12,7 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.validation.weight_checks import Effect
 
 CHECKS = ("configuration", "container", "modules", "names", "shapes", "weights", "effect", "packing")
-"""All checks, in order; validation ends at the first check that fails."""
+"""All checks, in order. Validation stops at the first check that fails."""
 
 _MAX_LISTED = 20
 
@@ -63,7 +63,7 @@ class Warn:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of a validation. `scales` holds each module's scale, in the order of the packed streams.
+    """The result of a validation. `scales` contains each module's scale, in the order of the packed streams.
 
     `names` maps PEFT's current name of each tensor to the file's own name.
     """

@@ -40,7 +40,7 @@ def limit_resources(memory_bytes: int, file_bytes: int, cpu_s: int) -> None:
 
 
 def confine(writable: Iterable[Path]) -> list[str]:
-    """Deny the network, other processes, privileges, and all files except those in `writable` and, read-only, Python's.
+    """Deny the network, other processes, privileges and files, except `writable` and, for reading, Python's own files.
 
     The process is also killed when the thread that started it dies. Returns the names of the measures that this machine
     lacks. Kernels and containers differ in which measures they allow.

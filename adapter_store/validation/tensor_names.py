@@ -85,7 +85,7 @@ def _parse(original: str) -> tuple[str, _Spelling | None]:
         return original, None
     depth = models.count("model.")
     if place == _HEAD:
-        # The head is next to the base's `model`, one level above everything else.
+        # The head is a sibling of the base's `model`, one level above all other modules.
         depth += 1
         inside = place
     else:

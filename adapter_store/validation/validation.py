@@ -81,7 +81,7 @@ def _num_pages(expected: Sequence[ExpectedModule], target: PackTarget) -> int:
 def _check_names(entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule], target: PackTarget) -> None:
     """Check that `entries`, keyed by current names, are the expected tensors.
 
-    An error names a tensor as the file does.
+    Errors use the file's own tensor names.
     """
     wanted = {name for module in expected for name in (module.a_name, module.b_name)}
     missing, unexpected = wanted - entries.keys(), entries.keys() - wanted

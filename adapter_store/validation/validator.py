@@ -27,8 +27,7 @@ __all__ = ["Accepted", "Limits", "SubprocessValidator", "ValidationFailed", "Val
 _VERDICT_SIGNALS = frozenset(
     {signal.SIGKILL, signal.SIGXCPU, signal.SIGXFSZ, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGSYS}
 )
-"""Signals that kill a process if it exceeds a limit, runs out of memory or crashes; a retry would fail in the same way.
-"""
+"""Signals that kill a process that exceeds a limit, runs out of memory or crashes. A retry would fail too."""
 
 _WORKER = (sys.executable, "-P", "-m", "loramux.adapter_store.validation.worker")
 _PROBE = (sys.executable, "-P", "-m", "loramux.adapter_store.validation.sandbox")
