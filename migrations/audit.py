@@ -25,7 +25,7 @@ _SECRET_FIELDS = re.compile(r"secret|password|token$|sha256")
 class Actor:
     """The author of a change: a key's identifier, `operator` for the operator's own key, or `system`.
 
-    `address` and `request_id` are those of the call that requested the change.
+    `address` and `request_id` come from the API call that made the change.
     """
 
     key_id: str = "system"
@@ -63,9 +63,9 @@ def audit(
     before: Mapping[str, Any] | None = None,
     after: Mapping[str, Any] | None = None,
 ) -> None:
-    """Record one change in its own transaction; `action` is `what.how`, such as `alias.set`.
+    """Record one change, in the transaction that makes it. `action` is `what.how`, such as `alias.set`.
 
-    `before` and `after` describe the object in small JSON values. Only fields that differ are kept, and an update that
+    `before` and `after` describe the object as small JSON values. Only fields that differ are kept, and an update that
     changes no field is not recorded. Anything that looks like a key is masked, and a field whose name suggests a secret
     fails an assertion. `tenant_id` may be a subquery.
     """

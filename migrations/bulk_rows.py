@@ -30,7 +30,7 @@ from loramux.migrations.pipeline import pipeline
 
 POSTGRESQL = "postgresql"
 ROWS = "rows"
-"""Name of the parameter that holds the rows as a JSON document on PostgreSQL."""
+"""Name of the PostgreSQL parameter that contains the rows, as a JSON document."""
 
 
 def rows_of(columns: Sequence[Column[Any]], name: str = ROWS) -> FromClause:

@@ -1,4 +1,4 @@
-"""All tables. Times are microseconds since 1970 (UTC), amounts are integers, and JSON columns are small documents."""
+"""All tables. Times are microseconds since 1970 (UTC), amounts are integers, and JSON columns stay small."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ reservations = Table(
     Column("checkpoint_tokens", BigInteger, nullable=False),
     Column("created_us", BigInteger, nullable=False),
     Column("lease_expires_us", BigInteger, nullable=False),
-    # Time of a request to cancel. The gateway reads it at each checkpoint.
+    # Time at which cancellation was requested. The gateway reads this column at each checkpoint.
     Column("cancel_requested_us", BigInteger, nullable=True),
     Index("ix_reservations_state_lease", "state", "lease_expires_us"),
     # `settled` was written by servers before step 0013 and is now unused.
@@ -301,8 +301,7 @@ usage_adjustments = Table(
     "usage_adjustments",
     metadata,
     Column("id", ID, primary_key=True),
-    # At most one correction per request, for a request that was recovered because its gateway seemed dead and that
-    # settled later.
+    # At most one correction per request. The request was recovered because its gateway seemed dead, but settled later.
     Column("request_id", ID, ForeignKey("usage_events.request_id"), nullable=False, unique=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
     # Correction to the event's tokens; negative if the request used fewer tokens.

@@ -11,7 +11,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Set the few rows to keep aside, then empty the table. Fast regardless of the number of settled reservations."""
+    """Copy the few rows that must stay, empty the table, and restore them. Fast even with many settled reservations."""
     op.execute("CREATE TABLE kept_reservations AS SELECT * FROM reservations WHERE state <> 'settled'")
     # SQLite's DELETE without a condition is as fast as TRUNCATE.
     op.execute("TRUNCATE reservations" if op.get_bind().dialect.name == "postgresql" else "DELETE FROM reservations")
