@@ -55,9 +55,10 @@ class PriceList:
         currency: str = "USD",
         effective_us: int | None = None,
     ) -> Price:
-        """Announce a price. By default it takes effect `NOTICE_US` from now, by when every gateway has read it.
+        """Announce a price. By default it takes effect after `NOTICE_US`, when every gateway has read it.
 
-        `cached_nanos` defaults to `prompt_nanos`. Raises InvalidRequest with the field, NotFound, or PriceExists.
+        `cached_nanos` defaults to `prompt_nanos`. Raises InvalidRequest with the field's name, NotFound, or
+        PriceExists.
         """
         cached_nanos = prompt_nanos if cached_nanos is None else cached_nanos
         _check(scope, prompt_nanos, cached_nanos, completion_nanos, currency)

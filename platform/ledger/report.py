@@ -80,7 +80,7 @@ def answer(database: Database, query: UsageQuery) -> tuple[UsageRow, ...]:
 def largest(database: Database, query: UsageQuery, top: int) -> LargestRows:
     """Return the groups that used the most tokens, largest first, and the total over all groups.
 
-    The query must not have a bucket. Raises InvalidRequest, with the field, or ReadTooLong.
+    The query must not have a bucket. Raises InvalidRequest, with the field's name, or ReadTooLong.
     """
     if query.bucket is not None:
         raise InvalidRequest("the largest groups are computed over the whole range: omit bucket", param="top")

@@ -7,9 +7,7 @@ from typing import NamedTuple
 from loramux.platform.quotas.metrics import MAX_RATE
 
 UNITS = 60_000_000
-"""Bucket units per request or token: the microseconds in a minute, so `limit` per minute is `limit` units per
-microsecond.
-"""
+"""Bucket units per request or token: the microseconds in a minute, so a bucket gains `limit` units per microsecond."""
 
 
 class CounterKey(NamedTuple):
@@ -27,7 +25,7 @@ class Counter(NamedTuple):
     level: int
     """A bucket's level in UNITS; can be negative after a settlement."""
     reserved: int
-    """Amount held by open reservations."""
+    """Amount reserved by running requests."""
     used: int
     """Amount of a budget's window used by settled requests."""
     exceeded: int

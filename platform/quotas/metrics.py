@@ -21,7 +21,7 @@ class Kind(StrEnum):
     RATE = "rate"
     """A bucket that refills."""
     CONCURRENCY = "concurrency"
-    """The amount that running requests hold."""
+    """The amount reserved by running requests."""
     BUDGET = "budget"
     """The amount used in a day or a month of the tenant's timezone."""
     STOCK = "stock"

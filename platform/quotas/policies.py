@@ -98,8 +98,8 @@ class QuotaPolicies:
     ) -> QuotaPolicy:
         """Create or change the policy of a tenant, key or adapter, or of PLATFORM, for `metric`.
 
-        `burst` defaults to the limit, and `mode` to the current mode, or `hard` for a new policy. Raises InvalidRequest
-        with the field's name, or NotFound for an unknown subject.
+        `burst` defaults to the limit, and `mode` to the policy's current mode, or `hard` for a new policy. Raises
+        InvalidRequest with the field's name, or NotFound for an unknown subject.
         """
         check_policy(metric, limit, burst, mode)
         try:
