@@ -35,7 +35,7 @@ class DirectoryLock:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold the lock; raises DirectoryBusy if another process, perhaps a stopped one, does not release it."""
+        """Hold the lock; raises DirectoryBusy if another process, perhaps a suspended one, does not release it."""
         with self._threads:
             self._acquire()
             try:
@@ -49,7 +49,7 @@ class DirectoryLock:
         return int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
 
     def note_change(self) -> int:
-        """Record a change before making it: if this process dies midway, other processes read the directory again."""
+        """Record a change before making it: if this process dies midway, other processes reread the directory."""
         number = (self.num_changes + 1) % (1 << 64)
         os.pwrite(self._descriptor, number.to_bytes(8, "little"), 0)
         return number

@@ -29,9 +29,9 @@ class Refused(StoreError):
 
 
 class AdapterRejected(Refused):
-    """An adapter's files failed validation. `report` lists the checks made up to the failure.
+    """An adapter's files failed validation. `report` lists the checks up to the failure.
 
-    The codes, grouped by what is at fault:
+    The codes, grouped by cause:
 
     - the tensors file: `not_a_file`, `truncated_file`, `pickle_not_allowed`, `archive_not_allowed`, `not_safetensors`,
       `header_too_large`, `invalid_header`, `duplicate_key`, `invalid_offsets`, `unsupported_dtype`, `tensor_not_2d`;
@@ -71,7 +71,7 @@ class InvalidName(Refused):
 
 
 class InvalidAlias(Refused):
-    """An alias cannot name these versions, or cannot be removed."""
+    """An alias cannot name the given versions, or cannot be removed."""
 
 
 class InvalidGrant(Refused):
@@ -115,7 +115,7 @@ class AliasChanged(StoreError):
 
 
 class NothingToRollBack(StoreError):
-    """The alias has no such earlier revision."""
+    """The alias has no such revision to roll back to."""
 
 
 class GrantNotFound(StoreError):
@@ -131,7 +131,7 @@ class ClaimLost(StoreError):
 
 
 class SourceUnavailable(StoreError):
-    """The operator's bucket that contains a version's files cannot be read at the moment; a retry may succeed."""
+    """The operator's bucket with a version's files cannot be read at the moment; a retry may succeed."""
 
 
 class OriginalNotKept(StoreError):
@@ -180,7 +180,7 @@ class BlobStoreUnavailable(StoreError):
 class BlobDamaged(AdapterCorrupt, BlobStoreUnavailable):
     """Every read of the blob returned bytes that do not match its stored checksum.
 
-    The error has two base classes, so that a caller that can rebuild the file does so and any other caller retries
+    The error has two base classes: a caller that can rebuild the file catches AdapterCorrupt, and other callers retry
     later.
     """
 

@@ -1,4 +1,4 @@
-"""Stops calls to a failing service, then lets one caller at a time test whether it has recovered."""
+"""Stops calls to a failing service, then lets one caller at a time test if the service has recovered."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CircuitBreaker:
         with self._lock:
             self._num_failures += 1
             if self._open_s > 0:
-                # Calls that started before the breaker opened add no information.
+                # Ignore calls that started before the breaker opened.
                 if self._has_trial:
                     self._open(min(2 * self._open_s, self._max_open_s))
             elif self._num_failures >= self._max_failures:

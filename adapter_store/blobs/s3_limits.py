@@ -1,4 +1,4 @@
-"""Timeouts, retries and part sizes of the S3 blob store."""
+"""Timeouts, retries and part sizes for the S3 blob store."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ class Deadline:
         return self._begin + self._seconds - self._clock()
 
     def extend(self, seconds: float) -> None:
-        """Move the deadline to `seconds` after the start if that is later."""
+        """Extend the deadline to `seconds` after the start, if that is later."""
         self._seconds = max(self._seconds, seconds)

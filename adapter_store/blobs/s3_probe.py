@@ -30,7 +30,7 @@ class S3Probe:
             raise BlobStoreUnavailable(f"the bucket {calls.bucket} does not exist") from error
         key = self._new_key()
         try:
-            # A refusal is not an error here: a first attempt whose response was lost may have succeeded.
+            # Ignore a refusal: the first attempt may have succeeded although its response was lost.
             with suppress(PreconditionFailed):
                 self._put(key)
             calls.send("read back a blob", lambda: calls.client.head_object(Bucket=calls.bucket, Key=key))
@@ -86,7 +86,7 @@ class S3Probe:
         except PreconditionFailed:
             return True
         except BlobNotFound:
-            # The parts are gone: an attempt whose response was lost succeeded.
+            # The parts are gone because an earlier attempt succeeded and its response was lost.
             return False
         except AttemptFailed as failure:
             if failure.can_retry:

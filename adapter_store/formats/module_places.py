@@ -44,7 +44,7 @@ def module_key(layer: int, module: LinearShape) -> str:
 
 
 def module_places(target: PackTarget) -> Iterator[ModulePlace]:
-    """Every module of the base that an adapter may change, in the order of the packed streams."""
+    """List the base's modules that an adapter may change, in the order of the packed streams."""
     for index, shape in enumerate(target.outer_modules):
         yield ModulePlace(shape.name, None, index, shape)
     for layer in range(target.geometry.num_layers):

@@ -16,7 +16,7 @@ from loramux.adapter_store.formats.shards import Shard, shard_of
 from loramux.kernels.layout import MAX_RANK, AdapterLayout, LinearShape, PageGeometry, adapter_layout
 
 PACK_FORMAT = 2
-"""Version of the packed layout; increasing it causes every packed file to be rebuilt."""
+"""Version of the packed layout. When it increases, every packed file is rebuilt."""
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _WIDEST_ITEMSIZE = 4
@@ -79,7 +79,7 @@ class PackTarget:
         return self.max_pages * self.geometry.total_page_bytes
 
     def layout(self, ranks: npt.NDArray[np.int32], outer_ranks: npt.NDArray[np.int32] | None = None) -> AdapterLayout:
-        """The layout of an adapter with these `ranks`, int32 `[num_layers, num_modules]`.
+        """Return the layout of an adapter with these `ranks`, int32 `[num_layers, num_modules]`.
 
         `outer_ranks` is int32 `[num_outer_modules]`; None means rank 0 for all outer modules.
         """
@@ -90,7 +90,7 @@ class PackTarget:
         return _layout(self, ranks.astype(np.int32).tobytes(), outer_ranks.astype(np.int32).tobytes())
 
     def shard(self, module: LinearShape) -> Shard:
-        """This rank's part of a module; the whole module unless several GPUs share the model."""
+        """Return this rank's part of a module, which is the whole module unless several GPUs share the model."""
         head_dim = self.geometry.head_dim
         kv_features = self.geometry.num_kv_heads * head_dim * self.tp_size
         return shard_of(module, head_dim, kv_features, self.tp_size, self.tp_rank)

@@ -186,7 +186,7 @@ def _read_header(descriptor: int) -> tuple[_Header, int]:
 
 
 def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -> dict[str, int]:
-    """CRC-32 of each module's elements, by module name; absent modules are left out."""
+    """Return the CRC-32 of each module's elements, by module name, without absent modules."""
     pages = payload.view(target.storage_dtype)
     checksums: dict[str, int] = {}
     for layer, members in groupby(module_places(target), lambda place: place.layer):

@@ -74,7 +74,7 @@ def _tables(shape: tuple[int, ...]) -> tuple[npt.NDArray[np.int32], npt.NDArray[
 
 
 def _places(file: CanonicalAdapter, target: PackTarget) -> list[ModulePlace]:
-    """The adapter's modules; raises AdapterRejected if the base has no module of that name and shape."""
+    """List the adapter's modules; raises AdapterRejected if the base has no module of the same name and shape."""
     entries = file.header.tensors
     places = [place for place in module_places(target) if place.key in file.scales]
     for place in places:
@@ -113,7 +113,7 @@ def _write(
 
 
 def _rows(weights: npt.NDArray[Any], ranges: Sequence[range]) -> npt.NDArray[Any]:
-    """The rows of `weights` `[num_rows, num_columns]` in `ranges`, in that order."""
+    """Return the rows in `ranges` of `weights` `[num_rows, num_columns]`, in the order of `ranges`."""
     if len(ranges) == 1:
         return weights[ranges[0].start : ranges[0].stop]
     return np.concatenate([weights[rows.start : rows.stop] for rows in ranges])

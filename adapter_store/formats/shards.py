@@ -32,7 +32,7 @@ class Shard:
 def shard_of(module: LinearShape, head_dim: int, kv_features: int, tp_size: int, tp_rank: int) -> Shard:
     """Rank `tp_rank`'s part of a module; `kv_features` is the number of K outputs in the whole model.
 
-    Attention is split by heads, the feed-forward block by its inner features, and vocabularies by tokens, as is usual.
+    As usual, attention is split by heads, the feed-forward block by its inner features, and vocabularies by tokens.
     Raises ValueError if the module cannot be split into equal parts.
     """
     inputs, outputs = (range(module.in_features),), (range(module.out_features),)
@@ -60,7 +60,7 @@ def shard_of(module: LinearShape, head_dim: int, kv_features: int, tp_size: int,
 
 
 def _shares(parts: tuple[int, ...], tp_size: int, tp_rank: int) -> tuple[range, ...]:
-    """This rank's share of each of the consecutive `parts`."""
+    """Return this rank's share of each of the consecutive `parts`."""
     ends = accumulate(parts)
     shares = ((end - size + tp_rank * size // tp_size, size // tp_size) for size, end in zip(parts, ends, strict=True))
     return tuple(range(begin, begin + size) for begin, size in shares)

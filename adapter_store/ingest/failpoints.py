@@ -1,4 +1,4 @@
-"""The steps of ingestion between which a process can die."""
+"""Points in ingestion at which tests kill a process."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Ingest:
         self._is_presigning = is_presigning
         self._at_failpoint = at_failpoint
         self.has_pending = threading.Event()
-        """Set whenever a version may need `process`; IngestWorker waits for this event."""
+        """Set when a version may need `process`. IngestWorker waits for this event."""
 
     def create_upload(self, adapter_id: str, files: Sequence[UploadFile]) -> Upload:
         """Declare the two files of a version. Their sizes count against the quota immediately.

@@ -24,7 +24,7 @@ _URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_][A-Za-z0-
 
 
 class AdapterSources:
-    """The `s3://BUCKET/PREFIX` locations from which adapters may be taken; none by default.
+    """The `s3://BUCKET/PREFIX` locations from which adapters may be fetched; none by default.
 
     `open_store` opens the store for a URL; tests replace it.
     """

@@ -169,7 +169,7 @@ class UploadRows:
         return version_of(row)
 
     def upload_of_version(self, version_id: str) -> Upload:
-        """The upload that a version was created from; raises VersionNotFound."""
+        """Return the upload that a version was created from; raises VersionNotFound."""
         query = (
             select(uploads)
             .join(adapter_versions, adapter_versions.c.upload_id == uploads.c.id)

@@ -1,4 +1,4 @@
-"""Takes a claimed version through validation to ready or rejected."""
+"""Validates a claimed version, and publishes or rejects it."""
 
 from __future__ import annotations
 

@@ -32,20 +32,20 @@ MAX_VERSION = 2**31 - 1
 
 
 class StockLimits(Protocol):
-    """Decides whether a tenant may store more adapters or bytes, in the transaction that adds them."""
+    """Decides, in the transaction that adds adapters or bytes, whether the tenant may store more."""
 
     @property
     def refusal(self) -> type[Exception]:
         """The error that `admit` raises."""
 
     def admit(self, connection: Connection, tenant_id: str, metric: str, amount: int, now_us: int) -> None:
-        """Raise if `amount` more `adapters` or `adapter_bytes` would exceed the limit."""
+        """Raise `refusal` if `amount` more `adapters` or `adapter_bytes` would exceed the limit."""
 
 
 class AdapterRegistry:
     """Adapters and versions in SQL. New versions are created through `Ingest`.
 
-    `reserved_names` are names that no adapter may take, such as the served base model's.
+    `reserved_names` cannot be used for adapters; the served base model's name is one of them.
     """
 
     def __init__(

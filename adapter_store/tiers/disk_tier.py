@@ -68,18 +68,18 @@ class DiskTier:
         self._directory = directory
         self._own = directory / pack_key
         self._set_aside = directory / "set_aside"
-        # Tenants' adapters must not be readable by other users of the host.
+        # Other users of the host must not be able to read tenants' adapters.
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in (self._own, self._set_aside):
             path.mkdir(parents=True, exist_ok=True)
         self.used_bytes = 0
         self.num_evictions = 0
-        # Least recently used first. This engine learns of other engines' additions and uses when it adds or evicts a
+        # Least recently used first. Additions and uses by other engines are noticed when this engine adds or evicts a
         # file.
         self._files: OrderedDict[Path, _Known] = OrderedDict()
         self._lock = threading.Lock()
         self._changes = DirectoryLock(directory / "lock")
-        # None means that the directory's contents are unknown.
+        # None if the directory's contents are unknown.
         self._last_change: int | None = None
         with self._changing():
             self._atomic_files = AtomicFiles(directory)
@@ -222,7 +222,7 @@ class DiskTier:
             self.used_bytes = sum(known.size for known in self._files.values())
 
     def _evict(self, num_bytes: int) -> None:
-        """Remove files until they take at most `num_bytes`, or until all remaining files are being read."""
+        """Remove files until the rest take at most `num_bytes`, or until all remaining files are being read."""
         for minds_others in (True, False):
             with self._lock:
                 files = list(self._files.items())

@@ -1,4 +1,4 @@
-"""Pieces of one block of host memory that processes can share and a GPU can copy from directly."""
+"""Allocates pieces of a host memory block that processes can share and a GPU can copy from directly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shared_memory(num_bytes: int) -> int:
 
 
 def mapped(descriptor: int) -> npt.NDArray[np.uint8]:
-    """Map all of the shared memory, uint8 `[num_bytes]`; every process that maps it sees the others' writes."""
+    """Map all of the shared memory, uint8 `[num_bytes]`. Processes that map it see each other's writes."""
     return np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
 
 

@@ -221,7 +221,7 @@ class StagingClient:
         return added(self.figures.snapshot(), self._counts_of_processes())
 
     def close(self) -> None:
-        """End the process and drop all requests."""
+        """Stop the process and drop all requests."""
         for digest in [*self._results, *self._requests]:
             self.cancel(digest)
         if self._link is not None:
@@ -250,7 +250,7 @@ class StagingClient:
         link = self._link
         if link is None:
             if self._clock() < self._started_s + RESTART_S:
-                # Too early; `poll` tries again.
+                # Too early to start another process; `poll` tries again.
                 return
             self._started_s = self._clock()
             try:
@@ -328,7 +328,7 @@ class StagingClient:
         return request
 
     def _packed(self, digest: str, staged: Staged, memory: npt.NDArray[np.uint8] | None) -> PackedAdapter:
-        """An adapter in `memory`, or else in the shared memory."""
+        """Return an adapter whose pages are in the packet's memory or in the shared memory."""
         geometry = self._target.geometry
         ranks = np.frombuffer(staged.ranks, np.int32).reshape(geometry.num_layers, -1)
         layout = self._target.layout(ranks, np.frombuffer(staged.outer_ranks, np.int32))

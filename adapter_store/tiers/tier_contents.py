@@ -10,7 +10,7 @@ MAX_LISTED = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptAdapter:
-    """One adapter in a tier."""
+    """An adapter in a tier."""
 
     digest: str
     num_bytes: int

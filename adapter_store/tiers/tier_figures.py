@@ -69,7 +69,7 @@ class StageCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCounts:
-    """How adapters reached the pool since the engine started."""
+    """Counts of the loads into the pool since the engine started."""
 
     tiers: tuple[TierCounts, ...] = ()
     stages: tuple[StageCounts, ...] = ()

@@ -68,7 +68,7 @@ def _is_targeted(config: PeftConfig, place: ModulePlace) -> bool:
     if any(_names_module(name, place.key) for name in config.exclude_modules):
         return False
     if config.target_modules is None:
-        # "All linear" means the linears inside the layers: PEFT leaves out the head, and an embedding is not linear.
+        # "All linear" means the linears inside the layers. PEFT leaves out the head, and an embedding is not a linear.
         if place.layer is None:
             return False
     elif place.key in config.target_modules:

@@ -34,7 +34,7 @@ _REPLY = struct.Struct("!i?")
 
 
 class ForkServerFailed(Exception):
-    """The process could not be started, or has ended; the message says why."""
+    """The process could not be started, or has exited; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Ended:
     """A fork's exit status and output."""
 
     returncode: int
-    """Return code as in `subprocess`: negative if a signal ended the fork."""
+    """Return code as in `subprocess`: negative if a signal killed the fork."""
     took_too_long: bool
     stdout: bytes
     stderr: bytes
@@ -58,7 +58,7 @@ class _Running:
 
 
 class ForkServer:
-    """Starts `command`, which must call `fork_for_each_request`, when a request needs the process."""
+    """Starts `command` on demand; `command` must call `fork_for_each_request`."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], niceness: int = 0) -> None:
         self._niceness = niceness
@@ -156,7 +156,7 @@ class ForkServer:
             self._running = _Running(process, ours, errors)
 
     def _end(self) -> tuple[int, str]:
-        """Wait until the process has ended; returns its exit code and the last line of its standard error."""
+        """Wait for the process to exit; returns its exit code and the last line of its standard error."""
         running = self._running
         if running is None:
             return 0, ""

@@ -52,7 +52,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "symlinkat": (266, 36),
     "mknod": (133, None),
     "mknodat": (259, 33),
-    # Landlock covers truncation only from its version 3 on. An open file can still be truncated.
+    # Before version 3, Landlock does not cover truncation. An open file can still be truncated.
     "truncate": (76, 45),
     # Memory that does not count toward the address space limit.
     "memfd_create": (319, 279),

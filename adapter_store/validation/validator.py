@@ -150,7 +150,7 @@ class SubprocessValidator:
         return replace(decoded.accepted, report=decoded.accepted.report | {"usage": decoded.usage})
 
     def _note_missing(self, missing: list[str]) -> None:
-        """Log once which sandbox measures this machine lacks."""
+        """Log, once, the sandbox measures that this machine lacks."""
         if missing != self._missing:
             self._missing = missing
             if missing:

@@ -17,11 +17,11 @@ MAX_WEIGHT = 65504.0
 MAX_MEAN_CHANGE = 100.0
 """Limit on `scale |A| |B| / sqrt(in * out)`, an upper bound on the root mean square change to the base's weights.
 
-Those weights are a few hundredths in size; a change thousands of times larger means that training diverged."""
+The weights are on the order of a few hundredths, so a change thousands of times larger means that training diverged."""
 
 _NUM_PROBES = 4
 _BLOCK_ELEMENTS = 1 << 20
-"""Weights checked per block, which avoids a copy of all weights: a head can take hundreds of megabytes."""
+"""Number of weights checked at a time, to avoid a copy of all weights: a head can take hundreds of megabytes."""
 
 
 @dataclass(frozen=True, slots=True)

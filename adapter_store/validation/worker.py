@@ -58,7 +58,7 @@ def answer_to(job: ValidationJob, target: PackTarget) -> dict[str, Any]:
             return _rejected(_beyond_limits())
         raise
     except Exception:
-        # Unforeseen errors fail closed; the cause goes to standard error.
+        # Unforeseen errors fail closed. The cause is written to standard error.
         traceback.print_exc()
         return _rejected(AdapterRejected("validation_failed", "the adapter cannot be validated"))
 
