@@ -99,9 +99,9 @@ adapter_versions = Table(
     Column("num_pages", Integer, nullable=True),
     Column("canonical_bytes", BigInteger, nullable=True),
     Column("upload_id", ID, nullable=False),
-    # SHA-256 over the checksums of the uploaded files: identical bytes are one version.
+    # SHA-256 of the uploaded files' checksums. Identical bytes become one version.
     Column("files_sha256", String(64), nullable=True),
-    # The server that is validating the version, and the time when that server's claim expires.
+    # The server that is validating the version, and the time at which its claim expires.
     Column("claimed_by", ID, nullable=True),
     Column("claim_expires_us", BigInteger, nullable=True),
     # The findings of validation: properties, checks and warnings, or the error with its code and parameter.
@@ -171,7 +171,7 @@ adapter_grants = Table(
     "adapter_grants",
     metadata,
     Column("adapter_id", ID, ForeignKey("adapters.id"), primary_key=True),
-    # The tenant that may call the adapter, and pays for its calls.
+    # The tenant that may call the adapter. It pays for its own calls.
     Column("tenant_id", ID, ForeignKey("tenants.id"), primary_key=True),
     Column("created_us", BigInteger, nullable=False),
     Index("ix_adapter_grants_tenant_id", "tenant_id"),
@@ -198,7 +198,7 @@ quota_policies = Table(
     metadata,
     Column("id", ID, primary_key=True),
     Column("scope", String(16), nullable=False),
-    # The limited tenant, key or adapter; or "platform" for every tenant without its own policy.
+    # The limited tenant, key or adapter, or "platform" for all tenants without a policy of their own.
     Column("subject_id", ID, nullable=False),
     # The subject's tenant, whose timezone determines when budgets roll over; NULL for platform policies.
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=True),
@@ -293,7 +293,7 @@ usage_events = Table(
     Column("batch_id", BigInteger, nullable=False, server_default="0"),
     Index("ix_usage_events_tenant_finished", "tenant_id", "finished_us"),
     Index("ix_usage_events_finished", "finished_us"),
-    # Finds a page of a tenant's requests without reading the tenant's other requests.
+    # For reading one page of a tenant's requests without the tenant's other requests.
     Index("ix_usage_events_tenant_request", "tenant_id", "request_id"),
 )
 
@@ -356,7 +356,7 @@ usage_rollups = Table(
     # Length of the span, from a minute to sixteen days; spans are aligned to 1970.
     Column("span_us", BigInteger, primary_key=True),
     Column("start_us", BigInteger, primary_key=True),
-    # Copied from the series, so that one tenant's rows are found without a join.
+    # Copied from the series, so that one tenant's rows can be found without a join.
     Column("tenant_id", ID, primary_key=True),
     Column("series_id", BigInteger, ForeignKey("usage_series.id"), primary_key=True),
     Column("requests", BigInteger, nullable=False),
@@ -405,7 +405,8 @@ audit_log = Table(
     Column("request_id", ID, nullable=True),
     # The kind of change, such as `alias.set`.
     Column("action", String(40), nullable=False),
-    # Owner of the changed object; NULL for the platform's objects. No foreign key: the log outlives its subjects.
+    # Owner of the changed object; NULL for the platform's objects. Not a foreign key, because the log outlives its
+    # subjects.
     Column("tenant_id", ID, nullable=True),
     Column("target", String(200), nullable=False),
     # {field: [before, after]} for each changed field; never a secret.

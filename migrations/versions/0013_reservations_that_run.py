@@ -1,4 +1,4 @@
-"""Keep reservations only for running or correctable requests; settled requests are in the ledger alone."""
+"""Keep reservations only for running or correctable requests. Settled requests are only in the ledger."""
 
 from __future__ import annotations
 

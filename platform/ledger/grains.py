@@ -27,7 +27,7 @@ AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grain:
-    """Sums grouped by the columns in `keeps`; other columns are "". `number` identifies the grain in the rows."""
+    """Sums grouped by the columns in `keeps`; other columns are "". `number` identifies the grain in rollup rows."""
 
     number: int
     keeps: frozenset[str]
@@ -50,7 +50,7 @@ GRAINS = (
     _grain(4, ("tenant_id", "end_user"), DAY_US),
     _grain(5, set(SERIES) - {"end_user"}, HOUR_US, DAY_US),
 )
-"""All grains, coarsest first. Changing them requires a schema migration that rolls up the whole ledger again."""
+"""All grains, coarsest first. A change to them requires a migration that rolls up the whole ledger again."""
 
 
 def grains_for(columns: Collection[str]) -> dict[int, Grain]:

@@ -108,7 +108,7 @@ def _check_summed(connection: Connection, query: UsageQuery, days: Sequence[int]
 
 
 def _rows(rows: Sequence[Sequence[Any]], query: UsageQuery, ends: Mapping[int, int]) -> Iterator[UsageRow]:
-    """Convert rows whose columns are the bucket, the groups and the amounts. There can be thousands of rows."""
+    """Convert rows of bucket, groups and amounts, in that order."""
     start_us, end_us = query.start_us, query.end_us
     num_buckets, groups = int(query.bucket is not None), query.group_by
     optional = OPTIONAL.intersection(groups)

@@ -112,7 +112,7 @@ class UsageRollups:
             for span_us, spans in by_span.items()
             for (start_us, key), amounts in spans.items()
         ]
-        # Rows are written in the same order everywhere, so that two folds never deadlock.
+        # Write rows in a fixed order, so that two folds never deadlock.
         if rows:
             _upsert(connection, sorted(rows))
         return numbers

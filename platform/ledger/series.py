@@ -30,7 +30,7 @@ class SeriesNumbers:
         """Return the numbers of series, creating the series that do not exist yet."""
         known = self._known
         found = {key: known[key] for key in keys if key in known}
-        # Rows are written in the same order everywhere, so that two folds never deadlock.
+        # Write rows in a fixed order, so that two folds never deadlock.
         missing = sorted(key for key in keys if key not in found)
         if missing:
             made = upsert(connection, _series)

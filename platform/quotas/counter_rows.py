@@ -34,7 +34,7 @@ _AMOUNTS = tuple(_counters.c[name] for name in Counter._fields)
 
 
 class _KeyRow(msgspec.Struct, frozen=True, gc=False):
-    """The columns of a CounterKey, in the same order."""
+    """The columns of a CounterKey, in the order of its fields."""
 
     policy_id: str
     subject_id: str

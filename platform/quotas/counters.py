@@ -67,5 +67,5 @@ class Counter(NamedTuple):
     def wait_us(self, cost: int, limit: int, now_us: int) -> int:
         """Return the time until the bucket has `cost` free if nothing more is used, or 0. `limit` must be positive."""
         missing = cost * UNITS - self.free_units
-        # A bucket that is ahead of the clock does not refill until the clock has caught up.
+        # If the clock was set back, the bucket does not refill until the clock has caught up.
         return -(-missing // limit) + self.refilled_us - now_us if missing > 0 else 0

@@ -26,7 +26,7 @@ class RateLimit:
     limit: int
     remaining: int
     reset_us: int
-    """Time until the bucket is full again if nothing more is used."""
+    """Time until the bucket is full again, if nothing more is used."""
 
 
 class QuotaExceeded(RateLimited):
@@ -96,7 +96,7 @@ class Verdict:
     cost: int
     never_admits: bool
     wait_us: int
-    """0 if the policy admits the request."""
+    """Time to wait, in microseconds; 0 if the policy admits the request."""
 
 
 def verdicts(

@@ -34,7 +34,7 @@ class Unit(StrEnum):
     REQUESTS = "requests"
     TOKENS = "tokens"
     NANOS = "nanos"
-    """Billionths of the currency unit in which prices are set."""
+    """Billionths of the currency unit of the prices."""
     ADAPTERS = "adapters"
     BYTES = "bytes"
     LOADS = "loads"

@@ -23,7 +23,7 @@ from loramux.platform.quotas.stock import stock_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuotaCaller:
-    """A hypothetical caller: a tenant, optionally with a key and an adapter."""
+    """A hypothetical caller: a tenant and, optionally, a key and an adapter."""
 
     tenant_id: str
     key_id: str | None = None

@@ -36,7 +36,7 @@ PLATFORM = "platform"
 """The subject of policies that tenants without their own policy inherit."""
 
 ADAPTER = "adapter"
-"""The scope of policies that limit each tenant's calls to an adapter, both the owner's and every grantee's."""
+"""The scope of policies that limit each tenant's calls to an adapter: the owner's calls and each grantee's."""
 
 HARD, SOFT, SHADOW = MODES = ("hard", "soft", "shadow")
 
@@ -275,7 +275,7 @@ def check_agreement(policies: Mapping[str, QuotaPolicy]) -> None:
     for day, month in BUDGET_PAIRS:
         if day not in policies or month not in policies:
             continue
-        # A policy that does not refuse requests may be a trial for a later limit.
+        # A soft or shadow policy may be a trial for a later limit.
         if policies[day].mode == policies[month].mode == HARD and policies[day].limit > policies[month].limit:
             raise InvalidRequest(
                 f"{day} would be {policies[day].limit} and could never be reached below {month}, "

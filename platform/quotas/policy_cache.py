@@ -1,4 +1,4 @@
-"""Caches policies between transactions until any policy changes."""
+"""Caches policies across transactions, until any policy changes."""
 
 from __future__ import annotations
 

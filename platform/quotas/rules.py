@@ -132,7 +132,7 @@ class Binding:
         return self.metric.kind is Kind.BUDGET or (cost > 0 and not is_exceeded)
 
     def take(self, counter: Counter, cost: int) -> Counter:
-        """Charge `cost`. Requests and loads are used immediately; tokens and money are reserved until settlement."""
+        """Charge `cost`. Requests and loads are used immediately. Tokens and money are reserved until settlement."""
         if self.metric.kind is Kind.RATE and self.metric.unit is not Unit.TOKENS:
             return counter.changed(level=-cost * UNITS)
         return counter.changed(reserved=cost)
@@ -147,7 +147,7 @@ class Binding:
         return self.metric.kind is not Kind.RATE or self.metric.unit is Unit.TOKENS or not spent.keeps(self.metric)
 
     def give_back(self, counter: Counter, held: int, spent: Spent) -> Counter:
-        """Release the amount that a request held, and charge the amount that it used."""
+        """Release the amount that a request reserved, and charge the amount that it used."""
         if self.metric.kind is Kind.CONCURRENCY:
             return counter.changed(reserved=-held)
         if self.metric.kind is Kind.BUDGET:
