@@ -48,15 +48,15 @@ class AdminClient:
             base_url=f"{self._base_url}/admin/v1/",
             headers={"authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(timeout_s, connect=5.0),
-            # A proxy named in the environment cannot reach this machine's loopback.
+            # A proxy from the environment cannot reach this machine's loopback interface.
             trust_env=not _is_loopback(self._base_url),
-            # Reading the host's certificates takes 30 ms; a plain http URL does not need them.
+            # Loading the system's CA certificates takes 30 ms; a plain http URL does not need them.
             verify=not self._base_url.startswith("http://"),
         )
 
     @classmethod
     def from_environment(cls, profile: str | None = None, timeout_s: float = 30.0) -> Self:
-        """A client for the server of a profile, or of LORAMUX_ADMIN_URL and LORAMUX_ADMIN_KEY."""
+        """A client for a profile's server, or for the server in LORAMUX_ADMIN_URL and LORAMUX_ADMIN_KEY."""
         try:
             address = find_server(profile)
         except NoServerNamed as error:
@@ -109,7 +109,7 @@ class AdminClient:
         return self._document(self._send("PUT", path, json=body))
 
     def patch(self, path: str, body: Document) -> Document:
-        """Update a resource whatever its current state: a command's fields do not depend on earlier values."""
+        """Update a resource regardless of its ETag, because no command's changes depend on earlier values."""
         return self._document(self._send("PATCH", path, json=body, headers={"if-match": "*"}))
 
     def delete(self, path: str) -> Document:
@@ -156,14 +156,14 @@ class AdminClient:
         return {"object": "list", "data": list(self.items(path, **params))}
 
     def is_alive(self) -> bool:
-        """Whether the server answers at all; needs no key."""
+        """Return True if the server answers at all. Does not require a key."""
         try:
             return self._http.get(f"{self._base_url}/health/live").status_code == 200
         except httpx.TransportError:
             return False
 
     def is_ready(self) -> bool:
-        """Whether the server can run requests; needs no key."""
+        """Return True if the server can run requests. Does not require a key."""
         try:
             return self._http.get(f"{self._base_url}/health/ready").status_code == 200
         except httpx.TransportError:

@@ -59,7 +59,7 @@ class ProfileFile:
         return cls(Path(home) / "loramux" / "config.toml")
 
     def read(self) -> KnownProfiles:
-        """Read the profiles; a missing file means that there are none. Raises ProfileError."""
+        """Read the profiles. A missing file counts as empty. Raises ProfileError."""
         try:
             with self.path.open("rb") as file:
                 mode = os.fstat(file.fileno()).st_mode
@@ -73,7 +73,7 @@ class ProfileFile:
         try:
             return _parse(tomllib.loads(content.decode()))
         except (UnicodeDecodeError, tomllib.TOMLDecodeError, _Malformed) as error:
-            # The file may contain keys, so the message quotes the parser, never the file's text.
+            # The file can contain keys, so the message includes the parser's error but never the file's text.
             reason = str(error) if not isinstance(error, UnicodeDecodeError) else "it is not UTF-8"
             raise ProfileError(f"{self.path} is not a valid profile file: {reason}") from None
 
@@ -159,7 +159,7 @@ def _parse(document: Mapping[str, Any]) -> KnownProfiles:
 
 
 def _written(known: KnownProfiles) -> str:
-    # A JSON string of printable ASCII is also a TOML basic string, and all these strings are printable ASCII.
+    # All these strings are printable ASCII, for which JSON strings are also valid TOML basic strings.
     lines = [f"current = {json.dumps(known.current)}"] if known.current is not None else []
     for name, profile in sorted(known.profiles.items()):
         lines += [

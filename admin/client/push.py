@@ -16,7 +16,7 @@ FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 CHUNK_BYTES = 1 << 20
 
 _CAPS = ("too_many_open_uploads", "too_many_pending_versions")
-"""Error codes of temporary refusals, which end when the tenant's other pushes finish."""
+"""Error codes of temporary refusals; a retry succeeds once the tenant's other pushes finish."""
 
 Progress = Callable[[str, int], None]
 """Called with the name of the operation and the number of bytes just processed."""
@@ -90,7 +90,7 @@ def _make_version(client: AdminClient, adapter: Document, files: Document, timeo
 
 
 def _await_room(call: Callable[[], Document], timeout_s: float) -> Document:
-    """Repeat the call, for `timeout_s` at most, while the tenant is at its limit of concurrent pushes."""
+    """Retry the call for up to `timeout_s` while the tenant is at its limit of concurrent pushes."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -104,7 +104,7 @@ def _await_room(call: Callable[[], Document], timeout_s: float) -> Document:
 
 @contextmanager
 def _cancelled_on_failure(client: AdminClient, path: str) -> Iterator[None]:
-    """Cancel the upload if the block fails or is interrupted, so that the upload stops counting against the tenant."""
+    """Cancel the upload if the block fails or is interrupted, so that it stops counting against the tenant's limit."""
     try:
         yield
     except BaseException:
@@ -122,7 +122,7 @@ def _ready(client: AdminClient, adapter: Document, version: Document, timeout_s:
 
 
 def num_bytes_of(directory: Path) -> int:
-    """Number of bytes that a push of this directory reads; a push reads each file twice, to hash and to upload it."""
+    """Number of bytes read by a push of this directory: each file is read twice, for hashing and for the upload."""
     return 2 * sum(_file_of(directory, file_name).stat().st_size for file_name in FILE_NAMES)
 
 
@@ -147,14 +147,14 @@ def _adapter(client: AdminClient, tenant: str, name: str) -> Document:
     try:
         return client.post("adapters", {"tenant": tenant, "name": name})
     except AdminError as error:
-        # Another client has created the adapter in the meantime; use that adapter.
+        # Another client created the adapter first; use that adapter.
         if error.status != 409:
             raise
     return dict(client.get("adapters", tenant=tenant, name=name)["data"][0])
 
 
 def _send(client: AdminClient, path: Path, way: Document, progress: Progress) -> None:
-    """Send a file, whole or in parts, to the server, or to the blob store if the server says so."""
+    """Upload a file, whole or in parts, to the server or, if the server returned a presigned URL, to the blob store."""
     size = path.stat().st_size
     if "parts" in way:
         for number, part in enumerate(way["parts"]):

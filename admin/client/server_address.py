@@ -1,4 +1,4 @@
-"""Which server a command calls, and with which key: from `--profile`, the environment or the current profile."""
+"""Finds the server and the key for a command: `--profile`, then the environment, then the current profile."""
 
 from __future__ import annotations
 

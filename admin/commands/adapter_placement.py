@@ -17,7 +17,7 @@ def unpin(model: VersionedModel, as_json: AsJson = False) -> None:
 
 
 def preload(model: VersionedModel, as_json: AsJson = False) -> None:
-    """Load a version, so that its first request does not have to wait; the version can be evicted later."""
+    """Load a version before its first request arrives; the version can be evicted later."""
     _place(model, "preload", as_json)
 
 

@@ -21,7 +21,7 @@ def promote(
     model: VersionedModel,
     alias: Alias = "default",
     percent: Annotated[
-        int, typer.Option("--percent", min=1, max=100, help="Share of the requests; current versions keep the rest.")
+        int, typer.Option("--percent", min=1, max=100, help="Percentage of requests; current versions keep the rest.")
     ] = FULL_SHARE,
     no_warm: NoWarm = False,
     as_json: AsJson = False,
@@ -39,7 +39,7 @@ def promote(
             except AdminError as error:
                 if error.status != 404:
                     raise
-                fail(f"{model} has no alias {alias} to keep the remaining requests: omit --percent", WRONG_CALL)
+                fail(f"{model} has no alias {alias} that could keep the other requests: omit --percent", WRONG_CALL)
             targets = _share_out(present, named.version, percent)
         changed = client.put(path, {"targets": targets, "warm": not no_warm})
     _tell(named.document, changed, as_json)
@@ -72,7 +72,7 @@ def enable(model: Model, as_json: AsJson = False) -> None:
 
 
 def archive(model: VersionedModel, as_json: AsJson = False) -> None:
-    """Take a version that no alias points at out of service."""
+    """Take a version out of service; refused while an alias points at it."""
     _move_version(model, "archive", as_json)
 
 
@@ -99,7 +99,7 @@ def _draining(answer: Document) -> str:
 
 
 def _share_out(present: list[Document], version: int, percent: int) -> list[Document]:
-    """Weights that give `percent` to the version; the other versions share the rest in their current proportions."""
+    """Weights that send `percent` of requests to the version; the others keep their relative proportions."""
     others = [target for target in present if target["version"] != version]
     total = sum(target["weight"] for target in others)
     if not others:

@@ -46,7 +46,7 @@ def print_versions(adapter: Document, versions: Sequence[Document]) -> None:
 
 
 def print_version(adapter: Document, version: Document) -> None:
-    """One version with its whole validation report."""
+    """One version with its complete validation report."""
     print(f"{adapter['model']}@{version['number']} ({version['id']}, {version['state']})")
     rows: list[tuple[str, object]] = [(name, version[name]) for name in ("digest", "max_rank", "num_pages", "size")]
     rows.append(("aliases", " ".join(_naming(adapter, version["number"])) or None))

@@ -47,7 +47,7 @@ def push(
 ) -> None:
     """Upload a PEFT directory as the adapter's next version and wait until it is ready.
 
-    The server reads an s3:// address itself, and must allow the source.
+    The server itself reads an s3:// source, which its operator must allow.
     """
     from loramux.admin.client.named_adapter import find_named
     from loramux.admin.client.push import PushRefused, num_bytes_of, push_adapter, register_source
@@ -140,7 +140,7 @@ app.command()(preload)
 
 @contextmanager
 def _progress(num_bytes: int | None, as_json: bool) -> Iterator[Progress]:
-    """A progress bar on a terminal, nothing elsewhere; without `num_bytes`, the bar shows only the bytes received."""
+    """Show a progress bar on a terminal. Without `num_bytes`, the bar shows only the number of bytes received."""
     if as_json or not sys.stderr.isatty():
         yield lambda _what, _num_bytes: None
         return

@@ -27,7 +27,7 @@ def list_aliases(model: Model, as_json: AsJson = False) -> None:
 
 @app.command()
 def history(model: Model, alias: Alias = "default", as_json: AsJson = False) -> None:
-    """Show the versions that an alias has pointed at, newest first, and which key moved it."""
+    """Show an alias's history, newest first: its versions, and the key that moved it."""
     with connected_to(model, as_json) as (client, named):
         changes = client.whole_list(f"{named.path}/{client.path('aliases', alias, 'history')}")
     columns: Columns = {

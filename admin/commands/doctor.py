@@ -30,7 +30,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine, the connection to the server and the server's own parts; each finding says how to fix it.
+    """Check this machine, the connection to the server and the server's components; each finding says how to fix it.
 
     Given a server's settings (flags, LORAMUX_* or --config), it also checks the data directory, database and object
     store from this machine, which helps when the server does not start. The exit code is 1 if a check failed.
@@ -76,7 +76,7 @@ def _findings(settings: object) -> Iterator[Finding]:
         client = AdminClient.from_environment(chosen_profile.get(), timeout_s=SERVER_TIMEOUT_S)
     except ServerUnreachable as error:
         is_asked = chosen_profile.get() is not None
-        # A machine where no server runs yet normally has no server configured.
+        # Only a warning before a server is first started, because none is configured yet.
         grade = Grade.FAILED if is_asked or settings is None else Grade.WARNING
         yield Finding(check="server", grade=grade, message="no server is configured", mend=str(error))
         return

@@ -82,7 +82,7 @@ def set_key(
     name: Annotated[str | None, typer.Option(help="What the key is for.", show_default=False)] = None,
     scopes: Scopes = None,
     adapters: Adapters = None,
-    any_adapter: Annotated[bool, typer.Option("--any-adapter", help="Remove the restriction to adapters.")] = False,
+    any_adapter: Annotated[bool, typer.Option("--any-adapter", help="Let the key call any adapter.")] = False,
     expires_in_days: Annotated[int | None, typer.Option(min=1, help="Days from now.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -104,7 +104,7 @@ def set_key(
 @app.command()
 def rotate(
     key_id: KeyId,
-    grace_hours: Annotated[int, typer.Option(min=0, max=90 * 24, help="Hours that the old secret stays valid.")] = 24,
+    grace_hours: Annotated[int, typer.Option(min=0, max=90 * 24, help="Hours until the old secret expires.")] = 24,
     as_json: AsJson = False,
 ) -> None:
     """Give a key a new secret, shown only once; the old secret stays valid for the grace period."""

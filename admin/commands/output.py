@@ -1,7 +1,7 @@
-"""A command's output, and how a failure becomes an exit code.
+"""Command output and exit codes.
 
-Exit codes: 0 success, 1 refused by the server, 2 wrong usage or settings, 3 no server is configured or none answers,
-130 Ctrl-C.
+Exit codes: 0 success, 1 refused by the server, 2 wrong usage or settings, 3 no server is configured or reachable, 130
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from loramux.admin.client.named_adapter import NamedAdapter
 
 Columns = Mapping[str, str | Callable[[dict[str, Any]], object]]
-"""A table's columns by title; each column shows an item's field or the result of a function of the item."""
+"""A table's columns, keyed by title. A column is a field name, or a function that computes the cell from the item."""
 
 
 @contextmanager
 def connected(as_json: bool) -> Iterator[AdminClient]:
-    """A client configured from the environment; its errors end the program with a message and an exit code."""
+    """A client configured from the environment. A failed call prints a message and exits with an error code."""
     from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable
     from loramux.admin.commands.root import chosen_profile
 
@@ -48,7 +48,7 @@ def connected(as_json: bool) -> Iterator[AdminClient]:
 def connected_to(
     model: str, as_json: bool, *, needs_version: bool = False
 ) -> Iterator[tuple[AdminClient, NamedAdapter]]:
-    """Like `connected`, with the adapter or version that `model` names."""
+    """Like `connected`, but also look up the adapter or version that `model` names."""
     from loramux.admin.client.named_adapter import find_named
 
     with connected(as_json) as client:
@@ -66,7 +66,7 @@ def fail(message: str, exit_code: int, document: Document | None = None) -> NoRe
 
 
 def error_document(message: str, code: str | None, param: str | None = None) -> Document:
-    """The server's error envelope, for an error raised on the client side."""
+    """A client-side error in the format of the server's error envelope."""
     return {"error": {"message": message, "code": code, "param": param}}
 
 
@@ -96,7 +96,7 @@ def time_in(name: str) -> Callable[[Document], object]:
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table without truncation; on a terminal that is too narrow, print each row vertically.
 
-    In a table of two columns, the second column wraps instead.
+    In a two-column table, the second column wraps instead.
     """
     from rich.console import Console
     from rich.table import Table
@@ -128,12 +128,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 
 
 def print_csv(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print CSV (RFC 4180) of numbers and loramux's own names; a missing value is an empty cell."""
+    """Print CSV (RFC 4180). A missing value is an empty cell. Cells must not contain text supplied by tenants."""
     writer = csv.writer(sys.stdout)
     writer.writerow(columns)
     writer.writerows(rows)
 
 
 def shown_time(seconds: int | None) -> str | None:
-    """A Unix time from the REST API in readable form."""
+    """Format a Unix time from the REST API."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")

@@ -21,17 +21,17 @@ NANOS = 1_000_000_000
 
 @app.command()
 def add(
-    prompt: Annotated[str, typer.Option(help="Per million prompt tokens, such as 0.15.", show_default=False)],
-    completion: Annotated[str, typer.Option(help="Per million completion tokens.", show_default=False)],
+    prompt: Annotated[str, typer.Option(help="Price per million prompt tokens, such as 0.15.", show_default=False)],
+    completion: Annotated[str, typer.Option(help="Price per million completion tokens.", show_default=False)],
     cached: Annotated[
-        str | None, typer.Option(help="Per million cached prompt tokens (default: --prompt).", show_default=False)
+        str | None, typer.Option(help="Price per million cached prompt tokens (default: --prompt).", show_default=False)
     ] = None,
     tenant: AnyTenant = None,
     scope: Annotated[str, typer.Option(help="all, base, adapters or an adapter's identifier.")] = "all",
     currency: Annotated[str, typer.Option(help="Three-letter currency code, the same for all prices.")] = "USD",
     effective_at: Annotated[
         int | None,
-        typer.Option(help="Unix time in seconds (default: once every gateway can know the price).", show_default=False),
+        typer.Option(help="Unix time in seconds (default: once all gateways have the price).", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -52,7 +52,7 @@ def add(
 
 @app.command("list")
 def list_prices(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
-    """List prices; with --tenant, that tenant's own prices and the list prices."""
+    """Show all prices or, with --tenant, only that tenant's own prices and the list prices."""
     with connected(as_json) as client:
         prices = client.whole_list("prices", tenant=tenant)
     columns: Columns = {
@@ -83,7 +83,7 @@ def _amount_in(name: str) -> Callable[[Document], str]:
 
 
 def _nanos(amount: str) -> int:
-    """A currency amount in billionths; raises BadParameter for an amount with more than nine decimal places."""
+    """Parse a currency amount into billionths. Raises BadParameter if it has more than nine decimal places."""
     try:
         nanos = Decimal(amount) * NANOS
         if nanos.is_finite() and nanos == nanos.to_integral_value() and abs(nanos) < 10**18:

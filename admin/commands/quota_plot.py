@@ -1,4 +1,4 @@
-"""Quotas as bars in a terminal: the used, reserved and free parts of each limit."""
+"""Draws quotas as bars in a terminal: the used, reserved and free parts of each limit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def print_plot(limits: Iterable[Mapping[str, Any]]) -> None:
 
 
 def bar(limit: Mapping[str, Any]) -> str:
-    """`BAR_WIDTH` characters. Any use or reservation takes at least one character; usage over the limit takes all."""
+    """A bar of `BAR_WIDTH` characters. Nonzero parts are at least one character wide; full if the limit is exceeded."""
     # A token bucket's capacity is its burst; for other limits `burst` equals the limit.
     size = limit["burst"]
     if size <= 0:
@@ -45,7 +45,7 @@ def bar(limit: Mapping[str, Any]) -> str:
 
 
 def shown_amount(amount: int, unit: str) -> str:
-    """Integers with thousands separators; money in the currency of the prices, bytes in MiB."""
+    """Format an amount: bytes in MiB, money in the pricing currency, and other integers with thousands separators."""
     if unit == "nanos":
         return f"{amount / 1e9:,.4f}"
     return f"{amount / 2**20:,.1f} MiB" if unit == "bytes" else f"{amount:,}"

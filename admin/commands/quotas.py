@@ -76,7 +76,7 @@ def set_quota(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Set or change one limit; it applies from the next request on."""
+    """Set or change one limit, effective from the next request."""
     body = {
         "scope": "platform" if platform else None,
         "tenant": tenant,
@@ -147,7 +147,7 @@ def check(
     limit: Annotated[int | None, typer.Option(help="Value of the limit to test.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Report whether a request would be admitted now, and which limit decides; uses no quota. Exits with 1 if not."""
+    """Report whether a request would be admitted, and which limit decides. Uses no quota. Exits with 1 if refused."""
     if (metric is None) != (limit is None):
         raise typer.BadParameter("--metric and --limit must be given together")
     whom = {"tenant": tenant, "key": key, "adapter": adapter}

@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 class Tier(StrEnum):
-    """A tier that holds copies of adapters."""
+    """A tier that stores copies of adapters."""
 
     POOL = "pool"
     HOST = "host"

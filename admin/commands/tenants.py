@@ -96,7 +96,7 @@ def set_tenant(
 
 @app.command()
 def suspend(tenant: Slug, as_json: AsJson = False) -> None:
-    """Refuse a tenant's keys within five seconds; running requests finish, and nothing is lost."""
+    """Suspend a tenant: its keys are refused within five seconds. Running requests finish, and no data is deleted."""
     changed = _change(tenant, {"state": "suspended"}, as_json)
     undo = f"'loramux tenants resume {changed['slug']}' undoes this"
     tell(changed, f"{changed['slug']} is {changed['state']}; {undo}", as_json)
@@ -104,7 +104,7 @@ def suspend(tenant: Slug, as_json: AsJson = False) -> None:
 
 @app.command()
 def resume(tenant: Slug, as_json: AsJson = False) -> None:
-    """Accept a suspended tenant's keys again."""
+    """Resume a suspended tenant: its keys are accepted again."""
     changed = _change(tenant, {"state": "active"}, as_json)
     tell(changed, f"{changed['slug']} is {changed['state']}", as_json)
 

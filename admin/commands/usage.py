@@ -32,7 +32,7 @@ DEFAULT_GROUPS = ["tenant", "model"]
 
 
 def _verb(path: str, what: str, amounts: Sequence[str], drawn: Sequence[str]) -> Callable[..., None]:
-    """The command for the report at `path`. Its table shows `amounts` and a bar for the sum of `drawn`."""
+    """Create the command for the report at `path`. The table shows `amounts` and a bar for the sum of `drawn`."""
 
     def verb(
         tenant: AnyTenant = None,
@@ -68,7 +68,7 @@ def _verb(path: str, what: str, amounts: Sequence[str], drawn: Sequence[str]) ->
 
 
 def _report(path: str, chosen: Format, **params: Any) -> Document | None:
-    """The report for a table; in any other format, the report is printed here and None is returned."""
+    """Fetch a report and return it for the table format. For any other format, print the report and return None."""
     with connected(chosen is Format.JSON) as client:
         if chosen in (Format.CSV, Format.NDJSON):
             print(client.get_text(path, **params, format=chosen.value), end="")

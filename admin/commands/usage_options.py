@@ -53,11 +53,11 @@ Timezone = Annotated[
 ]
 Top = Annotated[
     int | None,
-    typer.Option(help="Show only this many lines, those with the most tokens, and the total of all.", min=1, max=1000),
+    typer.Option(help="Show only the lines with the most tokens, and the total of all lines.", min=1, max=1000),
 ]
 Output = Annotated[Format, typer.Option("--format", help="Output format.")]
-AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV: --format csv.")]
-AsNdjson = Annotated[bool, typer.Option("--ndjson", help="Print one JSON object per line: --format ndjson.")]
+AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV; short for --format csv.")]
+AsNdjson = Annotated[bool, typer.Option("--ndjson", help="Print one JSON object per line; short for --format ndjson.")]
 
 
 def chosen_format(output: Format, as_json: bool, as_csv: bool, as_ndjson: bool) -> Format:
@@ -91,7 +91,7 @@ def groups_of(group_by: list[str] | None, default: list[str]) -> list[str]:
 
 
 def bar(amount: int, most: int) -> str:
-    """A bar with a resolution of one eighth of a character; `most` fills the whole width."""
+    """A bar drawn in eighths of a character; an amount equal to `most` fills the whole width."""
     if most <= 0 or amount <= 0:
         return ""
     eighths = max(1, round(amount / most * BAR_WIDTH * 8))
