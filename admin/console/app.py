@@ -55,7 +55,7 @@ def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
         return Route(path, action(site, handler), methods=POST)
 
     def carries(path: str, handler: Handler, method: str) -> Route:
-        """An action that a script calls, with the session's token in a header."""
+        """A route for an action called by a script, which sends the session's token in a header."""
         return Route(path, action(site, handler, reads_form=False), methods=[method])
 
     async def answer(request: Request, error: Exception) -> Response:

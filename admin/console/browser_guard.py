@@ -25,7 +25,7 @@ HEADERS = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
-    # Forms must still send their origin, which `no-referrer` would hide.
+    # Not `no-referrer`, which would hide the origin that forms must send.
     "referrer-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
@@ -36,7 +36,7 @@ CSRF_HEADER = "x-csrf-token"
 
 
 class SecurityHeaders:
-    """Adds the headers to every answer; an answer without its own `cache-control` is not cached."""
+    """Adds the headers to every answer, and `no-store` to answers that do not set `cache-control`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -58,7 +58,7 @@ class SecurityHeaders:
 
 
 def is_from_elsewhere(request: Request) -> bool:
-    """Whether the browser reports that another site sent the request. No page can make a browser report otherwise."""
+    """Return True if the browser reports that another site sent the request. A page cannot forge this report."""
     site = request.headers.get("sec-fetch-site")
     if site is not None:
         return site not in ("same-origin", "none")
@@ -72,7 +72,7 @@ def is_token_right(presented: str | None, expected: str) -> bool:
 
 
 def local_path(wanted: str) -> str | None:
-    """A path within this console, as given by a browser; None for a path that could lead elsewhere."""
+    """Return the path if it stays within this console, or None if it could lead elsewhere."""
     if not wanted.startswith("/") or wanted.startswith(("//", "/\\")) or "\\" in wanted:
         return None
     if len(wanted) > 1000 or not (wanted.isascii() and wanted.isprintable()):

@@ -1,4 +1,4 @@
-"""The page that shows what a far-reaching action will change before it runs; its form needs no script."""
+"""The page that shows what a far-reaching action will change before it runs. Works without JavaScript."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loramux.admin.console.visit import Visit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmation:
-    """The page. The form is sent to `path` with `fields` as hidden fields; `back` is the page to return to."""
+    """A confirmation page. The form is sent to `path` with `fields` as hidden fields; `back` is the previous page."""
 
     title: str
     before: str
@@ -29,7 +29,7 @@ class Confirmation:
     facts: Sequence[tuple[str, str]] = ()
     """Additional labelled facts, such as names and current use."""
     choices: Sequence[tuple[str, str]] = ()
-    """The options of the one field that the user chooses, as values and labels; the first option is preselected."""
+    """Values and labels of the only field that the user can choose; the first option is preselected."""
     choice_name: str = ""
     choice_label: str = ""
     is_danger: bool = True

@@ -18,7 +18,7 @@ from loramux.admin.rest.services import AdminServices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """The console. `rest` is the app whose `/admin/v1` the pages call."""
+    """Shared objects of the console. `rest` is the app whose `/admin/v1` routes the pages call."""
 
     services: AdminServices
     rest: ASGIApp
@@ -27,7 +27,7 @@ class Site:
     throttle: LoginThrottle
     provider: OidcProvider | None = None
     confirmation: OidcConfirmation | None = None
-    """The confirmation of single sign-on roles; None without single sign-on."""
+    """Confirms single sign-on roles; None without single sign-on."""
     templates: Templates = field(default_factory=Templates)
     recent: Recent = field(default_factory=Recent)
     """A cache of expensive figures, which may be a few seconds old."""

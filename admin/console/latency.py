@@ -1,4 +1,4 @@
-"""Latency of answers, from the ledger's events."""
+"""Response latency, computed from the ledger's events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Quantiles over requests, in seconds; None if there is no data. The time between tokens is each request's mean."""
+    """Quantiles in seconds, or None if there is no data. The time between tokens is averaged within each request."""
 
     num_requests: int
     num_failed: int
@@ -23,7 +23,7 @@ class Latency:
 
 
 def latency_of(events: Sequence[Document]) -> Latency:
-    """The latency quantiles of documents from `/usage/events`."""
+    """Compute latency quantiles from documents of `/usage/events`."""
     first = sorted(event["time_to_first_token_us"] / 1e6 for event in events if _has_first(event))
     between = sorted(gap for event in events if (gap := _between_tokens_s(event)) is not None)
     return Latency(

@@ -13,9 +13,9 @@ from loramux.admin.console.visit import DATABASE_TROUBLE, Visit, find_session
 from loramux.platform.errors import RateLimited, Unavailable
 
 MAX_STREAMS = 200
-"""Maximum streams over all sessions; a page without a stream is correct but not updated."""
+"""Maximum number of streams over all sessions. A page without a stream is correct when loaded, but does not update."""
 MAX_STREAMS_EACH = 10
-"""Maximum streams per tenant, over all its sessions; each stream renders its page every second or two."""
+"""Maximum number of streams per tenant, over all its sessions. Each stream renders its page every second or two."""
 LIFETIME_S = 600.0
 """Length of a stream in seconds; the browser then reconnects automatically, so that no stream lasts forever."""
 
@@ -23,7 +23,7 @@ Render = Callable[[], Awaitable[str]]
 
 
 class LiveParts:
-    """Sends each part of the page whenever the part has changed, until the session ends."""
+    """Resends each part of the page when it changes, until the session ends."""
 
     def __init__(self) -> None:
         self._num_of: Counter[str] = Counter()
@@ -31,7 +31,8 @@ class LiveParts:
     def stream(self, visit: Visit, every_s: float, parts: Mapping[str, Render]) -> Response:
         """Stream the parts, a mapping from event names to parts.
 
-        Raises RateLimited if the tenant has too many live pages open, or Unavailable if all tenants together have.
+        Raises RateLimited if the tenant has too many live pages open, or Unavailable if the server has too many
+        overall.
         """
         has_all = not visit.is_platform and self._num_of[visit.session.principal.holder] >= MAX_STREAMS_EACH
         if has_all or self._num_of.total() >= MAX_STREAMS:
@@ -60,7 +61,8 @@ class LiveParts:
                         return
                     now = {name: await render() for name, render in parts.items()}
                 except DATABASE_TROUBLE:
-                    # Without the database, the session's rights are unknown, so nothing is shown until it answers.
+                    # Without the database, the session's rights are unknown, so nothing is shown until the database
+                    # answers.
                     trouble = visit.site.templates.render("live_trouble.html", **visit.frame())
                     now = {name: trouble if number == 0 else "" for number, name in enumerate(parts)}
                 changed = [_event(name, html) for name, html in now.items() if shown.get(name) != html]

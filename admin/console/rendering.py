@@ -29,10 +29,10 @@ def visible(value: Any) -> Any:
 
 
 class Templates:
-    """Renders the files of `templates/`."""
+    """Renders the templates in `templates/`."""
 
     def __init__(self) -> None:
-        # With StrictUndefined, an undefined name fails a test instead of rendering as nothing.
+        # With StrictUndefined, an undefined name raises an error instead of rendering as an empty string.
         self._environment = Environment(
             loader=FileSystemLoader(FOLDER / "templates"),
             autoescape=True,

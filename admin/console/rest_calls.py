@@ -34,7 +34,7 @@ class RestError(Exception):
 
 
 class RestCalls:
-    """Calls routes as one principal, with the client address of the browser's request, whose scope is `outer`."""
+    """Calls routes as one principal. The client address comes from `outer`, the scope of the browser's request."""
 
     def __init__(self, app: ASGIApp, principal: Principal, outer: Mapping[str, Any]) -> None:
         self._app = app
@@ -81,7 +81,7 @@ class RestCalls:
         headers: list[tuple[bytes, bytes]],
         params: Mapping[str, Any] | None = None,
     ) -> Scope:
-        """The ASGI scope of a call by the principal; `path` may contain any text and is never read as a query."""
+        """The ASGI scope of a call by the principal; a `?` in `path` does not start a query string."""
         outer = self._outer
         query = urlencode({name: value for name, value in (params or {}).items() if value is not None})
         return {

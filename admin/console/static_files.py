@@ -1,4 +1,4 @@
-"""The console's public static files, read once. Their URLs contain a version, so that browsers can cache them."""
+"""The console's public static files, read at startup. Versioned URLs let browsers cache them."""
 
 from __future__ import annotations
 

@@ -58,13 +58,13 @@ class Visit:
 
     @property
     def sees(self) -> tuple[Any, ...]:
-        """A cache key that is equal for all visitors who see the same data and so can share figures."""
+        """A cache key shared by all visitors who see the same data."""
         principal = self.session.principal
         return (principal.tenant_id, principal.scopes, principal.adapter_ids)
 
     @property
     def may_change(self) -> bool:
-        """Whether the session may make changes. The routes decide; this only hides refused actions."""
+        """Whether the session may make changes. The routes enforce this; the console only hides actions."""
         return not self.session.principal.scopes.isdisjoint({"platform:admin", "tenant:admin"})
 
     @property
@@ -92,7 +92,7 @@ class Visit:
         return console_url(self.request, path, **params)
 
     def frame(self) -> dict[str, Any]:
-        """The values that every template can use, for templates that are rendered without a surrounding page."""
+        """The values that every template can use, for rendering part of a page."""
         return frame(self.request, self)
 
     def page(self, template: str, /, status: int = 200, **values: Any) -> HTMLResponse:
@@ -156,7 +156,7 @@ def frame(request: Request, visit: Visit | None) -> dict[str, Any]:
 
 
 def page(site: Site, handler: Handler) -> Endpoint:
-    """An endpoint that shows something."""
+    """An endpoint that renders a page."""
 
     @wraps(handler)
     async def endpoint(request: Request) -> Response:
@@ -172,7 +172,7 @@ def page(site: Site, handler: Handler) -> Endpoint:
                 return await _kept(visit, await handler(visit))
         except ConfirmInBrowser:
             if request.headers.get("sec-fetch-mode", "navigate") != "navigate" and not is_htmx(request):
-                # A script's call cannot visit the provider, and would use up the attempt of a tab that can.
+                # A script cannot follow a redirect to the provider, and would use up one of the browser's attempts.
                 return _json_refusal(401, "your sign-in must be confirmed: reload this page")
             return _to_provider(request)
         except (RestError, ApiError) as error:
@@ -188,9 +188,9 @@ def page(site: Site, handler: Handler) -> Endpoint:
 
 
 def action(site: Site, handler: Handler, *, reads_form: bool = True) -> Endpoint:
-    """An endpoint that changes something. It requires the session's token and shows a refusal on the originating page.
+    """An endpoint that makes a change. It requires the session's token and reports errors on the originating page.
 
-    With `reads_form = False`, the token comes in a header, and the handler reads the body.
+    With `reads_form=False`, the token is in a header, and the handler reads the body.
     """
 
     @wraps(handler)

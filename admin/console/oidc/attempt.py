@@ -1,4 +1,4 @@
-"""A sign-in in progress at the provider. The browser holds its state, so that any server can finish the sign-in."""
+"""A sign-in in progress at the provider. The browser keeps the state, so that any server can finish the sign-in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ATTEMPT_S = 600
 CLOCKS_APART_S = 60
 """Tolerated clock difference between the servers that begin and finish a sign-in, in seconds."""
 _NAMED_BY = 16
-"""Length of the prefix of the state that names the cookie, in characters."""
+"""Number of leading characters of the `state` that are used in the cookie's name."""
 
 
 class OidcAttempt:
@@ -37,7 +37,7 @@ class OidcAttempt:
 
     @classmethod
     def read(cls, cookie: str | None) -> OidcAttempt | None:
-        """Parse a cookie; None if `begin` did not create the cookie."""
+        """Parse a cookie. Returns None if `begin` did not create it."""
         secret, _, rest = (cookie or "").partition(".")
         begun, _, path = rest.partition(".")
         if not (secret.isascii() and len(secret) >= 32 and begun.isascii() and begun.isdecimal() and len(begun) < 16):
@@ -71,5 +71,5 @@ class OidcAttempt:
 
 
 def name_of(state: str) -> str:
-    """The name of the sign-in that a `state` belongs to."""
+    """The name of the sign-in with this `state`."""
     return state[:_NAMED_BY]

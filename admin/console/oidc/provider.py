@@ -24,7 +24,7 @@ ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES
 
 REQUIRED_ENDPOINTS = ("authorization_endpoint", "token_endpoint", "jwks_uri")
 OPTIONAL_ENDPOINTS = ("userinfo_endpoint", "end_session_endpoint")
-"""Endpoints that, like the required endpoints, handle secrets or roles, so each must be as trusted as the issuer."""
+"""Like the required endpoints, these handle secrets or roles, so they must be as trusted as the issuer."""
 
 TIMEOUT_S = 5.0
 METADATA_AGE_S = 3600.0
@@ -59,7 +59,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The person who signed in: the claims of the ID token and `userinfo`, and the tokens for asking again."""
+    """The person who signed in: the claims of the ID token and `userinfo`, and tokens for later `userinfo` calls."""
 
     claims: dict[str, Any]
     id_token: str
@@ -69,7 +69,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """A person's current claims from `userinfo`, and the tokens for asking the provider again."""
+    """A person's current claims from `userinfo`, and the tokens for the next `userinfo` request."""
 
     claims: dict[str, Any]
     access_token: str
@@ -101,7 +101,7 @@ class OidcProvider:
         return str(url)
 
     async def redeem(self, attempt: Attempt, code: str, issuer: str | None) -> Identity:
-        """Exchange a code for an identity. `issuer` came with the code. Raises SignInRefused or ProviderUnavailable."""
+        """Redeem a code; `issuer` is the callback's `iss`. Raises SignInRefused or ProviderUnavailable."""
         metadata = await self._described()
         if issuer is not None and issuer != self._settings.issuer:
             # RFC 9207: the code came from another provider.
@@ -131,7 +131,7 @@ class OidcProvider:
     async def ask_again(self, access_token: str, refresh_token: str | None, subject: str) -> Again:
         """Read a person's current claims from `userinfo`, with a new access token if the old one has expired.
 
-        Raises SignInRefused if the provider no longer answers for this person, or ProviderUnavailable.
+        Raises SignInRefused if the provider no longer accepts the person's tokens, or ProviderUnavailable.
         """
         metadata = await self._described()
         if metadata.get("userinfo_endpoint") is None:
@@ -160,7 +160,7 @@ class OidcProvider:
         return Again(about, access_token, refresh_token)
 
     async def sign_out_url(self, id_token: str) -> str | None:
-        """The URL where a browser also ends its session at the provider; None if the provider offers no such URL."""
+        """The URL that also ends the browser's session at the provider; None if the provider offers no such URL."""
         endpoint = (await self._described()).get("end_session_endpoint")
         if endpoint is None:
             return None
@@ -182,7 +182,7 @@ class OidcProvider:
         try:
             token = jwt.decode(id_token, await self._signing_keys(), algorithms=ALGORITHMS)
         except (JoseError, ValueError):
-            # The provider may have changed its keys.
+            # The provider may have rotated its keys.
             token = jwt.decode(id_token, await self._signing_keys(must_refresh=True), algorithms=ALGORITHMS)
         wanted = {
             "iss": {"essential": True, "value": self._settings.issuer},

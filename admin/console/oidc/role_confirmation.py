@@ -14,7 +14,7 @@ from loramux.admin.console.sessions.sessions import ConsoleSessions, Session
 from loramux.admin.rest.services import AdminServices
 
 CONFIRMED_S = 300
-"""Age of the last confirmation at which the provider is asked again, in seconds."""
+"""Age of a confirmation, in seconds, after which the provider is asked again."""
 ASK_EVERY_S = 30
 """Interval between attempts while the provider does not answer, in seconds."""
 UNCONFIRMED_S = 900
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 
 class ConfirmInBrowser(Exception):
-    """The provider confirms the roles of this session only through the browser, which must return to the provider."""
+    """The session's roles can be confirmed only by sending the browser back to the provider."""
 
 
 class OidcConfirmation:
@@ -45,10 +45,7 @@ class OidcConfirmation:
         self._roles_claim = roles_claim
 
     async def confirmed(self, session: Session, token: str) -> Session | None:
-        """The session, with roles confirmed a few minutes ago at most; None if it has lost its roles.
-
-        Raises ConfirmInBrowser.
-        """
+        """The session with recently confirmed roles, or None if it has lost its roles. Raises ConfirmInBrowser."""
         sign_on = session.content.sign_on
         if sign_on is None:
             return session
@@ -69,7 +66,7 @@ class OidcConfirmation:
         return session
 
     async def _asked(self, sign_on: SignOn, now_us: int) -> SignOn:
-        """The sign-on after the provider was asked: renewed, unchanged, or marked for confirmation in the browser."""
+        """Ask the provider. Returns the sign-on renewed, unchanged, or marked for confirmation in the browser."""
         asked = replace(sign_on, asked_us=now_us)
         actor = actor_of(sign_on.subject)
         try:

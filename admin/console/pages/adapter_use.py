@@ -13,7 +13,7 @@ DAY_S = 86_400
 
 
 async def use_by_version(rest: RestCalls, adapter: Document, others: Sequence[str] = ()) -> dict[str, dict[str, int]]:
-    """Requests, failures and tokens of the last day by version id, for the owner and the `others` that have a grant."""
+    """Requests, failures and tokens of the last day by version id, added up for the owner and the grantees `others`."""
     now = int(time.time())
     pages = await asyncio.gather(
         *(

@@ -1,4 +1,4 @@
-"""Adapters: the list, the page of one adapter, its grants, and taking it out of service."""
+"""Adapters: the list, an adapter's page, its grants, and taking it out of service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loramux.platform.errors import InvalidRequest
 
 USE_FRESH_S = 5.0
 MAX_SUMMED = 10
-"""Maximum number of an adapter's grantees whose usage is included in the sums."""
+"""Maximum number of grantees whose usage is included in an adapter's totals."""
 PAGE = 50
 
 

@@ -135,7 +135,7 @@ async def _change(
 
 
 def _seen(visit: Visit) -> str:
-    """The alias's revision that the page showed."""
+    """The alias's revision when the page was rendered."""
     return str(visit.form.integer("seen", "the revision that you saw"))
 
 
@@ -193,7 +193,7 @@ def _shares(targets: Sequence[Mapping[str, Any]]) -> dict[int, Fraction]:
 
 
 def _asked_again(name: str, targets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The query parameters for `move` that offer these targets for the alias."""
+    """Query parameters that open the `move` form with these targets."""
     weights = {f"weight_{target['version']}": target["weight"] for target in targets}
     return {"alias": name, "version": [target["version"] for target in targets], **weights}
 

@@ -26,7 +26,7 @@ DAY_S = 86_400
 
 
 class Overview:
-    """The page and its live parts. Viewers with the same rights share figures, so a hundred cost as much as one."""
+    """The page and its live parts. Viewers with the same rights share the figures, which are computed once."""
 
     def __init__(self) -> None:
         self._recent = Recent()
@@ -36,7 +36,7 @@ class Overview:
         return visit.page("overview.html", **await self._figures(visit))
 
     async def live(self, visit: Visit) -> Response:
-        """Stream the parts. Charts are separate, because they change rarely and redrawing them disturbs the reader."""
+        """Stream the parts. Charts are sent separately, because redrawing them when nothing changed is distracting."""
 
         def part(template: str) -> Render:
             async def render() -> str:
@@ -94,7 +94,7 @@ async def _minutes(rest: RestCalls) -> dict[str, Any]:
 
 
 async def _top(rest: RestCalls, is_platform: bool) -> Sequence[Document]:
-    """The tenants with the most usage in the last day; for a tenant's viewer, its most used models instead."""
+    """The tenants with the most usage in the last day. A tenant's users see their most-used models instead."""
     now = int(time.time())
     group_by = "tenant" if is_platform else "model"
     page = await rest.get("/usage", start=now - DAY_S, end=now + 1, group_by=group_by, top=NUM_TOP)

@@ -32,7 +32,7 @@ class Question(BaseModel):
     max_tokens: int = Field(ge=1)
     temperature: float = Field(ge=0, le=2)
     json_schema: str = ""
-    """What the answer must satisfy, as JSON text; empty: nothing."""
+    """JSON schema for the answer, as text; empty for a free-form answer."""
 
 
 async def show(visit: Visit) -> Response:
@@ -104,7 +104,7 @@ async def _key(visit: Visit, tenant: str) -> str:
 
 
 class _Asked(Response):
-    """The gateway's answer, streamed unchanged to the browser; if the browser disconnects, the request ends."""
+    """The gateway's answer, streamed unchanged to the browser. The request is cancelled if the browser disconnects."""
 
     def __init__(self, gateway: Any, request: Request, body: bytes, secret: str) -> None:
         super().__init__()

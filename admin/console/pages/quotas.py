@@ -24,7 +24,7 @@ MODE_WORDS = {
     "shadow": "excess is only counted",
 }
 PROMPT_TOKENS, MAX_TOKENS = 100, 200
-"""Default prompt and completion lengths of the dry run's request, in tokens."""
+"""Default prompt and completion lengths for a dry run, in tokens."""
 
 
 async def show_list(visit: Visit) -> Response:
@@ -159,12 +159,12 @@ async def confirm_again(visit: Visit) -> Response:
 
 
 def bars_of(effective: Document) -> dict[str, Document]:
-    """The effective limits by policy identifier."""
+    """The effective limits, keyed by policy identifier."""
     return {limit["id"]: limit for limit in effective["data"]}
 
 
 def shown_state(quota: Mapping[str, Any]) -> str:
-    """The state of a quota that a form remembers, to detect concurrent changes."""
+    """The state of a quota, sent along in a form to detect concurrent changes."""
     return f"{quota['limit']}/{quota['burst']}/{quota['mode']}/{quota['updated_at']}"
 
 
@@ -207,7 +207,7 @@ async def _owner(visit: Visit, quota: Document) -> str:
 
 
 async def _owners(visit: Visit, quotas: list[Document]) -> dict[str, str]:
-    """Slugs by tenant identifier."""
+    """Tenant slugs, keyed by tenant identifier."""
     ids = {quota["tenant_id"] for quota in quotas} - {None}
     return {tenant_id: (await visit.rest.get(f"/tenants/{tenant_id}"))["slug"] for tenant_id in sorted(ids)}
 

@@ -1,4 +1,4 @@
-"""Live requests: the list of requests in flight, and the cancellation of a request."""
+"""Live requests: listing the requests in flight, and cancelling them."""
 
 from __future__ import annotations
 

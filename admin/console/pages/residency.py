@@ -73,7 +73,7 @@ async def place(visit: Visit) -> Response:
 
 
 def picture(pages: Document) -> list[Part]:
-    """The pool's pages by content, from left to right; a part with any pages has a visible width."""
+    """The pool's pages by content, from left to right. A segment with at least one page is always visible."""
     counts = [
         ("adapters", "adapters", pages["adapters"]),
         ("kv", "sequences' keys and values", pages["kv"] - pages["prefix"]),

@@ -1,4 +1,4 @@
-"""Tenants: the list, and the page of one tenant with its quotas and usage."""
+"""Tenants: the list, and a tenant's page with its quotas and usage."""
 
 from __future__ import annotations
 

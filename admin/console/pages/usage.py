@@ -16,7 +16,7 @@ from loramux.admin.console.visit import Visit
 
 HOUR_S, DAY_S = 3600, 86_400
 RANGES = {"1": ("1h", HOUR_S), "7": ("1h", HOUR_S), "30": ("1d", DAY_S), "90": ("1d", DAY_S)}
-"""The ranges by number of days: the chart's bucket, and the bucket's length in seconds."""
+"""Maps a range in days to its chart's bucket and the bucket's length in seconds."""
 BEGINS_S = {"1": HOUR_S, "7": 6 * HOUR_S, "30": DAY_S, "90": DAY_S}
 """Rounding of each range's start, in seconds, to match the alignment of the stored rollups."""
 GROUPS = ("model", "tenant", "key", "endpoint", "status")
@@ -87,7 +87,7 @@ def _params(visit: Visit) -> dict[str, Any]:
         "group_by": group_by if group_by in GROUPS else "model",
         "tenant": visit.query("tenant"),
         "start": (now - int(days) * DAY_S) // BEGINS_S[days] * BEGINS_S[days],
-        # The end of today; no request has finished after now.
+        # The end of today, which includes every finished request.
         "end": (now // DAY_S + 1) * DAY_S,
         "now": now,
     }

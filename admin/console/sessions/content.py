@@ -39,28 +39,28 @@ class SignOn:
 
     subject: str
     held: tuple[str, ...]
-    """The values of role rules that the person has."""
+    """Those of the person's role values that a role rule names."""
     confirmed_us: int
     """When the provider last confirmed the roles."""
     asked_us: int
     """When the provider was last asked for the roles."""
     id_token: str
-    """The ID token, sent to the provider when the person signs out there too."""
+    """The ID token, sent to the provider when the person also signs out there."""
     access_token: str
     refresh_token: str | None
     needs_browser: bool = False
-    """Whether the provider confirms the roles only through the browser, which must return to the provider."""
+    """True if the roles can be confirmed only by sending the browser back to the provider."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionContent:
-    """Either the SHA-256 of the key that opened the session or a single sign-on; and the pages' own data."""
+    """A session's content: the SHA-256 of the key that opened it or a single sign-on, plus data stored by the pages."""
 
     key_sha256: bytes | None = None
     sign_on: SignOn | None = None
     notices: tuple[Notice, ...] = ()
     playground_keys: dict[str, PlaygroundKey] = field(default_factory=dict)
-    """The playground's keys by tenant slug."""
+    """The playground's keys, keyed by tenant slug."""
 
 
 class SessionSeal:
@@ -85,7 +85,7 @@ class SessionSeal:
         return hmac.new(self._token, b"loramux console form", hashlib.sha256).hexdigest()
 
     def close(self, content: SessionContent) -> bytes:
-        """Encrypt with AES-256-GCM, bound to the session's id; the fresh nonce comes first."""
+        """Encrypt with AES-256-GCM, bound to the session's id. The output begins with a fresh nonce."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         return nonce + self._cipher().encrypt(nonce, msgspec.msgpack.encode(content), self.id_sha256)
 

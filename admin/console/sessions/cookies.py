@@ -40,7 +40,7 @@ def delete_cookie(request: Request, response: Response, name: str) -> None:
 
 
 def _is_secure(request: Request) -> bool:
-    # For a trusted proxy, the server has set the scheme from X-Forwarded-Proto.
+    # Behind a trusted proxy, the server has already taken the scheme from X-Forwarded-Proto.
     return request.url.scheme == "https"
 
 

@@ -17,7 +17,7 @@ _REFILL_US = REFILL_S * 1_000_000
 
 
 class LoginThrottle:
-    """Counts attempts by client address; for IPv6, by /64, the smallest network that one client has. Blocking.
+    """Counts attempts by IPv4 address or IPv6 /64, the smallest network that a client is assigned. Blocking.
 
     An attempt counts as failed until it succeeds, so that concurrent attempts cannot exceed the limit.
     """
@@ -26,18 +26,18 @@ class LoginThrottle:
         self._database = database
 
     def begin(self, address: str) -> int:
-        """Count one attempt and return 0, or count nothing and return the seconds that the address must wait."""
+        """Count an attempt and return 0. If the address must wait, count nothing and return the seconds to wait."""
         try:
             return self._begin(origin_of(address))
         except IntegrityError:
-            # The first two attempts from this address came at the same time.
+            # A concurrent attempt inserted the address's first row.
             return self._begin(origin_of(address))
 
     def _begin(self, origin: str) -> int:
         table = login_failures
         query = select(table.c.forgiven_us).where(table.c.origin == origin)
         with self._database.read() as connection:
-            # Most attempts in a flood end here, so callers without a key do not take the database's write lock.
+            # A flood of attempts is mostly refused here, without taking the database's write lock.
             if wait_s := _wait_s(connection.execute(query).scalar_one_or_none(), self._database.now_us(connection)):
                 return wait_s
         with self._database.write() as connection:
@@ -69,7 +69,7 @@ def _wait_s(forgiven_us: int | None, now_us: int) -> int:
 
 
 def _owed_us(forgiven_us: int | None, now_us: int) -> int:
-    """Time until all attempts of an address are forgiven."""
+    """Microseconds until all attempts of an address are forgiven."""
     owed_us = max(0, (forgiven_us or 0) - now_us)
-    # No address owes more time than this, so the clock was set back after the write. Allow the next attempt.
+    # A longer time means that the clock was set back after the row was written. Allow the next attempt.
     return owed_us if owed_us <= BURST * _REFILL_US else (BURST - 1) * _REFILL_US

@@ -20,7 +20,7 @@ _PLATFORM_SCOPES = {
 
 
 class SessionRights:
-    """A key's rights come from the database, and a single sign-on's rights from this process's settings. Blocking."""
+    """Finds a session's rights: a key's in the database, a single sign-on's in this process's settings. Blocking."""
 
     def __init__(self, api_keys: ApiKeys, tenants: Tenants, rules: Sequence[RoleRule] = ()) -> None:
         self._api_keys = api_keys
@@ -45,7 +45,7 @@ class SessionRights:
         return None
 
     def known(self, values: Iterable[str]) -> tuple[str, ...]:
-        """The values that a rule names; other values do not have to be stored."""
+        """The values that appear in a role rule; other values need not be stored."""
         held = frozenset(values)
         return tuple(sorted({rule.value for rule in self._rules if rule.value in held}))
 

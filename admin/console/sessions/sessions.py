@@ -19,11 +19,11 @@ from loramux.platform.accounts.principals import Principal
 IDLE_S = 3600
 LIFETIME_S = 12 * 3600
 TOUCH_S = 60
-"""Smallest extension of a session that is written, in seconds, so that most page views cause no write."""
+"""Minimum extension of a session, in seconds; smaller ones are not written, so most page views cause no write."""
 MAX_AHEAD_US = (IDLE_S + TOUCH_S) * 1_000_000
 """Latest expiry of a session, in microseconds from now. A later expiry was written before the clock was set back."""
 MAX_OF_ONE = 50
-"""Maximum sessions per key or person; the oldest session is ended."""
+"""Maximum number of sessions per key or person; a further sign-in ends the oldest session."""
 MAX_NOTICES = 5
 UNREADABLE = (InvalidTag, msgspec.DecodeError)
 """The stored content was edited by hand, or another release wrote a different format."""
@@ -119,8 +119,7 @@ class ConsoleSessions:
     def find(self, token: str, *, is_use: bool = True) -> Session | None:
         """The session with its current rights; None if it has ended.
 
-        With `is_use = False`, the session is not extended, for example for updates to a page that nobody may be
-        viewing.
+        `is_use=False` does not extend the session, for example when a page updates that nobody may be viewing.
         """
         seal = SessionSeal(token)
         table = console_sessions
@@ -160,7 +159,7 @@ class ConsoleSessions:
             _put(connection, session.seal, content)
 
     def claim_asking(self, session: Session, due_us: int, retry_us: int, now_us: int) -> bool:
-        """Whether this server should ask the provider now.
+        """Return True if this server should ask the provider now.
 
         The provider is asked if it last confirmed the roles before `due_us` and has not been asked since `retry_us`.
         """

@@ -54,7 +54,7 @@ class Login:
             return self._form(request, error.message, error.status)
         cookie = read_cookie(request, LOGIN) or ""
         if is_from_elsewhere(request) or not cookie or not is_token_right(form.text(CSRF_FIELD), _token(cookie)):
-            return self._form(request, "The form had expired. Sign in again.", 403)
+            return self._form(request, "The form has expired. Sign in again.", 403)
         address = request.client.host if request.client is not None else ""
         key = form.text("key")
         try:
@@ -88,7 +88,8 @@ class Login:
     async def sign_out(self, visit: Visit) -> Response:
         """End the session and revoke the keys that its playground created."""
         for key in visit.session.playground_keys.values():
-            # If the session may no longer revoke keys, the keys do not work either; each expires soon anyway.
+            # If the session has lost the right to revoke keys, these keys no longer work either; they expire soon
+            # anyway.
             with suppress(RestError):
                 await visit.rest.delete(f"/api_keys/{key.id}")
         token = read_cookie(visit.request, SESSION)
@@ -97,7 +98,7 @@ class Login:
         response: Response
         sign_on = visit.session.content.sign_on
         if self._oidc is not None and sign_on is not None:
-            # A link, not a redirect: the console's CSP keeps forms from leading to other sites.
+            # A link, not a redirect: the console's CSP forbids forms to redirect to other sites.
             sign_out_url = await self._oidc.sign_out_url(sign_on.id_token)
             values = {**frame(visit.request, None), "sign_out_url": sign_out_url}
             response = HTMLResponse(self._site.templates.render("signed_out.html", **values))
@@ -127,5 +128,5 @@ class Login:
 
 
 def _token(cookie: str) -> str:
-    # Derived from a value that only this browser knows; any server can derive the token again.
+    # Derived from a secret cookie, so that any server can recompute the token.
     return hmac.new(cookie.encode("utf-8", "replace"), b"loramux login form", hashlib.sha256).hexdigest()

@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 
 class OidcLogin:
-    """The routes of single sign-on. The browser holds the state of a sign-in, so that any server can finish it."""
+    """The routes of single sign-on. A sign-in's state is kept in the browser, so that any server can finish it."""
 
     def __init__(self, site: Site, settings: OidcSettings, provider: OidcProvider) -> None:
         self._site = site
@@ -115,14 +115,14 @@ class OidcLogin:
         return self._site.sessions.open(actor_of(subject), SessionContent(sign_on=sign_on))
 
     def _back_to(self, request: Request) -> str:
-        """The URL that the provider redirects to. A forged host is harmless: the provider allows only known URLs."""
+        """The callback URL. A forged host is harmless, because the provider accepts only registered URLs."""
         here = f"{request.url.scheme}://{request.headers.get('host', '')}{console_url(request, '/oidc/callback')}"
         return self._settings.redirect_url or here
 
     def _refusal(
         self, request: Request, error: Exception | None, message: str, status: int, over: OidcAttempt | None = None
     ) -> HTMLResponse:
-        """A page that shows the reason; the cookie of the sign-in `over` is deleted."""
+        """An error page with the reason. Deletes the cookie of the sign-in `over`."""
         log.warning("sign-in refused", status=status, error=None if error is None else str(error))
         html = self._site.templates.render("oidc_problem.html", **frame(request, None), error=message)
         response = HTMLResponse(html, status)

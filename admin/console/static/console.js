@@ -25,7 +25,7 @@
     return new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 }).format(value);
   }
 
-  // Times for ranges of up to two days, else dates; in 24-hour format, like the tables.
+  // Times for ranges of up to two days, otherwise dates. Times are in 24-hour format, as in the tables.
   function timesOf(x) {
     const day = { month: "short", day: "numeric" };
     const clock = { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
@@ -109,7 +109,7 @@
     } catch (error) {
       say(`Not uploaded: ${error.message}.`, "notice error");
       button.disabled = false;
-      // Declared bytes count until the upload expires; cancelling a used upload is refused.
+      // Until the upload expires, its declared bytes count against the quota. A used upload cannot be cancelled.
       if (made) call("DELETE", `${base}/uploads/${made.id}`).catch(() => {});
     }
   }
