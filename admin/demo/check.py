@@ -19,7 +19,7 @@ from loramux.admin.demo.prompts import DEMO_PROMPTS, MAX_ANSWER_TOKENS
 from loramux.admin.demo.styles import ADAPTER_STYLES, answer_in_style
 
 UNSEEN_SAMPLE = 40
-# A floor against regressions; the shipped weights achieve 37, 38, 37 and 32.
+# Low enough for retrained weights to pass; the shipped weights reach 37, 38, 37 and 32.
 LEAST_UNSEEN_RIGHT = 30
 MAX_UNSEEN_TOKENS = 128
 STYLES = ("base", *ADAPTER_STYLES)
@@ -40,7 +40,7 @@ class Answerer:
         self._model.eval()
 
     def __call__(self, question: str, style: str, limit: int) -> tuple[str, bool]:
-        """The answer, and whether the model ended the answer itself."""
+        """The answer, and whether the model ended it with <|end|>."""
         messages = [{"role": "user", "content": question}]
         inputs = self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True

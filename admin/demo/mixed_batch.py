@@ -39,7 +39,7 @@ def ask_together(base_url: str, questions: Sequence[Question]) -> list[Answer]:
 
 
 async def _ask_all(base_url: str, questions: Sequence[Question]) -> list[Answer]:
-    # A proxy named in the environment cannot reach this machine's loopback.
+    # A proxy from the environment cannot reach this machine's loopback interface.
     async with openai.DefaultAsyncHttpxClient(trust_env=False) as http:
         async with asyncio.TaskGroup() as group:
             tasks = [

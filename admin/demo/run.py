@@ -43,7 +43,7 @@ class Account:
 
 
 def run_demo(port: int | None, admin_port: int | None, data_dir: Path | None, exit_after: bool) -> None:
-    """Run the whole demo, and stay up until Ctrl-C unless `exit_after`. Raises DemoFailed."""
+    """Run the demo, then keep serving until Ctrl-C unless `exit_after` is set. Raises DemoFailed."""
     started = time.monotonic()
     if importlib.util.find_spec("openai") is None:
         raise DemoFailed("the demo needs the official OpenAI client: pip install openai")
@@ -130,7 +130,7 @@ def _billed(client: AdminClient) -> Bill:
 
 
 def _check_bill(console: Console, answers: list[Answer], before: Bill, after: Bill) -> None:
-    """The bill must equal the usage that the answers reported, for each tenant and model."""
+    """Raise DemoFailed unless the bill equals the usage reported in the answers, per tenant and model."""
     expected = dict(before)
     for answer in answers:
         name = (answer.question.tenant, answer.adapter or SERVED_NAME)
@@ -159,7 +159,7 @@ def _port(given: int | None, preferred: int) -> int:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Ctrl-C or SIGTERM ends the block as if its last line had been reached."""
+    """Let Ctrl-C or SIGTERM end the block without an exception."""
 
     def end(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt

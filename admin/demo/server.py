@@ -32,7 +32,7 @@ class DemoServer:
     def __init__(
         self, model: Path, data_dir: Path, port: int, admin_port: int, served_name: str, more: Sequence[str] = ()
     ) -> None:
-        """`more` are additional arguments for `loramux serve`."""
+        """`more` contains additional arguments for `loramux serve`."""
         self.admin_key = secrets.token_urlsafe(32)
         self.url = f"http://127.0.0.1:{port}"
         self.admin_url = f"http://127.0.0.1:{admin_port}"
@@ -63,7 +63,7 @@ class DemoServer:
         return AdminClient(self.admin_url, self.admin_key)
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Poll until `is_so()` is true. Raises DemoFailed with the end of the log if the server ends or is too slow."""
+        """Poll until `is_so()` is true. If the server exits or times out, raises DemoFailed with the end of its log."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not is_so():
             self.check()
@@ -72,10 +72,10 @@ class DemoServer:
             time.sleep(POLL_S)
 
     def check(self) -> None:
-        """Raise DemoFailed if the server has ended."""
+        """Raise DemoFailed if the server has exited."""
         code = self._process.poll()
         if code == WRONG_CALL:
-            # The server has printed why it does not start.
+            # The server has already printed why it cannot start.
             raise DemoFailed(self._last_words().replace("loramux: ", ""))
         if code is not None:
             raise DemoFailed(f"the server ended with exit code {code}\n{self._last_words()}")

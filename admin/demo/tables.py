@@ -62,9 +62,9 @@ def print_usage(console: Console, billed: Mapping[tuple[str, str], tuple[int, in
 
 
 def print_directions(console: Console, server: DemoServer, api_key: str, model: str) -> None:
-    """Print how to continue from here."""
+    """Print what to try next."""
     lines = (
-        "The server stays up until Ctrl-C.",
+        "The server runs until Ctrl-C.",
         f"  OpenAI API   {server.url}/v1",
         f"  console      {server.admin_url}/console/    (open it in a browser, and sign in with the key below)",
         f"  metrics      {server.admin_url}/metrics",

@@ -73,7 +73,7 @@ def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
 
 
 def encoded(example: Conversation, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    """Token ids and labels; in a chat, only the answers and the <|end|> after each answer are learnt."""
+    """Token ids and labels; in a chat, only each answer and its <|end|> are training targets."""
 
     def tokens(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))

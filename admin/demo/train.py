@@ -74,7 +74,7 @@ def fit(
         bar = progress.add_task(title, total=recipe.steps)
         for _ in range(recipe.steps):
             if not waiting:
-                # Batches of similar lengths need little padding; shuffle the batches again.
+                # Batch examples of similar length to reduce padding, then shuffle the batches.
                 pool = [encoded(draw(), tokenizer) for _ in range(recipe.batch_size * 16)]
                 pool.sort(key=lambda example: len(example[0]))
                 waiting = [pool[i : i + recipe.batch_size] for i in range(0, len(pool), recipe.batch_size)]

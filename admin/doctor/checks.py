@@ -27,10 +27,10 @@ PYTHONS = ((3, 11), (3, 14))
 """Python versions `[first, last)` that this version of loramux is tested with."""
 LITTLE_DISK_BYTES, TOO_LITTLE_DISK_BYTES = 5 << 30, 512 << 20
 SKEW_WARNING_S, SKEW_FAILED_S = 2.0, 30.0
-"""Clock skew that is reported, in seconds, because quota windows and key expiry follow a single clock."""
+"""Clock skew to report, in seconds; quota windows and key expiry depend on synchronized clocks."""
 SLOW_DATABASE_S = 0.1
 SOCKET_PART = f"/{TEMPORARY_PREFIX}xxxxxxxx/{SOCKET_NAME}"
-"""The path that the engine creates under the directory for temporary files."""
+"""Path of the engine's socket, relative to the temporary directory."""
 
 SANDBOX_FIXES = {
     PRIVILEGES: "run Linux 3.5 or later",
@@ -67,7 +67,7 @@ def check_package(name: str, find_version: Callable[[str], str] = version) -> Fi
 
 
 def check_database(database: Database, host_us: Callable[[], int] = lambda: time.time_ns() // 1000) -> list[Finding]:
-    """Whether the database answers quickly, its schema matches the code, and its clock matches the host's clock."""
+    """Check that the database answers quickly, its schema matches the code, and its clock matches the host's clock."""
     try:
         database.check_schema()
         took_s = min(_round_trip_s(database) for _ in range(3))
@@ -114,7 +114,7 @@ def _round_trip_s(database: Database) -> float:
 
 
 def check_skew(check: str, skew_s: float, theirs: str, ours: str) -> Finding:
-    """Whether two clocks agree."""
+    """Compare two clocks."""
     size_s = abs(skew_s)
     if size_s < SKEW_WARNING_S:
         return Finding(check=check, grade=Grade.OK, message=f"{theirs} and {ours} agree within {SKEW_WARNING_S:.0f} s")
@@ -143,7 +143,7 @@ def check_store(blobs: BlobStore) -> Finding:
 def check_disk(
     directory: Path, free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free
 ) -> Finding:
-    """Whether the database, the disk tier and uploads have room to grow."""
+    """Check that the database, the disk tier and uploads have room to grow."""
     place = next(path for path in (directory, *directory.parents) if path.exists())
     free = free_bytes(place)
     message = f"{free / (1 << 30):.1f} GiB are free in {directory}"
@@ -158,7 +158,7 @@ def check_disk(
 
 
 def check_data_directory(directory: Path) -> Finding:
-    """Whether only the owner can access the data directory, whose files hold usage and key digests."""
+    """Check that only the owner can access the data directory, whose files contain usage and key digests."""
     try:
         mode = stat.S_IMODE(directory.stat().st_mode)
     except OSError as error:
@@ -186,7 +186,7 @@ def check_data_directory(directory: Path) -> Finding:
 
 
 def check_sandbox(is_required: bool, find_missing: Callable[[], Collection[str]] = missing_measures) -> Finding:
-    """Which sandbox measures confine the process that reads tenants' uploads."""
+    """Report which sandbox mechanisms confine the process that reads tenants' uploads."""
     check = "sandbox"
     try:
         missing = find_missing()
@@ -233,7 +233,7 @@ def check_engine_socket(run: Path) -> Finding:
 
 
 def check_socket_directory(directory: Path) -> Finding:
-    """Whether a temporary directory can hold the engine's socket: writable, short enough, and safe from other users."""
+    """Check that the temporary directory suits the engine's socket: writable, short, and safe from other users."""
     check = "socket directory"
     if len(os.fsencode(directory)) + len(SOCKET_PART) > MAX_SOCKET_PATH:
         return Finding(

@@ -48,7 +48,7 @@ def check_here() -> Iterator[Finding]:
 
 
 def check_host(settings: HostSettings) -> Iterator[Finding]:
-    """Check what a server with these settings would depend on; changes nothing except the store's probe object."""
+    """Check what a server with these settings would depend on. Only a probe object in the store is written."""
     yield check_engine_socket(DataDirectory(settings.data_dir).run)
     yield check_data_directory(settings.data_dir)
     yield check_disk(settings.data_dir)

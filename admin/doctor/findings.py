@@ -1,4 +1,4 @@
-"""A check's result and how to fix a problem; the doctor's checks and the server's checks share this record."""
+"""The result of a check and how to fix the problem, used by the doctor and by the server's self-check."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Grade(StrEnum):
-    """Whether the checked part works; a warning means that the part still works."""
+    """Grade of a check. A warning means that the component still works."""
 
     OK = "ok"
     WARNING = "warning"
@@ -18,7 +18,7 @@ class Grade(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check. `message` says what was found, and `mend` says what to do; None means nothing to do."""
+    """The result of one check. `message` says what was found; `mend` says how to fix it, or is None."""
 
     check: str
     grade: Grade
@@ -46,5 +46,5 @@ class Finding:
 
 
 def is_healthy(findings: tuple[Finding, ...]) -> bool:
-    """Whether no check failed; a warning is not a failure."""
+    """Return True if no check failed. A warning is not a failure."""
     return all(finding.grade is not Grade.FAILED for finding in findings)

@@ -14,7 +14,7 @@ from loramux.platform.engine_link.engine_client import EngineClient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfCheck:
-    """Checks the parts that a server depends on. Blocking: call it from a thread."""
+    """Checks the components that a server depends on. Blocking: call it from a thread."""
 
     database: Database
     blobs: BlobStore
@@ -24,7 +24,7 @@ class SelfCheck:
     is_sandbox_required: bool = False
 
     def findings(self) -> tuple[Finding, ...]:
-        """Check every part once; a failing part yields a finding, never an exception."""
+        """Check every component once. A failing component yields a finding, never an exception."""
         return (
             self._engine(),
             *check_database(self.database),
