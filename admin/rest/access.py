@@ -1,4 +1,4 @@
-"""Authenticates callers and limits what each may see. Every route declares one of this module's kinds of caller."""
+"""Authenticates callers and limits what each caller can see. Every route declares one of the callers defined here."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from loramux.platform.errors import NotFound, PermissionDenied, Unauthenticated
 from loramux.platform.openai_api.error_responses import request_id_of
 
 PRINCIPAL = "loramux.principal"
-"""ASGI scope key in which the console, calling in-process, passes its session's principal. HTTP servers never set it.
-"""
+"""ASGI scope key for the principal of the console's in-process calls. HTTP servers never set it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +45,12 @@ class Caller:
 
     @property
     def key_ids(self) -> frozenset[str] | None:
-        """The keys that a restricted key sees: only the key itself. None means every key."""
+        """The keys that the caller can see: a restricted key sees only itself. None means every key."""
         return None if self.adapter_ids is None else frozenset({self.principal.key_id})
 
     @property
     def subject_ids(self) -> frozenset[str] | None:
-        """The subjects whose quotas a restricted key sees: the key itself and its adapters. None means all subjects."""
+        """The subjects whose quotas the caller can see: a restricted key and its adapters. None means all subjects."""
         return None if self.adapter_ids is None else self.adapter_ids | {self.principal.key_id}
 
     @property
@@ -104,7 +103,7 @@ async def _authenticated(request: Request, services: AdminServices) -> Principal
 
 
 def _caller(*scopes: str) -> Any:
-    # The slot is released with the route, not with the response, which a client may read slowly.
+    # Release the slot when the route returns, because the client may read the response slowly.
     return Depends(require(*scopes), scope="function")
 
 

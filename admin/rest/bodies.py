@@ -40,7 +40,7 @@ class TenantPatch(_Body):
 
 
 class NewKey(_Body):
-    """A null `tenant` creates a platform key. `adapters` restricts the key to these identifiers or `[tenant/]name`s."""
+    """A null `tenant` creates a platform key. `adapters` restricts the key, by identifier or `[tenant/]name`."""
 
     tenant: str | None
     name: str = Field(default="default", min_length=1, max_length=200)
@@ -156,7 +156,7 @@ class QuotaQuestion(QuotaSubject):
 
 
 class NewPrice(_Body):
-    """Prices in nanos per million tokens. `cached` defaults to `prompt`, `effective_at` to the earliest time."""
+    """Prices in nanos per million tokens. `cached` defaults to `prompt`, and `effective_at` to the earliest time."""
 
     tenant: str | None = None
     scope: str = "all"

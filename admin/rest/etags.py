@@ -1,4 +1,4 @@
-"""`ETag` and `If-Match`: a change names the state of the object that the caller last read.
+"""`ETag` and `If-Match`: an update states which version of the object the caller last read.
 
     async def get_thing(..., response: Response) -> ThingDocument:
         return tagged(response, describe_thing(thing))
@@ -64,7 +64,7 @@ async def required_precondition(
 ) -> Precondition:
     """Parse the header. Raises PreconditionRequired or InvalidRequest."""
     if if_match is None:
-        raise PreconditionRequired("send the ETag that you read as If-Match", param="If-Match")
+        raise PreconditionRequired("send If-Match with the ETag that you read", param="If-Match")
     if if_match.strip() == "*":
         return Precondition(None)
     if _TAGS.fullmatch(if_match) is None:

@@ -1,4 +1,4 @@
-"""`Idempotency-Key`: a POST that is repeated with the same key runs once and gets the first call's answer again.
+"""`Idempotency-Key`: a POST repeated with the same key runs only once and returns the first call's answer.
 
 Every route that declares a caller from `access.py` is covered, without code in the route. A call that is refused or
 fails is not stored, so its key can be used again.
@@ -35,9 +35,9 @@ log = structlog.get_logger()
 
 
 def keep_answer_until(request: Request, expires_us: int) -> None:
-    """Limit how long this call's answer is stored, because it holds secrets that expire at `expires_us`.
+    """Limit how long this call's answer is stored, because it contains secrets that expire at `expires_us`.
 
-    A call that is repeated after that time runs again.
+    A call repeated after that time runs again.
     """
     setattr(request.state, _EXPIRES_US, expires_us)
 
@@ -131,7 +131,7 @@ class IdempotentAnswers:
         try:
             await self._services.call(function, *args)  # type: ignore[arg-type]
         except SQLAlchemyError as error:
-            # The call itself has taken effect, so a repetition is answered with OutcomeUnknown.
+            # The call itself has taken effect, so a repeated call gets OutcomeUnknown.
             log.warning("an idempotency key could not be written", error=str(error))
 
 

@@ -60,8 +60,8 @@ _PAGING = [
 def paged(route: Callable[..., Awaitable[D]]) -> Callable[..., Awaitable[D]]:
     """Add `limit`, `after` and `before` to the end of a list route's query; the route gets them as `paging`.
 
-    A dependency would change which of several wrong parameters an error names, because FastAPI checks the parameters of
-    dependencies before the route's own parameters.
+    This is not a dependency, because FastAPI checks dependencies before the route's own parameters. With several
+    invalid parameters, the error would then name a different one.
     """
 
     @wraps(route)

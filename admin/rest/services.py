@@ -41,27 +41,27 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NUM_ADMIN_THREADS = 4
-"""Threads for the SQL of admin routes; only a few, because a busy thread competes with the event loop of inference."""
+"""Number of threads for the SQL of admin routes; small, because busy threads slow down the inference event loop."""
 NUM_REPORT_THREADS = 2
 MAX_REPORTS_EACH = 1
 """Maximum concurrent reports per tenant, or per platform key."""
 REPORTS_REST = 19.0
-"""A tenant's cooldown after a report, as a multiple of its duration, because a report takes a core from inference."""
+"""The cooldown after a tenant's report, as a multiple of the report's duration; reports take CPU from inference."""
 MAX_CALLS = 64
 MAX_CALLS_EACH = 4
 """Maximum concurrent calls per tenant, over all its keys and sessions; platform calls are not limited."""
 CALLS_REST = 19.0
 PAGES_REST = 3.0
-"""A tenant's cooldown after a console page; shorter than after a call, as a page mostly waits for its own calls."""
+"""A tenant's cooldown after a console page; shorter than after a call, because a page mostly waits."""
 MAX_EXPORTS = 16
-"""Maximum concurrent exports and long reports; each holds up to 20 MB while its client reads."""
+"""Maximum concurrent exports and long reports; each uses up to 20 MB of memory while its client reads."""
 MAX_EXPORTS_EACH = 4
 MAX_UPLOADS = 32
-"""Maximum concurrent file uploads; each holds a thread while its client sends."""
+"""Maximum concurrent file uploads; each occupies a thread while its client sends."""
 MAX_UPLOADS_EACH = 16
 """Maximum concurrent file uploads per tenant."""
 MAX_DOWNLOADS = 8
-"""Maximum concurrent file downloads; each holds a copy on disk while its client reads."""
+"""Maximum concurrent file downloads; each keeps a copy on disk while its client reads."""
 MAX_DOWNLOADS_EACH = 4
 """Maximum concurrent file downloads per tenant."""
 
@@ -95,7 +95,7 @@ class AdminServices:
     metrics_token: str | None
     """The token that `/metrics` requires; None means that only this machine may scrape."""
     is_loopback: bool
-    """Whether only this machine can reach the admin listener, and no trusted proxy forwards calls from elsewhere."""
+    """True if only this machine can reach the admin listener, including through trusted proxies."""
     executor: Executor
     """The admin side's own threads, so that its calls never take threads from inference."""
     report_executor: Executor
@@ -110,7 +110,7 @@ class AdminServices:
     trouble: Callable[[], str | None] = lambda: None
     """Returns the gateway's current database problem for `/health/ready`, or None."""
     upload_slots: TransferSlots = field(default_factory=lambda: TransferSlots("uploads", MAX_UPLOADS, MAX_UPLOADS_EACH))
-    """Uploads have slots and threads of their own, so that slow clients delay nothing else."""
+    """Uploads have slots and threads of their own, so that slow clients do not delay other calls."""
     download_slots: TransferSlots = field(
         default_factory=lambda: TransferSlots("downloads", MAX_DOWNLOADS, MAX_DOWNLOADS_EACH)
     )

@@ -67,7 +67,7 @@ def api_error(error: Exception) -> ApiError:
         return PreconditionFailed(str(error), param="If-Match")
     if isinstance(error, AdapterUnavailable | BlobStoreUnavailable):
         closed_for_s = error.retry_after_s if isinstance(error, BlobStoreUnavailable) else None
-        # Bucket and address concern only the operator, who finds them in the log.
+        # The log contains the bucket and address, which only the operator may see.
         return Unavailable(
             "the adapter store cannot be reached; try again",
             code="store_unavailable",

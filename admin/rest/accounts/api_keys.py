@@ -31,7 +31,7 @@ class KeyDocument(TypedDict):
     """One key without its secret.
 
     `adapters` lists the adapters that the key is restricted to; null means all that its tenant may call. Until
-    `previous_secret_expires_at`, the secret from before the last rotation is also valid.
+    `previous_secret_expires_at`, the secret that the last rotation replaced is also valid.
     """
 
     id: str

@@ -49,9 +49,8 @@ async def list_audit_log(
     start: Time = None,
     end: Time = None,
 ) -> ListDocument[AuditDocument]:
-    """List changes, newest first; a tenant's key sees the changes to its tenant's objects.
-
-    It sees platform keys as the actor `platform`, and sees addresses only for its own tenant's keys.
+    """List changes, newest first. A tenant's key sees only changes to its tenant's objects. It sees platform keys as
+    the actor `platform`, and client addresses only for its own tenant's keys.
     """
     wanted = AuditFilter(
         tenant_id=await tenant_filter(services, caller, tenant),

@@ -22,8 +22,8 @@ router = APIRouter(prefix="/tenants", tags=["tenants"])
 class TenantDocument(TypedDict):
     """One account. `weight` is its entitlement in fair scheduling; the keys of a suspended tenant are refused.
 
-    `host_floor_bytes` is how much of an engine's host memory this tenant's adapters keep when other tenants need room.
-    Floors that do not fit together are honoured in the order in which they were set.
+    `host_floor_bytes` is the part of an engine's host memory reserved for the tenant's adapters. If the floors of all
+    tenants do not fit, the ones set first take precedence.
     """
 
     id: str
@@ -71,9 +71,9 @@ async def change_tenant(
 ) -> TenantDocument:
     """Change a tenant's display name, weight, state, host memory floor or time zone.
 
-    The state `suspended` refuses the tenant's keys immediately, and within five seconds on other gateways; running
-    requests finish, and nothing is lost. A new time zone starts new budget windows immediately. A tenant's own
-    administrator may change only the display name.
+    In the state `suspended`, the tenant's keys are refused, immediately by this server and within five seconds by other
+    gateways. Running requests finish, and no data is deleted. A new time zone starts new budget windows immediately. A
+    tenant's own administrator may change only the display name.
     """
     tenant = await find_tenant(services, caller, id_or_slug)
     body = await read_json(request, TenantPatch)

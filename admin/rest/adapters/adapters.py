@@ -43,7 +43,7 @@ class AdapterDocument(TypedDict):
 
 
 class DisabledAdapter(AdapterDocument):
-    """An adapter taken out of service; `drained` means that no request is running on the adapter any more."""
+    """An adapter taken out of service; `drained` means that no request is still running on the adapter."""
 
     drained: bool
 

@@ -20,7 +20,7 @@ from loramux.platform.openai_api.openapi import errors, takes
 router = APIRouter(prefix="/adapters/{adapter_id}/aliases", tags=["aliases"])
 
 _REVISION = re.compile(r'"(0|[1-9][0-9]{0,9})"')
-IfMatch = Annotated[str | None, Header(description="The alias's ETag; refuses the change if the alias has moved.")]
+IfMatch = Annotated[str | None, Header(description="The alias's ETag; if the alias has moved, the call fails.")]
 
 
 class AliasDocument(TypedDict):
@@ -105,7 +105,7 @@ async def roll_back(
     """Point the alias back at its previous versions, or at those of `revision`; a second rollback undoes the first.
 
     No body is needed. With If-Match, the call is refused if the alias has moved since the caller read it, so that only
-    one of two concurrent rollbacks succeeds. Loads count against the quota as they do when an alias is set.
+    one of two concurrent rollbacks succeeds. Loads count against the quota, as when an alias is set.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     _check_may_move(caller, name)
@@ -124,7 +124,7 @@ async def roll_back(
 async def list_history(
     adapter_id: str, name: str, services: Services, caller: Reader, paging: Paging
 ) -> ListDocument[AliasChangeDocument]:
-    """List the versions that the alias has pointed at, newest first, and which key moved it."""
+    """List the alias's history, newest first: its versions, and the key that moved it."""
     adapter = await find_adapter(services, caller, adapter_id)
     page = await services.call(services.aliases.history, adapter.id, name, *paging)
     return list_document(page, _describe_change)
@@ -134,7 +134,7 @@ async def list_history(
 async def delete_alias(
     adapter_id: str, name: str, services: Services, caller: Writer, if_match: IfMatch = None
 ) -> Response:
-    """Delete an alias; `default` can only be moved. With If-Match, the call is refused if the alias has moved since."""
+    """Delete an alias; `default` can only be moved. With If-Match, refused after a concurrent move."""
     adapter = await find_adapter(services, caller, adapter_id)
     await services.call(services.aliases.remove, adapter.id, name, _revision(if_match))
     return Response(status_code=204)

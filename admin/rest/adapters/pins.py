@@ -71,10 +71,8 @@ async def unpin_version(
 
 @router.post("/preload", responses=errors(429))
 async def preload_version(adapter_id: str, number: Number, services: Services, caller: Developer) -> PlacementDocument:
-    """Load a ready version into the page pool, so that its first request need not wait; the version can be
-    evicted later.
-
-    A load by a tenant's key counts against `cold_loads_per_minute`, like the loads that the tenant's requests cause.
+    """Load a ready version into the page pool before its first request; the version can be evicted later. A load
+    requested with a tenant's key counts against `cold_loads_per_minute`, like a load caused by a request.
     """
     version = await _find_ready(services, caller, adapter_id, number)
     assert version.digest is not None

@@ -27,7 +27,7 @@ from loramux.platform.openai_api.openapi import errors, takes, takes_bytes
 router = APIRouter(prefix="/adapters/{adapter_id}/uploads", tags=["versions"])
 
 CHUNK_TIMEOUT_S = 30.0
-"""Time after which a client that sends nothing is disconnected, in seconds, so that it cannot hold a thread."""
+"""Time after which a client that sends nothing is disconnected, in seconds; until then, it occupies a thread."""
 UPLOAD_TIMEOUT_S = 600.0
 """Maximum time for sending one file, in seconds, however steady the transfer."""
 
@@ -97,7 +97,7 @@ async def put_file(
     chunks = _chunks(request.stream())
     caller.release_call_slot()
     async with services.upload_slots.held_slot(adapter.tenant_id):
-        # Slots bound the number of threads, because waiting for a slot times out, unlike waiting for a thread.
+        # Slots, not threads, limit concurrent uploads, because only a wait for a slot can time out.
         thread = anyio.CapacityLimiter(1)
         await anyio.to_thread.run_sync(services.ingest.put_file, upload.id, name, chunks, num_bytes, limiter=thread)
     return Response(status_code=204)
@@ -131,7 +131,7 @@ async def find_upload(services: AdminServices, adapter: Adapter, upload_id: str)
 
 
 def _chunks(body: AsyncIterator[bytes]) -> Iterator[bytes]:
-    """The body's chunks for a function on a thread; the function sets the sender's pace."""
+    """The body's chunks for a function on a thread. The client can send only as fast as the function reads."""
     deadline = time.monotonic() + UPLOAD_TIMEOUT_S
     while chunk := anyio.from_thread.run(_next_chunk, body):
         if time.monotonic() > deadline:

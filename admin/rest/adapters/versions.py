@@ -47,7 +47,7 @@ class VersionDocument(TypedDict):
 
 
 class WithdrawnVersion(VersionDocument):
-    """A version taken out of service; `drained` means that no request is running on the version any more."""
+    """A version taken out of service; `drained` means that no request is still running on the version."""
 
     drained: bool
 
@@ -97,7 +97,7 @@ async def get_version(adapter_id: str, number: Number, services: Services, calle
 
 @router.post("/{number}/archive")
 async def archive_version(adapter_id: str, number: Number, services: Services, caller: Writer) -> WithdrawnVersion:
-    """Take a version that no alias points at out of service; running requests finish. See `restore`."""
+    """Take a version out of service; refused while an alias points at it. Running requests finish. See `restore`."""
     adapter = await find_adapter(services, caller, adapter_id)
     return await _withdraw(services, await services.call(services.version_states.archive, adapter.id, number))
 

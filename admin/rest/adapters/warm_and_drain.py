@@ -13,15 +13,15 @@ from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.errors import Unavailable
 
 WARM_TIMEOUT_S = 30.0
-"""How long a move of an alias waits for its versions to load before the move is refused, in seconds."""
+"""Maximum time for loading versions before an alias moves, in seconds; after that, the move is refused."""
 DRAIN_TIMEOUT_S = 2.0
-"""How long a call waits for running requests, in seconds; after that, the engine unloads the adapter on its own."""
+"""Maximum time that a call waits for running requests, in seconds. The engine unloads the adapter later on its own."""
 
 _log = structlog.get_logger(__name__)
 
 
 def load_charge(caller: Caller, adapter_id: str) -> LoadCharge | None:
-    """The quota charge for a load that the caller requests; None for an operator, whose loads no tenant pays for."""
+    """The quota charge for a load that the caller requests; None for an operator, whose loads are not charged."""
     tenant_id = caller.principal.tenant_id
     if tenant_id is None:
         return None
@@ -53,7 +53,7 @@ async def warm(services: AdminServices, caller: Caller, adapter_id: str, numbers
 
 
 async def drain(services: AdminServices, digests: Iterable[str]) -> bool:
-    """Have the engine unload adapters once no requests run on them; returns whether all are unloaded already."""
+    """Have the engine unload adapters once no requests run on them. Returns True if all are already unloaded."""
     is_drained = True
     for digest in digests:
         try:
@@ -61,7 +61,7 @@ async def drain(services: AdminServices, digests: Iterable[str]) -> bool:
         except TimeoutError:
             is_drained = False
         except EngineUnavailable:
-            # A restarted engine holds no adapters.
+            # A restarted engine has no adapters loaded.
             continue
         else:
             is_drained = is_drained and state.state == "absent"

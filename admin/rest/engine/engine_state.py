@@ -52,7 +52,7 @@ class EngineDocument(TypedDict):
 
 @router.get("")
 async def get_engine(services: Services, caller: PlatformReader) -> EngineDocument:
-    """Get the engine's limits and counters; the counters restart with the engine."""
+    """Get the engine's limits and counters. An engine restart resets the counters."""
     stats = await engine_stats(services)
     info = services.engine.info
     if info is None:

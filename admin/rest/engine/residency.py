@@ -50,7 +50,7 @@ class ResidentAdapter(TypedDict):
 
 
 class PoolPages(TypedDict):
-    """Use of the pool's pages; `prefix` counts the pages of `kv` that the prefix cache has indexed."""
+    """Use of the pool's pages. `prefix` is the number of `kv` pages in the prefix cache."""
 
     total: int
     free: int
@@ -102,9 +102,9 @@ async def get_residency(
 ) -> ResidencyDocument:
     """List the adapters of one tier, most recently used first, and how full each tier is.
 
-    The list is a snapshot, because a tier changes too fast for paging; `has_more` means that the tier holds more than
-    `limit` adapters. All versions with an adapter's digest are listed. A tenant sees only its own versions, and a key
-    that is restricted to adapters sees only their versions.
+    The list is a snapshot, because a tier changes too fast for paging; `has_more` means that the tier contains more
+    than `limit` adapters. Each adapter lists all versions with its digest. A tenant sees only its own versions, and a
+    key that is restricted to adapters sees only their versions.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     stats = await engine_stats(services, with_tiers=True)
@@ -165,7 +165,7 @@ def _held(stats: Stats, tier: Tier) -> list[_Held]:
 
 
 def _describe(one: _Held, owners: Sequence[DigestOwner], tier: Tier, now_s: float, caller: Caller) -> ResidentAdapter:
-    # Several tenants may have uploaded the same bytes, and no tenant may see how the others use them.
+    # Several tenants may have uploaded the same bytes, but must not see how the others use them.
     is_operator = caller.principal.tenant_id is None
     return {
         "object": "resident_adapter",

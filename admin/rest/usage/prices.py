@@ -69,7 +69,7 @@ async def add_price(request: Request, services: Services, caller: PlatformAdmin)
 async def list_prices(
     services: Services, caller: Reader, paging: Paging, tenant: TenantParam = None
 ) -> ListDocument[PriceDocument]:
-    """List prices, most recently announced first; for a tenant, list its own prices and the list prices."""
+    """Get all prices, most recently announced first; for a tenant, only its own prices and the list prices."""
     tenant_id = await tenant_filter(services, caller, tenant)
     page = await services.call(services.prices.list, tenant_id, *paging, caller.adapter_ids)
     return list_document(page, _describe)

@@ -1,4 +1,4 @@
-"""Resolves the subject of a quota and the caller of a hypothetical request from names that must be consistent."""
+"""Finds the subject of a quota, or the caller of a hypothetical request, and checks that the given names agree."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def _key(services: AdminServices, caller: Caller, tenant_id: str | None, k
 async def _adapter(
     services: AdminServices, caller: Caller, tenant_id: str | None, name: str, is_owners: bool = True
 ) -> tuple[str, str]:
-    """The adapter and its owner; with `is_owners = False`, the given tenant may also be a tenant that has a grant."""
+    """The adapter and its owner; with `is_owners=False`, the given tenant can also be a grantee."""
     adapter = await services.call(services.registry.get_adapter, name)
     # If the caller may not see the adapter, look it up by name as well, as if the identifier did not exist.
     is_seen = adapter is not None and caller.may_see(adapter.tenant_id)

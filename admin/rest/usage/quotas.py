@@ -99,7 +99,7 @@ class RefusalDocument(TypedDict):
 
 
 class QuotaCheckDocument(TypedDict):
-    """Whether a request would be admitted, and the status that a refused request would get."""
+    """Whether a request would be admitted and, if not, the status that it would get."""
 
     object: Literal["quota.check"]
     is_admitted: bool
@@ -173,7 +173,7 @@ async def effective_quotas(
 
 @router.post("/check", openapi_extra=takes(QuotaQuestion))
 async def check_quotas(request: Request, services: Services, caller: Reader) -> QuotaCheckDocument:
-    """Check whether a request would be admitted now, or with `quota` in force. This is a dry run.
+    """Check whether a request would be admitted now, or if `quota` were in force. Nothing is run or reserved.
 
     Not available to a key that is restricted to adapters, because the answer depends on the whole tenant's use.
     """

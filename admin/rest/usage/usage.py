@@ -79,12 +79,12 @@ async def export_events(
     tenant: TenantParam = None,
     start: Time = None,
     end: Time = None,
-    format: Annotated[Literal["csv", "ndjson"], Query()] = "ndjson",  # noqa: A002 - as at /usage
+    format: Annotated[Literal["csv", "ndjson"], Query()] = "ndjson",  # noqa: A002 - the query parameter's name
 ) -> Response:
     """Export all requests settled in [start, end), in the order in which they finished; the default is the last 30
     days.
 
-    The export is streamed as it is read, whatever its length; a client that stops reading is disconnected.
+    The export is streamed and can have any length; a client that stops reading is disconnected.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     end_us = services.database.now_us() + 1 if end is None else end * 1_000_000

@@ -56,9 +56,9 @@ async def asked(
     ] = "tenant,model",
     timezone: Annotated[str, Query(max_length=64, description="Time zone of days, such as Europe/Berlin.")] = "UTC",
     top: Annotated[
-        int | None, Query(ge=1, le=MAX_TOP, description="Only the groups with the most tokens; excludes bucket.")
+        int | None, Query(ge=1, le=MAX_TOP, description="Only the groups with the most tokens; not with bucket.")
     ] = None,
-    format: Annotated[Format, Query()] = "json",  # noqa: A002 - DESIGN names the parameter so
+    format: Annotated[Format, Query()] = "json",  # noqa: A002 - the query parameter's name
 ) -> Asked:
     groups = tuple(name for name in group_by.split(",") if name)
     return Asked(tenant, start, end, bucket, groups, timezone, top, format)
@@ -119,7 +119,7 @@ def _until_now(now_us: int, wanted: Asked) -> int:
     if wanted.bucket == "1m" or "end_user" in wanted.group_by:
         # Include requests that finish in this very microsecond.
         return now_us + 1
-    # The end of today, because the coarsest rollups cover whole days and no request has finished after now.
+    # The end of today, because the coarsest rollups cover whole days. This adds no requests.
     return (now_us // DAY_US + 1) * DAY_US
 
 
