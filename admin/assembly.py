@@ -61,7 +61,7 @@ from loramux.platform.tokenizer.chat_template import ModelFilesError
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 NUM_THREADS = 16
-"""Threads for the SQL of inference requests; each spends most of its time waiting for the database."""
+"""Number of threads that run the SQL of inference requests; they spend most of their time waiting for the database."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def assemble(
     engine: EngineClient,
     is_loopback: bool,
 ) -> Iterator[Assembled]:
-    """The whole process except its listeners. Raises StartRefused. Entering and leaving the context both block."""
+    """Assemble the process, except its listeners. Raises StartRefused. Entering and exiting the context both block."""
     served_name = settings.resolved_served_name
     target = pack_target(model, config.dtype)
     with ExitStack() as stack:
@@ -122,7 +122,7 @@ def assemble(
         worker = IngestWorker(ingest)
         worker.start()
         stack.callback(worker.stop)
-        # Runs before the worker stops, so that stopping does not have to wait for a validation to finish.
+        # Runs before `worker.stop`, which would otherwise wait for a running validation to finish.
         stack.callback(validator.close)
         tenants = Tenants(database)
         api_keys = ApiKeys(database, _revealed(settings.admin_key))
@@ -205,13 +205,13 @@ def open_tracing(settings: Settings) -> Tracing | None:
     if config is None:
         return None
     try:
-        # Importing OpenTelemetry takes half a second, so only servers with traces import it.
+        # Importing OpenTelemetry takes half a second, so it is imported only if tracing is on.
         from loramux.platform.telemetry.otel_tracing import OtelTracing
 
         return OtelTracing.open(config, settings.traces_share, settings.traces_of_clients)
     except ImportError:
         raise StartRefused(
-            "traces need OpenTelemetry: install loramux with its extra 'traces', or set traces to off"
+            "traces require OpenTelemetry: install loramux with the 'traces' extra, or set traces to off"
         ) from None
     except ConfigNotUsable as error:
         raise StartRefused(str(error)) from error

@@ -49,7 +49,7 @@ class AssembledGateway:
 def assemble_gateway(
     settings: Settings, directory: DataDirectory, model: ModelConfig, engine: EngineClient, is_loopback: bool
 ) -> Iterator[AssembledGateway]:
-    """The whole process except its listeners. Raises StartRefused. Entering and leaving the context both block.
+    """Assemble the process, except its listeners. Raises StartRefused. Entering and exiting the context both block.
 
     The database belongs to the server, so a schema of another version is refused, never upgraded.
     """

@@ -1,4 +1,4 @@
-"""`loramux serve`: check the settings, bind the ports, start the engine, assemble the rest, listen and drain."""
+"""`loramux serve`: checks settings, binds ports, starts the engine, assembles the services, serves and drains."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(settings: Settings) -> None:
 
 
 def check_sandbox(find_missing: Callable[[], Collection[str]]) -> None:
-    """Raise StartRefused if uploads could not be validated with every essential sandbox measure."""
+    """Raise StartRefused if the machine lacks an essential sandbox mechanism for validating uploads."""
     try:
         missing = find_missing()
     except ValidationFailed as error:
@@ -165,7 +165,7 @@ def _supervision(settings: Settings, config: EngineConfig) -> Supervision:
 
 
 async def _started(engine: LocalEngine, signals: StopSignals) -> bool:
-    """Wait for the engine; returns False if the process was told to stop first."""
+    """Wait for the engine. Returns False if a stop signal arrives first."""
     starting = asyncio.create_task(engine.start())
     stopping = asyncio.create_task(signals.drain.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -13,14 +13,14 @@ from loramux.admin.server.client_addresses import origin_of
 from loramux.admin.server.connection_registry import ConnectionRegistry
 
 HEAD_TIMEOUT_S = 10.0
-"""Maximum time from the connection's start or its last answer to the end of the next request's head, in seconds."""
+"""Maximum time to receive a request head after the connection opens or its last answer ends, in seconds."""
 READER_TIMEOUT_S = 60.0
-"""Time within which a client must read MIN_READ_BYTES of a waiting answer, in seconds."""
+"""Time within which a client must read MIN_READ_BYTES of a pending answer, in seconds."""
 MIN_READ_BYTES = 16 * 1024
 MAX_BUFFERED_BYTES = 16 * 1024
 """Maximum bytes of an unread answer that this process buffers, in addition to the kernel's MAX_UNSENT_BYTES."""
 STALL_S = 1.0
-"""Minimum time that a client has kept its connection waiting before a new connection may displace it, in seconds."""
+"""Time without progress by its client, in seconds, after which a connection can be displaced by a new connection."""
 
 _BODY = (
     b'{"error":{"message":"this server has reached its limit of connections; try again",'
@@ -34,7 +34,7 @@ REFUSAL = (
 
 
 class BoundedConnection(H11Protocol):
-    """A uvicorn connection that its listener's ConnectionRegistry admits and may shed.
+    """A uvicorn connection that its listener's ConnectionRegistry can refuse or close.
 
     It waits for its client while a request head is incomplete, while a body is arriving, and while an answer is not
     being read. `since_s` is when the client last made progress.
@@ -51,7 +51,7 @@ class BoundedConnection(H11Protocol):
         assert isinstance(server_state, ConnectionRegistry)
         self._book = server_state
         self.origin: str | None = None
-        """The address or network that the client's connections are counted by; None for a trusted proxy."""
+        """The address or network under which the client's connections are counted; None for a trusted proxy."""
         self.since_s = self.loop.time()
         self._num_unread_bytes = 0
         self._has_unread_answer = False
@@ -97,11 +97,11 @@ class BoundedConnection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is in progress."""
+        """True if no request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     def shed_rank(self, now_s: float) -> int | None:
-        """Order in which connections are shed to make room, 0 first; None while the client waits for the server."""
+        """Rank for closing connections to make room, 0 first; None while the client waits for the server."""
         is_stalled = now_s - self.since_s >= STALL_S
         if self.is_idle:
             # The first request on a new connection may still be arriving.
@@ -110,7 +110,7 @@ class BoundedConnection(H11Protocol):
         return 2 if is_stalled and (wants_body or self.flow.write_paused) else None
 
     def overdue(self, now_s: float) -> str | None:
-        """Close the connection if its client has kept it waiting for too long; returns the reason."""
+        """Close the connection if its client is too slow, and return the reason."""
         num_bytes = self.transport.get_write_buffer_size()
         if num_bytes and (self.flow.write_paused or self.transport.is_closing()):
             self._num_unread_bytes = max(self._num_unread_bytes, num_bytes)
@@ -120,7 +120,7 @@ class BoundedConnection(H11Protocol):
                 self.transport.abort()
                 return "slow_reader"
         elif self.is_idle and now_s - self.since_s > HEAD_TIMEOUT_S and not self.transport.is_closing():
-            # Closes the connection like a keep-alive connection that has been idle for too long.
+            # Closes the connection, as after a keep-alive timeout.
             self.timeout_keep_alive_handler()
             return "no_request"
         return None

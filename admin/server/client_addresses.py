@@ -31,8 +31,8 @@ class TrustedProxies:
         """The client's address according to a trusted proxy's `X-Forwarded-For`.
 
         Each proxy appends the address that it was called from, so the rightmost entry that is not a trusted proxy is
-        the client. Entries further left are claims by the client. A malformed entry ends the search at the proxy that
-        forwarded it.
+        the client. Entries further left can be forged by the client. A malformed entry ends the search at the proxy
+        that forwarded it.
         """
         client = proxy
         for entry in reversed(forwarded_for.split(",")):
@@ -56,7 +56,7 @@ def warn_of_unread_variable() -> None:
 
 @lru_cache(maxsize=4096)
 def origin_of(address: str) -> str:
-    """The IPv4 address or IPv6 /64 that a client is counted by; a /64 is the smallest network that one client has."""
+    """The IPv4 address or IPv6 /64 under which a client is counted. A client usually has at least a /64."""
     parsed = _parse(address)
     if parsed is None:
         return address[:64]
@@ -77,7 +77,7 @@ def _parse(text: str) -> IPv4Address | IPv6Address | None:
 
 
 def _without_port(entry: str) -> str:
-    """`192.0.2.1:443` and `[2001:db8::1]:443` without brackets and port."""
+    """Strip the brackets and the port from `192.0.2.1:443` or `[2001:db8::1]:443`."""
     if entry.startswith("["):
         return entry[1:].partition("]")[0]
     return entry.partition(":")[0] if entry.count(":") == 1 else entry

@@ -1,4 +1,4 @@
-"""How many connections each listener accepts, so that the database, the engine and files never lack descriptors."""
+"""Limits each listener's connections, so that the database, the engine and files never run out of descriptors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from loramux.admin.errors import StartRefused
 MAX_ADMIN_CONNECTIONS = 512
 """Maximum connections of the admin listener."""
 RESERVED_DESCRIPTORS = 512
-"""Descriptors that client connections cannot use. They are for the database's 24 connections of three files each,
+"""File descriptors reserved for other uses than client connections: the database's 24 connections of three files each,
 uploads and downloads, the object store's connections, the engine's pipes and socket, and logs."""
 MIN_CONNECTIONS = 64
-"""Minimum connections, over both listeners, with which the server starts."""
+"""The server refuses to start if its two listeners together could accept fewer connections than this."""
 
 log = structlog.get_logger(__name__)
 

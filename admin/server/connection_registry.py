@@ -1,4 +1,4 @@
-"""The connections of one listener, counted in total and per address; some are shed when there is no room."""
+"""Counts the connections of one listener, in total and per address, and sheds some when there is no room."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from loramux.admin.server.connection_limits import ConnectionLimits
 from loramux.platform.telemetry.metrics import GatewayMetrics
 
 MAX_LOOKED_AT = 256
-"""Connections examined to find one to shed, so that in a flood a new connection does not cost a full scan."""
+"""Maximum connections examined to find one to shed, so that a flood does not cause full scans."""
 MAX_COMPARED = 16
-"""Candidates compared before the best of them is shed."""
+"""Maximum candidates compared to choose the one to shed."""
 
 
 class Connection(Protocol):
@@ -28,16 +28,16 @@ class Connection(Protocol):
 
     @property
     def origin(self) -> str | None:
-        """The address or network that the client's connections are counted by; None for a trusted proxy."""
+        """The address or network under which the client's connections are counted; None for a trusted proxy."""
 
     @property
     def transport(self) -> Transport: ...
 
     def overdue(self, now_s: float) -> str | None:
-        """Close the connection if its client has kept it waiting for too long; returns the reason."""
+        """Close the connection if its client is too slow, and return the reason."""
 
     def shed_rank(self, now_s: float) -> int | None:
-        """Order in which connections are shed to make room, 0 first; None means never."""
+        """Rank for closing connections to make room, 0 first; None means never."""
 
 
 class ConnectionRegistry(ServerState):
@@ -82,7 +82,7 @@ class ConnectionRegistry(ServerState):
         return True
 
     def leave(self, connection: Connection) -> None:
-        """Stop counting a connection that is closed or about to be; may be called more than once."""
+        """Stop counting a connection that is closed or about to close. Can be called more than once."""
         if connection not in self._members:
             return
         del self._members[connection]
@@ -93,7 +93,7 @@ class ConnectionRegistry(ServerState):
                 del self._members_of[origin]
 
     def sweep(self, now_s: float) -> None:
-        """Close the connections whose clients have kept them waiting for too long. Call it every second."""
+        """Close the connections whose clients are too slow. Must be called every second."""
         for connection in list(self._members):
             reason = connection.overdue(now_s)
             if reason is not None:
@@ -107,7 +107,7 @@ class ConnectionRegistry(ServerState):
         return 0 if origin is None else len(self._members_of.get(origin, ()))
 
     def _shed(self, members: OrderedDict[Connection, None], now_s: float) -> bool:
-        """Close the best candidate among the connections examined; returns whether there was a candidate."""
+        """Close the best candidate among the connections examined. Returns False if there is none."""
         waiting = []
         for connection in list(islice(members, MAX_LOOKED_AT)):
             # The next search examines other connections.

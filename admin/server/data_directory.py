@@ -37,7 +37,7 @@ class DataDirectory:
 
     @property
     def programs(self) -> Path:
-        """Compiled GPU programs, which later starts load."""
+        """Compiled GPU programs, reused after a restart."""
         return self.root / "programs"
 
 

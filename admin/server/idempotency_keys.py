@@ -1,4 +1,4 @@
-"""Idempotency-Key records: for each key, the hash of its request and the answer to it."""
+"""Stores Idempotency-Key records: for each key, a hash of the request, and the answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loramux.platform.errors import Conflict, UnprocessableRequest
 
 LIFETIME_US = 24 * 3600 * 1_000_000
 RUNNING_US = 300 * 1_000_000
-"""Longer than any call takes, in microseconds. A call that has no answer after this time has lost its process."""
+"""Longer than any call takes, in microseconds. If a claim has no answer by then, its process has died."""
 
 
 class KeyInUse(Conflict):
@@ -75,7 +75,7 @@ class IdempotencyKeys:
         return claim
 
     def complete(self, claim: Claim, answer: StoredAnswer, expires_us: int | None = None) -> None:
-        """Store the answer for repeated calls, until `expires_us` if that comes before the key's own expiry."""
+        """Store the answer for repeated calls, until `expires_us` if that is before the key's own expiry."""
         values: dict[str, Any] = {"status": answer.status, "headers": dict(answer.headers), "body": answer.body}
         with self._database.write() as connection:
             if expires_us is not None:
@@ -83,7 +83,7 @@ class IdempotencyKeys:
             connection.execute(update(idempotency_keys).where(*_is(claim)).values(**values))
 
     def release(self, claim: Claim) -> None:
-        """Delete the claim of a call that changed nothing, so that its key can be used again, for any call."""
+        """Delete the claim of a call that changed nothing, so that the key can be reused for any call."""
         with self._database.write() as connection:
             connection.execute(delete(idempotency_keys).where(*_is(claim), idempotency_keys.c.status.is_(None)))
 
@@ -110,7 +110,7 @@ def _answer(row: Row[Any], request_sha256: bytes, now_us: int) -> StoredAnswer:
         raise KeyReused("this Idempotency-Key was used for another call", param="Idempotency-Key")
     if row.status is not None:
         return StoredAnswer(row.status, row.headers, row.body)
-    # abs: after the clock was set back, a call's start may lie in the future.
+    # abs(), because the start is in the future if the clock was set back.
     if abs(now_us - row.created_us) < RUNNING_US:
         raise KeyInUse("the first call with this Idempotency-Key is still running", retry_after_s=1.0)
     raise OutcomeUnknown(

@@ -20,9 +20,8 @@ PROXY_HEADERS = ("forwarded", "via", "x-real-ip")
 
 
 def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | None, is_loopback: bool) -> APIRouter:
-    """The route. A token, if set, is always required.
-
-    While the engine does not answer, its only series is `loramux_engine_up`.
+    """The `/metrics` route. If a token is set, every call needs it. While the engine does not answer,
+    `loramux_engine_up` is the only engine metric.
     """
     router = APIRouter()
 
@@ -44,7 +43,7 @@ def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | N
 
 
 def _is_direct(request: Request) -> bool:
-    """Whether the call addresses this machine and shows no sign of a proxy, which calls from loopback for others."""
+    """True for a call addressed to this machine without a proxy's headers; a proxy also calls from loopback."""
     if any(name in PROXY_HEADERS or name.startswith("x-forwarded-") for name in request.headers):
         return False
     try:

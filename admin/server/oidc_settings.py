@@ -51,7 +51,7 @@ def parse_rule(text: str) -> RoleRule:
 
 
 def is_trusted_url(url: str) -> bool:
-    """Whether keys and codes may be sent to the URL: over TLS, or to this machine."""
+    """True if keys and codes can be sent to the URL safely: over TLS, or to this machine."""
     try:
         parts = urlsplit(url)
     except ValueError:

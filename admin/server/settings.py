@@ -60,7 +60,7 @@ class SettingsError(Exception):
 
 
 class DataSettings(BaseSettings):
-    """Settings for where data is stored, which are all that `loramux db` needs."""
+    """Settings for data storage, the only settings that `loramux db` needs."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
 
@@ -152,7 +152,7 @@ class Settings(DataSettings):
     reuse_port: bool = False
     """Share the ports with other gateways on this host; all must set this, and the kernel distributes connections."""
     spool_bytes: Annotated[ByteSize, Field(ge=1 << 16)] = ByteSize(64 << 20)
-    """Space on disk for settlements that wait while the database is unavailable."""
+    """Disk space for settlements that wait while the database is unavailable."""
     log_format: Literal["console", "json"] = "console"
     log_answers: bool = False
     traces: Literal["off", "file", "otlp"] = "off"
@@ -162,7 +162,7 @@ class Settings(DataSettings):
     traces_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of requests that are traced; a request inside a client's trace follows the client's sampling decision."""
     traces_of_clients: Literal["ignore", "link", "parent"] = "link"
-    """How a client's `traceparent` is used. Use `parent` only with trusted clients; they decide what is recorded."""
+    """How a client's `traceparent` is used. With `parent`, clients decide what is recorded, so they must be trusted."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     engine_step_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
 
@@ -173,7 +173,7 @@ class Settings(DataSettings):
             raise ValueError(f"there is no directory {model}")
         if not (model / "config.json").is_file():
             raise ValueError(f"{model} has no config.json, which every Hugging Face model directory has")
-        # The path is not resolved, because a symbolic link's own name is the better name for the served model.
+        # Do not resolve the path: a symbolic link's own name is a better name for the served model.
         return Path(os.path.abspath(model))
 
     @field_validator("served_name")
@@ -299,7 +299,7 @@ class Settings(DataSettings):
 
 
 def load_settings(kind: type[SettingsT], overrides: Mapping[str, Any]) -> SettingsT:
-    """Read the settings once. Raises SettingsError that lists all errors. An override of None counts as absent."""
+    """Read the settings once. Raises SettingsError, which lists all errors. Overrides that are None are ignored."""
     given = {name: value for name, value in overrides.items() if value is not None}
     if "config" not in given and os.environ.get("LORAMUX_CONFIG"):
         given["config"] = Path(os.environ["LORAMUX_CONFIG"])

@@ -11,10 +11,10 @@ import anyio
 from loramux.platform.errors import ApiError, RateLimited, Unavailable
 
 WAIT_S = 10.0
-"""How long a call waits for a slot, in seconds; a waiting call holds a connection but no thread."""
+"""How long a call waits for a slot, in seconds; a waiting call occupies a connection but no thread."""
 RETRY_AFTER_S = 5.0
 MAX_REST_S = 2.0
-"""Maximum cooldown that one call adds for its tenant, in seconds."""
+"""Maximum cooldown that a single call adds, in seconds."""
 UNRESTED_S = 1.0
 """Cooldown above which a tenant's slots are withheld, in seconds; it allows a burst such as one page's calls."""
 
@@ -31,8 +31,8 @@ class TransferSlots:
     """At most `num_slots` concurrent calls, and at most `num_each` per tenant, so that other tenants still get slots.
 
     With `rest`, each call adds `rest` times its duration to its tenant's cooldown. While more than UNRESTED_S of the
-    cooldown remains, the tenant gets no slots back, so that its calls together take at most 1/`rest` of a processor,
-    however many calls it sends.
+    cooldown remains, the tenant gets no slots. However many calls it sends, they use at most 1/`rest` of a CPU core in
+    total.
     """
 
     def __init__(self, what: str, num_slots: int, num_each: int, rest: float = 0.0) -> None:
@@ -56,7 +56,7 @@ class TransferSlots:
         """Take a slot and return the function that releases it.
 
         Unless `is_patient`, raises `too_many_<what>` after WAIT_S: RateLimited if the tenant's own calls hold all its
-        slots, Unavailable if all tenants' calls hold all slots. With `rests = False`, the call adds no cooldown.
+        slots, Unavailable if all tenants' calls hold all slots. With `rests=False`, the call adds no cooldown.
         """
         call = object()
         kind: type[ApiError] = RateLimited
