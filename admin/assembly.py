@@ -66,7 +66,7 @@ NUM_THREADS = 16
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """Both apps, their background work, and the services that startup needs."""
+    """The two apps, their background work, and the services needed at startup."""
 
     gateway_app: FastAPI
     admin_app: FastAPI

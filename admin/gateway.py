@@ -26,7 +26,7 @@ SETTLE_S = 5.0
 
 
 def run(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM. Raises StartRefused before anything listens."""
+    """Serve until SIGINT or SIGTERM. Raises StartRefused before any port is listening."""
     configure_logs(settings.log_format)
     warn_of_unread_variable()
     if settings.engine is None:

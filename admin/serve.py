@@ -40,7 +40,7 @@ SETTLE_S = 5.0
 
 
 def run(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM. Raises StartRefused before anything listens."""
+    """Serve until SIGINT or SIGTERM. Raises StartRefused before any port is listening."""
     configure_logs(settings.log_format)
     if settings.sandbox == "required":
         check_sandbox(missing_measures)

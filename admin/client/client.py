@@ -118,12 +118,12 @@ class AdminClient:
     def put_bytes(self, url: str, size: int, chunks: Iterable[bytes]) -> None:
         """Upload one file to the URL that the server returned for it; raises the same errors as every other call."""
         headers = {"content-length": str(size), "content-type": "application/octet-stream"}
-        # The server answers only once the whole file is stored.
+        # The server answers only after it has stored the whole file.
         timeout = httpx.Timeout(300.0, connect=5.0)
         self._send("PUT", str(self._http.base_url.join(url)), content=chunks, headers=headers, timeout=timeout)
 
     def put_presigned(self, request: Mapping[str, Any], chunks: Iterable[bytes]) -> None:
-        """Send bytes to the blob store with a request that the server presigned; the API key is not sent."""
+        """Send bytes to the blob store using the server's presigned request. The API key is not sent."""
         timeout = httpx.Timeout(300.0, connect=5.0)
         trust_env = not _is_loopback(request["url"])
         try:
@@ -142,7 +142,7 @@ class AdminClient:
             )
 
     def items(self, path: str, **params: object) -> Iterator[Document]:
-        """Every item of a list, newest first, fetched one page at a time."""
+        """All items of a list, newest first, fetched one page at a time."""
         after: str | None = None
         while True:
             page = self.get(path, **{**params, "limit": PAGE_SIZE, "after": after})
@@ -152,7 +152,7 @@ class AdminClient:
             after = page["last_id"]
 
     def whole_list(self, path: str, **params: object) -> Document:
-        """Every item of a list in one document."""
+        """All items of a list, as one document."""
         return {"object": "list", "data": list(self.items(path, **params))}
 
     def is_alive(self) -> bool:

@@ -159,7 +159,7 @@ def _parse(document: Mapping[str, Any]) -> KnownProfiles:
 
 
 def _written(known: KnownProfiles) -> str:
-    # All these strings are printable ASCII, for which JSON strings are also valid TOML basic strings.
+    # All these strings are printable ASCII, so their JSON form is also a valid TOML basic string.
     lines = [f"current = {json.dumps(known.current)}"] if known.current is not None else []
     for name, profile in sorted(known.profiles.items()):
         lines += [

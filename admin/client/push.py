@@ -55,9 +55,8 @@ def push_adapter(
 ) -> PushedVersion:
     """Upload the adapter in `directory` as the next version of `tenant/name` and wait until it is ready.
 
-    `tenant` is a slug or an identifier.
-    Raises PushRefused when the directory is not an adapter, the server rejects the adapter, or `timeout_s` passes. A
-    push that fails or is interrupted cancels its upload.
+    `tenant` is a slug or an identifier. Raises PushRefused when the directory is not an adapter, the server rejects the
+    adapter, or `timeout_s` elapses. A push that fails or is interrupted cancels its upload.
     """
     paths = [_file_of(directory, file_name) for file_name in FILE_NAMES]
     files = [{"name": path.name, "size": path.stat().st_size, "sha256": _sha256(path, progress)} for path in paths]
@@ -117,7 +116,7 @@ def _ready(client: AdminClient, adapter: Document, version: Document, timeout_s:
     """Wait until a version is ready. Raises PushRefused."""
     version = _settled(client, f"adapters/{adapter['id']}/versions/{version['number']}", timeout_s)
     _check_ready(version)
-    # The tenant may have been given by its identifier, but a model's name uses its slug.
+    # The caller may have given the tenant's identifier, but model names use its slug.
     return PushedVersion(adapter["model"], version["number"], version["digest"], version["max_rank"])
 
 

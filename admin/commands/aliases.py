@@ -1,4 +1,4 @@
-"""`loramux aliases`: the names of an adapter's versions, and their history."""
+"""`loramux aliases`: names for an adapter's versions, and their history."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def list_aliases(model: Model, as_json: AsJson = False) -> None:
 
 @app.command()
 def history(model: Model, alias: Alias = "default", as_json: AsJson = False) -> None:
-    """Show an alias's history, newest first: its versions, and the key that moved it."""
+    """Show an alias's history, newest first: the versions it pointed at, and the key that moved it."""
     with connected_to(model, as_json) as (client, named):
         changes = client.whole_list(f"{named.path}/{client.path('aliases', alias, 'history')}")
     columns: Columns = {

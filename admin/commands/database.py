@@ -23,7 +23,7 @@ app = typer.Typer(no_args_is_help=True, help="Upgrade the database's schema, or 
 def upgrade(
     config: ConfigFile = None, data_dir: DataDir = None, database_url: DatabaseUrl = None, as_json: AsJson = False
 ) -> None:
-    """Upgrade the schema to the version that this loramux needs."""
+    """Upgrade the schema to the version that this release of loramux needs."""
     with _database(config, data_dir, database_url, as_json) as database:
         database.upgrade()
     _tell_current(as_json)
@@ -33,7 +33,7 @@ def upgrade(
 def check(
     config: ConfigFile = None, data_dir: DataDir = None, database_url: DatabaseUrl = None, as_json: AsJson = False
 ) -> None:
-    """Exit with 0 if the database is reachable and its schema is the version that this loramux needs."""
+    """Exit with 0 if the database is reachable and its schema is up to date."""
     with _database(config, data_dir, database_url, as_json) as database:
         database.check_schema()
     _tell_current(as_json)

@@ -76,7 +76,7 @@ def _findings(settings: object) -> Iterator[Finding]:
         client = AdminClient.from_environment(chosen_profile.get(), timeout_s=SERVER_TIMEOUT_S)
     except ServerUnreachable as error:
         is_asked = chosen_profile.get() is not None
-        # Only a warning before a server is first started, because none is configured yet.
+        # A new machine has no server configured yet, so this is only a warning there.
         grade = Grade.FAILED if is_asked or settings is None else Grade.WARNING
         yield Finding(check="server", grade=grade, message="no server is configured", mend=str(error))
         return

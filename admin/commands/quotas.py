@@ -1,4 +1,4 @@
-"""`loramux quotas`: limits for tenants, keys and adapters, their use, and checks of hypothetical requests."""
+"""`loramux quotas`: limits for tenants, keys and adapters, their usage, and checks of hypothetical requests."""
 
 from __future__ import annotations
 

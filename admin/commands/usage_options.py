@@ -1,4 +1,4 @@
-"""Options shared by `loramux usage` and `loramux costs`, and the bar of each line."""
+"""Options shared by `loramux usage` and `loramux costs`, and the bars in their tables."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def start_of(start: int | None, end: int | None, last: str | None) -> int | None
     if start is not None:
         raise typer.BadParameter("give --start or --last, not both")
     from_s = max(0, (int(time.time()) if end is None else end) - int(found[1]) * UNITS_S[found[2]])
-    # Rounded down to a full minute or hour, so that the first line of a report by time is complete.
+    # Rounded down to a full minute or hour, so that the first line of a time series covers a full bucket.
     return from_s - from_s % min(UNITS_S[found[2]], UNITS_S["h"])
 
 

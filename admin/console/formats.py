@@ -14,14 +14,14 @@ NOTHING = "–"
 
 
 def number(value: float | None) -> str:
-    """`12,345`; a dash for an unknown value."""
+    """Format a number: `12,345`, or a dash for an unknown value."""
     if value is None:
         return NOTHING
     return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:,.2f}"
 
 
 def compact(value: float | None) -> str:
-    """`12.3k`, `4.56M`."""
+    """Abbreviate a number: `12.3k`, `4.56M`."""
     if value is None:
         return NOTHING
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -31,7 +31,7 @@ def compact(value: float | None) -> str:
 
 
 def money(nanos: int | None) -> str:
-    """`1.25` for an amount in billionths of the currency; small amounts keep enough digits."""
+    """Format an amount in billionths of the currency: `1.25`. Small amounts keep enough digits."""
     if nanos is None:
         return NOTHING
     amount = Decimal(nanos) / 10**9
@@ -39,7 +39,7 @@ def money(nanos: int | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """`1.5 MiB`."""
+    """Format a size in bytes: `1.5 MiB`."""
     if value is None:
         return NOTHING
     amount = float(value)
@@ -51,7 +51,7 @@ def size(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """`340 ms`, `2.5 s`, `3 min`, `2 h`, `5 d`."""
+    """Format a duration: `340 ms`, `2.5 s`, `3 min`, `2 h`, `5 d`."""
     if seconds is None:
         return NOTHING
     if seconds < 1:
@@ -65,7 +65,7 @@ def duration(seconds: float | None) -> str:
 
 
 def ago(at: float | None, now: float | None = None) -> str:
-    """`3 min ago` for a Unix time in seconds; `in 2 h` for a time in the future."""
+    """Format a Unix time in seconds relative to now: `3 min ago`, `in 2 h`."""
     if at is None:
         return "never"
     passed = (time.time() if now is None else now) - at
@@ -76,12 +76,12 @@ def ago(at: float | None, now: float | None = None) -> str:
 
 
 def moment(at: float | None) -> str:
-    """`2026-11-21 21:40:05 UTC`."""
+    """Format a Unix time in seconds: `2026-11-21 21:40:05 UTC`."""
     return NOTHING if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def percent(part: float, whole: float) -> float:
-    """A bar's length, 0 to 100; 0 if `whole` is 0."""
+    """A bar's length in percent; 0 if `whole` is 0."""
     return max(0.0, min(100.0, 100.0 * part / whole)) if whole else 0.0
 
 

@@ -31,7 +31,7 @@ class Form:
         return self.text(name) or None
 
     def integer(self, name: str, label: str) -> int:
-        """An integer; spaces and commas between its digits are ignored. Raises InvalidRequest."""
+        """Parse a field as an integer, ignoring spaces and commas between the digits. Raises InvalidRequest."""
         digits = self.text(name).replace(",", "").replace(" ", "").replace("\u202f", "")
         if not (digits.isascii() and digits.removeprefix("-").isdecimal() and len(digits) <= 18):
             raise InvalidRequest(f"{label} must be a whole number", param=name)

@@ -17,7 +17,7 @@ MAX_STREAMS = 200
 MAX_STREAMS_EACH = 10
 """Maximum number of streams per tenant, over all its sessions. Each stream renders its page every second or two."""
 LIFETIME_S = 600.0
-"""Length of a stream in seconds; the browser then reconnects automatically, so that no stream lasts forever."""
+"""Maximum duration of a stream, in seconds. The browser then reconnects automatically."""
 
 Render = Callable[[], Awaitable[str]]
 

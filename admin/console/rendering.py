@@ -49,7 +49,7 @@ class Templates:
 
 
 def _static_version() -> str:
-    """A version that changes with any static file, so that browsers can cache the files for a long time."""
+    """A version string that changes when any static file does, so that browsers can cache the files for a long time."""
     digest = hashlib.sha256()
     for path in sorted(STATIC.rglob("*")):
         if path.is_file():

@@ -122,7 +122,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def console_url(request: Request, path: str, **params: Any) -> str:
-    """A path of the console as the browser must request it."""
+    """A console path as the browser must request it, with a proxy's prefix."""
     query = urlencode({name: value for name, value in params.items() if value is not None}, doseq=True)
     return quote(request.scope["root_path"] + path, safe="/@:~") + (f"?{query}" if query else "")
 
@@ -229,7 +229,7 @@ def action(site: Site, handler: Handler, *, reads_form: bool = True) -> Endpoint
 
 
 async def find_session(site: Site, request: Request, *, is_use: bool = True) -> Session | None:
-    """The session of a request with its current rights. Raises ConfirmInBrowser or the database's errors."""
+    """The session of a request with its current rights. Raises ConfirmInBrowser or a database error."""
     token = read_cookie(request, SESSION)
     if not token:
         return None
@@ -253,7 +253,7 @@ def problem(site: Site, request: Request, visit: Visit | None, status: int, mess
 
 
 async def _kept(visit: Visit, response: Response) -> Response:
-    """The response, after the request's changes to its session have been saved."""
+    """Save the request's changes to its session, then return the response."""
     try:
         await visit.site.services.call(visit.site.sessions.keep, visit.session)
     except DATABASE_TROUBLE as error:
@@ -270,7 +270,7 @@ async def _refused(visit: Visit, message: str) -> Response:
 
 
 def _with_wait(error: RestError | ApiError) -> str:
-    """A refusal's message; for a rate limit, with the time to wait."""
+    """A refusal's message, including the time to wait for a rate limit."""
     if error.status != 429 or error.retry_after_s is None:
         return error.message
     return f"{error.message}: try again in {math.ceil(error.retry_after_s)} s"

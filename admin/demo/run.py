@@ -143,7 +143,7 @@ def _check_bill(console: Console, answers: list[Answer], before: Bill, after: Bi
 
 
 def _port(given: int | None, preferred: int) -> int:
-    """The requested port, else the usual port if it is free, else any free port."""
+    """The requested port, else the preferred port if it is free, else any free port."""
     if given is not None:
         return given
     for port in (preferred, 0):

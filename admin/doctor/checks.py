@@ -54,7 +54,7 @@ def check_python(running: tuple[int, int, int]) -> Finding:
 
 
 def check_package(name: str, find_version: Callable[[str], str] = version) -> Finding:
-    """Whether a package that the engine needs is installed; the package is not imported."""
+    """Check that a package needed by the engine is installed, without importing it."""
     try:
         return Finding(check=name, grade=Grade.OK, message=f"{name} {find_version(name)}")
     except PackageNotFoundError:
@@ -233,7 +233,7 @@ def check_engine_socket(run: Path) -> Finding:
 
 
 def check_socket_directory(directory: Path) -> Finding:
-    """Check that the temporary directory suits the engine's socket: writable, short, and safe from other users."""
+    """Check that the engine's socket can be in this directory: writable, short, and safe from other users."""
     check = "socket directory"
     if len(os.fsencode(directory)) + len(SOCKET_PART) > MAX_SOCKET_PATH:
         return Finding(

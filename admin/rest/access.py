@@ -55,7 +55,7 @@ class Caller:
 
     @property
     def is_administrator(self) -> bool:
-        """Whether the caller administers the platform or its own tenant; False for a developer."""
+        """True if the caller administers the platform or its own tenant; False for a developer."""
         return not self.principal.scopes.isdisjoint(("platform:admin", "tenant:admin"))
 
 
@@ -118,7 +118,7 @@ Reader = Annotated[Caller, READER]
 
 
 async def find_tenant(services: AdminServices, caller: Caller, id_or_slug: str, param: str = "tenant") -> Tenant:
-    """The tenant. Raises the same NotFound for a hidden tenant as for a missing tenant."""
+    """Find a tenant. Raises the same NotFound whether the tenant is hidden or missing."""
     tenant = await services.call(services.tenants.get, id_or_slug)
     if tenant is None or not caller.may_see(tenant.id):
         raise NotFound("there is no such tenant", param=param, code="tenant_not_found")

@@ -99,7 +99,7 @@ class AliasTargets(_Body):
     warm: bool = True
 
     def weights(self) -> dict[int, int]:
-        """The weights by version number; raises InvalidRequest."""
+        """The weights, keyed by version number. Raises InvalidRequest."""
         if (self.version is None) == (self.targets is None):
             raise InvalidRequest("give either version or targets", param="targets")
         if self.targets is None:
@@ -112,7 +112,7 @@ class AliasTargets(_Body):
 
 
 class Rollback(_Body):
-    """The revision to return to; `revision` defaults to the previous revision."""
+    """The revision to roll back to; `revision` defaults to the previous revision."""
 
     revision: int | None = None
     warm: bool = True
@@ -168,7 +168,7 @@ class NewPrice(_Body):
 
 
 async def body_of(request: Request) -> bytes:
-    """The request's body, read only after the caller has been authorized; can be called twice."""
+    """The request's body, read only after the caller has been authorized and kept for later calls."""
     if not hasattr(request.state, "body"):
         request.state.body = await read_body(request, MAX_BODY_BYTES)
     return bytes(request.state.body)

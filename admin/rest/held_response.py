@@ -1,4 +1,4 @@
-"""A streamed response that holds a slot until its client has read it."""
+"""A streamed response that keeps a slot until its client has read it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 STALLED_S = 30.0
-"""Time after which a client that reads nothing is disconnected, in seconds, so that it cannot occupy a slot."""
+"""Time after which a client that reads nothing is disconnected, in seconds, so that it cannot keep a slot."""
 
 
 class HeldResponse(StreamingResponse):

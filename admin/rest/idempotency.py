@@ -43,7 +43,7 @@ def keep_answer_until(request: Request, expires_us: int) -> None:
 
 
 class Replayed(Exception):
-    """The call was made before; the exception carries the stored answer."""
+    """The call has already been made. The exception contains the stored answer."""
 
     def __init__(self, answer: StoredAnswer) -> None:
         super().__init__("this call has already been made")

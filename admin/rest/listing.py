@@ -87,7 +87,7 @@ def list_document(page: Page[T], describe: Callable[[T], D]) -> ListDocument[D]:
 
 
 def whole_list(data: Sequence[D], has_more: bool = False) -> ListDocument[D]:
-    """A complete list of items without identifiers to page by."""
+    """A complete, unpaged list, for items without identifiers."""
     return {"object": "list", "data": list(data), "first_id": None, "last_id": None, "has_more": has_more}
 
 
@@ -105,10 +105,10 @@ def seconds(time_us: None) -> None: ...
 @overload
 def seconds(time_us: int | None) -> int | None: ...
 def seconds(time_us: int | None) -> int | None:
-    """Unix time in whole seconds, the format of times in answers and in the OpenAI API."""
+    """Convert microseconds to Unix time in whole seconds, the format of answers and of the OpenAI API."""
     return None if time_us is None else time_us // 1_000_000
 
 
 def micros(time_s: int | None) -> int | None:
-    """Microseconds for a Unix time in whole seconds, the format of times in requests."""
+    """Convert Unix time in whole seconds, the format of requests, to microseconds."""
     return None if time_s is None else time_s * 1_000_000

@@ -52,7 +52,7 @@ MAX_CALLS_EACH = 4
 """Maximum concurrent calls per tenant, over all its keys and sessions; platform calls are not limited."""
 CALLS_REST = 19.0
 PAGES_REST = 3.0
-"""A tenant's cooldown after a console page; shorter than after a call, because a page mostly waits."""
+"""A tenant's cooldown after a console page; shorter than after a call, because pages mostly wait."""
 MAX_EXPORTS = 16
 """Maximum concurrent exports and long reports; each uses up to 20 MB of memory while its client reads."""
 MAX_EXPORTS_EACH = 4
@@ -95,7 +95,7 @@ class AdminServices:
     metrics_token: str | None
     """The token that `/metrics` requires; None means that only this machine may scrape."""
     is_loopback: bool
-    """True if only this machine can reach the admin listener, including through trusted proxies."""
+    """True if the admin listener can be reached only from this machine, and no trusted proxy forwards calls to it."""
     executor: Executor
     """The admin side's own threads, so that its calls never take threads from inference."""
     report_executor: Executor

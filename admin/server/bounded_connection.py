@@ -20,7 +20,7 @@ MIN_READ_BYTES = 16 * 1024
 MAX_BUFFERED_BYTES = 16 * 1024
 """Maximum bytes of an unread answer that this process buffers, in addition to the kernel's MAX_UNSENT_BYTES."""
 STALL_S = 1.0
-"""Time without progress by its client, in seconds, after which a connection can be displaced by a new connection."""
+"""Time without progress by a client, in seconds, before a new connection can displace the client's connection."""
 
 _BODY = (
     b'{"error":{"message":"this server has reached its limit of connections; try again",'
@@ -36,8 +36,8 @@ REFUSAL = (
 class BoundedConnection(H11Protocol):
     """A uvicorn connection that its listener's ConnectionRegistry can refuse or close.
 
-    It waits for its client while a request head is incomplete, while a body is arriving, and while an answer is not
-    being read. `since_s` is when the client last made progress.
+    The connection waits for its client while a request head is incomplete, a body is arriving or an answer is not being
+    read. `since_s` is when the client last made progress.
     """
 
     def __init__(

@@ -12,8 +12,8 @@ from loramux.admin.errors import StartRefused
 MAX_ADMIN_CONNECTIONS = 512
 """Maximum connections of the admin listener."""
 RESERVED_DESCRIPTORS = 512
-"""File descriptors reserved for other uses than client connections: the database's 24 connections of three files each,
-uploads and downloads, the object store's connections, the engine's pipes and socket, and logs."""
+"""Number of file descriptors reserved for the database's 24 connections (three files each), uploads and downloads, the
+object store's connections, the engine's pipes and socket, and logs."""
 MIN_CONNECTIONS = 64
 """The server refuses to start if its two listeners together could accept fewer connections than this."""
 

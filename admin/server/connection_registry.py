@@ -43,9 +43,9 @@ class Connection(Protocol):
 class ConnectionRegistry(ServerState):
     """Admits or refuses new connections.
 
-    When there is no room, the registry sheds a connection that waits for its client. It prefers the address with the
-    most connections, then idle connections to connections with a request in progress, then the longest wait.
-    Connections whose client waits for the server are never shed.
+    When there is no room, the registry sheds a connection that waits for its client. It chooses from the address with
+    the most connections, prefers idle connections over those with a request in progress, and then prefers the longest
+    wait. Connections whose clients are waiting for the server are never shed.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ConnectionRegistry(ServerState):
                 self.note(reason)
 
     def note(self, reason: str) -> None:
-        """Count a connection or request that was refused or ended."""
+        """Count a refused or closed connection, or a refused request."""
         self._refusals.labels(self._listener, reason).inc()
 
     def _num_of(self, origin: str | None) -> int:

@@ -55,7 +55,7 @@ class StoredAnswer:
 
 
 class IdempotencyKeys:
-    """The idempotency keys of all servers on the database. Blocking."""
+    """The idempotency keys of all servers that use the database. Blocking."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

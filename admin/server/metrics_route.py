@@ -30,7 +30,7 @@ def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | N
 
     @router.get("/metrics", tags=["health"], response_class=Response, responses={**text, **errors(401)})
     async def scrape(request: Request) -> Response:
-        """Get metrics for Prometheus. The scrape token is required if set; otherwise, only this machine can call."""
+        """Get metrics for Prometheus. Requires the scrape token if one is set, else a call from this machine."""
         if token is not None:
             presented = request.headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(presented.encode(), token.encode()):

@@ -245,7 +245,7 @@ class Settings(DataSettings):
     @field_validator("adapter_sources", "oidc_roles", "trusted_proxies", mode="before")
     @classmethod
     def _split(cls, sources: Any) -> Any:
-        """Split a variable's comma-separated values; a TOML file has a list."""
+        """Split a variable's comma-separated values; a TOML value is already a list."""
         if not isinstance(sources, str):
             return sources
         return [source.strip() for source in sources.split(",") if source.strip()]

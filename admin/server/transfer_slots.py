@@ -16,7 +16,7 @@ RETRY_AFTER_S = 5.0
 MAX_REST_S = 2.0
 """Maximum cooldown that a single call adds, in seconds."""
 UNRESTED_S = 1.0
-"""Cooldown above which a tenant's slots are withheld, in seconds; it allows a burst such as one page's calls."""
+"""Cooldown above which a tenant's slots are withheld, in seconds; high enough for a burst such as one page's calls."""
 
 
 class _Share:

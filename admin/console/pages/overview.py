@@ -130,7 +130,7 @@ def _value(gauge: Gauge) -> int:
 
 
 def _refusals(services: AdminServices) -> list[tuple[str, str, int]]:
-    """Requests over a quota since this server started, by metric and mode; only `hard` quotas refused them."""
+    """Requests that exceeded a quota since this server started, by metric and mode. Only `hard` quotas refuse them."""
     samples = [sample for metric in services.metrics.refusals.collect() for sample in metric.samples]
     counted = [
         (sample.labels.get("metric", "other"), sample.labels.get("mode", "hard"), int(sample.value))

@@ -39,7 +39,7 @@ class SignOn:
 
     subject: str
     held: tuple[str, ...]
-    """Those of the person's role values that a role rule names."""
+    """The person's role values that appear in a role rule."""
     confirmed_us: int
     """When the provider last confirmed the roles."""
     asked_us: int

@@ -9,7 +9,7 @@ SESSION = "loramux_console"
 LOGIN = "loramux_login"
 """The cookie from which the login form's token is derived, before sign-in."""
 OIDC = "loramux_oidc_"
-"""Name prefix of the cookies for a browser's sign-ins in progress through a provider, one cookie per tab."""
+"""Name prefix of the cookies for OpenID sign-ins in progress; a browser has one such cookie per tab."""
 
 
 def read_cookie(request: Request, name: str) -> str | None:
@@ -17,7 +17,7 @@ def read_cookie(request: Request, name: str) -> str | None:
 
 
 def read_cookies(request: Request, prefix: str) -> dict[str, str]:
-    """The cookies whose names begin with the prefix, by name."""
+    """The cookies whose names begin with the prefix, keyed by name."""
     full, bare = _full_name(request, prefix), len(_full_name(request, ""))
     return {name[bare:]: value for name, value in request.cookies.items() if name.startswith(full)}
 

@@ -1,4 +1,4 @@
-"""Console sessions in the database. All servers on the database share the sessions, which survive a restart."""
+"""Console sessions in the database. All servers that use the database share the sessions, which survive a restart."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIFETIME_S = 12 * 3600
 TOUCH_S = 60
 """Minimum extension of a session, in seconds; smaller ones are not written, so most page views cause no write."""
 MAX_AHEAD_US = (IDLE_S + TOUCH_S) * 1_000_000
-"""Latest expiry of a session, in microseconds from now. A later expiry was written before the clock was set back."""
+"""Latest valid expiry, in microseconds from now. A later expiry was written before the clock was set back."""
 MAX_OF_ONE = 50
 """Maximum number of sessions per key or person; a further sign-in ends the oldest session."""
 MAX_NOTICES = 5
@@ -33,7 +33,7 @@ Change = Callable[[SessionContent], SessionContent]
 
 
 class Session:
-    """One signed-in browser during one request. `ConsoleSessions.keep` saves the changes that a page makes."""
+    """A browser's session during one request. `ConsoleSessions.keep` saves the changes that a page makes."""
 
     def __init__(self, seal: SessionSeal, principal: Principal, content: SessionContent) -> None:
         self.seal = seal
@@ -86,7 +86,7 @@ class Session:
 
 
 class ConsoleSessions:
-    """The sessions of all servers on the database, each found by the SHA-256 of its cookie. Blocking."""
+    """Stores the sessions of all servers that use the database, by the SHA-256 of their cookies. Blocking."""
 
     def __init__(self, database: Database, rights: SessionRights) -> None:
         self._database = database
@@ -119,7 +119,7 @@ class ConsoleSessions:
     def find(self, token: str, *, is_use: bool = True) -> Session | None:
         """The session with its current rights; None if it has ended.
 
-        `is_use=False` does not extend the session, for example when a page updates that nobody may be viewing.
+        `is_use=False` does not extend the session. Live updates use it, because nobody may be viewing the page.
         """
         seal = SessionSeal(token)
         table = console_sessions

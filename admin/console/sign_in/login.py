@@ -98,7 +98,7 @@ class Login:
         response: Response
         sign_on = visit.session.content.sign_on
         if self._oidc is not None and sign_on is not None:
-            # A link, not a redirect: the console's CSP forbids forms to redirect to other sites.
+            # A link, not a redirect: the console's CSP does not let forms redirect to other sites.
             sign_out_url = await self._oidc.sign_out_url(sign_on.id_token)
             values = {**frame(visit.request, None), "sign_out_url": sign_out_url}
             response = HTMLResponse(self._site.templates.render("signed_out.html", **values))

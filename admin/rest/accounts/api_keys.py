@@ -30,7 +30,7 @@ router = APIRouter(prefix="/api_keys", tags=["api_keys"])
 class KeyDocument(TypedDict):
     """One key without its secret.
 
-    `adapters` lists the adapters that the key is restricted to; null means all that its tenant may call. Until
+    `adapters` lists the adapters that the key is restricted to; null means all adapters that its tenant may call. Until
     `previous_secret_expires_at`, the secret that the last rotation replaced is also valid.
     """
 
@@ -119,7 +119,7 @@ async def rotate_key(
 ) -> KeyWithSecret:
     """Give a key a new secret, which appears only in this answer; the old secret stays valid for `grace_s` seconds.
 
-    A still older secret in its own grace period becomes invalid immediately. No body is needed.
+    Any older secret still in its grace period becomes invalid immediately. No body is needed.
     """
     key = await _find(services, caller, key_id)
     body = await read_optional_json(request, Rotation)

@@ -22,8 +22,8 @@ router = APIRouter(prefix="/tenants", tags=["tenants"])
 class TenantDocument(TypedDict):
     """One account. `weight` is its entitlement in fair scheduling; the keys of a suspended tenant are refused.
 
-    `host_floor_bytes` is the part of an engine's host memory reserved for the tenant's adapters. If the floors of all
-    tenants do not fit, the ones set first take precedence.
+    `host_floor_bytes` is the amount of an engine's host memory from which other tenants cannot evict this tenant's
+    adapters. If the floors of all tenants do not fit, those set first take precedence.
     """
 
     id: str

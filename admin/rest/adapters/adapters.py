@@ -114,7 +114,7 @@ async def delete_adapter(adapter_id: str, services: Services, caller: Writer) ->
 
 
 async def find_adapter(services: AdminServices, caller: Caller, adapter_id: str) -> Adapter:
-    """The adapter. Raises the same NotFound for a hidden adapter as for a missing adapter."""
+    """Find an adapter. Raises the same NotFound whether the adapter is hidden or missing."""
     adapter = await services.call(services.registry.get_adapter, adapter_id)
     if adapter is None or not caller.may_see_adapter(adapter.tenant_id, adapter.id):
         raise NotFound("there is no such adapter", code="adapter_not_found")

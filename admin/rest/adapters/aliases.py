@@ -24,7 +24,7 @@ IfMatch = Annotated[str | None, Header(description="The alias's ETag; if the ali
 
 
 class AliasDocument(TypedDict):
-    """A name for versions of an adapter; `revision` counts its changes and is its ETag."""
+    """A name for versions of an adapter; `revision` counts the alias's changes and is its ETag."""
 
     object: Literal["alias"]
     adapter_id: str
@@ -35,7 +35,7 @@ class AliasDocument(TypedDict):
 
 
 class AliasChangeDocument(TypedDict):
-    """The versions of an alias as of one revision; `actor` is the key that moved the alias, or `system`."""
+    """An alias's versions at one revision; `actor` is the key that moved the alias, or `system`."""
 
     id: str
     object: Literal["alias_change"]
@@ -124,7 +124,7 @@ async def roll_back(
 async def list_history(
     adapter_id: str, name: str, services: Services, caller: Reader, paging: Paging
 ) -> ListDocument[AliasChangeDocument]:
-    """List the alias's history, newest first: its versions, and the key that moved it."""
+    """List the alias's history, newest first: the versions it pointed at, and the key that moved it."""
     adapter = await find_adapter(services, caller, adapter_id)
     page = await services.call(services.aliases.history, adapter.id, name, *paging)
     return list_document(page, _describe_change)
@@ -134,7 +134,7 @@ async def list_history(
 async def delete_alias(
     adapter_id: str, name: str, services: Services, caller: Writer, if_match: IfMatch = None
 ) -> Response:
-    """Delete an alias; `default` can only be moved. With If-Match, refused after a concurrent move."""
+    """Delete an alias other than `default`. With If-Match, the call is refused if the alias has moved."""
     adapter = await find_adapter(services, caller, adapter_id)
     await services.call(services.aliases.remove, adapter.id, name, _revision(if_match))
     return Response(status_code=204)

@@ -16,7 +16,7 @@ router = APIRouter(prefix="/jobs", tags=["jobs"])
 
 
 class JobDocument(TypedDict):
-    """One version's validation; its identifier is the version's identifier with the prefix `job_`."""
+    """The validation of one version. The job's identifier is the version's identifier with the prefix `job_`."""
 
     id: str
     object: Literal["job"]

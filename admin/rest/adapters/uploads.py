@@ -123,7 +123,7 @@ async def cancel_upload(adapter_id: str, upload_id: str, services: Services, cal
 
 
 async def find_upload(services: AdminServices, adapter: Adapter, upload_id: str) -> Upload:
-    """The adapter's upload. Raises the same NotFound for another adapter's upload as for a missing upload."""
+    """Find an upload of the adapter. Raises the same NotFound whether the upload is missing or another adapter's."""
     upload = await services.call(services.ingest.get_upload, upload_id)
     if upload is None or upload.adapter_id != adapter.id:
         raise NotFound("the adapter has no such upload", code="upload_not_found")

@@ -56,8 +56,8 @@ class WithdrawnVersion(VersionDocument):
 async def create_version(adapter_id: str, request: Request, services: Services, caller: Developer) -> VersionDocument:
     """Create a version from an upload; poll the version until it is `ready` or `rejected`.
 
-    Identical bytes return the existing version.
-    A platform administrator can instead give a `source` (`s3://BUCKET/PREFIX`) that the operator allows.
+    If a version with identical bytes exists, that version is returned. A platform administrator can instead give a
+    `source` (`s3://BUCKET/PREFIX`) that the operator allows.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     body = await read_json(request, NewVersion)
@@ -113,7 +113,7 @@ async def quarantine_version(
 
 @router.post("/{number}/restore")
 async def restore_version(adapter_id: str, number: Number, services: Services, caller: Writer) -> VersionDocument:
-    """Put an archived version back into service; a quarantined version needs a platform administrator."""
+    """Put an archived version back into service; only a platform administrator can restore a quarantined version."""
     adapter = await find_adapter(services, caller, adapter_id)
     states: tuple[VersionState, ...] = ("archived",)
     if caller.principal.is_platform_admin:

@@ -70,7 +70,7 @@ async def _adapter(
 ) -> tuple[str, str]:
     """The adapter and its owner; with `is_owners=False`, the given tenant can also be a grantee."""
     adapter = await services.call(services.registry.get_adapter, name)
-    # If the caller may not see the adapter, look it up by name as well, as if the identifier did not exist.
+    # If the caller cannot see the adapter, fall back to a lookup by name, as for an unknown identifier.
     is_seen = adapter is not None and caller.may_see(adapter.tenant_id)
     if not is_seen and tenant_id is not None:
         adapter = await services.call(services.registry.find_adapter, tenant_id, name)

@@ -308,7 +308,7 @@ async def _find(services: AdminServices, caller: Caller, quota_id: str) -> Quota
 
 
 def _may_see(caller: Caller, policy: QuotaPolicy) -> bool:
-    """Whether the caller's restriction to adapters, if any, lets it see the policy."""
+    """Whether the caller can see the policy. A key that is restricted to adapters sees only some policies."""
     return caller.subject_ids is None or policy.subject_id in caller.subject_ids
 
 
