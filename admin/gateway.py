@@ -30,7 +30,7 @@ def run(settings: Settings) -> None:
     configure_logs(settings.log_format)
     warn_of_unread_variable()
     if settings.engine is None:
-        raise StartRefused("a gateway needs an engine: give --engine the path that 'loramux serve' prints")
+        raise StartRefused("a gateway needs an engine: set --engine to the path that 'loramux serve' prints")
     if settings.is_database_embedded:
         raise StartRefused(
             "a gateway needs its server's database: give --database-url; for a server started without this setting, "

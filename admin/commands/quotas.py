@@ -66,9 +66,9 @@ def set_quota(
     tenant: AnyTenant = None,
     key: Key = None,
     adapter: Adapter = None,
-    platform: Annotated[bool, typer.Option("--platform", help="For every tenant without its own limit.")] = False,
+    platform: Annotated[bool, typer.Option("--platform", help="Apply to every tenant without its own limit.")] = False,
     burst: Annotated[
-        int | None, typer.Option(help="For a rate, the largest burst (default: the limit).", show_default=False)
+        int | None, typer.Option(help="Largest burst of a rate limit (default: the limit).", show_default=False)
     ] = None,
     mode: Annotated[
         Mode | None,

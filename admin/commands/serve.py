@@ -101,7 +101,7 @@ def gateway(
 
 
 def demo(
-    exit_after: Annotated[bool, typer.Option("--exit", help="Exit after the report instead of serving on.")] = False,
+    exit_after: Annotated[bool, typer.Option("--exit", help="Exit after the report; do not keep serving.")] = False,
     port: Port = None,
     admin_port: AdminPort = None,
     data_dir: Annotated[

@@ -159,7 +159,7 @@ def _check_model(directory: Path) -> Finding:
             check="model",
             grade=Grade.FAILED,
             message=str(error),
-            mend="give --model a directory that Hugging Face's save_pretrained wrote, with safetensors weights",
+            mend="set --model to a directory written by Hugging Face's save_pretrained, with safetensors weights",
         )
     return Finding(check="model", grade=Grade.OK, message=f"{directory} is a servable {model.architecture}")
 
@@ -182,6 +182,6 @@ def _check_tokenizer(directory: Path) -> Finding:
             check="tokenizer",
             grade=Grade.WARNING,
             message=f"{directory} has no chat template, so /v1/chat/completions answers 400",
-            mend="add chat_template.jinja if clients chat; /v1/completions does not need it",
+            mend="add chat_template.jinja if clients use chat; /v1/completions does not need it",
         )
     return Finding(check="tokenizer", grade=Grade.OK, message=f"{directory} has a tokenizer and a chat template")

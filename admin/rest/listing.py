@@ -46,9 +46,7 @@ class Paging(NamedTuple):
 
     limit: Annotated[int, Query(ge=1, le=100, description="Items per page.")] = 20
     after: Annotated[str | None, Query(pattern=IDENTIFIER, description="Start after this identifier.")] = None
-    before: Annotated[
-        str | None, Query(pattern=IDENTIFIER, description="The page that ends before this identifier.")
-    ] = None
+    before: Annotated[str | None, Query(pattern=IDENTIFIER, description="End before this identifier.")] = None
 
 
 _PAGING = [

@@ -51,7 +51,7 @@ class TrustedProxies:
 def warn_of_unread_variable() -> None:
     """Warn if FORWARDED_ALLOW_IPS is set. Earlier versions read it; proxies named only there are no longer trusted."""
     if "FORWARDED_ALLOW_IPS" in os.environ:
-        log.warning("FORWARDED_ALLOW_IPS is not read: name the proxies in LORAMUX_TRUSTED_PROXIES")
+        log.warning("FORWARDED_ALLOW_IPS is ignored: list the proxies in LORAMUX_TRUSTED_PROXIES")
 
 
 @lru_cache(maxsize=4096)

@@ -56,7 +56,7 @@ def open_data_directory(root: Path) -> Iterator[DataDirectory]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StartRefused(
-                f"another loramux uses the data directory {root}: stop it or choose another --data-dir"
+                f"another loramux process uses the data directory {root}: stop it or choose another --data-dir"
             ) from None
         directory = DataDirectory(root)
         for path in (directory.scratch, directory.disk_tier, directory.spool):

@@ -239,7 +239,7 @@ class Settings(DataSettings):
     @classmethod
     def _has_a_provider(cls, client_id: str | None, info: ValidationInfo) -> str | None:
         if client_id is not None and info.data.get("oidc_issuer") is None:
-            raise ValueError("single sign-on needs oidc_issuer too")
+            raise ValueError("single sign-on also requires oidc_issuer")
         return client_id
 
     @field_validator("adapter_sources", "oidc_roles", "trusted_proxies", mode="before")

@@ -97,7 +97,7 @@ def test_stopped_server_drains_and_the_next_one_reports_its_usage(
     assert shown[:2] == ["admin", "key"], "the first start prints an administrator's key"
     operator = {"authorization": f"Bearer {shown[2]}"}
     twice = refusal("--model", demo_base, "--data-dir", tmp_path / "data", "--port", 0, "--admin-port", 0)
-    assert "another loramux uses the data directory" in twice
+    assert "another loramux process uses the data directory" in twice
     with httpx.Client(trust_env=False, timeout=30) as http:
         assert http.get(f"{first.url}/health/ready").status_code == 200
         http.post(f"{first.admin_url}/admin/v1/tenants", json={"slug": "acme"}, headers=operator)

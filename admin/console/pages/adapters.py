@@ -125,7 +125,7 @@ async def delete(visit: Visit) -> Response:
 async def add_grant(visit: Visit) -> Response:
     tenant = visit.form.text("tenant")
     if not tenant:
-        raise InvalidRequest("name the tenant that may call the adapter", param="tenant")
+        raise InvalidRequest("enter the tenant that may call the adapter", param="tenant")
     await visit.rest.call("PUT", f"/adapters/{visit.param('adapter_id')}/grants/{tenant}")
     return visit.done(f"{tenant} may call this adapter and pays for its calls.")
 

@@ -55,8 +55,8 @@ async def confirm_rotate(visit: Visit) -> Response:
     key, owner, used = await _facts(visit)
     return Confirmation(
         title=f"Rotate {key['name']}",
-        before=f"The key {key['name']} of {owner} has the secret that its callers know",
-        after="It has a new secret, which is shown once; the old secret expires as chosen below",
+        before=f"Callers use the current secret of {owner}'s key {key['name']}",
+        after="The key has a new secret, which is shown once; the old secret expires as chosen below",
         affects="Callers that still use the old secret when it expires. Identifier, scopes and limits do not change.",
         undo="Not possible: an expired secret stays invalid. The key can be rotated again.",
         verb="Rotate",

@@ -87,7 +87,7 @@ async def _key(visit: Visit, tenant: str) -> str:
     principal = visit.session.principal
     slug = principal.tenant_slug or tenant
     if not slug:
-        raise InvalidRequest("name the tenant that pays for the answer", param="tenant")
+        raise InvalidRequest("enter the tenant that pays for the answer", param="tenant")
     held = visit.session.playground_keys.get(slug)
     now_s = visit.site.services.database.now_us() // 1_000_000
     if held is not None and held.expires_s - 60 > now_s:

@@ -54,9 +54,9 @@ async def asked(
             description="Comma-separated: tenant, key, adapter, version, model, base, endpoint, end_user, status.",
         ),
     ] = "tenant,model",
-    timezone: Annotated[str, Query(max_length=64, description="Time zone of days, such as Europe/Berlin.")] = "UTC",
+    timezone: Annotated[str, Query(max_length=64, description="Time zone for days, such as Europe/Berlin.")] = "UTC",
     top: Annotated[
-        int | None, Query(ge=1, le=MAX_TOP, description="Only the groups with the most tokens; not with bucket.")
+        int | None, Query(ge=1, le=MAX_TOP, description="Number of largest groups; incompatible with bucket.")
     ] = None,
     format: Annotated[Format, Query()] = "json",  # noqa: A002 - the query parameter's name
 ) -> Asked:
