@@ -33,7 +33,7 @@ def run(settings: Settings) -> None:
         raise StartRefused("a gateway needs an engine: set --engine to the path that 'loramux serve' prints")
     if settings.is_database_embedded:
         raise StartRefused(
-            "a gateway needs its server's database: give --database-url; for a server started without this setting, "
+            "a gateway needs its server's database: set --database-url; for a server started without this setting, "
             "it is sqlite:///DIR/loramux.db, where DIR is the server's data directory"
         )
     try:

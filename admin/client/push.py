@@ -136,7 +136,7 @@ def _file_of(directory: Path, file_name: str) -> Path:
             "pickle_refused",
             others[0],
         )
-    raise PushRefused(f"{directory} has no {file_name}: give a directory that PEFT saved", "file_missing", file_name)
+    raise PushRefused(f"{directory} has no {file_name}: choose a directory saved by PEFT", "file_missing", file_name)
 
 
 def _adapter(client: AdminClient, tenant: str, name: str) -> Document:

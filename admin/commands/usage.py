@@ -1,4 +1,4 @@
-"""`loramux usage` and `loramux costs`: tenants' usage in tokens and in money."""
+"""`loramux usage` and `loramux costs`: tenants' token usage and its cost."""
 
 from __future__ import annotations
 

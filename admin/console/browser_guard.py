@@ -1,4 +1,4 @@
-"""Security headers for every answer, and checks of the requests that forms send."""
+"""Security headers for every response, and checks of the requests that forms send."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CSRF_HEADER = "x-csrf-token"
 
 
 class SecurityHeaders:
-    """Adds the headers to every answer, and `no-store` to answers that do not set `cache-control`."""
+    """Adds the headers to every response, and `no-store` to responses that do not set `cache-control`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

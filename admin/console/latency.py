@@ -23,7 +23,7 @@ class Latency:
 
 
 def latency_of(events: Sequence[Document]) -> Latency:
-    """Compute latency quantiles from documents of `/usage/events`."""
+    """Compute latency quantiles from `/usage/events` documents."""
     first = sorted(event["time_to_first_token_us"] / 1e6 for event in events if _has_first(event))
     between = sorted(gap for event in events if (gap := _between_tokens_s(event)) is not None)
     return Latency(

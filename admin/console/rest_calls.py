@@ -60,7 +60,7 @@ class RestCalls:
         params: Mapping[str, Any] | None = None,
         etag: str | None = None,
     ) -> tuple[Document, Headers]:
-        """Make a call; returns the document and the headers of the answer. Raises RestError."""
+        """Make a call. Returns the document and the headers of the response. Raises RestError."""
         headers = [(b"content-type", b"application/json")]
         if etag is not None:
             headers.append((b"if-match", etag.encode("latin-1", "replace")))
@@ -110,12 +110,12 @@ class RestCalls:
         send: Send,
         params: Mapping[str, Any] | None = None,
     ) -> None:
-        """Let a route read the browser's request body and send its answer directly, for large transfers."""
+        """Let a route read the browser's request body and send its response directly, for large transfers."""
         await self._app(self.scope(method, BASE + path, headers, params), receive, send)
 
 
 class _Answer:
-    """Sends one body and collects the answer."""
+    """Sends one body and collects the response."""
 
     def __init__(self, sent: bytes) -> None:
         self._sent: bytes | None = sent
@@ -129,7 +129,7 @@ class _Answer:
 
     async def receive(self) -> Message:
         if self._sent is None:
-            # The page never disconnects before it has received the whole answer.
+            # The page never disconnects before it has received the whole response.
             await anyio.sleep_forever()
         body, self._sent = self._sent, None
         return {"type": "http.request", "body": body, "more_body": False}

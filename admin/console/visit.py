@@ -1,4 +1,4 @@
-"""A signed-in request, and its two kinds of answer: a page, or an action followed by a redirect."""
+"""A signed-in request, and its two kinds of response: a page, or an action followed by a redirect."""
 
 from __future__ import annotations
 

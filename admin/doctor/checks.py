@@ -166,7 +166,7 @@ def check_data_directory(directory: Path) -> Finding:
             check="data directory",
             grade=Grade.WARNING,
             message=f"{directory}: {error.strerror}",
-            mend="the server creates it on its first start; if it should already exist, give --data-dir",
+            mend="the server creates it on its first start; if it should already exist, set --data-dir",
         )
     if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
         return Finding(

@@ -61,7 +61,7 @@ def check_host(settings: HostSettings) -> Iterator[Finding]:
             check="database",
             grade=Grade.WARNING,
             message=f"{settings.data_dir} has no database yet",
-            mend="the server creates it on its first start; if it should already exist, give --data-dir",
+            mend="the server creates it on its first start; if it should already exist, set --data-dir",
         )
     else:
         yield from _check_database_at(settings.resolved_database_url)

@@ -80,7 +80,7 @@ class NewUpload(_Body):
 
 
 class NewVersion(_Body):
-    """Either an `upload_id` or a `source`; only a platform administrator may give a source."""
+    """Either an `upload_id` or a `source`; only a platform administrator may specify a source."""
 
     upload_id: str | None = None
     source: str | None = None
@@ -101,7 +101,7 @@ class AliasTargets(_Body):
     def weights(self) -> dict[int, int]:
         """The weights, keyed by version number. Raises InvalidRequest."""
         if (self.version is None) == (self.targets is None):
-            raise InvalidRequest("give either version or targets", param="targets")
+            raise InvalidRequest("specify either version or targets", param="targets")
         if self.targets is None:
             assert self.version is not None
             return {self.version: DEFAULT_WEIGHT}

@@ -1,4 +1,4 @@
-"""`Idempotency-Key`: a POST repeated with the same key runs only once and returns the first call's answer.
+"""`Idempotency-Key`: a POST repeated with the same key runs only once and returns the first call's response.
 
 Every route that declares a caller from `access.py` is covered, without code in the route. A call that is refused or
 fails is not stored, so its key can be used again.
@@ -27,7 +27,7 @@ REPLAYED = "idempotent-replayed"
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _KEPT_HEADERS = ("content-type", "etag", "location")
 _SECRET_FIELDS = ("secret",)
-"""Fields that are shown only once; they are not stored, and are null in a repeated answer."""
+"""Fields that are shown only once; they are not stored, and are null in a repeated response."""
 
 _EXPIRES_US = "idempotent_answer_expires_us"
 
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 
 def keep_answer_until(request: Request, expires_us: int) -> None:
-    """Limit how long this call's answer is stored, because it contains secrets that expire at `expires_us`.
+    """Limit how long this call's response is stored, because it contains secrets that expire at `expires_us`.
 
     A call repeated after that time runs again.
     """
@@ -43,7 +43,7 @@ def keep_answer_until(request: Request, expires_us: int) -> None:
 
 
 class Replayed(Exception):
-    """The call has already been made. The exception contains the stored answer."""
+    """The call has already been made. The exception contains the stored response."""
 
     def __init__(self, answer: StoredAnswer) -> None:
         super().__init__("this call has already been made")
@@ -81,7 +81,7 @@ async def answer_again(_: Request, error: Exception) -> Response:
 
 
 class IdempotentAnswers:
-    """Stores the answer of a call with a claimed key before sending it to the client."""
+    """Stores the response to a call with a claimed key before sending the response to the client."""
 
     def __init__(self, app: ASGIApp, services: AdminServices) -> None:
         self._app = app

@@ -103,7 +103,7 @@ def seconds(time_us: None) -> None: ...
 @overload
 def seconds(time_us: int | None) -> int | None: ...
 def seconds(time_us: int | None) -> int | None:
-    """Convert microseconds to Unix time in whole seconds, the format of answers and of the OpenAI API."""
+    """Convert microseconds to Unix time in whole seconds, the format of responses and of the OpenAI API."""
     return None if time_us is None else time_us // 1_000_000
 
 

@@ -46,7 +46,7 @@ NUM_REPORT_THREADS = 2
 MAX_REPORTS_EACH = 1
 """Maximum concurrent reports per tenant, or per platform key."""
 REPORTS_REST = 19.0
-"""The cooldown after a tenant's report, as a multiple of the report's duration; reports take CPU from inference."""
+"""The cooldown after a tenant's report, as a multiple of the report's duration; reports slow down inference."""
 MAX_CALLS = 64
 MAX_CALLS_EACH = 4
 """Maximum concurrent calls per tenant, over all its keys and sessions; platform calls are not limited."""

@@ -13,12 +13,12 @@ from loramux.admin.server.client_addresses import origin_of
 from loramux.admin.server.connection_registry import ConnectionRegistry
 
 HEAD_TIMEOUT_S = 10.0
-"""Maximum time to receive a request head after the connection opens or its last answer ends, in seconds."""
+"""Maximum time to receive a request head after the connection opens or its last response ends, in seconds."""
 READER_TIMEOUT_S = 60.0
-"""Time within which a client must read MIN_READ_BYTES of a pending answer, in seconds."""
+"""Time within which a client must read MIN_READ_BYTES of a pending response, in seconds."""
 MIN_READ_BYTES = 16 * 1024
 MAX_BUFFERED_BYTES = 16 * 1024
-"""Maximum bytes of an unread answer that this process buffers, in addition to the kernel's MAX_UNSENT_BYTES."""
+"""Maximum bytes of an unread response that this process buffers, in addition to the kernel's MAX_UNSENT_BYTES."""
 STALL_S = 1.0
 """Time without progress by a client, in seconds, before a new connection can displace the client's connection."""
 
@@ -30,14 +30,14 @@ REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b"content-length: " + str(len(_BODY)).encode() + b"\r\n\r\n" + _BODY
 )
-"""The answer to a connection over the limit."""
+"""Response to a connection that exceeds the limit."""
 
 
 class BoundedConnection(H11Protocol):
     """A uvicorn connection that its listener's ConnectionRegistry can refuse or close.
 
-    The connection waits for its client while a request head is incomplete, a body is arriving or an answer is not being
-    read. `since_s` is when the client last made progress.
+    The connection waits for its client while a request head is incomplete, a body is arriving or a response is not
+    being read. `since_s` is when the client last made progress.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class BoundedConnection(H11Protocol):
     def on_response_complete(self) -> None:
         self.since_s = self.loop.time()
         if self.flow.write_paused:
-            # Do not start the next pipelined request until the client has read this answer, so that a client that does
-            # not read causes no work.
+            # Do not start the next pipelined request until the client has read this response, so that a client that
+            # does not read causes no work.
             self._has_unread_answer = True
         else:
             super().on_response_complete()

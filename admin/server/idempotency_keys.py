@@ -1,4 +1,4 @@
-"""Stores Idempotency-Key records: for each key, a hash of the request, and the answer."""
+"""Stores Idempotency-Key records: for each key, a hash of the request, and the response."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loramux.platform.errors import Conflict, UnprocessableRequest
 
 LIFETIME_US = 24 * 3600 * 1_000_000
 RUNNING_US = 300 * 1_000_000
-"""Longer than any call takes, in microseconds. If a claim has no answer by then, its process has died."""
+"""Longer than any call takes, in microseconds. If a claim has no response by then, its process has died."""
 
 
 class KeyInUse(Conflict):
@@ -47,7 +47,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """The answer to the first call."""
+    """The response to the first call."""
 
     status: int
     headers: Mapping[str, str]
@@ -61,7 +61,7 @@ class IdempotencyKeys:
         self._database = database
 
     def claim(self, principal: str, key: str, request_sha256: bytes) -> Claim | StoredAnswer:
-        """Claim the key for a call, or return the stored answer. Raises KeyInUse, OutcomeUnknown or KeyReused."""
+        """Claim the key for a call, or return the stored response. Raises KeyInUse, OutcomeUnknown or KeyReused."""
         claim = Claim(principal, hashlib.sha256(key.encode()).digest())
         try:
             with self._database.write() as connection:
@@ -75,7 +75,7 @@ class IdempotencyKeys:
         return claim
 
     def complete(self, claim: Claim, answer: StoredAnswer, expires_us: int | None = None) -> None:
-        """Store the answer for repeated calls, until `expires_us` if that is before the key's own expiry."""
+        """Store the response for repeated calls, until `expires_us` if that is before the key's own expiry."""
         values: dict[str, Any] = {"status": answer.status, "headers": dict(answer.headers), "body": answer.body}
         with self._database.write() as connection:
             if expires_us is not None:

@@ -44,7 +44,7 @@ class ProviderUnavailable(Exception):
 
 
 class SignInRefused(Exception):
-    """The provider's answer does not prove who the person is; the message is for the log."""
+    """The provider's response does not prove who the person is. The message is for the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class OidcProvider:
         except _HTTP_ERRORS as error:
             raise ProviderUnavailable(f"the provider does not answer: {type(error).__name__}") from error
         except (AuthlibBaseError, JoseError, ValueError, KeyError, TypeError, AttributeError) as error:
-            # The provider's answer is untrusted and can have any shape.
+            # The provider's response is untrusted and can have any shape.
             raise SignInRefused(f"{type(error).__name__}: {getattr(error, 'error', '')}") from error
         return Identity(
             claims=about | claims,

@@ -143,7 +143,7 @@ async def _ask(
     visit: Visit, adapter: Document, alias: Document | None, name: str, targets: Sequence[Mapping[str, int]]
 ) -> Response:
     if not name:
-        raise InvalidRequest("give the alias a name")
+        raise InvalidRequest("enter a name for the alias")
     if alias is not None and _shares(alias["targets"]) == _shares(targets):
         raise InvalidRequest(f"{name} already points there")
     path, called = f"/adapters/{adapter['id']}", adapter["model"] + ("" if name == "default" else f":{name}")
@@ -183,7 +183,7 @@ def _targets(form: Form) -> list[dict[str, int]]:
         if weight:
             targets.append({"version": _integer(number), "weight": weight})
     if not targets:
-        raise InvalidRequest("give at least one version a weight above 0")
+        raise InvalidRequest("enter a weight above 0 for at least one version")
     return sorted(targets, key=lambda target: target["version"])
 
 

@@ -104,7 +104,7 @@ async def _key(visit: Visit, tenant: str) -> str:
 
 
 class _Asked(Response):
-    """The gateway's answer, streamed unchanged to the browser. The request is cancelled if the browser disconnects."""
+    """The gateway's response, streamed unchanged to the browser. A disconnect cancels the request."""
 
     def __init__(self, gateway: Any, request: Request, body: bytes, secret: str) -> None:
         super().__init__()

@@ -85,7 +85,7 @@ async def move(visit: Visit) -> Response:
 
 
 async def declare_upload(visit: Visit) -> Response:
-    """Forward the browser's declaration of two files to the REST route, which answers the browser directly."""
+    """Forward the browser's declaration of two files to the REST route, which responds to the browser directly."""
     return Forwarded(visit, "POST", f"/adapters/{visit.param('adapter_id')}/uploads")
 
 
@@ -103,7 +103,7 @@ async def create(visit: Visit) -> Response:
 
 
 class Forwarded(Response):
-    """Lets a REST route read the browser's request body and send its answer directly, as a stream."""
+    """Lets a REST route read the browser's request body and stream its response directly."""
 
     def __init__(self, visit: Visit, method: str, path: str) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ class KeyWithSecret(KeyDocument):
 
 @router.post("", status_code=201, openapi_extra=takes(NewKey))
 async def create_key(request: Request, response: Response, services: Services, caller: Writer) -> KeyWithSecret:
-    """Create a tenant's key, or a platform key if `tenant` is null; its secret appears only in this answer.
+    """Create a tenant's key, or a platform key if `tenant` is null; its secret appears only in this response.
 
     A tenant's administrator can create keys for that tenant.
     """
@@ -117,7 +117,7 @@ async def change_key(
 async def rotate_key(
     key_id: str, request: Request, response: Response, services: Services, caller: Writer
 ) -> KeyWithSecret:
-    """Give a key a new secret, which appears only in this answer; the old secret stays valid for `grace_s` seconds.
+    """Give a key a new secret, which appears only in this response; the old secret stays valid for `grace_s` seconds.
 
     Any older secret still in its grace period becomes invalid immediately. No body is needed.
     """

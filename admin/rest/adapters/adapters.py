@@ -73,7 +73,7 @@ async def list_adapters(
         only = caller.principal.adapter_ids
         page = await services.call(services.registry.list_adapters, tenant_id, *paging, only)
     elif tenant_id is None:
-        raise InvalidRequest("names are looked up within one tenant: give tenant as well", param="tenant")
+        raise InvalidRequest("names are looked up within one tenant: specify tenant as well", param="tenant")
     else:
         found = await services.call(services.registry.find_adapter, tenant_id, name)
         is_seen = found is not None and caller.may_see_adapter(found.tenant_id, found.id)

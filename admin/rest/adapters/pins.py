@@ -24,7 +24,7 @@ router = APIRouter(prefix="/adapters/{adapter_id}/versions/{number}", tags=["res
 
 
 class PlacementDocument(TypedDict):
-    """A version's state in the pool. `loading` means that the load was still in progress when the call was answered."""
+    """A version's state in the pool. `loading` means that the load was still in progress when the call returned."""
 
     object: Literal["placement"]
     adapter_id: str
@@ -84,7 +84,7 @@ async def preload_version(adapter_id: str, number: Number, services: Services, c
 
 
 async def _told(answer: Awaitable[AdapterState]) -> AdapterState | None:
-    """The engine's answer; None if the engine is still loading the version after WARM_TIMEOUT_S. Raises Unavailable."""
+    """The engine's response; None if the version is still loading after WARM_TIMEOUT_S. Raises Unavailable."""
     try:
         return await answer
     except TimeoutError:

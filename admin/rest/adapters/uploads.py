@@ -68,7 +68,7 @@ class UploadDocument(TypedDict):
 
 @router.post("", status_code=201, openapi_extra=takes(NewUpload), responses=errors(429))
 async def create_upload(adapter_id: str, request: Request, services: Services, caller: Developer) -> UploadDocument:
-    """Declare the name, size and SHA-256 of both files; the answer says how to PUT each file.
+    """Declare the name, size and SHA-256 of both files; the response says how to PUT each file.
 
     A file with only a `url` is sent to this server. A file with `method` and `headers` is sent to the blob store, with
     exactly these headers and no key. A large file has `parts` of `part_size` bytes; the last part can be shorter. The

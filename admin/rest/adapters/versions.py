@@ -56,7 +56,7 @@ class WithdrawnVersion(VersionDocument):
 async def create_version(adapter_id: str, request: Request, services: Services, caller: Developer) -> VersionDocument:
     """Create a version from an upload; poll the version until it is `ready` or `rejected`.
 
-    If a version with identical bytes exists, that version is returned. A platform administrator can instead give a
+    If a version with identical bytes exists, that version is returned. A platform administrator can instead specify a
     `source` (`s3://BUCKET/PREFIX`) that the operator allows.
     """
     adapter = await find_adapter(services, caller, adapter_id)
@@ -64,10 +64,10 @@ async def create_version(adapter_id: str, request: Request, services: Services, 
     if body.upload_id is None and body.source is None:
         raise InvalidRequest("upload_id is required", param="upload_id", code="missing_required_parameter")
     if body.upload_id is not None and body.source is not None:
-        raise InvalidRequest("give either upload_id or source", param="source")
+        raise InvalidRequest("specify either upload_id or source", param="source")
     if body.source is not None:
         if not caller.principal.is_platform_admin:
-            raise PermissionDenied("only a platform administrator may name a source", param="source")
+            raise PermissionDenied("only a platform administrator may specify a source", param="source")
         return describe_version(await services.call(services.ingest.create_version_from, adapter.id, body.source))
     assert body.upload_id is not None
     upload = await find_upload(services, adapter, body.upload_id)

@@ -1,4 +1,4 @@
-"""`/costs`: usage in money."""
+"""`/costs`: the cost of usage."""
 
 from __future__ import annotations
 

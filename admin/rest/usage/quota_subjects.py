@@ -40,7 +40,7 @@ async def subject_of(services: AdminServices, caller: Caller, body: QuotaSubject
 async def caller_of(services: AdminServices, caller: Caller, body: QuotaSubject) -> QuotaCaller:
     """The caller of a hypothetical request. Without a tenant, the key's tenant pays, or else the adapter's owner."""
     if body.scope is not None:
-        raise InvalidRequest("give a tenant, a key or an adapter", param="scope")
+        raise InvalidRequest("specify a tenant, a key or an adapter", param="scope")
     tenant_id = None
     if body.tenant is not None:
         tenant_id = (await find_tenant(services, caller, body.tenant)).id

@@ -175,7 +175,7 @@ async def effective_quotas(
 async def check_quotas(request: Request, services: Services, caller: Reader) -> QuotaCheckDocument:
     """Check whether a request would be admitted now, or if `quota` were in force. Nothing is run or reserved.
 
-    Not available to a key that is restricted to adapters, because the answer depends on the whole tenant's use.
+    Not available to a key that is restricted to adapters, because the result depends on the whole tenant's usage.
     """
     if caller.adapter_ids is not None:
         raise PermissionDenied("this key is restricted to certain adapters and cannot check its tenant's limits")
@@ -315,4 +315,4 @@ def _may_see(caller: Caller, policy: QuotaPolicy) -> bool:
 def _refuse_others(body: QuotaSubject) -> None:
     for name in ("scope", "key", "adapter"):
         if getattr(body, name) is not None:
-            raise InvalidRequest(f"{name} must not be given: the path determines it", param=name)
+            raise InvalidRequest(f"{name} must not be set: the path determines it", param=name)

@@ -1,4 +1,4 @@
-"""The shapes of reports and ledger entries, for the OpenAPI document."""
+"""The models of reports and ledger entries, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class UsagePage(TypedDict):
 
 
 class CostsResult(TypedDict):
-    """A sum in money, together with the fields that it is grouped by."""
+    """A cost, together with the fields that it is grouped by."""
 
     object: Literal["costs.result"]
     requests: int
@@ -59,7 +59,7 @@ class CostsResult(TypedDict):
 
 
 class CostsTotal(TypedDict):
-    """The sum of all groups, in money."""
+    """The total cost of all groups."""
 
     requests: int
     amount_nanos: int
@@ -77,7 +77,7 @@ class CostsBucket(TypedDict):
 
 
 class CostsPage(TypedDict):
-    """A report in money, bucket by bucket. With `top`, `num_results` and `total` still cover all groups."""
+    """A cost report, bucket by bucket. With `top`, `num_results` and `total` still cover all groups."""
 
     object: Literal["page"]
     data: list[CostsBucket]

@@ -1,4 +1,4 @@
-"""The parameters of `/usage` and `/costs`, and the formats of their answers: JSON in buckets, CSV or NDJSON."""
+"""The parameters of `/usage` and `/costs`, and the formats of their responses: JSON in buckets, CSV or NDJSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from loramux.platform.ledger.report import MAX_TOP, UsageRow, answer, largest
 
 DEFAULT_RANGE_US = 30 * DAY_US
 SENT_AT_ONCE_BYTES = 64 * 1024
-"""Part size of long reports, in bytes; a report larger than one part holds a slot until its client has read it."""
+"""Part size of long reports, in bytes; a report larger than one part occupies a slot until its client has read it."""
 
 Time = Annotated[int | None, Query(ge=0, lt=2**40, description="Unix time in seconds.")]
 Format = Literal["json", "csv", "ndjson"]
