@@ -138,7 +138,7 @@ class AdminClient:
         # 412: an earlier attempt stored the bytes, but its response was lost.
         if not response.is_success and response.status_code != 412:
             raise AdminError(
-                response.status_code, f"the blob store answered {response.status_code}", "blob_store_refused", None
+                response.status_code, f"the blob store returned {response.status_code}", "blob_store_refused", None
             )
 
     def items(self, path: str, **params: object) -> Iterator[Document]:
@@ -207,7 +207,7 @@ def _refusal(response: httpx.Response) -> AdminError:
         error = response.json()["error"]
         message, code, param = str(error["message"]), error.get("code"), error.get("param")
     except (ValueError, KeyError, TypeError, AttributeError):
-        message, code, param = f"the server answered {response.status_code}", None, None
+        message, code, param = f"the server returned {response.status_code}", None, None
     return AdminError(response.status_code, message, code, param, retry_after_s)
 
 

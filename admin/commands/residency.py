@@ -74,6 +74,6 @@ def _print_fill(document: Document) -> None:
     pages = document["pages"]
     if pages is not None:
         print(
-            f"{pages['free']} of {pages['total']} pages are free; {pages['adapters']} hold adapters "
-            f"({pages['pinned']} pinned), {pages['kv']} hold keys and values ({pages['prefix']} cached prefixes)"
+            f"{pages['free']} of {pages['total']} pages are free; {pages['adapters']} contain adapters "
+            f"({pages['pinned']} pinned), {pages['kv']} contain keys and values ({pages['prefix']} cached prefixes)"
         )

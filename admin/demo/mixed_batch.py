@@ -74,7 +74,7 @@ async def _ask(client: openai.AsyncOpenAI, question: Question) -> Answer:
                 parts.append(choice.delta.content)
         usage = chunk.usage or usage
     if usage is None or first_token_s is None:
-        raise RuntimeError(f"{question.model} gave no complete answer")
+        raise RuntimeError(f"{question.model} did not return a complete answer")
     return Answer(
         question=question,
         adapter=raw.headers.get("x-loramux-adapter"),

@@ -233,7 +233,7 @@ def check_engine_socket(run: Path) -> Finding:
 
 
 def check_socket_directory(directory: Path) -> Finding:
-    """Check that the engine's socket can be in this directory: writable, short, and safe from other users."""
+    """Check that a directory is suitable for the engine's socket: writable, short, and safe from other users."""
     check = "socket directory"
     if len(os.fsencode(directory)) + len(SOCKET_PART) > MAX_SOCKET_PATH:
         return Finding(

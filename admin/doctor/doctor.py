@@ -116,7 +116,7 @@ def _refusal(error: AdminError) -> Finding:
     mends = {
         401: "the key is wrong, expired or revoked: use another key (loramux profiles add, or LORAMUX_ADMIN_KEY)",
         403: "use a key with the scope platform:read or platform:admin",
-        404: "the server is older than this command line, or the address is not that of its admin listener",
+        404: "the server is older than this command line, or the address is not its admin listener's",
     }
     return Finding(
         check="server",
@@ -181,7 +181,7 @@ def _check_tokenizer(directory: Path) -> Finding:
         return Finding(
             check="tokenizer",
             grade=Grade.WARNING,
-            message=f"{directory} has no chat template, so /v1/chat/completions answers 400",
+            message=f"{directory} has no chat template, so /v1/chat/completions returns 400",
             mend="add chat_template.jinja if clients use chat; /v1/completions does not need it",
         )
     return Finding(check="tokenizer", grade=Grade.OK, message=f"{directory} has a tokenizer and a chat template")

@@ -50,7 +50,7 @@ def make_room(max_connections: int, max_per_address: int) -> ListenerLimits:
     room = (wanted if soft == resource.RLIM_INFINITY else min(wanted, soft)) - RESERVED_DESCRIPTORS
     if room < MIN_CONNECTIONS:
         raise StartRefused(
-            f"this process may open only {soft} files, which leaves no room for connections: "
+            f"this process can open only {soft} files, which leaves no room for connections: "
             f"raise the hard limit (ulimit -Hn, LimitNOFILE) to {wanted}"
         )
     num_openai = min(max_connections, room - min(MAX_ADMIN_CONNECTIONS, room // 4))

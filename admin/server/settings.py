@@ -108,8 +108,7 @@ class Settings(DataSettings):
     admin_root_path: str = ""
     """The path prefix under which a proxy publishes the admin listener, such as `/loramux`."""
     trusted_proxies: Annotated[tuple[str, ...], NoDecode] = ()
-    """Addresses and networks, separated by commas, of the proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are
-    trusted."""
+    """Comma-separated addresses and networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are trusted."""
     max_connections: Annotated[int, Field(ge=16, le=1_000_000)] = 4096
     """Maximum connections to the OpenAI listener; the admin listener accepts another 512."""
     max_connections_per_address: Annotated[int, Field(ge=1)] = 1024
@@ -337,7 +336,7 @@ def _sentence(fault: Any) -> str:
     flag = f"--{name.replace('_', '-')}, " if name in FLAGS else ""
     places = f"{flag}{PREFIX}{name.upper()} or {name} in the configuration file"
     if fault["type"] == "missing":
-        return f"the setting {name} is missing: give {places}"
+        return f"the setting {name} is missing: specify {places}"
     if fault["type"] == "extra_forbidden":
         return f"the configuration file has an unknown setting {name}{did_you_mean(name, Settings.model_fields)}"
     if fault["type"] == "value_error":

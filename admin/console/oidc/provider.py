@@ -151,7 +151,7 @@ class OidcProvider:
                     about = await self._about(client, metadata, subject)
         except _STATUS_ERRORS as error:
             if _status(error) >= 500:
-                raise ProviderUnavailable(f"the provider answers {_status(error)}") from error
+                raise ProviderUnavailable(f"the provider returned {_status(error)}") from error
             raise SignInRefused(f"userinfo answers {_status(error)}") from error
         except _HTTP_ERRORS as error:
             raise ProviderUnavailable(f"the provider does not answer: {type(error).__name__}") from error

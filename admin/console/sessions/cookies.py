@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 SESSION = "loramux_console"
 LOGIN = "loramux_login"
-"""The cookie from which the login form's token is derived, before sign-in."""
+"""A cookie set before sign-in, from which the login form's token is derived."""
 OIDC = "loramux_oidc_"
 """Name prefix of the cookies for OpenID sign-ins in progress; a browser has one such cookie per tab."""
 

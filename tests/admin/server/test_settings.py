@@ -97,7 +97,7 @@ def test_invalid_file_is_explained(tmp_path: Path, model: Path, content: str | N
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        pytest.param({}, "the setting model is missing: give --model, LORAMUX_MODEL or model", id="no model"),
+        pytest.param({}, "the setting model is missing: specify --model, LORAMUX_MODEL or model", id="no model"),
         pytest.param({"model": Path("/")}, "has no config.json", id="no model in the directory"),
         pytest.param({"model": Path("/"), "drain_s": float("nan")}, "drain_s", id="nan"),
         pytest.param({"model": Path("/"), "max_sequences": 0}, "max_sequences", id="zero"),
