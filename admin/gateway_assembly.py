@@ -51,7 +51,7 @@ def assemble_gateway(
 ) -> Iterator[AssembledGateway]:
     """Assemble the process, except its listeners. Raises StartRefused. Entering and exiting the context both block.
 
-    The database belongs to the server, so a schema of another version is refused, never upgraded.
+    The database belongs to the server, so a schema with another version is refused, not upgraded.
     """
     with ExitStack() as stack:
         try:

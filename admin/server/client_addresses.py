@@ -14,7 +14,7 @@ log = structlog.get_logger(__name__)
 
 
 class TrustedProxies:
-    """The proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are trusted; by default none."""
+    """The proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are trusted; none by default."""
 
     def __init__(self, networks: Iterable[str] = ()) -> None:
         """Takes addresses and networks; raises ValueError for anything else."""

@@ -12,7 +12,7 @@ MAX_UNSENT_BYTES = 16 * 1024
 
 
 def bind(host: str, port: int, setting: str, is_shared: bool = False) -> socket.socket:
-    """A bound socket that does not listen yet. Raises StartRefused, naming the setting that chose the port.
+    """A bound socket that is not listening yet. Raises StartRefused, naming the setting that chose the port.
 
     Several gateways can bind the same port if all of them set `is_shared`.
     """

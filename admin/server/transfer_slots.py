@@ -103,7 +103,7 @@ class TransferSlots:
 
     @asynccontextmanager
     async def held_slot(self, tenant_id: str, *, is_patient: bool = False, rests: bool = True) -> AsyncIterator[None]:
-        """Hold a slot for as long as the block lasts."""
+        """Hold a slot for the duration of the block."""
         release_slot = await self.acquire_slot(tenant_id, is_patient=is_patient, rests=rests)
         try:
             yield

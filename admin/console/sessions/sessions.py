@@ -69,7 +69,7 @@ class Session:
         self._change(lambda content: replace(content, playground_keys={**content.playground_keys, slug: key}))
 
     def now_holds(self, secret: str) -> None:
-        """Keep the session open, with the new secret, after a rotation of its own key."""
+        """Keep the session open after a rotation of its own key, by storing the new secret."""
         self._change(lambda content: replace(content, key_sha256=key_sha256(secret)))
 
     def now_signed_on(self, sign_on: SignOn) -> None:

@@ -86,7 +86,7 @@
       return;
     }
     if (!crypto.subtle) {
-      say("Browsers compute checksums only over HTTPS or on localhost: use either, or loramux adapters push.", "notice error");
+      say("Browsers compute checksums only over HTTPS or on localhost. Use one of these, or run loramux adapters push.", "notice error");
       return;
     }
     button.disabled = true;

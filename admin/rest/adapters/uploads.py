@@ -29,7 +29,7 @@ router = APIRouter(prefix="/adapters/{adapter_id}/uploads", tags=["versions"])
 CHUNK_TIMEOUT_S = 30.0
 """Time after which a client that sends nothing is disconnected, in seconds; until then, it occupies a thread."""
 UPLOAD_TIMEOUT_S = 600.0
-"""Maximum time for sending one file, in seconds, however steady the transfer."""
+"""Maximum time for sending one file, in seconds, even if the transfer never stalls."""
 
 
 class PresignedRequest(TypedDict):
