@@ -15,7 +15,8 @@ def generate(
 ) -> tuple[list[list[int]], float]:
     """Run a greedy static batch; returns each row's tokens, and the seconds.
 
-    `adapter_names` holds one name per row (`__base__` for no adapter); with None, the active adapter serves all rows.
+    `adapter_names` contains one name per row (`__base__` for no adapter); if it is None, all rows use the active
+    adapter.
     """
     extra: dict[str, Any] = {} if adapter_names is None else {"adapter_names": adapter_names}
     started = time.perf_counter()

@@ -1,7 +1,7 @@
 """Compares loramux with peft, vLLM and llama-server on the same model, adapters and requests, in one run.
 
-Sixteen greedy requests arrive together, for the base only, for sixteen adapters, and for one adapter. peft runs them in
-process as a static batch, which favours it. The others are servers on loopback, which run one at a time.
+Sixteen requests with greedy decoding arrive together: for the base only, for sixteen adapters, and for one adapter.
+peft runs them in process as a static batch, which favours it. The others run as servers on loopback, one at a time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of loramux")
     add("--check-only", action="store_true", help="compare the answers without timing")
     add_allow_busy(parser)
-    add("--scratch", type=Path, default=FOLDER / "scratch" / "peers", help="where models and logs are kept")
+    add("--scratch", type=Path, default=FOLDER / "scratch" / "peers", help="directory for models and logs")
     add("--out", type=Path, help="write the figures as JSON")
     add("--plot", type=Path, help="plot the figures to this file; by default --out with the suffix .svg")
     arguments = parser.parse_args(argv)
@@ -82,9 +82,8 @@ def find_peers(arguments: argparse.Namespace, logs: Path, console: Console) -> l
 def check(
     arguments: argparse.Namespace, files: ModelFiles, peers: Sequence[Peer], logs: Path, console: Console
 ) -> tuple[dict[str, Agreement], dict[str, str]]:
-    """Returns each system's agreement with peft, and the peers that failed, with the reason.
-
-    Raises CheckFailed if loramux differs from peft.
+    """Return each system's agreement with peft, and the reason for each peer that failed. Raises CheckFailed if loramux
+    differs from peft.
     """
     own = loramux_system("float32", arguments.threads, logs)
     reference = find_peft(arguments.threads).systems[0]
@@ -193,7 +192,7 @@ def _load(text: str) -> Load:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    # `timeout` signals both the process and its group; ignore the second signal, so that the servers end properly.
+    # `timeout` signals both the process and its group; ignore the second signal, so that the servers shut down cleanly.
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
@@ -206,6 +205,6 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    # Raise SystemExit on SIGTERM too, so that the servers end with this process.
+    # Raise SystemExit on SIGTERM too, so that the servers are stopped with this process.
     signal.signal(signal.SIGTERM, _end)
     raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""Checks before any timing that all systems give the same greedy float32 tokens on the small model."""
+"""Checks, before anything is timed, that all systems generate the same greedy float32 tokens on the small model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CheckFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Number of answers that equal the reference's, and number of all answers, by kind of work."""
+    """The number of answers equal to the reference's and the total number of answers, by kind of work."""
 
     equal: Mapping[str, int]
     num_answers: Mapping[str, int]
@@ -48,7 +48,7 @@ class Agreement:
 
 
 def answers_of(system: System, files: ModelFiles, kinds: Sequence[str]) -> dict[str, TokenIds]:
-    """The system's answers to the same prompts with each kind of adapter; raises SystemFailed."""
+    """The system's answers to the same prompts with each kind of adapter; raises SystemFailed if the system fails."""
     found: dict[str, TokenIds] = {}
     with system.open(files, True) as running:
         for kind in kinds:
@@ -67,7 +67,7 @@ def check_work(kind: str, files: ModelFiles) -> Work:
 
 
 def require_effect(reference: Mapping[str, TokenIds]) -> None:
-    """Raises CheckFailed if an adapter does not change the base's answer, since its absence would go unnoticed."""
+    """Raise CheckFailed if an adapter does not change the base's answer; its absence would go unnoticed."""
     for kind, answers in reference.items():
         if kind != BASE and any(map(tuple.__eq__, answers, reference[BASE])):
             raise CheckFailed(f"with {kind}, one of the reference's answers is the base's own")

@@ -41,7 +41,7 @@ class ChildServer:
             )
 
     def wait_until_ready(self, url: str, timeout_s: float) -> None:
-        """Poll `url` until it answers 200; raises SystemFailed if the process ends or the time is up."""
+        """Poll `url` until it answers 200; raises SystemFailed if the process ends or the timeout expires."""
         deadline = time.monotonic() + timeout_s
         with httpx.Client(timeout=5.0, trust_env=False) as client:
             while True:
@@ -64,7 +64,7 @@ class ChildServer:
         return SystemFailed(f"{self.name} {what}; the end of {self._log}:\n" + "\n".join(lines))
 
     def stop(self) -> None:
-        """Ask the server to end, then kill the remaining processes of its group."""
+        """Ask the server to terminate, then kill the remaining processes in its group."""
         try:
             if self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
@@ -93,7 +93,7 @@ def child_server(name: str, command: Sequence[str], environment: Mapping[str, st
 
 
 def _is_group_running(group: int) -> bool:
-    """Whether any process of the group is not a zombie; zombies hold no resources."""
+    """Whether any process in the group is alive; zombies do not count, since they hold no resources."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # The name can contain spaces and brackets; state, parent and group follow it.

@@ -1,4 +1,4 @@
-"""Turns seconds into tokens per second, and those into ratios to the best peer and overheads, with their targets."""
+"""Computes tokens per second, ratios to the best peer, and overheads, with their targets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.peers.system import LORAMUX, System
 from benchmarks.peers.workload import ATTENTION, BASE, DISTINCT, PEER_KINDS, SAME, Load
 
 OVER_PEERS = {BASE: 1.0, DISTINCT: 2.6, SAME: 1.2}
-"""Lowest throughput of loramux, over the best peer's, that meets the target at any load, by kind of work."""
+"""Lowest throughput, relative to the best peer's, that meets the target at any load, by kind of work."""
 
 OVERHEAD = {Load(64, 32): 0.15, Load(32, 128): 0.22}
 """Highest overhead of adapters on all seven linears over loramux's own base that meets the target, by load."""
@@ -19,11 +19,11 @@ ATTENTION_OVERHEAD = 0.10
 """Highest overhead of adapters on q, k, v and o that meets the target, at every load with a target."""
 
 NEAR = 0.7
-"""Share of the best speed below which drift in the machine's speed cannot make a cell the best."""
+"""A cell below this share of the best speed cannot become the best through drift in the machine's speed."""
 
 
 HOPELESS = 0.35
-"""Share of the best speed below which a dtype is not tried further; the CPU evidently emulates it."""
+"""A dtype below this share of the best speed is not tried further; the CPU evidently emulates it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def best_peer(speeds: Mapping[Cell, float], load: Load, kind: str) -> Cell | Non
 
 
 def near_the_best(speeds: Mapping[Cell, float]) -> set[Cell]:
-    """Cells that could turn out to be the best of their load and kind."""
+    """Cells that could still be the best for their load and kind."""
     best: dict[tuple[Load, str], float] = {}
     for cell, speed in speeds.items():
         best[cell.load, cell.kind] = max(speed, best.get((cell.load, cell.kind), 0.0))
@@ -75,7 +75,7 @@ def near_the_best(speeds: Mapping[Cell, float]) -> set[Cell]:
 
 
 def is_hopeless(cell: Cell, samples: Mapping[Cell, list[float]]) -> bool:
-    """Whether another setting of the same peer did this work so much faster that this setting is not worth trying."""
+    """Whether the same peer did this work so much faster with another setting that this setting is not worth trying."""
     others = [
         statistics.median(seconds)
         for other, seconds in samples.items()
@@ -90,7 +90,7 @@ def ratios(
     loads: Iterable[Load],
     kinds: Collection[str] = PEER_KINDS,
 ) -> list[Ratio]:
-    """Ratios to the best peer from `speeds`, and overheads from `own_speeds`, loramux's speeds over all turns."""
+    """Ratios to the best peer from `speeds`, and overheads from `own_speeds`, which includes all of loramux's turns."""
     found = []
     for load in loads:
         own = _by_kind(speeds, load)

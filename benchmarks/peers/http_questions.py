@@ -1,4 +1,4 @@
-"""Sends all questions concurrently over HTTP, and times them from the first byte sent to the last answer read."""
+"""Sends all questions concurrently over HTTP, and measures the time until the last answer has been read."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from benchmarks.peers.workload import Question, Work
 Document = dict[str, Any]
 
 TIMEOUT_S = 3600.0
-"""Longest wait for an answer, in seconds: a slow peer on a large model takes minutes."""
+"""Longest wait for an answer, in seconds; a slow peer on a large model takes minutes."""
 
 
 def post_all(
     url: str, bodies: Sequence[Document], headers: Mapping[str, str] | None = None
 ) -> tuple[list[Document], float]:
-    """Each body's answer, and the total seconds; raises SystemFailed unless every request succeeds."""
+    """Send all bodies; returns the answers and the total seconds, and raises SystemFailed if a request fails."""
     return asyncio.run(_post_all(url, bodies, headers or {}))
 
 

@@ -56,7 +56,7 @@ class LlamaServer:
 
 
 def question_body(question: Question, num_output: int, adapter_ids: Mapping[str, int]) -> Document:
-    """The body of one request. Adapters missing from `lora` are off, but an empty list leaves all as they were."""
+    """The body of one request. Adapters missing from `lora` are off, but an empty list changes no adapter."""
     lora = {"id": 0, "scale": 0.0} if question.adapter is None else {"id": adapter_ids[question.adapter], "scale": 1.0}
     return {
         "prompt": list(question.prompt),
@@ -73,7 +73,7 @@ def question_body(question: Question, num_output: int, adapter_ids: Mapping[str,
 def llama_command(
     found: LlamaFiles, files: ModelFiles, outtype: str, threads: int, port: int, is_check: bool
 ) -> list[str]:
-    """The server's command line, with one slot per concurrent request, each with room for the longest request."""
+    """The server's command line. Each concurrent request has its own slot, with room for the longest request."""
     adapters = ",".join(str(lora_file(files, name, outtype)) for name in files.adapters)
     slots = files.num_adapters
     command = [
@@ -116,7 +116,7 @@ def _run_script(found: LlamaFiles, script: str, out: Path, outtype: str, *argume
     if ran.returncode != 0:
         last = "\n".join(ran.stderr.splitlines()[-10:])
         raise SystemFailed(f"{script} failed ({PYTHON_VARIABLE} names the Python that runs it):\n{last}")
-    # The file is renamed only when complete, so that an interrupted run leaves no partial file.
+    # Rename the file only when it is complete, so that an interrupted run leaves no partial file.
     part.rename(out)
 
 

@@ -20,9 +20,9 @@ TRIAL_SHARE = 4
 """Factor by which a trial's prompts and answers are shorter than those of the first load."""
 
 OWN_TURNS = 2
-"""Number of times that loramux runs the cells of a session: forwards, then backwards. The overhead of adapters is
-smaller than the drift of a machine's speed in the minutes between two cells; over both directions, a steady drift
-cancels out."""
+"""Number of times that loramux runs the cells of a session: forwards, then backwards. The adapters' overhead is smaller
+than the drift in a machine's speed during the minutes between two cells. Over both directions, a steady drift cancels
+out."""
 
 PATIENCE_S = 120.0
 """Longest wait for a busy machine to become idle, in seconds."""
@@ -36,8 +36,8 @@ class MachineBusy(Exception):
 class Measurement:
     """Seconds by cell, and failures; filled by `run`.
 
-    `samples` holds every system's first turn in each session, from which loramux is compared with peers. `way_back`
-    holds loramux's later turns.
+    `samples` contains every system's first turn in each session, for comparing loramux with its peers. `way_back`
+    contains loramux's later turns.
     """
 
     files: ModelFiles
@@ -57,19 +57,19 @@ class Measurement:
 
     @property
     def own_samples(self) -> dict[Cell, list[float]]:
-        """All turns of loramux, from which overheads are computed."""
+        """All of loramux's turns, for computing overheads."""
         own = {cell: seconds for cell, seconds in self.samples.items() if cell.system.name == LORAMUX}
         return {cell: [*seconds, *self.way_back.get(cell, ())] for cell, seconds in own.items()}
 
     def run(self, save: Callable[[], None]) -> None:
-        """Run all rounds, and call `save` after each session; raises SystemFailed if loramux fails, or MachineBusy."""
+        """Run all rounds, and call `save` after each session; raises MachineBusy, or SystemFailed if loramux fails."""
         with Progress(console=self.console, transient=True, refresh_per_second=2) as progress:
             cells = self._after_trials(progress)
             for number in range(self.repeats):
                 self._round(number, cells if number == 0 else self._still_open(cells), progress, save)
 
     def _after_trials(self, progress: Progress) -> list[Cell]:
-        """Run the trials; returns all cells except those of dtypes in which a peer is far behind its own best."""
+        """Run the trials; returns all cells, without a peer's dtypes that are far slower than its best one."""
         cells = [Cell(system, load, kind) for system in self.systems for load in self.loads for kind in system.kinds]
         names = [system.name for system in self.systems]
         tried = [system for system in self.systems if names.count(system.name) > 1]

@@ -47,14 +47,14 @@ class ModelFiles:
 
 
 def make_model_files(scratch: Path, size: str, num_adapters: int, rank: int) -> ModelFiles:
-    """Create the model files, or reuse those of an earlier run."""
+    """Create the model files, or reuse those from an earlier run."""
     files = ModelFiles(
         scratch.absolute() / f"{size}-{num_adapters}-adapters-rank{rank}", SHAPES[size], num_adapters, rank
     )
     made = files.directory / "made"
     if made.exists():
         return files
-    # Files of an interrupted run can be incomplete.
+    # Files from an interrupted run may be incomplete.
     shutil.rmtree(files.directory, ignore_errors=True)
     make_base(files.shape, files.base)
     write_tokenizer(files.base, files.shape.vocab_size)

@@ -13,7 +13,7 @@ BAR_SHARE = 0.8
 
 
 def draw_bars(title: str, panels: Mapping[str, Mapping[str, Mapping[str, float]]], names: Sequence[str]) -> str:
-    """Draw `panels`, which holds tokens/s by panel, group and name; a name keeps its colour in all panels."""
+    """Draw `panels`: tokens/s by panel, group and name. A name has the same colour in all panels."""
     height = HEADER + PANEL_HEIGHT * len(panels)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '

@@ -56,7 +56,7 @@ def _target(ratio: Ratio) -> str:
 
 
 def notes(peers: Sequence[Peer], agreements: Mapping[str, Agreement], measurement: Measurement) -> list[str]:
-    """Warnings that a reader of the figures needs."""
+    """Warnings for readers of the figures."""
     found = [f"{peer.name}: not found; {peer.missing}" for peer in peers if peer.missing is not None]
     found += [
         f"{name}: some of its float32 answers differ from peft's: {agreement}"
@@ -66,7 +66,7 @@ def notes(peers: Sequence[Peer], agreements: Mapping[str, Agreement], measuremen
     found += [f"{label}: {message}" for label, message in measurement.failures.items()]
     busiest = max(measurement.busy_shares, default=0.0)
     if busiest > BUSY_SHARE:
-        # Systems whose threads spin at barriers suffer most from other programs, so that ratios are distorted too.
+        # Other programs slow down systems whose threads spin at barriers the most, so ratios are distorted too.
         found.append(
             f"the machine was up to {busiest:.0%} busy with other programs: this run does not decide any target"
         )

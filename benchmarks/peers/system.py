@@ -26,7 +26,7 @@ class Running(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`name` is the product, and `dtype` the dtype of its weights; `kinds` are the kinds of work that it supports.
+    """A product with weights in one dtype; `kinds` are the kinds of work that it supports.
 
     `open` takes the model files and whether answers will be compared; if so, all arithmetic is in float32.
     """

@@ -60,14 +60,14 @@ def vllm_command(python: Path, files: ModelFiles, dtype: str, port: int, has_lor
 
 
 def vllm_environment(python: Path, cores: list[int]) -> dict[str, str]:
-    """Environment of the server. It names the cores, since by default vLLM reserves one of two cores for other work."""
+    """The server's environment. It names the cores because vLLM reserves one of two cores for other work by default."""
     extra = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
     }
-    # vLLM recommends preloading this OpenMP library, for which it is tuned.
+    # vLLM is tuned for this OpenMP library and recommends preloading it.
     library = python.parent.parent / "lib" / "libiomp5.so"
     return extra | ({"LD_PRELOAD": str(library)} if library.exists() else {})
 
@@ -89,7 +89,7 @@ def open_vllm(
 def find_vllm(variables: Mapping[str, str], threads: int, logs: Path) -> Peer:
     if not variables.get(VARIABLE):
         return missing_peer(NAME, ADVICE)
-    # Keep the symbolic link, through which the interpreter finds its environment's packages.
+    # Keep the symbolic link: the interpreter uses it to find its environment's packages.
     python = Path(variables[VARIABLE]).absolute()
     if not os.access(python, os.X_OK):
         return missing_peer(NAME, f"{VARIABLE} is {python}, which cannot be run: {ADVICE}")

@@ -1,7 +1,7 @@
 """A tokenizer for random models that every system accepts and in which each token has a unique spelling.
 
-Its form is Llama 2's: a BPE without merges, with byte fallback. llama.cpp's converter recognizes this form of
-`tokenizer.json` by its structure; it accepts others only if their hash is in its list.
+Its format is Llama 2's: BPE without merges, with byte fallback. llama.cpp's converter recognizes this format by the
+structure of `tokenizer.json`; it accepts other tokenizers only if their hash is in its list.
 """
 
 from __future__ import annotations

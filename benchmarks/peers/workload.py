@@ -15,7 +15,7 @@ ATTENTION = "distinct adapters, q/k/v/o"
 """Kind of work that only loramux does, compared with its own base."""
 
 MAX_TOKENS = 512
-"""Most tokens of a prompt and its answer together, for servers that reserve room for each request."""
+"""Maximum number of tokens in a prompt and its answer together, for servers that reserve room for each request."""
 
 PEER_KINDS = (BASE, DISTINCT, SAME)
 KINDS = (*PEER_KINDS, ATTENTION)
@@ -72,7 +72,7 @@ class Answers:
 
 
 def draw_work(kind: str, load: Load, num_questions: int, vocab_size: int, seed: str) -> Work:
-    """Draw work that depends only on the seed. Different seeds share no prompts, so that no prefix cache can help."""
+    """Draw work that depends only on the seed. Different seeds share no prompts, so prefix caches do not help."""
     source = random.Random(f"{seed} {kind} {load}")
     questions = [
         Question(tuple(source.randrange(FIRST_WORD, vocab_size) for _ in range(load.num_prompt)), adapter)
