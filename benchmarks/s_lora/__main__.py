@@ -1,4 +1,4 @@
-"""The S-LoRA workload on a CPU: does throughput hold when requests name far more adapters than fit in the pool?
+"""The S-LoRA workload on a CPU: does throughput hold up when requests name far more adapters than fit in the pool?
 
 An in-process engine runs a small base, with adapters on disk and a pool that holds some of them and the K and V of the
 running sequences. Each number of adapters has its own engine; all engines are open and take turns. Each engine is
@@ -50,10 +50,10 @@ TURN_S = 0.25
 """Length of a saturated engine's turn, in seconds; short, since the machine's speed drifts within seconds."""
 
 SEED_STRIDE = 1000
-"""Distance between the seeds of two rounds, so that no round repeats prompts that may still be cached."""
+"""Distance between the seeds of two rounds; large enough that no round repeats prompts that may still be cached."""
 
 CAPACITY_BATCHES = 64
-"""Full batches queued at the start to measure capacity."""
+"""Number of full batches queued at the start to measure capacity."""
 
 CAPACITY_S = 5.0
 """Longest window for measuring capacity, in seconds."""
@@ -101,18 +101,18 @@ class Measurement:
                 seconds /= 2
             elif window.num_finished:
                 return window.num_finished / window.seconds
-            # Otherwise no request finished, because other processes took the machine: try again.
+            # Otherwise, other processes kept the machine so busy that no request finished: try again.
 
     def _digests(self, num_adapters: int) -> Sequence[str]:
         return self.files.digests[:num_adapters]
 
     def saturate(self, engines: Sequence[tuple[Case, OpenEngine]], rate: float, number: int) -> list[Figures]:
-        """Measure the throughput of all engines in one round, in which they alternate within a second."""
+        """Measure the throughput of all engines in one round, in turns of less than a second."""
         end_s = self.warm_s + self.arguments.seconds
         drives = []
         for case, engine in engines:
             digests, num_at_once = self._digests(case.num_adapters), 2 * self.plan.num_sequences
-            # More requests than there are sequence slots arrive at the start, so that the queue never runs empty.
+            # Start with more requests than sequence slots, so that the queue never runs empty.
             arrivals = self.traffic.arrivals(digests, rate, end_s, num_at_once, seed=42 + number * SEED_STRIDE)
             drives.append(Drive(engine, arrivals, self.warm_s, end_s, 0.0))
         return [{**throughput_figures(window), "rate": rate} for window in drive_in_turns(drives, TURN_S)]
@@ -152,7 +152,7 @@ def measure(measurement: Measurement, console: Console) -> tuple[list[Case], dic
                 console.print(f"  {case.policy}, {case.num_adapters} adapters: {throughput['tokens_s']:.0f} tokens/s")
                 if (throughput["fewest_sequences"] or 0) <= arguments.max_sequences:
                     console.print("  [yellow]the queue ran empty: throughput is a lower bound[/yellow]")
-            # The first engine of this round is the last of the next.
+            # Rotate the order: the engine that was first in this round is last in the next.
             engines.append(engines.pop(0))
     return cases, {
         "requests_s": capacity,
@@ -167,8 +167,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--adapters", type=_numbers, default=[5, 100, 1000, 2000], help="numbers of adapters, 5,100,1000,2000")
-    add("--pool-adapters", type=int, default=50, help="adapters that the pool holds in addition to K and V")
-    add("--host-adapters", type=int, default=200, help="adapters that the host tier holds")
+    add("--pool-adapters", type=int, default=50, help="adapters that fit in the pool in addition to K and V")
+    add("--host-adapters", type=int, default=200, help="adapters that fit in the host tier")
     add("--max-sequences", type=int, default=32, help="sequence slots")
     add("--seconds", type=float, default=20.0, help="length of each window; the warm-up is a quarter of it")
     add("--repeats", type=int, default=1, help="rounds over all cases; medians are reported")
@@ -182,7 +182,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--policy", type=_policies, default=list(POLICIES), help=",".join(POLICIES))
     add("--slo", type=_goal, default=Goal(1.0, 0.05), metavar="TTFT,TPOT", help="goodput limits, in seconds")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    add("--plot", type=Path, help="plot throughput over adapters to this file, FILE.svg")
+    add("--plot", type=Path, help="plot throughput by number of adapters to this SVG file")
     add_engine(parser)
     arguments = parser.parse_args(argv)
     if arguments.plot is not None and arguments.plot.suffix != ".svg":

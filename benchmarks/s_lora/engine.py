@@ -29,8 +29,8 @@ DISK_BYTES = 64 << 30
 class PoolPlan:
     """A pool for `num_adapters` adapters and the K and V of `num_sequences` sequences of mean full length.
 
-    There are enough adapter slots for as many adapters as all pages can hold, so that pages are the limit. The host
-    tier holds `num_host_adapters`; all others are read from disk.
+    There are enough adapter slots for a pool full of adapters, so that pages are the limit. The host tier holds
+    `num_host_adapters` adapters; all others are read from disk.
     """
 
     num_adapters: int
@@ -101,7 +101,7 @@ def open_engine(
         "eviction_policy": policy,
     }
     assembled = assemble_engine(msgspec.convert(document, EngineConfig), wake.set)
-    # An engine process does this before it serves, too.
+    # An engine process also does this before it starts serving.
     freeze_gc()
     try:
         yield OpenEngine(assembled, wake)

@@ -1,4 +1,4 @@
-"""Throughput over the number of adapters as an SVG, one line per policy."""
+"""Plots throughput against the number of adapters as an SVG, with one line per policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUM_TICKS = 5
 
 
 def draw_plot(title: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
-    """Draw `lines`, which holds (adapters, tokens/s) points by name; the horizontal axis is logarithmic."""
+    """Draw `lines`, (adapters, tokens/s) points by name, with a logarithmic horizontal axis."""
     numbers = sorted({number for points in lines.values() for number, _ in points})
     top = _round_up(max(value for points in lines.values() for _, value in points))
     parts = [

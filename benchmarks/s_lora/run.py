@@ -95,8 +95,7 @@ class Window:
 class Drive:
     """One engine and its arrivals. Its clock runs only during its own turns, so that several engines can alternate.
 
-    Nothing arrives after the window has closed. Requests that are not answered within `patience_s` after that are
-    aborted.
+    Nothing arrives after the window has closed. Requests that are still unanswered `patience_s` later are aborted.
     """
 
     def __init__(
@@ -117,7 +116,8 @@ class Drive:
         return self._now_s >= end_s and not (self._num_open and self._now_s < end_s + self._patience_s)
 
     def run(self, seconds: float) -> None:
-        """Step for `seconds` or to the end; raises CheckError if a request ends for a reason other than its length."""
+        """Step for `seconds` or until the end; raises CheckError if a request ends for a reason other than its
+        length."""
         until_s = self._now_s + seconds
         started, cpu_started = time.perf_counter() - self._now_s, time.process_time() - self._cpu_s
         while self._now_s < until_s and not self.is_over:

@@ -1,4 +1,4 @@
-"""Arguments, adapters on disk and initial check shared by the measurements on the S-LoRA engine."""
+"""Arguments, adapters on disk, and the initial check, shared by the measurements on the S-LoRA engine."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--base", type=Path, default=DEMO_BASE, help="the base model's directory")
     add("--rank", type=int, default=8)
-    add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of weights, K and V and adapters while measuring")
-    add("--scratch", type=Path, default=FOLDER / "scratch" / "s_lora", help="where adapters are kept between runs")
+    add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of weights, K and V, and adapters while measuring")
+    add("--scratch", type=Path, default=FOLDER / "scratch" / "s_lora", help="directory that keeps adapters between runs")
     add("--out", type=Path, help="write the figures as JSON")
     add_allow_busy(parser)
 
@@ -60,7 +60,7 @@ def open_files(arguments: argparse.Namespace, num_adapters: int, console: Consol
 def check_answers(
     arguments: argparse.Namespace, files: AdapterFiles, traffic: Traffic, policies: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Compare answers alone and in a batch with evictions; returns the check's figures for each policy.
+    """Compare answers of requests alone and in a batch with evictions; returns the check's figures for each policy.
 
     Raises CheckError if an answer changes.
     """

@@ -16,11 +16,9 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Parameters of the requests. Each adapter has its own namespace, within which equal prefixes are shared.
-
-    Prompts are random except for their first `num_prefix` tokens, which come in addition to the drawn length and are
-    the same in all of an adapter's requests. With `is_one_share`, all adapters belong to one account; otherwise, each
-    adapter belongs to its own account.
+    """Parameters of the requests. Equal prefixes are shared only within an adapter's own namespace. All of an adapter's
+    prompts start with the same `num_prefix` tokens; random tokens of the drawn length follow. With `is_one_share`, all
+    adapters belong to one account; otherwise, each adapter belongs to its own account.
     """
 
     prompts: Lengths
