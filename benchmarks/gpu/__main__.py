@@ -1,9 +1,9 @@
-"""Measures loramux's kernels and its whole engine on one GPU. Answers are checked first, and wrong ones are not timed.
+"""Measures loramux's kernels and its whole engine on one GPU, after checking their answers.
 
 Run it from the repository root: `PYTHONPATH=.src python -m benchmarks.gpu --out FILE.json`. It needs torch >= 2.11,
 triton >= 3.6, numba, numpy, safetensors and msgspec. It finishes within nine minutes, writes each row to one JSON file
-as soon as it is measured, and prints one Markdown table per part. A part that runs alone (`--only lora`) gets all of
-that time, and its rows are added to the file. Without a GPU, `TRITON_INTERPRET=1 ... --check-only --tiny` checks the
+as soon as it is measured, and prints one Markdown table per part. With `--only`, the selected parts get all of that
+time, and their rows are added to the file. Without a GPU, `TRITON_INTERPRET=1 ... --check-only --tiny` checks the
 answers on a small model, and `--dry-run` lists the memory and time that each case needs on a card. The exit code is 1
 if a part failed, gave a wrong answer, was cut short or would not fit, and 2 if the benchmark cannot run on this
 machine. `gpu/README.md` describes the parts and their goals.
@@ -53,10 +53,10 @@ WARM_S = 80
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of the benchmark. It checks `bench.seconds_left` between cases and reports the cases it leaves out.
+    """One part of the benchmark. It checks `bench.seconds_left` between cases and reports the cases that it skips.
 
-    `needs` lists what its cases need, for a dry run. `warm(bench, shard, num_shards)` compiles a share of the kernels
-    that `run` launches, in a separate process.
+    `needs` lists the memory and time that its cases need, for a dry run. `warm(bench, shard, num_shards)` compiles a
+    share of the kernels that `run` launches, in a separate process.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Part:
 
 
 PARTS = (
-    # This part always runs, since the others compute their floors from the ceilings.
+    # This part always runs, because the others need the ceilings to compute their floors.
     Part("ceilings", 15, gpu_ceilings.run, gpu_dry_kernels.ceilings),
     Part("lora", 55, gpu_lora.run, gpu_dry_kernels.lora, gpu_lora.warm),
     Part("step", 70, gpu_step.run, gpu_dry_engine.step, gpu_step.warm),
@@ -81,7 +81,7 @@ PARTS = (
 def run_part(
     part: Part, bench: Bench, deadline: float, keep: Callable[[dict[str, Any]], None] = lambda result: None
 ) -> dict[str, Any]:
-    """Run one part; returns its rows and seconds. `keep` gets the same after each row, in case the run is killed.
+    """Run one part; returns its rows and seconds. `keep` gets each partial result, in case the run is killed.
 
     No case starts after `deadline`, on the monotonic clock. An exception becomes the part's error, and the run
     continues.
@@ -97,7 +97,7 @@ def run_part(
     except Exception as problem:
         traceback.print_exc()
         error = f"{type(problem).__name__}: {problem}"
-    # Free the memory after an error too, so that the part leaves nothing on the card.
+    # Free the part's memory on the card even after an error.
     with contextlib.suppress(RuntimeError):
         bench.drop()
     result = _result(part, bench, rows, time.monotonic() - started, error)
@@ -129,7 +129,7 @@ def _result(part: Part, bench: Bench, rows: list[Row], seconds: float, error: st
 
 
 def restart_process(left: list[Part], arguments: argparse.Namespace, seconds: float) -> NoReturn:
-    """Replace this process, which has lost its device, with one that runs the remaining parts."""
+    """Replace this process, which has lost its device, with a new one that runs the remaining parts."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--peers", str(arguments.peers), "--no-warm", "--has-failed"]
     command += ["--seconds", str(round(seconds)), "--only", *(part.name for part in left)]
     command += [flag for flag in ("--quick", "--full", "--check-only") if getattr(arguments, as_name(flag))]
@@ -145,7 +145,8 @@ def as_name(flag: str) -> str:
 
 
 def warm_up(parts: list[Part], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Compile the kernels of all parts in many processes that share Triton's cache; one process would take minutes."""
+    """Compile the kernels of all parts in parallel processes that share Triton's cache; a single process takes
+    minutes."""
     if not any(part.warm for part in parts):
         return {"seconds": 0.0, "failed": []}
     started = time.monotonic()
@@ -263,7 +264,7 @@ def main() -> int:
 
 
 def list_needs(arguments: argparse.Namespace) -> int:
-    """Do the dry run; returns 1 if a part exceeds the card's memory or its time limit."""
+    """Do the dry run; returns 1 if a part exceeds the card's memory or the part's time limit."""
     bench = Bench(
         device=META,
         is_tiny=False,

@@ -14,13 +14,13 @@ from loramux.kernels.segments import SEGMENT_ROWS, build_segments, max_segments
 from loramux.kernels.tables import AdapterTables, PoolViews, Segments
 
 SCALE = 2.0
-"""`alpha / r` of every adapter; the same for all, since peers accept only one number."""
+"""`alpha / r`, the same for all adapters, because the peers accept only one value."""
 
 MAX_RANK = 64
-"""Highest rank in any case. All cases have page tables of this width, so that they share compiled kernels."""
+"""Highest rank in any case. All cases use page tables for this rank, so that they share compiled kernels."""
 
 POISON = 1 << 30
-"""Value of unused entries in the segment starts; no row or segment has this number."""
+"""Value of unused entries in the segment starts; larger than any row or segment number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,9 @@ class LoraCase:
 
 
 class ResidentAdapters:
-    """Adapters of the given ranks on all seven linears, without rank padding, in shuffled pages.
-
-    The whole pool holds random elements, which are the adapters' weights. With `shares_pages`, all adapters share a few
-    pages, which suffices for compiling kernels but not for measurements.
+    """Adapters of the given ranks on all seven linears, without rank padding, in shuffled pages. The pool's random
+    elements are the adapters' weights. With `shares_pages`, all adapters share a few pages, which is enough for
+    compiling kernels but not for measurements.
     """
 
     def __init__(self, bench: Bench, model: Model, pool: PoolViews, ranks: tuple[int, ...], shares_pages: bool) -> None:
@@ -125,7 +124,7 @@ class ResidentAdapters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraBatch:
-    """A case's rows on the device; `xs[g]` `[T, in]` is the input of group `g`, the same in all layers."""
+    """A case's rows on the device; `xs[g]` `[T, in]` is the input to group `g`, the same in all layers."""
 
     case: LoraCase
     model: Model
@@ -133,7 +132,7 @@ class LoraBatch:
     segments: Segments
 
     def outputs(self) -> list[torch.Tensor]:
-        """New random rows `[T, total_out]` for each group, in place of the base linears' output."""
+        """New random rows `[T, total_out]` for each group, as a substitute for the base linears' output."""
         device = self.xs[0].device
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(3)
         return [
@@ -169,7 +168,7 @@ def batch_of(bench: Bench, model: Model, case: LoraCase) -> LoraBatch:
 
 
 def expected_change(adapters: ResidentAdapters, batch: LoraBatch, layer: int) -> list[torch.Tensor]:
-    """The adapters' share of each group's output in this layer, float64 `[T, total_out]`, from dense matrices."""
+    """The adapters' part of each group's output in this layer, float64 `[T, total_out]`, from dense matrices."""
     case, model = batch.case, batch.model
     changes = []
     for group, x in zip(model.groups, batch.xs, strict=True):

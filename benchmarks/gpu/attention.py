@@ -1,4 +1,4 @@
-"""Paged attention and torch's SDPA, relative to the bandwidth floor in decode and to the matrix rate in prefill."""
+"""Measures paged attention and torch's SDPA against the bandwidth floor (decode) and the matrix rate (prefill)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loramux.kernels.gpu.attention import PAGE_TOKENS, attention_plan, paged_att
 from loramux.kernels.tables import AttentionBatch, PoolViews
 
 MAX_KV_BYTES = 72 << 30
-"""Maximum size of a case's pages, in bytes. If not all layers fit, the row gives the number of stored layers."""
+"""Maximum size of a case's pages, in bytes. If not all layers fit, the row reports how many are stored."""
 
 MAX_DENSE_BYTES = 9 << 30
 """Maximum size of SDPA's contiguous keys and values, in bytes; at least one layer is always stored."""
@@ -23,10 +23,10 @@ MAX_DENSE_BYTES = 9 << 30
 KEPT_FREE = 24 << 30
 WARM_POOL_BYTES = 1 << 30
 SAMPLED_ROWS = 64
-"""Number of a prefill's query rows that are compared; the other rows must only be finite."""
+"""Number of query rows in a prefill that are compared; the others only have to be finite."""
 
 QUERY_STD = 2 / POOL_STD
-"""Standard deviation of queries; that of scores is then 2, so attention is neither uniform nor on a single key."""
+"""Standard deviation of queries. That of scores is then 2, so attention is neither uniform nor on a single key."""
 
 OURS, SDPA = "loramux", "torch SDPA on contiguous K and V"
 
@@ -58,7 +58,7 @@ class AttentionCase:
         return self.num_sequences * self.context * 2 * model.num_kv_heads * model.head_dim * itemsize
 
     def operations(self, model: Model) -> int:
-        """Multiplications and additions in one layer's two products, over visible keys only."""
+        """Multiplications and additions in one layer's two matrix products, counting visible keys only."""
         visible = self.num_queries * self.context - self.num_queries * (self.num_queries - 1) // 2
         return 4 * self.num_sequences * model.num_heads * model.head_dim * visible
 
@@ -75,7 +75,7 @@ def cases(bench: Bench) -> list[AttentionCase]:
     prefill = [AttentionCase(1, length, length) for length in prefills]
     decode = [AttentionCase(batch, context, 1) for context in contexts for batch in batches]
     if not bench.is_full:
-        # Other contexts behave like 1,024; at the longest, keep the cases with one and with 64 sequences.
+        # Most contexts behave like 1,024. Of the longest context, keep only the cases with 1 and 64 sequences.
         kept = {(batch, 1024) for batch in batches} | {(1, 8192), (64, 8192)}
         decode = [case for case in decode if (case.num_sequences, case.context) in kept]
     return [*prefill, *decode]
@@ -205,7 +205,7 @@ def sdpa_way(bench: Bench, attention: Attention) -> tuple[LayerLaunch, int]:
                         dtype=bench.dtype)
             for _ in range(2)
         ]  # fmt: skip
-        # Gather a few sequences at a time, to limit the memory for gathered pages.
+        # Gather a few sequences at a time to limit the memory that gathered pages take.
         for begin in range(0, case.num_sequences, 16):
             sequences = slice(begin, begin + 16)
             for target, source in zip(dense, attention.dense(layer, sequences), strict=True):
@@ -244,7 +244,7 @@ def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> 
         launch, stored[SDPA] = sdpa_way(bench, attention)
         errors[SDPA] = max(attention.check(launch, layer) for layer in sorted({0, stored[SDPA] - 1}))
         launches[SDPA] = launch
-    # loramux's figures are valid without SDPA's.
+    # Report loramux's figures even if SDPA fails.
     except (CheckError, RuntimeError) as error:
         if bench.is_broken():
             raise
@@ -259,7 +259,7 @@ def _run_case(bench: Bench, model: Model, case: AttentionCase, allowed: int) -> 
         replays[name] = bench.capture(_repeated(launch, model.num_layers))
         replays[f"{name}, alone"] = bench.capture(_repeated(launch, 1))
     seconds = bench.time(replays)
-    # Queries are read once, and answers are written once.
+    # Queries are read once, and outputs are written once.
     read = case.kv_bytes(model, itemsize) + 2 * attention.q.nbytes
     by_bytes = read / bench.ceilings.bandwidth
     by_operations = case.operations(model) / bench.ceilings.matmul

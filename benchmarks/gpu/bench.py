@@ -1,4 +1,4 @@
-"""Shared by the parts of the GPU benchmark: rows and goals, graphs, clocks and the pool's memory."""
+"""Code shared by the parts of the GPU benchmark: rows and goals, graphs, clocks and the pool's memory."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ MAX_WARMERS = 12
 """Maximum number of processes that compile at the same time."""
 
 CONTEXT_BYTES = 10**9
-"""Bytes of a card's memory that dry runs assume CUDA, cuBLAS and loaded kernels to hold in each process."""
+"""Memory that CUDA, cuBLAS and loaded kernels take in each process, in bytes; an assumption for dry runs."""
 
 POOL_STD = 0.02
-"""Standard deviation of the pool's random elements, typical of a LoRA's A and B and of keys and values."""
+"""Standard deviation of the pool's random elements; a typical value for A and B of a LoRA and for keys and values."""
 
 
 class CheckError(Exception):
@@ -64,7 +64,7 @@ class Goal:
 class Row:
     """One method's figures for one case. Their names include units; `problem` says why some figures are missing.
 
-    `is_failure` marks a defect in loramux or a case that was left out, as opposed to a limitation of a peer.
+    `is_failure` marks a failure of loramux or a skipped case, as opposed to a limitation of a peer.
     """
 
     case: str
@@ -86,12 +86,12 @@ class Ceilings:
 
     @property
     def bandwidth(self) -> float:
-        """The higher of copy and read bandwidth, from which floors are computed."""
+        """The higher of the copy and read bandwidths; used to compute floors."""
         return max(self.copy, self.read)
 
 
 class HostEvent:
-    """Replaces a CUDA event in Triton's interpreter, where a call returns only when its work is done."""
+    """Replaces a CUDA event in Triton's interpreter, where calls are synchronous."""
 
     def __init__(self) -> None:
         self._seconds = math.nan
@@ -108,7 +108,7 @@ class HostEvent:
 class Bench:
     """Settings and state of one run: its device, the cases to run, and the time limit.
 
-    `is_tiny` shrinks the model for Triton's interpreter. `is_quick` leaves out most cases; `is_full` leaves out none.
+    `is_tiny` shrinks the model for Triton's interpreter. `is_quick` skips most cases, and `is_full` skips none.
     `is_timed` is false if only answers are checked. With `is_warming`, the process only compiles kernels that another
     process will time: adapters share a few pages, and answers are ignored. `engine_check` caches the result of the
     engine check, which several parts need. `planned` is the card of a dry run, which uses meta tensors; None in a real
@@ -158,7 +158,7 @@ class Bench:
 
     @property
     def has_pdl(self) -> bool:
-        """Whether launches may overlap (programmatic dependent launch)."""
+        """Whether kernel launches may overlap (programmatic dependent launch)."""
         return supports_pdl(self.device) if self.planned is None else self.planned.card.capability >= 90
 
     def generator(self, seed: int) -> torch.Generator | None:
@@ -172,7 +172,7 @@ class Bench:
     def pool(self, geometry: PageGeometry, num_bytes: int) -> PoolViews:
         """A pool with this geometry over the first `num_bytes` of one shared buffer, which grows if necessary.
 
-        The whole buffer holds random elements, so that adapters need not be written to pages.
+        The whole buffer is filled with random elements, so adapters need not be written to pages.
         """
         num_pages = num_bytes // geometry.total_page_bytes
         num_bytes = num_pages * geometry.total_page_bytes
@@ -196,12 +196,12 @@ class Bench:
         return torch.cuda.mem_get_info(self.device)[0] + (self.buffer.numel() if self.buffer is not None else 0)
 
     def drop(self) -> None:
-        """Free all memory that finished parts held, including the pool."""
+        """Free all memory of finished parts, including the pool."""
         self.buffer = self.flush = None
         self.release()
 
     def release(self) -> None:
-        """Free the memory that finished cases held; graphs keep their memory until they are garbage-collected."""
+        """Free the memory of finished cases; graphs keep their memory until they are garbage-collected."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -219,7 +219,7 @@ class Bench:
             return True
 
     def guarded(self, case: str, way: str, rows: Iterable[Row]) -> Iterator[Row]:
-        """The rows of one case; an exception ends the case with a row that reports it.
+        """The rows of one case; if the case raises an exception, a row reports it.
 
         Re-raises the exception if the device is lost.
         """
@@ -233,7 +233,7 @@ class Bench:
         self.release()
 
     def left_out(self, cases: Iterable[object], way: str) -> Iterator[Row]:
-        """A row for each case that was left out for lack of time."""
+        """A row for each case that was skipped for lack of time."""
         return (Row(str(case), way, problem="left out: no time", is_failure=True) for case in cases)
 
     def event(self) -> Any:
@@ -251,10 +251,11 @@ class Bench:
         return graph.replay
 
     def time(self, ways: Mapping[str, Callable[[], object]], is_cold: bool = True) -> dict[str, float]:
-        """Median seconds of each method. The methods alternate, so that drift in the card's speed affects all alike.
+        """Median seconds per replay of each method.
 
-        `is_cold` reads `FLUSH_BYTES` before each replay. Reading leaves no dirty cache lines, which would be written
-        back during the measured time, and keeps the card busy while the host submits the timed work.
+        The methods alternate, so that drift in the card's speed affects all of them alike. `is_cold` reads
+        `FLUSH_BYTES` before each replay. Reading leaves no dirty cache lines, which would be written back during the
+        measured time, and keeps the card busy while the host submits the timed work.
         """
         if self.flush is None:
             num_bytes = TINY_FLUSH_BYTES if self.is_tiny else FLUSH_BYTES
@@ -283,7 +284,7 @@ class Bench:
 
 
 def _is_measured(num_rounds: int, fewest_s: float, elapsed_s: float, num_ways: int) -> bool:
-    """Whether the methods were replayed often enough; `fewest_s` is the total time of the fastest method."""
+    """Whether the methods have been replayed often enough; `fewest_s` is the fastest method's total time."""
     is_long = elapsed_s > MAX_SECONDS * num_ways
     return (num_rounds >= MIN_ROUNDS and fewest_s >= MIN_SECONDS) or (is_long and num_rounds >= 3)
 
@@ -304,8 +305,8 @@ def require_close(
 ) -> float:
     """The error `‖out - expected‖ / ‖scale‖`; `scale` defaults to `expected`.
 
-    Raises CheckError if an element is not finite or the error exceeds `tolerance`. The default lies above the rounding
-    error of bfloat16 operands and below the error of a single wrong index.
+    Raises CheckError if an element is not finite or the error exceeds `tolerance`. The default is above the rounding
+    error of bfloat16 operands and below the error that a single wrong index causes.
     """
     if not bool(out.isfinite().all()):
         raise CheckError("some elements were not written or are not finite")

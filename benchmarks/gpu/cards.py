@@ -21,7 +21,7 @@ class Card:
 
     `capability` is the compute capability to compile for, such as 90 for 9.0. `bandwidth` is in bytes per second, and
     `shared_bytes` is the shared memory of a multiprocessor. `node_s` is the time that each kernel adds to a captured
-    graph, an assumption until it is measured: graphs add 1.5 to 2.5 microseconds per node.
+    graph. It is an assumption until measured; graphs typically add 1.5 to 2.5 microseconds per node.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Card:
     node_s: float = 2e-6
 
     def resident_programs(self, registers: int, shared_bytes: int, num_warps: int) -> int:
-        """How many programs of this size fit on one multiprocessor together; `registers` is per thread."""
+        """How many programs of this size fit on one multiprocessor at the same time; `registers` is per thread."""
         per_warp = -(-registers * WARP_THREADS // REGISTER_UNIT) * REGISTER_UNIT
         by_registers = REGISTERS // per_warp // num_warps if registers else self.max_programs
         by_shared = self.shared_bytes // (shared_bytes + RESERVED_SHARED)

@@ -31,7 +31,7 @@ def _read(source: tl.tensor, sums: tl.tensor, num_blocks: tl.tensor, BLOCK: tl.c
 
 @triton.jit
 def _empty(cell: tl.tensor, WAITS: tl.constexpr, LAUNCHES: tl.constexpr) -> None:
-    """An empty kernel, optionally with the signals of kernels whose launches overlap."""
+    """An empty kernel, optionally with the signals for overlapping launches."""
     if LAUNCHES:
         tl.extra.cuda.gdc_launch_dependents()
     if WAITS:

@@ -21,7 +21,7 @@ SMALL = Model(4, 512, 1024, 8, 2, 64, 2048)
 TINY = Model(1, 64, 64, 2, 1, 16, 64)
 
 WEIGHTS = RandomWeights(torch.device("cpu"), torch.float32)
-"""Weights for both sides, drawn on the CPU, since another device would draw other numbers."""
+"""Weights for both engines, generated on the CPU because generators on other devices return different numbers."""
 
 TOLERANCE = 1e-3
 """Largest difference between two float32 log-probabilities. Tokens can differ if the two likeliest are that close."""
@@ -110,7 +110,7 @@ def _check(bench: Bench) -> Row:
         mixed = engine.answer(_adds(plan, digests))
         worst, num_compared = compare(mixed, expected)
         plain = engine.answer(_adds(plan, dict.fromkeys(digests)))
-        # The last request must get the same answer alone, since other requests in its batch must not change it.
+        # The last request must get the same answer when it runs alone: the rest of the batch must not affect it.
         compare(engine.answer(_adds(plan, digests)[-1:]), expected)
     changes = {request: changed_by(mixed[request.name], plain[request.name]) for request in plan.requests}
     base_change = max(change for request, change in changes.items() if not request.rank)
@@ -151,7 +151,7 @@ def _adds(plan: CheckPlan, digests: dict[str, str | None]) -> list[Add]:
 
 
 def reference_backend() -> Backend:
-    """The CPU executor with the reference kernels: an independent path from the pages to the tokens."""
+    """The CPU executor with the reference kernels; an independent implementation of every step from pages to tokens."""
     return Backend(
         accelerator=HostAccelerator(),
         make_kernels=lambda pool, shapes: ReferenceKernels(pool),

@@ -1,4 +1,4 @@
-"""What the cases of `step`, `prefill` and `s_lora` need on a card, from the engine's actual steps and settings."""
+"""Computes what the `step`, `prefill` and `s_lora` cases need on a card, from the engine's own steps and settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LORA_KERNELS = ("shrink_kernel", "expand_kernel")
 
 
 class PlannedEngine:
-    """An engine over meta tensors, and the bytes that it would hold."""
+    """An engine over meta tensors, and the bytes that it would take on a card."""
 
     def __init__(self, bench: Bench, model: Model, settings: dict[str, Any], num_pages: int) -> None:
         card = planned(bench).card
@@ -52,7 +52,7 @@ class PlannedEngine:
                 "tables": self.memory.restart() - pool.nbytes - model.all_bytes(bench.dtype.itemsize),
             }
         self.shapes = {"a page": shape_of(pool[0]), "page table": shape_of(whole.tables.device.page_table)}
-        # All layers are alike, so a step with all layers follows from steps with one and two layers.
+        # All layers are alike, so steps of engines with one and two layers are extrapolated to all layers.
         self._few = [
             MetaEngine(replace(model, num_layers=count), card, num_pages=num_pages, **settings) for count in (1, 2)
         ]
@@ -74,7 +74,8 @@ class PlannedEngine:
     def compiling(self) -> Need:
         """The memory of the compiling processes.
 
-        Each holds a context, the embedding and head, one linear of each size, and the largest step's activations.
+        Each process holds a CUDA context, the embedding and head, one linear of each size, and the largest step's
+        activations.
         """
         itemsize = self.bench.dtype.itemsize
         ends = 2 * self.model.vocab_size * self.model.hidden_size * itemsize
@@ -113,7 +114,7 @@ def step(bench: Bench) -> Iterator[Need]:
     needs = [_step_case(bench, engine, case) for case in wanted]
     yield from needs
     if bench.has_pdl:
-        # The first case again, on an engine with overlapping launches and a pool that is no larger.
+        # The first case runs again on an engine with overlapping launches, whose pool is not larger.
         again = needs[0]
         programs = frozenset(f"pdl {one}" for one in again.programs if one.startswith(LORA_KERNELS))
         yield replace(again, case=f"{again.case}, pdl", seconds=start_s + again.seconds, programs=programs)
@@ -130,7 +131,7 @@ def _step_case(bench: Bench, engine: PlannedEngine, case: gpu_step.StepCase) -> 
         for count in counts
     ]
     seconds = sum(num_run * one.seconds(bench) + CAPTURE_S for one in steps)
-    # Each step runs twice, before and during capture; the skipped steps are added below.
+    # Each step is submitted once before capture and once during it. Skipped steps take only host time.
     seconds += sum(2 * HOST_OP_S * one.num_launches + HOST_STEP_S * num_skipped for one in steps)
     held = engine.held | {"activations": sum(one.activations for one in steps)}
     programs = frozenset[str]().union(*(one.programs for one in steps))
@@ -186,7 +187,8 @@ def s_lora(bench: Bench) -> Iterator[Need]:
         for step in gpu_s_lora.steps_to_warm(workload, name):
             case = TableCase(name, step.num_sequences, 0, step.num_rows, 1, gpu_s_lora.ATTENTION_MODULES, step.rank)
             compiled |= engine.record(case).programs
-        # Every step is estimated with all sequences at their mean full length and as many adapters as rows.
+        # Estimate every step with all sequences at their mean full length, each with its own adapter if there are
+        # enough.
         context, count = workload.shortest + workload.longest, min(most, workload.max_sequences)
         full = engine.record(
             TableCase(name, workload.max_sequences, context - 1, 1, count, gpu_s_lora.ATTENTION_MODULES, max(turns))
@@ -195,8 +197,8 @@ def s_lora(bench: Bench) -> Iterator[Need]:
         run = num_steps * full.seconds(bench) + OVER_FLOOR * floor_s(bench, operations=prompts)
         for way, num_pages, counts in (("whole pool", whole, workload.num_adapters), ("capped pool", capped, (most,))):
             problem = f"{num_pages} pages, but the sequences alone need {workload.kv_pages}"
-            # The case with the fewest adapters also runs once without timing. Payloads are drawn on the card and
-            # pinned.
+            # The case with the fewest adapters also runs once without timing. Payloads are generated on the card and
+            # pinned in host memory.
             seconds = engine.start_s + (len(counts) + 1) * run + random_s(bench, payload) + _captures_s(full)
             pool = num_pages * adapters.page_bytes
             yield Need(
@@ -212,12 +214,12 @@ def s_lora(bench: Bench) -> Iterator[Need]:
 
 
 def _captures_s(full: PlannedStep) -> float:
-    """Seconds to run and capture the steps of many sizes that occur while the batch fills and empties."""
+    """Seconds to run and capture the step sizes that occur while the batch fills and empties."""
     return NUM_SHAPES * (CAPTURE_S + 2 * HOST_OP_S * full.num_launches)
 
 
 def scheduled_steps(workload: gpu_s_lora.Workload) -> tuple[int, int]:
-    """Number of steps until enough requests are answered, and of the prompt tokens that these steps compute.
+    """Number of steps until enough requests are answered, and number of prompt tokens in these steps.
 
     As in the engine's scheduler, decodes come first in each step, and prompts fill the rest.
     """

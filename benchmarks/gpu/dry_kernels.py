@@ -1,4 +1,4 @@
-"""What the cases of `ceilings`, `lora` and `attention` need on a card, computed with the functions that run them."""
+"""Computes what the `ceilings`, `lora` and `attention` cases need on a card, using the functions that run the cases."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def lora(bench: Bench) -> Iterator[Need]:
     model, wanted = model_of(bench), gpu_lora.cases(bench)
     pool = bench.pool(model.geometry(bench.dtype.itemsize), gpu_lora.shared_pool_bytes(bench, model, wanted))
     shapes = {"pool": shape_of(pool.raw)}
-    # One row per peer gives its loaded version.
+    # One row per peer reports its loaded version.
     yield Need("every case", shapes, len(WAYS), {"pool": pool.raw.nbytes}, random_s(bench, pool.raw.nbytes))
     for case in wanted:
         yield _lora_case(bench, model, pool, case)
@@ -149,7 +149,7 @@ def _attention_case(bench: Bench, model: Model, case: AttentionCase, allowed: in
         rows = memory.restart()
         _, num_dense = gpu_attention.sdpa_way(bench, attention)
         copies = memory.live - rows
-        # SDPA's own answers, in addition to the memory for gathering pages.
+        # SDPA's own outputs, in addition to the memory for gathering pages.
         transient = memory.peak - memory.live + attention.out.nbytes
         launched = Listed()
         with launched.within(bench):

@@ -1,4 +1,4 @@
-"""The dry run of the GPU benchmark: compares what its parts need with a card's memory and with their time limits."""
+"""The dry run of the GPU benchmark: compares its parts' needs with a card's memory and with the parts' time limits."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Limits:
 class PlannedPart:
     """A part's needs.
 
-    `seconds` is its time within a run of all parts. `alone_s` is the time of a run of this part and the ceilings,
-    including compilation. `problems` lists what does not fit.
+    `seconds` is its time within a run of all parts. `alone_s` is the time of a separate run of this part and the
+    ceilings, including compilation. `problems` lists what does not fit.
     """
 
     name: str
@@ -44,7 +44,7 @@ class PlannedPart:
 
 
 def plan(bench: Bench, parts: Sequence[Part], limits: Limits) -> list[PlannedPart]:
-    """Ask each part for its needs."""
+    """Collect the needs of each part."""
     found: list[PlannedPart] = []
     for part in parts:
         needs = tuple(part.needs(bench))

@@ -100,11 +100,10 @@ class ObservedForward:
 
 
 class ObservedExecutor:
-    """Runs each step on the wrapped executor, between two events in the device's stream.
+    """Runs each step on the wrapped executor, and records an event in the device's stream before and after it.
 
-    While `skips` is set, steps do not run but return made-up tokens, which moves sequences past their prompts without
-    computing the prompts. `num_decoding` is the number of sequences in the last skipped step if all of them decoded,
-    else 0.
+    While `skips` is set, steps are not run and return made-up tokens, so that sequences get past their prompts without
+    computing them. `num_decoding` is the number of sequences in the last skipped step if all of them decoded, else 0.
     """
 
     def __init__(self, bench: Bench, executor: Executor) -> None:
@@ -148,7 +147,7 @@ class RunningEngine:
     num_added: Iterator[int] = field(default_factory=itertools.count)
 
     def add(self, request: Add) -> None:
-        """Queue a request in its own namespace, so that none of its prefixes is found in the cache."""
+        """Queue a request in its own namespace, so that it never hits the prefix cache."""
         isolation_key = f"request {next(self.num_added)}".encode()
         self.assembled.engine.add(b"", msgspec.structs.replace(request, isolation_key=isolation_key))
 

@@ -1,4 +1,4 @@
-"""The LoRA work of a step: loramux's shrink and expand, gather + bmm, and the kernels of vLLM and SGLang."""
+"""Measures the LoRA work of a step in loramux's shrink and expand, gather + bmm, and the kernels of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cases(bench: Bench) -> list[LoraCase]:
 
     def decode(num: int, label: str) -> LoraCase:
         ranks = MIXED * num if label == "mixed" else (int(label),) * num
-        # A "mixed" case with a single adapter has the largest rank.
+        # A "mixed" case with a single adapter uses the largest rank.
         return LoraCase(num, num, ranks[:num] if num > 1 else (max(ranks),), label)
 
     special = [LoraCase(64, 64, (16,), "16"), LoraCase(512, 8, (16,) * 8, "16"), LoraCase(512, 8, MIXED * 2, "mixed")]
@@ -97,7 +97,7 @@ def pool_bytes_of(bench: Bench, model: Model, case: LoraCase) -> int:
 
 
 def shared_pool_bytes(bench: Bench, model: Model, wanted: list[LoraCase]) -> int:
-    """Bytes of the pool that all cases share: the largest case's need, limited by the card's free memory."""
+    """Size of the pool that all cases share, in bytes: the largest case's need, limited by the card's free memory."""
     num_bytes = max(pool_bytes_of(bench, model, case) for case in wanted)
     return min(num_bytes, max(0, bench.free_bytes() - (0 if bench.is_tiny else KEPT_FREE)))
 
@@ -141,7 +141,7 @@ def _run_case(bench: Bench, model: Model, case: LoraCase, peers: list[Peer], num
 
 
 def checked_layers(model: Model, num_stored: int) -> list[int]:
-    """The first layer, and the last layer of methods that store `num_stored` layers and of methods that store all."""
+    """The first layer, the last of `num_stored` stored layers, and the model's last layer."""
     return sorted({0, num_stored - 1, model.num_layers - 1})
 
 
@@ -158,7 +158,7 @@ def _with_copies(make: MakeLaunch, adapters: ResidentAdapters, batch: LoraBatch,
 
 
 def _check(launch: LayerLaunch, batch: LoraBatch, layer: int, expected: list[torch.Tensor]) -> float:
-    """The largest error of any group, measured on the change that the layer makes to nonzero rows."""
+    """The largest error of any group, relative to the change that the adapters make to nonzero rows."""
     before = batch.outputs()
     ys = [y.clone() for y in before]
     launch(layer, ys)
@@ -171,7 +171,7 @@ def _check(launch: LayerLaunch, batch: LoraBatch, layer: int, expected: list[tor
 def _timed(
     bench: Bench, adapters: ResidentAdapters, batch: LoraBatch, planes: OwnPlanes, ways: dict[str, Way]
 ) -> Iterator[Row]:
-    """Time all methods alternately, each as one graph of all layers; then loramux with rank 0, for launches alone."""
+    """Time all methods in turn, each as one graph of all layers, and then loramux's launches alone, with rank 0."""
     assert bench.ceilings is not None
     case, model = batch.case, batch.model
     replays = {}

@@ -1,7 +1,7 @@
-"""What a case of the GPU benchmark needs on a card, determined without a GPU: tensors, bytes, rows and time.
+"""Computes what a case of the GPU benchmark needs on a card, without a GPU: tensors, bytes, rows and time.
 
-Each part lists its cases with the functions that run them, over meta tensors, so the list cannot drift from the
-benchmark. Bytes are counted from those tensors. Seconds are derived from bytes, operations and launches, with the
+Each part lists its cases by calling the functions that run them, but over meta tensors, so the list cannot drift from
+the benchmark. Bytes are counted from those tensors. Seconds are derived from bytes, operations and launches, with the
 assumptions in this module.
 """
 
@@ -34,10 +34,10 @@ HOST_OP_S = 10e-6
 """Assumed seconds for the host to submit one operator or kernel outside a graph."""
 
 HOST_STEP_S = 2e-3
-"""Assumed seconds for the host to schedule a step that is not run."""
+"""Assumed seconds for the host to schedule a step that is skipped."""
 
 CHECK_OPS = 10
-"""Assumed number of torch operators to check one adapter in one module, or one sequence, against float64."""
+"""Assumed number of torch operators that check one adapter in one module, or one sequence, against float64."""
 
 NUM_SHAPES = 40
 """Assumed number of step shapes that a run of `s_lora` captures."""
@@ -76,8 +76,8 @@ class Need:
     """One case's needs.
 
     `shapes` are the shapes of its main tensors, and `num_rows` is the number of result rows that it writes. `held` maps
-    each use of memory to its bytes, all held at the same time. `seconds` covers set-up, check, warm-up and repeats.
-    `programs` names the compiled programs that it launches. `problem` says why the case cannot run.
+    each use of memory to its bytes, all allocated at the same time. `seconds` covers set-up, check, warm-up and
+    repeats. `programs` names the compiled programs that it launches. `problem` says why the case cannot run.
     """
 
     case: str
@@ -157,9 +157,9 @@ class _Held:
 
 
 class MetaMemory(TorchDispatchMode):
-    """Counts the bytes that meta tensors would hold: the tensors alive now, and the peak since `restart`.
+    """Counts the bytes that meta tensors would take, both now and at the peak since `restart`.
 
-    Tensors alive at a restart are assumed to live until the next one.
+    Tensors alive at a restart are assumed to live until the next restart.
     """
 
     def __init__(self) -> None:

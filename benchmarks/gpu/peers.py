@@ -1,7 +1,7 @@
 """vLLM's and SGLang's own Triton LoRA kernels, loaded from a folder of their files without installing either package.
 
-The folder has files from their wheels: `vllm/lora/ops/triton_ops/` and `sglang/kernels/ops/lora/dense/`, and the
-`*.dist-info` folders, which give the versions. Both import a handful of names from elsewhere in their packages; stubs
+The folder contains files from their wheels: `vllm/lora/ops/triton_ops/` and `sglang/kernels/ops/lora/dense/`, and the
+`*.dist-info` folders, which name the versions. Both import a handful of names from elsewhere in their packages; stubs
 replace those names here. None of their code is part of this repository.
 """
 
@@ -41,7 +41,7 @@ class Peer:
 
 
 def load_peers(folder: Path, device: torch.device) -> tuple[list[Peer], dict[str, str]]:
-    """The loadable peers, and the reasons why the others cannot be loaded, by name."""
+    """The loadable peers, and the reason why each of the others cannot be loaded, by name."""
     peers, problems = [], {}
     for name, load in (("vllm", _load_vllm), ("sglang", _load_sglang)):
         try:
@@ -53,7 +53,7 @@ def load_peers(folder: Path, device: torch.device) -> tuple[list[Peer], dict[str
 
 
 def _stub(name: str, **names: Any) -> ModuleType:
-    """A module with only these names; it is a package, so that it can have submodules."""
+    """Register a stub module that contains only these names; it is a package, so that it can have submodules."""
     module = ModuleType(name)
     module.__path__ = []
     module.__dict__.update(names)
@@ -80,7 +80,7 @@ def _version(folder: Path, name: str) -> str:
 
 
 class _Quiet:
-    """A logger whose methods, whatever their names, do nothing."""
+    """A logger that accepts calls to any method and does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments, **names: None
@@ -165,7 +165,7 @@ def _load_sglang(folder: Path, device: torch.device) -> list[Peer]:
         envs=SimpleNamespace(SGLANG_ENABLE_LORA_CSGMV_SPLIT_K=off, SGLANG_ENABLE_DETERMINISTIC_INFERENCE=off),
     )
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    # SGLang's cache of compiled kernels saves only host time, which a replayed graph does not need.
+    # SGLang's cache of compiled kernels saves only host time, which does not matter in a replayed graph.
     _stub(
         "sglang.srt.utils", cached_triton_kernel=lambda key: lambda kernel: kernel, get_device_name=lambda: device_name
     )
@@ -182,7 +182,8 @@ def _load_sglang(folder: Path, device: torch.device) -> list[Peer]:
                  for group in model.groups]
                 for layer in range(num_stored)
             ]  # fmt: skip
-            # Chunks as long as an adapter's run of rows, within SGLang's limits: the fewest chunks without wasted rows.
+            # Each chunk covers an adapter's run of rows, within SGLang's limits. This gives the fewest chunks and
+            # wastes no rows.
             chunk = min(128, max(16, power_of_two_above(case.rows_each)))
             listed = build_segments(case.slots.clip(max=len(adapters.ranks) - 1), chunk)
             info = SimpleNamespace(

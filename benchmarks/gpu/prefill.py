@@ -1,4 +1,4 @@
-"""The engine's prefill against the card's matrix rate: one long prompt, and several prompts with an adapter each."""
+"""Measures prefill relative to the card's matrix rate, with one long prompt and with several prompts and adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANK = 16
 PAGE_TOKENS = 16
 NUM_WARM, NUM_MEASURED = 3, 7
 TINY_WARM, TINY_MEASURED = 0, 1
-"""Number of untimed runs, and of timed runs after them; small steps are captured in the second run."""
+"""Number of untimed runs and of the timed runs that follow; small steps are captured in the second run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class PrefillCase:
         return self.num_prompts * self.num_tokens
 
     def operations(self, model: Model, rank: int) -> int:
-        """Multiplications and additions in linears, attention, adapters, and the head for each prompt's last token."""
+        """Multiplications and additions in linears, attention and adapters, and in the head for the prompts' last
+        tokens."""
         visible = self.num_tokens * (self.num_tokens + 1) // 2
         attention = 4 * model.num_heads * model.head_dim * visible * self.num_prompts
         adapters = model.adapter_bytes(rank, itemsize=1)
@@ -75,7 +76,7 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile a share of the steps, starting with the second process; the first also compiles the check's kernels."""
+    """Compile a share of the steps, dealt from the second process on; the first also compiles the check's kernels."""
     steps = [WarmStep(case.num_prompts, case.num_tokens, rank) for case in cases(bench) for rank in (0, RANK)]
     own = steps[(shard - 1) % num_shards :: num_shards]
     warm_steps(bench, model_of(bench), ALL_MODULES, own, **settings_of(cases(bench)))
@@ -124,7 +125,7 @@ def _measure(bench: Bench, model: Model, engine: RunningEngine, case: PrefillCas
     """Median seconds of the step that computes the case's prompts and samples their next tokens."""
     num_warm, num_measured = (TINY_WARM, TINY_MEASURED) if bench.is_tiny else (NUM_WARM, NUM_MEASURED)
     seconds = []
-    # A failed case can have left sequences behind.
+    # Drop sequences that a failed case may have left behind.
     engine.abort()
     for number in range(num_warm + num_measured):
         # Reload evicted adapters now, outside the timed section.

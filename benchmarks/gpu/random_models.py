@@ -48,7 +48,7 @@ def config_of(model: Model, max_len: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Weights that preserve the magnitude of activations; equal for equal names, shapes, dtypes and devices."""
+    """Random weights that preserve the magnitude of activations; the tensor's name is the seed."""
 
     device: torch.device
     dtype: torch.dtype
@@ -62,10 +62,9 @@ class RandomWeights:
 
 
 class RandomAdapters:
-    """Adapters by digest. Adapters that are made together share the same random numbers in host memory.
-
-    Thousands of adapters then fit a small host, but each is still copied to its own pages. With a GPU, the memory is
-    pinned, as in the host tier.
+    """Adapters by digest. Adapters added in one call share the same random numbers in host memory, so that thousands of
+    adapters fit in a small host's memory. Each is still copied to its own pages. With a GPU, the memory is pinned, as
+    in the host tier.
     """
 
     def __init__(self, bench: Bench, model: Model, dtype: str) -> None:

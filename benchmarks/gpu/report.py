@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 IDENTITY = ("gpu", "capability", "memory_gb", "cuda", "python", "torch", "triton", "commit")
-"""Fields that must be equal for the parts of two runs to share a file."""
+"""Fields that must be equal for two runs to share a file."""
 
 METHOD = (
     "kernels: median of alternating CUDA graph replays, L2 flushed by reading before each (benchmarks/gpu/bench.py); "

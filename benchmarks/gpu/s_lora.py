@@ -1,11 +1,11 @@
-"""The S-LoRA workloads S1 and S2: does throughput hold when the same requests name ever more adapters?
+"""The S-LoRA workloads S1 and S2: does throughput hold up as the same requests use more and more adapters?
 
 Follows section 7 of "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (Sheng et al., 2023, arXiv 2311.03285), and
 the settings of its repository (`benchmarks/exp_suite.py`, the suite behind its table, and `benchmarks/trace.py`). The
 model is Llama-7B with adapters on q, k, v and o. Adapters have rank 8 in S1, and ranks 64, 32, 16 and 8 in turn in S2.
 Input and output lengths are uniform in [8, 512). Adapters are drawn by `numpy.random.power(alpha)`, which is uniform
-for the paper's alpha of 1, the hardest case for a pool. The paper's 1,200 requests arrive at 10 per second; here all
-are queued at the start, so that the card always has work, and the measurement ends as soon as no request is waiting.
+for the paper's alpha of 1, the hardest case for a pool. The paper's 1,200 requests arrive at 10 per second; here, all
+are queued at the start, so that the card always has work, and the measurement ends as soon as the queue is empty.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SETTINGS = {"S1": (8,), "S2": (64, 32, 16, 8)}
 PAGE_TOKENS = 16
 CAPPED_ADAPTERS = 200
 RESERVED = 12 << 30
-"""Device memory, in bytes, that the largest pool leaves for activations and graphs."""
+"""Device memory, in bytes, that the largest pool leaves free for activations and graphs."""
 
 MAX_SECONDS = 120
 """Time limit of one measurement, in seconds: several times its usual length."""
@@ -128,7 +128,7 @@ def _run_setting(bench: Bench, name: str, workload: Workload) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile a share of the step shapes that occur; the second process takes the first share."""
+    """Compile a share of the step shapes that occur; the second process gets the first share."""
     workload = workload_of(bench)
     steps = [step for name in SETTINGS for step in steps_to_warm(workload, name)]
     warm_steps(
@@ -167,7 +167,7 @@ def whole_pool_bytes(bench: Bench) -> int:
 
 
 def _run_whole(bench: Bench, name: str, workload: Workload) -> Generator[Row, None, Throughput | None]:
-    """Run every number of adapters on one engine with the largest pool; returns the result for the fewest adapters."""
+    """Measure every number of adapters on one engine with the largest pool; returns the result for the fewest."""
     adapters = RandomAdapters(bench, model_of(bench), engine_dtype(bench))
     digests = _make(adapters, name, max(workload.num_adapters))
     pool_bytes = whole_pool_bytes(bench)
@@ -197,7 +197,7 @@ def _run_whole(bench: Bench, name: str, workload: Workload) -> Generator[Row, No
 
 
 def _run_capped(bench: Bench, name: str, workload: Workload, fewest: Throughput) -> Iterator[Row]:
-    """Run the largest number of adapters in a pool with room for the sequences and `CAPPED_ADAPTERS` adapters."""
+    """Measure the largest number of adapters in a pool with room for the sequences and `CAPPED_ADAPTERS` adapters."""
     count = max(workload.num_adapters)
     adapters = RandomAdapters(bench, model_of(bench), engine_dtype(bench))
     digests = _make(adapters, name, count)

@@ -1,4 +1,4 @@
-"""Whole decode steps of the engine, with the base only and with many adapters in one batch."""
+"""Measures whole decode steps of the engine, with the base only and with many adapters in one batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH_TOKENS = 2048
 
 NUM_WARM, NUM_MEASURED = 12, 40
 TINY_WARM, TINY_MEASURED = 1, 2
-"""Untimed steps, and then timed steps; the first run of a shape compiles it, and the second is captured."""
+"""Number of untimed steps and of the timed steps that follow. A shape's first step compiles; its second is captured."""
 
 BASE = "base only"
 
@@ -38,7 +38,7 @@ class StepCase:
 
     @property
     def num_skipped(self) -> int:
-        """Maximum number of steps until all prompts are computed, while earlier sequences already decode."""
+        """Maximum number of steps until all prompts are computed, while sequences with finished prompts decode."""
         return -(-self.batch * self.context // (BATCH_TOKENS - self.batch)) + 1
 
     def __str__(self) -> str:
@@ -47,11 +47,9 @@ class StepCase:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Steady decode steps: the median time between a step's events, the mean wall-clock time, and the waiting times.
-
-    `idle` is the share of the device's time between steps. `host_waits` is the share of wall-clock time in which the
-    host waits for tokens. `idle` is meaningful only if `host_waits` is above 0, since the host is then ahead of the
-    device.
+    """Times of steady decode steps: the median between a step's events, the mean wall-clock time, and the waits. `idle`
+    is the share of the device's time between steps. `host_waits` is the share of wall-clock time that the host waits
+    for tokens. `idle` is meaningful only if `host_waits` is above 0, since the host is then ahead of the device.
     """
 
     step_s: float
@@ -62,7 +60,7 @@ class Measured:
 
 
 def cases(bench: Bench) -> list[StepCase]:
-    """The cases to measure; the first has a goal."""
+    """The cases to measure; only the first has a goal."""
     if bench.is_tiny:
         return [StepCase(2, 20)]
     if bench.is_quick:
@@ -72,7 +70,7 @@ def cases(bench: Bench) -> list[StepCase]:
 
 
 def adapter_counts(bench: Bench, case: StepCase) -> list[int]:
-    """Numbers of distinct adapters to measure a case with; the number in the goal comes first."""
+    """Numbers of distinct adapters to measure a case with; the goal applies to the first number."""
     counts = (2,) if bench.is_tiny else (16,) if bench.is_quick else (16, 64, 1)
     return [count for count in counts if count <= case.batch] or [case.batch]
 
@@ -87,7 +85,7 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile a share of the steps, starting with the last process; the first also compiles the check's kernels."""
+    """Compile a share of the steps, which go to the last process first; the first also compiles the check's kernels."""
     if shard == 0:
         gpu_check.warm(bench)
     # Cases that differ only in context share their kernels.
@@ -178,11 +176,11 @@ def _run_case(
 
 
 def _measure(bench: Bench, engine: RunningEngine, case: StepCase, digests: list[str]) -> Measured:
-    """Measure steady decode steps of sequences that cycle through these adapters, or use none."""
+    """Measure steady decode steps of sequences that cycle through these adapters, or of the base if there are none."""
     num_warm, num_measured = (TINY_WARM, TINY_MEASURED) if bench.is_tiny else (NUM_WARM, NUM_MEASURED)
     # Center the measured steps, and the sequences' lengths, on the case's context.
     num_prompt = case.context - num_warm - num_measured // 2 - case.num_skipped // 2
-    # A failed case can have left sequences behind.
+    # Drop sequences that a failed case may have left behind.
     engine.abort()
     # Reload evicted adapters now, outside the timed section.
     engine.load(digests)
@@ -209,7 +207,7 @@ def _measure(bench: Bench, engine: RunningEngine, case: StepCase, digests: list[
     started = time.perf_counter()
     for _ in range(num_measured):
         engine.step()
-        # The engine process does this after each step, too.
+        # Empty the outbox after each step, as the engine process does.
         engine.assembled.engine.take_outbox()
     wall_s = time.perf_counter() - started
     waited_s, steps = observed.waited_s, observed.steps
@@ -229,10 +227,10 @@ def _measure(bench: Bench, engine: RunningEngine, case: StepCase, digests: list[
 
 
 def _check_full_size(model: Model, engine: RunningEngine, digests: list[str]) -> Row:
-    """Check that the timed model gives finite answers, and that each adapter changes its rows.
+    """Check that the timed model's answers are finite and that each adapter changes its rows.
 
-    Only the small model is used to check, in float32, that answers do not depend on the batch. Loading the timed model
-    in float32 would take as long as measuring the steps, and bfloat16 rounding depends on the batch.
+    Only the small model, in float32, is checked for answers that depend on the batch. Loading the timed model in
+    float32 would take as long as measuring the steps, and in bfloat16, rounding depends on the batch.
     """
     prompts = [random_prompt(model, 24, seed) for seed in range(4)]
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, num_logprobs=0)

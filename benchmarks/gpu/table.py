@@ -1,4 +1,4 @@
-"""Launches, bytes and programs of whole steps, counted without a GPU: `python -m benchmarks.gpu.table`.
+"""Counts the launches, bytes and programs of whole steps without a GPU: `python -m benchmarks.gpu.table`.
 
 A step of the engine runs over meta tensors, and its kernels are compiled for the card. The table lists the step's
 launches, the bytes that they move, the resources that each program takes on a multiprocessor, and the shortest possible
@@ -142,7 +142,7 @@ def program_of(launch: TritonLaunch, card: Card) -> Program:
 
 @lru_cache(maxsize=4096)
 def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of local memory for spilled values."""
+    """Registers per thread, and bytes of local memory for spilled values."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -198,7 +198,7 @@ def main() -> int:
     parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
     parser.add_argument("--card", choices=CARDS, default="h200")
     parser.add_argument("--node-us", type=float, help="microseconds that each launch adds to a graph")
-    parser.add_argument("--out", type=Path, help="write JSON here, and the same tables as Markdown next to it")
+    parser.add_argument("--out", type=Path, help="write JSON to this file, and the same tables as Markdown next to it")
     arguments = parser.parse_args()
     card = CARDS[arguments.card]
     if arguments.node_us is not None:

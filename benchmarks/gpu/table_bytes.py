@@ -1,7 +1,7 @@
 """Counts the bytes that a launch moves, from its arguments and the sizes of its tensors.
 
-`least` counts every byte once, as if everything that programs share came from a cache. `asked` counts all loads and
-stores of all programs. Look-ups in tables and page lists, a few bytes per program, are left out.
+`least` counts every byte once, as if programs read all shared data from a cache. `asked` counts all loads and stores of
+all programs. Lookups in tables and page lists are not counted; they take a few bytes per program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FLOAT = 4
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes read and written, counting each byte once, and counting every load and store."""
+    """Bytes read and written: `least` counts each byte once, and `asked` counts every load and store."""
 
     least: float
     asked: float
@@ -71,7 +71,7 @@ def _gate(launch: TritonLaunch, step: RecordedStep) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Lora:
-    """The work of a shrink or expand: rows with an adapter, tiles of up to ROWS such rows, and distinct adapters."""
+    """Counts for a shrink or expand: rows with an adapter, tiles of up to ROWS of these rows, and distinct adapters."""
 
     num_rows: int
     num_tiles: int
@@ -111,7 +111,7 @@ def _expand(launch: TritonLaunch, step: RecordedStep) -> Bytes:
 
 
 def _tiles(arguments: dict[str, Any], step: RecordedStep) -> Iterator[tuple[int, int]]:
-    """Query rows and visible keys of each nonempty tile of an attention launch."""
+    """Numbers of query rows and visible keys in each nonempty tile of an attention launch."""
     block_q, window = arguments["BLOCK_Q"], arguments["WINDOW"]
     cu_q = step.batch.cu_q.tolist()
     for begin, end, length in zip(cu_q, cu_q[1:], step.batch.seq_lens.tolist(), strict=False):
@@ -131,7 +131,7 @@ def _splits_used(arguments: dict[str, Any], num_keys: int, num_splits: int) -> i
 
 
 def _partials(arguments: dict[str, Any], step: RecordedStep, num_splits: int, num_heads: int) -> float:
-    """Bytes of partial results, each HEAD_DIM floats and a logarithm."""
+    """Bytes of partial results; each consists of HEAD_DIM floats and a logarithm."""
     row = num_heads * (arguments["HEAD_DIM"] + 1) * FLOAT
     return sum(rows * row * _splits_used(arguments, keys, num_splits) for rows, keys in _tiles(arguments, step))
 
@@ -168,7 +168,7 @@ def _group_maxima(launch: TritonLaunch, step: RecordedStep) -> Bytes:
 
 
 def _choose_greedily(launch: TritonLaunch, step: RecordedStep) -> Bytes:
-    """Greedy sampling reads the maxima of all groups, and the logits of one group."""
+    """Greedy sampling reads the maxima of all groups and the logits of one group."""
     a = launch.arguments
     assert a["ALL_GREEDY"], "steps are counted with temperature 0"
     return once(launch.grid[0] * (a["NUM_GROUPS"] * FLOAT + a["GROUP"] * a["logits_ptr"].itemsize))

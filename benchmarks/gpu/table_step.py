@@ -1,6 +1,6 @@
-"""One step of the engine over meta tensors: every launch is recorded, and nothing is computed.
+"""Runs one step of the engine over meta tensors: every launch is recorded, and nothing is computed.
 
-The executor, the decoder and the kernels' launchers are the engine's own, so that the counts are those of a GPU.
+The executor, the decoder and the kernels' launchers are the engine's own, so the counts match those on a GPU.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ PAGE_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class TableCase:
-    """Sequences with `num_queries` new tokens each after `context` tokens, divided among `num_adapters` adapters.
+    """Sequences with `context` computed and `num_queries` new tokens each, divided among `num_adapters` adapters.
 
-    Each adapter has a run of consecutive sequences. `modules` are the indices of the linears that each adapter changes
-    with `rank`.
+    Each adapter serves consecutive sequences. `modules` are the indices of the linears that each adapter changes with
+    `rank`.
     """
 
     name: str
@@ -69,7 +69,7 @@ class TableCase:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonLaunch:
-    """A kernel, its grid, its arguments by name, and its compiled program or an Uncompiled."""
+    """A kernel launch: the grid, the arguments by name, and the compiled program or an Uncompiled."""
 
     name: str
     grid: tuple[int, ...]
@@ -156,7 +156,7 @@ class MetaEngine:
         self._executor = GraphExecutor(self.decoder, kernels, self.tables, accelerator, buffer, sampler, max_sequences)
 
     def record(self, case: TableCase, note: Callable[[Launch, RecordedStep], None] | None = None) -> RecordedStep:
-        """List the launches of the case's step, or pass each to `note`, with an Uncompiled as its program.
+        """List the launches of the case's step, compiled. With `note`, pass each launch to it instead, uncompiled.
 
         Listed launches keep their tensors alive; launches passed to `note` do not.
         """

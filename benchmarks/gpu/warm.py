@@ -1,4 +1,4 @@
-"""Compiles the kernels that an engine will launch, with little memory."""
+"""Compiles the kernels that an engine will launch, using little memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ZeroWeights:
 
 
 class SharedLinears:
-    """One weight for all linears of a size, which suffices to compile an engine's kernels."""
+    """One weight shared by all linears of the same size; enough to compile an engine's kernels."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, ...], DenseLinear] = {}

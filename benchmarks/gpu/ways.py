@@ -1,4 +1,4 @@
-"""Methods of applying a batch's adapters that need no peer: loramux's kernels, and gather + bmm in torch."""
+"""Methods of applying a batch's adapters without a peer's code: loramux's kernels, and gather + bmm in torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LayerLaunch = Callable[[int, list[torch.Tensor]], None]
 """Adds one layer's adapter output to each group's output, in place."""
 
 MakeLaunch = Callable[[ResidentAdapters, LoraBatch, int], LayerLaunch]
-"""Lays out dense copies of the adapters for a number of layers that stand for all; returns the launch."""
+"""Lays out dense copies of the adapters for some layers, which are reused for the others; returns the launch."""
 
 STORED_BYTES = 1 << 30
-"""Approximate limit for the dense copies of layers, in bytes: many times the L2. A step cycles through the copies."""
+"""Approximate limit for dense copies, in bytes: many times the size of L2. A step cycles through the stored layers."""
 
 
 def power_of_two_above(number: int) -> int:
@@ -27,7 +27,7 @@ def power_of_two_above(number: int) -> int:
 
 
 class OwnPlanes:
-    """The planes in which loramux's shrink leaves its sums for expand; one set per group, shared by all layers."""
+    """The planes through which loramux's shrink passes its sums to expand; one set per group, shared by all layers."""
 
     def __init__(self, adapters: ResidentAdapters, batch: LoraBatch) -> None:
         case, E = batch.case, adapters.pool.geometry.adapter_elements
@@ -60,7 +60,7 @@ def loramux_way(adapters: ResidentAdapters, batch: LoraBatch, planes: OwnPlanes,
 
 
 def num_stored_layers(adapters: ResidentAdapters) -> int:
-    """How many layers of these adapters a method with dense copies stores."""
+    """Number of layers that a method with dense copies stores for these adapters."""
     model = adapters.model
     elements = sum(module.in_features + module.out_features for module in model.modules)
     layer_bytes = len(adapters.ranks) * adapters.max_rank * elements * adapters.pool.adapter.element_size()
@@ -81,7 +81,7 @@ def stacked(adapters: ResidentAdapters, layer: int, module: int, half: int) -> t
 def joined_a(adapters: ResidentAdapters, layer: int, group: ModuleGroup, is_packed: bool = False) -> torch.Tensor:
     """The A matrices of a group's modules, stacked vertically, `[N, num_modules * max_rank, in]`.
 
-    Modules start `max_rank` rows apart or, with `is_packed`, as many rows apart as the adapter's own rank.
+    Modules start `max_rank` rows apart. With `is_packed`, the distance is the adapter's own rank instead.
     """
     size = (len(adapters.ranks), len(group.modules) * adapters.max_rank, group.in_features)
     dense = torch.zeros(size, dtype=adapters.pool.adapter.dtype, device=adapters.pool.adapter.device)

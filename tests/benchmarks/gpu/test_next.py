@@ -42,7 +42,7 @@ def test_launches_that_can_be_hidden(table: dict[str, Any], text: str) -> None:
     assert f"= {(step['floor_us'] - hidden) / base['floor_us']:.3f}" in text
     assert f"= {(step['floor_us'] - 2 * hidden) / base['floor_us']:.3f}" in text
     shrunk = total(step, "shrink_kernel", "least_mb")
-    assert f"Shrinks' floors are {total(step, 'shrink_kernel', 'floor_us'):.1f} us" in text
+    assert f"The shrinks' total floor is {total(step, 'shrink_kernel', 'floor_us'):.1f} us" in text
     assert f"{shrunk:.1f} MB, {shrunk / bandwidth:.1f} us" in text
 
 
@@ -65,4 +65,4 @@ def test_what_another_attention_could_gain(table: dict[str, Any], text: str) -> 
     step = table["steps"]["decode, batch 64, context 1024: 16 adapters, rank 16"]
     floor = total(step, "_attend", "floor_us") + total(step, "_combine", "floor_us")
     assert f"= {floor:,.1f} us, {floor / step['floor_us']:.1%}".replace("%", " %") in text
-    assert f"all that could be gained is {floor / 4:.1f} us" in text
+    assert f"it can gain at most {floor / 4:.1f} us" in text
