@@ -1,14 +1,14 @@
 """How fast do adapters load from the disk tier into the pool, compared with a plain sequential read of the same files?
 
-Runs on a CPU with adapters of several ranks on all linears of a 1B Llama. Files are read from the page cache (warm)
-and, after the operating system was asked to drop them, from the disk (cold). Six methods alternate:
+The benchmark runs on a CPU with adapters of several ranks on all linears of a 1B Llama. Files are read from the page
+cache (warm) and, after the operating system has been asked to drop them, from the disk (cold). Six methods alternate:
 
-    plain     one thread reads each file's pages in order, straight into the same pages of the pool
+    plain     one thread reads each file's pages in order, straight into the pages of the pool
     memory    one thread fetches adapters from the disk tier into host memory: open, lock, read, verify
-    fetch     as `memory`, with as many threads as the staging process has; a GPU would copy from host memory
+    fetch     like `memory`, with the staging process's number of threads; a GPU would copy from host memory
     pool      the staging process reads into shared memory, and a thread of this process copies to the pool's pages
-    one       as `pool`, but one adapter at a time, from its request to its published tables
-    first     as `pool`, with a staging process that has just started: SHA-256 instead of lane sums
+    one       like `pool`, but one adapter at a time, from the request until its tables are published
+    first     like `pool`, with a new staging process, which verifies SHA-256 instead of lane sums
 
 The result is each method's throughput relative to `plain` in the same round.
 """
@@ -67,10 +67,10 @@ TARGET = 0.8
 """Lowest throughput of `pool`, relative to `plain`, that meets the target."""
 
 MAX_UNDER_WAY = 6
-"""Most adapters being loaded at the same time; memory is reserved for this many."""
+"""Maximum number of concurrent loads; memory is reserved for this many adapters."""
 
 MIN_FILES = 8
-"""Fewest files to measure with. With fewer, the first and last loads, which overlap with nothing, would dominate."""
+"""Minimum number of files. With fewer, the first and last loads would dominate, since they overlap with no others."""
 
 
 class CheckError(Exception):
@@ -78,7 +78,7 @@ class CheckError(Exception):
 
 
 class OpenPool:
-    """An adapter pool over a staging process, and the pipe that wakes a waiting thread."""
+    """An adapter pool fed by a staging process, and the pipe that wakes a waiting thread."""
 
     def __init__(self, bench: Bench) -> None:
         files = bench.files
@@ -299,7 +299,7 @@ def measure(bench: Bench, is_cold: bool, num_rounds: int) -> dict[str, list[Roun
 
 
 def figures_of(bench: Bench, is_cold: bool, found: dict[str, list[Round]], stages: dict[str, float]) -> dict[str, Any]:
-    """One case's figures; ratios are taken within a round, and their median is reported."""
+    """One case's figures; each ratio is the median of the ratios within the rounds."""
     ways = {}
     for way, rounds in found.items():
         ratios = [one.bytes_s / plain.bytes_s for one, plain in zip(rounds, found[PLAIN], strict=True)]
@@ -330,14 +330,13 @@ def stages_of(bench: Bench) -> Iterator[dict[str, float]]:
     num_bytes = after["disk", "read"].num_bytes - before["disk", "read"].num_bytes
     for (tier, stage), one in after.items():
         if one.count > before[tier, stage].count:
-            # Only some methods reach the pool, so divide each stage's time by the bytes of that stage, if it counts
-            # any.
+            # Divide by the stage's own bytes, if it counts any: only some methods reach the pool.
             per = one.num_bytes - before[tier, stage].num_bytes or num_bytes
             found[f"{tier} {stage}"] = round((one.seconds - before[tier, stage].seconds) / per * 1e9, 4)
 
 
 def table_of(cases: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="throughput from the disk tier, over a plain read of the same files")
+    table = Table(title="throughput from the disk tier, relative to a plain read of the same files")
     for heading in ("rank", "MB", "cache", "plain MB/s", *WAYS[1:], "target"):
         table.add_column(heading, justify="right")
     for case in cases:
@@ -362,7 +361,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", choices=sorted(SHAPES), default="1b", help="model whose linears the adapters change")
     add("--ranks", type=lambda text: [int(one) for one in text.split(",")], default=[8, 16, 64], metavar="8,16,64")
-    add("--megabytes", type=int, default=360, help="total size of the files of each rank")
+    add("--megabytes", type=int, default=360, help="total size of the files for each rank")
     add("--rounds", type=int, default=9, help="rounds per method; the median is reported")
     add("--loaders", type=int, default=4, help="threads of the staging process; one engine thread copies")
     add("--skip-cold", action="store_true", help="measure warm loads only")
@@ -380,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     machine = describe()
     busy_before = require_idle(arguments.allow_busy)
-    # Use the engine's interval, so that a thread that waits for the interpreter lock gets it soon.
+    # Use the engine's switch interval, so that a thread that waits for the interpreter lock gets it soon.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     target = target_of(SHAPES[arguments.model])
     cases: list[dict[str, Any]] = []

@@ -19,7 +19,7 @@ BUSY_SHARE = 0.15
 
 
 def busy_share(seconds: float = 2.0) -> float:
-    """The share of all cores' time that was not idle over `seconds`, from /proc/stat."""
+    """Busy share of all cores' time, measured over `seconds` from /proc/stat."""
 
     def read() -> tuple[int, int]:
         fields = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]

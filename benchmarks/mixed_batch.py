@@ -81,7 +81,7 @@ def assemble(base: Path, packed: list[PackedAdapter], dtype: str, threads: int) 
 def run_loramux(
     assembled: AssembledEngine, prompts: torch.Tensor, num_tokens: int, digests: list[str | None]
 ) -> tuple[list[list[int]], float]:
-    """Run all requests together, greedily; returns each request's tokens and the total seconds."""
+    """Run all requests together with greedy decoding; returns each request's tokens and the total seconds."""
     engine = assembled.engine
     engine.take_outbox()
     answers: list[list[int]] = [[] for _ in prompts]
@@ -105,7 +105,7 @@ def run_loramux(
 
 
 def check(base: Path, prompts: torch.Tensor, model: Any, packed: list[PackedAdapter], threads: int) -> None:
-    """Exit unless loramux and peft give the same tokens in float32."""
+    """Exit unless loramux and peft generate the same tokens in float32."""
     expected, _ = peft_ways.mixed_batch(model, prompts, NUM_CHECKED_TOKENS)
     assembled = assemble(base, packed, "float32", threads)
     found, _ = run_loramux(assembled, prompts, NUM_CHECKED_TOKENS, [one.digest for one in packed])
@@ -181,7 +181,7 @@ def main() -> None:
     add_allow_busy(parser)
     parser.add_argument("--save", type=Path, help="write the figures as JSON, for benchmarks/results/")
     arguments = parser.parse_args()
-    # Ignore the warnings that peft uses names deprecated in transformers 5.
+    # peft uses names that are deprecated in transformers 5; ignore the warnings.
     warnings.filterwarnings("ignore", category=FutureWarning)
     console = Console()
     machine = describe()

@@ -35,7 +35,7 @@ SHAPES = {
 
 
 def make_base(shape: Shape, directory: Path) -> None:
-    """Write a random bfloat16 Llama with tied embeddings to `directory`, unless it already holds one."""
+    """Write a random bfloat16 Llama with tied embeddings to `directory`, unless the directory already contains one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if (directory / "model.safetensors").exists():

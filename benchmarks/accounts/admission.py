@@ -4,13 +4,13 @@ Every request reserves quota under its tenant's three policies and then settles;
 immediately. Two methods are compared in one run, on SQLite and PostgreSQL, with one tenant that all clients share and
 with a thousand tenants:
 
-    one by one      each operation in its own transaction, on as many threads as a gateway has
-    group commit    what a gateway does: each transaction commits all operations that have queued up
+    one by one      each operation in its own transaction, on the same number of threads as in a gateway
+    group commit    the method that a gateway uses: each transaction commits all queued operations
 
-On PostgreSQL, the clients are also divided among several gateway processes with group commit. With a single tenant,
+On PostgreSQL, a third case divides the clients among several gateway processes with group commit. With a single tenant,
 these processes wait for each other's locks.
 
-Afterwards the ledger must hold every token exactly once, and no reservation may remain open.
+Afterwards, the ledger must contain every token exactly once, and no reservation may remain open.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _take_barrier(start: Any) -> None:
 def _gateway(
     url: str, accounts: Sequence[tuple[str, str]], mine: range, clients: int, arguments: argparse.Namespace
 ) -> Any:
-    """Run one of several gateway processes: warm up with its own clients, then start together with the others."""
+    """Run in each gateway process: warm up with the clients `mine`, then start together with the other processes."""
     freeze_gc()
     database = Database(url)
     admission = Admission(database)
@@ -204,10 +204,10 @@ def _gateway(
 async def _run(
     accounts: Sequence[tuple[str, str]], commit: Commit, clients: range, num_clients: int, most_s: float
 ) -> dict[str, Any]:
-    """Run the clients numbered `clients`, out of `num_clients`, for `most_s` seconds.
+    """Run the clients numbered `clients` for `most_s` seconds; there are `num_clients` in all processes together.
 
-    Each client cycles through the tenants; with at least as many tenants as clients, no two clients use the same
-    tenant.
+    Each client cycles through the tenants. If there are at least as many tenants as clients, clients at the same step
+    use different tenants.
     """
     reserved: list[float] = []
     settled: list[float] = []
@@ -257,7 +257,7 @@ def _check(database: Database, before: int, num_pairs: int) -> None:
         held = int(connection.execute(select(func.sum(quota_counters.c.reserved))).scalar() or 0)
         num_open = int(connection.execute(is_open).scalar() or 0)
     if held or num_open:
-        raise CheckError(f"{held} tokens and {num_open} reservations are still held")
+        raise CheckError(f"{held} tokens are still reserved and {num_open} reservations are still open")
 
 
 def _pooled(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:

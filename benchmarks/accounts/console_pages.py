@@ -33,7 +33,7 @@ from loramux.engine.server.gc_freeze import freeze_gc
 
 TARGET_MS = 200.0
 SHARED_S = 10.5
-"""Pause after which the console's cached figures have expired, in seconds."""
+"""Pause that lets the console's cached figures expire, in seconds."""
 
 
 def pages(made: UsageWorld) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """How much do quotas add to the time to first token under many concurrent requests?
 
 Two tenants alternate on one gateway, round by round in one run: one without policies, one with three. Their requests
-run through the real scheduler on a simulated device that takes 10 ms per step. The gateway takes the rest of the time
-to authenticate, reserve, submit, and send the first chunk. Each round keeps `--concurrency` requests in flight.
+run through the real scheduler on a simulated device that takes 10 ms per step. The gateway spends the rest of the time
+authenticating, reserving, submitting, and sending the first chunk. Each round keeps `--concurrency` requests in flight.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ STICKY_USERS = 50
 
 
 class Names:
-    """Random names of each kind, and the version numbers that each can resolve to; 0 means not found."""
+    """Random names of each kind, each with the version numbers that it can resolve to; 0 means not found."""
 
     def __init__(self, registry: AdapterRegistry, world: World, filled: Filled, seed: int) -> None:
         self._registry = registry
@@ -103,7 +103,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tenants", type=int, default=1000)
     parser.add_argument("--adapters-each", type=int, default=10)
     parser.add_argument("--versions-each", type=int, default=10)
-    parser.add_argument("--calls", type=int, default=3000, help="names of each kind; a tenth as many pages per list")
+    parser.add_argument("--calls", type=int, default=3000, help="names per kind; each list gets a tenth as many reads")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     add_allow_busy(parser)
     return parser.parse_args()

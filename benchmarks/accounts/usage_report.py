@@ -1,8 +1,8 @@
 """How long does a report over a ledger of ten million requests take?
 
-The reports are those that the console and operators request, over a month of requests from a thousand tenants
-(usage_world.py). Before timing, the reports must equal sums over the events exactly, in tokens and in cost. The rate at
-which a gateway folds settlements into the rollups is measured on a smaller ledger; the result must equal the rollups
+The benchmark times the reports that the console and operators request, over a month of requests from a thousand tenants
+(usage_world.py). Before timing, the tokens and costs in the reports must exactly equal sums over the events. The rate
+at which a gateway folds settlements into the rollups is measured on a smaller ledger; the result must equal the rollups
 that the database computes in SQL from the same ledger.
 """
 
@@ -48,7 +48,7 @@ TARGET_MS = 200.0
 TOP = 200
 """Number of groups in a `largest` report, twice as many as the console shows."""
 ASKED_US = MONTH_US - 17 * HOUR_US
-"""Length of a report over "a month", in microseconds: nearly all of the data, starting and ending mid-day."""
+"""Time range of the reports over "a month", in microseconds: nearly all of the data, starting and ending mid-day."""
 FOLDED_WORLD = World(50, 4, 2)
 
 
@@ -123,7 +123,7 @@ def _measure(kind: str, database: Database, made: UsageWorld, repeats: int, prog
 
 
 def _fold(kind: str, database: Database, num_events: int, progress: Progress) -> int:
-    """Events per second that a gateway folds; raises CheckError if the rollups differ from the ledger."""
+    """Measure how many events per second a gateway folds; raises CheckError if the rollups differ from the ledger."""
     make_usage_world(kind, database, num_events, FOLDED_WORLD, progress, is_folded=False)
     rollups, started = UsageRollups(database), time.perf_counter()
     with_bar = progress.add_task(f"{kind}: fold", total=num_events)
@@ -188,7 +188,7 @@ def _check_largest(database: Database, asked: UsageQuery, rows: Sequence[UsageRo
 
 
 def _now_us(made: UsageWorld) -> int:
-    """A time in the middle of a day and of an hour."""
+    """A time that is neither a day's nor an hour's boundary."""
     return made.end_us - 11 * HOUR_US - 1_234_567_890
 
 

@@ -1,9 +1,9 @@
 """A large company's registry and a month of its requests, generated in SQL and kept for the next run.
 
 A few of the thousand tenants send most of the requests, and a few of each tenant's adapters receive most of that
-tenant's requests. Every fourth request goes to the base model. Each tenant has two keys. The month ends a day after the
-data was created, so that a report over the last hour finds ordinary traffic for a day. Indexes and rollups are built
-after all rows are inserted.
+tenant's requests. Every fourth request goes to the base model. Each tenant has two keys. The month ends a day after its
+data is created, so a report over the last hour finds ordinary traffic for a day. Indexes and rollups are built after
+all rows are inserted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MONTH_US = 30 * DAY_US
 PER_BATCH = 100
 INSERTED_AT_ONCE = 250_000
 
-# u and v are spread evenly over [0, 2^20); their squares select the tenant and the adapter.
+# u and v are uniform over [0, 2^20); their squares select the tenant and the adapter.
 _EVENTS = """
 INSERT INTO usage_events (request_id, tenant_id, api_key_id, adapter_id, adapter_version_id, model, endpoint, status,
     prompt_tokens, cached_tokens, completion_tokens, started_us, finished_us, first_token_us, base, end_user,
@@ -57,7 +57,7 @@ _NUMBERS = {
     "postgresql": "generate_series(CAST({low} AS bigint), {high} - 1) AS n(i)",
 }
 _REQUEST_ID = {"sqlite": "printf('req_%032x', i)", "postgresql": "'req_' || lpad(to_hex(i), 32, '0')"}
-# The rows satisfy all foreign keys and would be created again after a crash, so skip checks and syncing.
+# The rows satisfy all foreign keys and can be regenerated after a crash, so skip the checks and do not sync.
 _FAST_SETTINGS = {
     "sqlite": ("PRAGMA defer_foreign_keys=ON", "PRAGMA cache_size=-500000"),
     "postgresql": (
