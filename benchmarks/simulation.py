@@ -1,9 +1,10 @@
 """How many steps per second can the engine run when the device takes no time?
 
 The scheduler, pools, prefix cache and fair queue run as in a real engine, on a simulated device with a simulated clock
-and a seeded random source. A fixed number of sequences runs at any time: prompts of 16 to 100 tokens, answers of 32 to
-128, 24 adapters of 3 pages in 16 slots, and 8 shares. Steps per second are computed from CPU time, including the
-simulated device's. Every answer is compared with the one that the device generates for its prompt.
+and a seeded random source. A fixed number of sequences runs at any time. Prompts have 16 to 100 tokens and answers have
+32 to 128. The sequences use 8 shares and 24 adapters of 3 pages each, with 16 adapter slots. Steps per second are
+computed from CPU time, including the simulated device's. Every answer is compared with the answer that the device
+should generate for its prompt.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ TARGET_STEPS_S = 2000
 
 
 class SteadyLoad:
-    """An engine that always has `num_running` sequences running and a few waiting."""
+    """An engine in which `num_running` sequences are always running and a few are waiting."""
 
     def __init__(self, num_running: int, is_ahead: bool) -> None:
         self._rng = random.Random(1)

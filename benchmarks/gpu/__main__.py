@@ -145,8 +145,7 @@ def as_name(flag: str) -> str:
 
 
 def warm_up(parts: list[Part], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Compile the kernels of all parts in parallel processes that share Triton's cache; a single process takes
-    minutes."""
+    """Compile the kernels of all parts in parallel processes that share Triton's cache; one process takes minutes."""
     if not any(part.warm for part in parts):
         return {"seconds": 0.0, "failed": []}
     started = time.monotonic()

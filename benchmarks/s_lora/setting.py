@@ -28,7 +28,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add("--base", type=Path, default=DEMO_BASE, help="the base model's directory")
     add("--rank", type=int, default=8)
     add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of weights, K and V, and adapters while measuring")
-    add("--scratch", type=Path, default=FOLDER / "scratch" / "s_lora", help="directory that keeps adapters between runs")
+    add("--scratch", type=Path, default=FOLDER / "scratch" / "s_lora", help="directory for adapters, kept between runs")
     add("--out", type=Path, help="write the figures as JSON")
     add_allow_busy(parser)
 

@@ -42,25 +42,23 @@ def draw_requests(
 ) -> list[DrawnRequest]:
     """Draw adapters from positions in [0, 1) with density `alpha * x ** (alpha - 1)`, like `numpy.random.power`.
 
-    An alpha of 1 is uniform, the hardest case for a pool. Below 1, the first adapters are requested most: the first k
-    of n get the share `(k / n) ** alpha` of the requests.
+    An alpha of 1 is uniform, the hardest case for a pool. Below 1, the first adapters are requested most often: the
+    first k of n get a share of `(k / n) ** alpha` of the requests.
     """
     lengths = np.random.default_rng(seed).integers(
         [prompts.shortest, outputs.shortest], [prompts.end, outputs.end], (num_requests, 2)
     )
     places = np.random.default_rng(seed + 1).random(num_requests) ** (1.0 / alpha)
     return [
-        # With an alpha far above 1, the last positions round up to 1.
+        # If alpha is far above 1, the last positions round up to 1.
         DrawnRequest(min(int(place * num_adapters), num_adapters - 1), num_prompt, num_output)
         for (num_prompt, num_output), place in zip(lengths.tolist(), places.tolist(), strict=True)
     ]
 
 
 def draw_arrivals(rate: float, cv: float, until_s: float, seed: int = 42) -> Iterator[float]:
-    """Arrival times in seconds before `until_s`: a gamma process of `rate` per second.
-
-    The time between arrivals has the coefficient of variation `cv`: 1 is a Poisson process, and higher values are
-    bursty.
+    """Arrival times in [0, until_s), in seconds, from a gamma process with `rate` arrivals per second. `cv` is the
+    coefficient of variation of the time between arrivals: 1 is a Poisson process, and higher values are bursty.
     """
     random = np.random.default_rng(seed + 3)
     at_s = 0.0

@@ -1,19 +1,19 @@
 """How much do many cold adapters slow down the streams of other tenants?
 
-An in-process engine on a small base serves resident streams: endless sequences of requests whose adapters are in the
-pool. Four kinds of extra traffic alternate in one run:
+An in-process engine with a small base serves resident streams: continuous sequences of requests whose adapters are in
+the pool. Four kinds of extra traffic alternate in one run:
 
     quiet   none
     loads   many adapters are loaded for the first time by `Load` messages, without requests
-    warm    as many short requests, for adapters that are in the pool
-    storm   the same requests at the same times, each for an adapter that was never loaded
+    warm    the same number of short requests, for adapters that are in the pool
+    storm   the same requests as in `warm` at the same times, each for an adapter that was never loaded
 
 Every new adapter is read from the disk or from the blob store, verified, and copied to the pool. About half of the new
-adapters evict another. The result is the time between two tokens of a resident stream. `loads` over `quiet` and `storm`
-over `warm` show the cost of loading; `storm` over `quiet` also includes the storm's own requests.
+adapters evict another adapter. The result is the time between consecutive tokens of a resident stream. `loads` over
+`quiet` and `storm` over `warm` show the cost of loading; `storm` over `quiet` also includes the storm's own requests.
 
 Windows are two seconds long, at a rate of 200 adapters in 10 s. The speed of a shared machine can drift by a third
-within ten seconds, so longer windows could not resolve a difference of a tenth.
+within ten seconds, so longer windows could not resolve a difference of 10 %.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Measurement:
         self.traffic = traffic_of(arguments, files)
         self.resident = files.digests[: arguments.resident_adapters]
         self.warm = files.digests[arguments.resident_adapters : arguments.pool_adapters - arguments.spare_adapters]
-        # Every adapter of a storm is new to the engine, in later rounds too.
+        # Every adapter in a storm is new to the engine, even in later rounds.
         self._fresh: Iterator[str] = iter(files.digests[arguments.pool_adapters :])
         self.plan = PoolPlan(
             arguments.pool_adapters,
@@ -95,7 +95,7 @@ class Measurement:
         return [Stream(itertools.cycle(adds[place::count])) for place in range(count)]
 
     def timed(self, way: str, number: int) -> list[Timed]:
-        """The extra traffic of round `number`, at random times that are the same in all variants."""
+        """The extra traffic in round `number`, at random times that are the same in all variants."""
         if way == QUIET:
             return []
         count = self.arguments.loads
@@ -165,7 +165,7 @@ def _window(engine: OpenEngine, measurement: Measurement, way: str, number: int)
         if num_answered < arguments.loads or (way == STORM and observed.num_cold < arguments.loads):
             raise CheckError(f"only {num_answered} of {arguments.loads} adapters loaded, {observed.num_cold} were cold")
     elif observed.counted("num_adapter_loads") or observed.num_cold:
-        raise CheckError("adapters were loaded in a window that needs none")
+        raise CheckError("adapters were loaded in a window that should load none")
     return observed
 
 
@@ -178,14 +178,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--residents", type=int, default=16, help="resident streams")
     add("--resident-adapters", type=int, default=8, help="adapters of the resident streams")
-    add("--from", dest="source", choices=("disk", "blobs"), default="disk", help="where new adapters are read from")
+    add("--from", dest="source", choices=("disk", "blobs"), default="disk", help="source of new adapters")
     add("--loads", type=int, default=40, help="adapters loaded for the first time in each window")
     add("--seconds", type=float, default=2.0, help="length of each window")
     add("--settle", type=float, default=0.4, help="seconds of resident streams alone before each window")
     add("--seats", type=int, default=16, help="sequence slots in addition to those of the resident streams")
-    add("--pool-adapters", type=int, default=50, help="adapters that the pool holds in addition to K and V")
+    add("--pool-adapters", type=int, default=50, help="adapters that fit in the pool in addition to K and V")
     add("--spare-adapters", type=int, default=4, help="number of --pool-adapters kept free for loads")
-    add("--host-adapters", type=int, default=50, help="adapters that the host tier holds")
+    add("--host-adapters", type=int, default=50, help="adapters that fit in the host tier")
     add("--storm-output", type=lengths, default=Lengths(4, 12), metavar="LO-HI", help="new tokens in [LO, HI)")
     add_common(parser, repeats=20, outputs=Lengths(64, 128))
     arguments = parser.parse_args(argv)

@@ -24,7 +24,7 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The p99 of `way` over that of `reference` should be at most `limit`."""
+    """The limit for the p99 of `way` divided by the p99 of `reference`."""
 
     way: str
     reference: str
@@ -33,7 +33,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Ratios of p99s: `ratio`, over all rounds' samples, is compared with the limit; `rounds` holds each round's."""
+    """The ratio of p99s over all rounds' samples, which must meet the limit, and each round's own ratio."""
 
     target: Target
     ratio: float
@@ -93,7 +93,7 @@ def spread(rounds: Sequence[Sequence[float]]) -> dict[str, float | None]:
 
 
 def table(title: str, columns: Mapping[str, Rounds]) -> Table:
-    """One row per variant; `columns` maps each heading to the measurements in its columns."""
+    """A table with one row per variant; `columns` maps each heading to the measurements under it."""
     drawn = Table(title=title)
     drawn.add_column("")
     for heading in columns:

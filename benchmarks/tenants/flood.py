@@ -1,12 +1,12 @@
 """How much does one account that floods the engine slow down polite accounts?
 
-An in-process engine on a small base serves a few polite accounts, whose requests arrive as a Poisson process, and a
-background load. The load consists of the same requests over the same resident adapters in three variants, which
-alternate in one run:
+An in-process engine on a small base serves a background load and a few polite accounts, whose requests arrive as a
+Poisson process. The load has three variants, which alternate in one run and consist of the same requests for the same
+resident adapters:
 
     flood         from one account, which keeps the queue full at all times
-    full crowd    from many accounts, which together keep as many requests open
-    calm crowd    from many accounts, as a Poisson process a little below the engine's capacity
+    full crowd    from many accounts, which together keep the same number of requests open
+    calm crowd    from many accounts, as a Poisson process slightly below the engine's capacity
 
 The result is the polite accounts' time to first token during the flood, relative to that during each crowd.
 """
@@ -72,7 +72,7 @@ class Measurement:
         )
 
     def streams(self, way: str) -> list[Stream]:
-        """The background load, the same requests in the same order, from one account or from many."""
+        """The background load: the same requests in the same order, from one account or from many."""
         if way == CALM:
             return []
         adds = self._load(NUM_REQUESTS, seed=42)
@@ -82,7 +82,7 @@ class Measurement:
         return [Stream(itertools.cycle(adds[place::shares]), self.arguments.open // shares) for place in range(shares)]
 
     def timed(self, way: str, capacity: float, number: int) -> list[Timed]:
-        """Requests at given times in round `number`; those of the polite accounts are the same in every variant."""
+        """The timed requests in round `number`; those from the polite accounts are the same in every variant."""
         timed = self._arrivals(self.arguments.polite_load * capacity, 100 + number, is_counted=True)
         if way == CALM:
             rate = (self.arguments.calm_load - self.arguments.polite_load) * capacity
@@ -110,7 +110,7 @@ class Measurement:
 
 
 def _unshared(add: Add) -> Add:
-    """Without a namespace no prefix is cached, so prefixes cannot evict adapters from the pool."""
+    """Without a namespace, prefixes are not cached and therefore cannot evict adapters from the pool."""
     return msgspec.structs.replace(add, isolation_key=b"")
 
 
@@ -146,7 +146,7 @@ def _window(engine: OpenEngine, measurement: Measurement, way: str, timed: list[
         measurement.streams(way), timed
     )
     if observed.num_cold or observed.counted("num_adapter_loads"):
-        raise CheckError("an adapter was not resident: the variants would differ in more than their accounts")
+        raise CheckError("an adapter was not resident, so the variants differ in more than their accounts")
     if way != CALM and observed.fewest_sequences <= arguments.seats:
         raise CheckError("the queue ran empty: --open must be well above --seats")
     return observed
@@ -160,7 +160,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--seats", type=int, default=32, help="sequence slots")
-    add("--open", type=int, default=256, help="requests of the background load that run or wait at any time")
+    add("--open", type=int, default=256, help="requests in the background load that run or wait at any time")
     add("--crowd", type=int, default=32, help="accounts that share the background load in the crowd variants")
     add("--polite", type=int, default=8, help="polite accounts, the same in all variants")
     add("--polite-load", type=float, default=0.12, help="load of all polite accounts, relative to capacity")
@@ -176,7 +176,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.clock == "processor" and arguments.threads > 1:
         parser.error("--clock processor measures one thread only: use --threads 1")
     if not arguments.polite_load < arguments.calm_load < 1:
-        parser.error("--calm-load must lie between --polite-load and 1")
+        parser.error("--calm-load must be between --polite-load and 1")
     return arguments
 
 

@@ -1,7 +1,7 @@
-"""Drives an engine with continuous streams of requests and messages at given times, and records when tokens arrive.
+"""Drives an engine with continuous streams of requests and with timed messages, and records when tokens arrive.
 
-Everything runs on the engine's own thread, between steps, when an engine process would read its socket. The engine
-therefore shares the cores and the interpreter only with the threads that load adapters.
+Everything runs on the engine's own thread between steps, at the point where an engine process would read its socket.
+The engine therefore shares the cores and the interpreter only with the threads that load adapters.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Observed:
     load_gaps_s: list[float] = field(default_factory=list)
     """Times between tokens of the background load's requests, if the later token arrived in the window."""
     loads_s: list[float] = field(default_factory=list)
-    """Times from a Load to its answer; infinity if no answer arrived."""
+    """Times between a Load message and its answer; infinity if no answer arrived."""
     num_cold: int = 0
     """Number of timed requests whose adapter was not in the pool when they arrived."""
     num_ended: int = 0
-    """Number of all requests that ended in the window."""
+    """Number of requests of any kind that ended in the window."""
     num_tokens: int = 0
     fewest_sequences: int = 1 << 62
     """The fewest requests that waited or ran at any time in the window."""
@@ -86,14 +86,14 @@ class WallClock:
         return time.perf_counter() - self._started
 
     def skip_to(self, at_s: float) -> None:
-        """Do nothing: the engine's step waits."""
+        """Do nothing; the engine's step waits instead."""
 
 
 class ProcessorClock:
     """CPU time of the calling thread, plus the idle time that is skipped.
 
-    Other processes on the machine barely affect it. This clock suits only an engine with a single thread, since time
-    spent waiting for other threads is not counted.
+    Other processes on the machine barely affect this clock. It suits only an engine with a single thread, because it
+    does not count time spent waiting for other threads.
     """
 
     def __init__(self) -> None:
@@ -119,11 +119,11 @@ class _Request:
 
 
 class Drive:
-    """One run: `warm_s` for the engine to settle, then the window of `seconds`.
+    """One run: the engine settles for `warm_s`, and then the window of `seconds` begins.
 
-    The times of messages are relative to the start of the window and lie before its end. After the window, the streams
-    continue until each measured request has its first token and each Load has its answer, for at most `patience_s`.
-    Then everything is aborted.
+    The times of messages are relative to the start of the window, and no message is sent after its end. After the
+    window, the streams continue until each measured request has its first token and each Load has its answer, for at
+    most `patience_s`. Then everything is aborted.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class Drive:
 
 
 def keep_only(engine: OpenEngine, digests: Sequence[str]) -> None:
-    """Make the pool hold exactly these adapters; raises CheckError if one cannot be loaded."""
+    """Load these adapters and unload all others; raises CheckError if one cannot be loaded."""
     for entry in engine.stats().adapters:
         if entry.digest not in digests:
             engine.assembled.engine.unload(b"", Unload(call_id=entry.digest, digest=entry.digest))

@@ -1,4 +1,4 @@
-"""Arguments, initial check and output files shared by the measurements of several tenants."""
+"""Arguments, the initial check, and output files, shared by the measurements with several tenants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.tenants.figures import Comparison
 from benchmarks.tenants.run import Observed
 
 WHOLE_SHARE = 0.95
-"""CPU share of an engine that always has work; a lower share means that other processes took part of the core."""
+"""CPU share expected for an engine that always has work; below it, other processes took part of the core."""
 
 
 def add_common(parser: argparse.ArgumentParser, repeats: int, outputs: Lengths) -> None:
@@ -29,8 +29,8 @@ def add_common(parser: argparse.ArgumentParser, repeats: int, outputs: Lengths) 
     add("--repeats", type=int, default=repeats, help="rounds; each has one window per variant")
     add("--input", type=lengths, default=Lengths(8, 32), metavar="LO-HI", help="prompt tokens in [LO, HI)")
     add("--output", type=lengths, default=outputs, metavar="LO-HI", help="new tokens in [LO, HI)")
-    add("--threads", type=int, default=1, help="threads of a step; leave a core to the threads that load adapters")
-    add("--plot", type=Path, help="plot the tails to this file, FILE.svg")
+    add("--threads", type=int, default=1, help="threads per step; leave a core for loading adapters")
+    add("--plot", type=Path, help="plot the tails to this SVG file")
     add_engine(parser)
 
 
@@ -47,13 +47,13 @@ def traffic_of(arguments: argparse.Namespace, files: AdapterFiles) -> Traffic:
 
 
 def check(arguments: argparse.Namespace, files: AdapterFiles) -> dict[str, Any]:
-    """Compare answers alone and in a batch with evictions; returns the check's figures, or raises CheckError."""
+    """Compare answers of requests alone and in a batch with evictions; returns the figures or raises CheckError."""
     return check_answers(arguments, files, traffic_of(arguments, files), ("lru",))["lru"]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Results of a run; `picture` is an SVG."""
+    """The results of a run; `picture` is an SVG."""
 
     busy_before: float
     workload: dict[str, Any]
@@ -108,12 +108,12 @@ def common_workload(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def longest(drawn: Lengths) -> Lengths:
-    """Only the longest length, so that a pool planned for it has room for every sequence and preempts none."""
+    """Only the longest length. A pool planned for this length has room for every sequence and preempts none."""
     return Lengths(drawn.end, drawn.end + 1)
 
 
 def require_sound(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Exit with an error if the arguments cannot be measured or plotted."""
+    """Exit with an error if the benchmark cannot run or plot with these arguments."""
     if arguments.plot is not None and arguments.plot.suffix != ".svg":
         parser.error("--plot writes SVG only: name a file that ends in .svg")
     if arguments.seconds <= 0 or arguments.repeats < 1:
