@@ -1,4 +1,4 @@
-"""Hot loads on a CPU: the files that a run leaves, and no figures if the pool gets wrong bytes."""
+"""Tests of hot loads on a CPU: output files, and no figures if the pool contains wrong bytes."""
 
 from __future__ import annotations
 

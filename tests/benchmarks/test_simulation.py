@@ -1,4 +1,4 @@
-"""The simulation benchmark runs the requested sequences, and aborts if an answer is wrong."""
+"""The simulation benchmark runs the requested sequences and aborts if an answer is wrong."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Run it from the repository root: `PYTHONPATH=.src python -m tests.gpu --out DIR`. It needs torch, triton, numba, numpy,
 safetensors, msgspec, transformers, peft and pytest. Each stage runs in its own processes, has a time limit, and writes
 a result file with its processes' output. A failed stage does not stop the next one. The exit code is 1 if a stage
-failed, was stopped or was left out, and 2 if this machine can run no stage.
+failed, was stopped or was skipped, and 2 if this machine cannot run any stage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOTAL_S = 530.0
 MAX_PROCESSES = 12
 GOOD = ("passed", "tool absent")
 SHOWN_LINES = 12
-"""Number of a failed process's last lines to print; the result file has more."""
+"""Number of output lines to print for a failed process, counted from the end; the result file has more."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -51,7 +51,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def environment_of(is_interpreted: bool) -> dict[str, str]:
-    """Every stage's environment: this checkout, and a pytest configuration for any versions and plugins."""
+    """Every stage's environment: this checkout, and a pytest configuration that allows any versions and plugins."""
     paths = [str(ROOT / ".src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     configuration = [
         "-c",

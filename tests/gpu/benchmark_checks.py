@@ -1,4 +1,4 @@
-"""Run the benchmark's checks, precompiled by many processes: `python -m tests.gpu.benchmark_checks`.
+"""Run the benchmark's checks after compiling in parallel processes: `python -m tests.gpu.benchmark_checks`.
 
 `--interpret` checks the small model in Triton's interpreter; other arguments are passed to the benchmark.
 """

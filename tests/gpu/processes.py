@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GRACE_S = 5.0
-"""Time for an interrupted pytest to write its report, in seconds."""
+"""Time that an interrupted pytest gets to write its report, in seconds."""
 
 MAX_OUTPUT = 40_000
 """Longest stored part of a process's output, in characters; the end is kept."""
@@ -66,7 +66,7 @@ def run_at_once(
 
 
 def _has_ended(process: subprocess.Popen[bytes], until: float) -> bool:
-    """Whether the process ends before the time `until`."""
+    """Wait for the process until `until`; returns whether it has ended."""
     try:
         process.wait(max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""A stage's outcome, for its result file and its line in the table."""
+"""Builds a stage's outcome for its result file and its line in the table."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from xml.etree import ElementTree
 from tests.gpu.processes import Ended
 
 NO_TESTS = 5
-"""Pytest's exit code if there was nothing to run, which can happen if there are more shares than tests."""
+"""Pytest's exit code if there are no tests to run, as in some shares if there are more shares than tests."""
 
 NUM_SLOWEST = 10
 
 
 @dataclass(slots=True)
 class Tests:
-    """The tests of all shares. A share that crashed is missing; its output ends with the name of its last test."""
+    """The tests in all shares. A share that crashed is missing; its output ends with the name of its last test."""
 
     num_passed: int = 0
     num_skipped: int = 0
@@ -64,7 +64,7 @@ def _parsed(path: Path) -> ElementTree.ElementTree | None:
 
 
 def _benchmark_of(scratch: Path) -> Any:
-    """The benchmark's results, or None if it left none."""
+    """The benchmark's results, or None if it wrote none."""
     try:
         return json.loads((scratch / "benchmark.json").read_text())
     except (OSError, ValueError):

@@ -22,7 +22,7 @@ TOOLKIT = "/usr/local/cuda/bin"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a stage runs: `select` is for pytest's `-k` and `marks` for its `-m`; no other stage uses `scratch`."""
+    """How a stage runs. `select` and `marks` are pytest's `-k` and `-m`, and only this stage uses `scratch`."""
 
     is_interpreted: bool
     num_processes: int
@@ -42,7 +42,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One part of the run, stopped after `limit_s`, or later if only a few stages were chosen."""
+    """One part of the run. It is stopped after `limit_s`, or later if only a few stages were selected."""
 
     name: str
     limit_s: float
@@ -81,7 +81,7 @@ def versions(setting: Setting) -> Plan:
 
 def kernels(setting: Setting) -> Plan:
     files = tuple(f"kernels/{file}" for file in KERNEL_FILES)
-    # Of the tests for all implementations, take only those that run on a GPU.
+    # Select only the tests that run on a GPU.
     return shares(setting, files, "gpu or triton", setting.num_processes)
 
 
@@ -116,7 +116,7 @@ STAGES = (
     Stage("kernels", 200, kernels),
     Stage("engine", 120, engine),
     Stage("registration", 40, registration),
-    # Without the cache each tensor has its own allocation, whose end the tool knows.
+    # Without the cache, each tensor has its own allocation, so the tool knows where the tensor ends.
     Stage("memcheck", 60, sanitized("memcheck", {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})),
     Stage("racecheck", 60, sanitized("racecheck", {})),
     Stage("benchmark", 180, benchmark),

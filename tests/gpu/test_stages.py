@@ -1,4 +1,4 @@
-"""The GPU run, rehearsed on the CPU: the processes it starts and stops, the files it writes, and its imports."""
+"""Tests of the GPU run on a CPU: the processes that it starts and stops, the files that it writes, and its imports."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_tests_on_a_gpu_import_nothing_else(tmp_path: Path) -> None:
 def test_all_stages_pass_in_triton_s_interpreter(tmp_path: Path) -> None:
     done, results = rehearse(tmp_path, "--seconds", "3000")
     assert done.returncode in (0, 1), done.stderr
-    # The run asks for numba, which is hidden.
+    # The run requires numba, which is hidden.
     assert results["versions"]["outcome"] == "failed"
     assert results["versions"]["processes"][0]["output"].splitlines()[-1].startswith("numba cannot be imported")
     assert list(results) == [stage.name for stage in STAGES]

@@ -1,4 +1,4 @@
-"""The registry benchmark measures a small registry on both databases, and aborts if a name resolves wrongly."""
+"""The registry benchmark measures a small registry on both databases and aborts if a name resolves incorrectly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU benchmark's dry run: every part is listed and fits on its cards."""
+"""Tests of the GPU benchmark's dry run: every part is listed and fits on its cards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def dry_run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Do a dry run in a separate process, because an interpreting Triton has no compiled programs to inspect."""
+    """Do a dry run in a separate process, because Triton's interpreter has no compiled programs to inspect."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_marked() -> None:
 def test_rounds_end_where_measuring_ends() -> None:
     assert measuring_seconds([0.01], 0.0) == pytest.approx((MIN_ROUNDS + 1) * 0.01)
     assert measuring_seconds([1e-6], 0.0) == pytest.approx((MAX_ROUNDS + 1) * 1e-6)
-    # The fourth round begins before the variants have used up their seconds, so it is the last one.
+    # The fourth round begins just before the methods have used up their time, so it is the last.
     assert measuring_seconds([0.25 * MAX_SECONDS, 0.25 * MAX_SECONDS], 0.05) == pytest.approx(5 * 0.6)
 
 

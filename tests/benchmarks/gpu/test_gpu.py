@@ -1,4 +1,4 @@
-"""The GPU benchmark without a GPU: its checks pass in Triton's interpreter and fail if an answer is wrong."""
+"""Tests of the GPU benchmark without a GPU: its checks pass in Triton's interpreter and fail if an answer is wrong."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ wrong = gpu.main()
 sys.exit(0 if (right, wrong) == (0, 1) else 1)
 """
 
-# Time every part by the host's clock, with reference kernels in place of the engine's own. Then rerun two parts on an
-# engine that adds every LoRA delta twice.
+# Time every part with the host's clock and with reference kernels instead of the engine's own. Then rerun two parts on
+# an engine that adds every LoRA delta twice.
 REHEARSAL = """
 import dataclasses
 import sys
@@ -125,7 +125,7 @@ sys.exit(max(warmed))
 
 
 def run_interpreted(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the benchmark in a separate process, because Triton decides at import whether to interpret."""
+    """Run the benchmark in a separate process, because Triton enables its interpreter at import."""
     paths = {"PYTHONPATH": f"{ROOT / '.src'}{os.pathsep}{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
     environment = os.environ | paths | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", script, str(folder)]
@@ -263,7 +263,7 @@ def test_refuses_to_measure_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def answers(*logprobs: tuple[int, float, float]) -> dict[str, Answer]:
-    """The answer to one request, from tuples of a token, its log-probability and the runner-up's log-probability."""
+    """The answer to one request, from tuples of (token, its log-probability, the runner-up's log-probability)."""
     listed = [TokenLogprobs(token, best, ((token, best), (99, second))) for token, best, second in logprobs]
     return {"one": Answer([token for token, _, _ in logprobs], listed)}
 

@@ -51,7 +51,7 @@ def test_what_one_split_saves(batch: int, table: dict[str, Any], text: str) -> N
     step = table["steps"][f"decode, batch {batch}, context 1024: 16 adapters, rank 16"]
     answers = LAYERS * batch * HEADS * HEAD_DIM * ITEMSIZE / 1e6
     kv = LAYERS * batch * 1024 * 2 * KV_HEADS * HEAD_DIM * ITEMSIZE / 1e6
-    # The queries have the same size as the outputs.
+    # The queries are the same size as the outputs.
     partials = total(step, "_attend", "least_mb") - kv - answers
     written_us = (partials - answers) / (table["card"]["bandwidth"] / 1e12)
     saved_us = total(step, "_combine", "floor_us") + written_us

@@ -1,4 +1,4 @@
-"""The table of counted steps: how many programs fit on a multiprocessor, and a complete table for a tiny model."""
+"""Tests of the table of counted steps: programs per multiprocessor, and a complete table for a tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison with peers: the requests, the ratios, and which answers count as equal."""
+"""Tests of the comparison with peers: the requests, the ratios, and the comparison of answers."""
 
 from __future__ import annotations
 

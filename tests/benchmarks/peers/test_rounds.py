@@ -1,4 +1,4 @@
-"""The rounds over all systems: how often each system runs, which systems are refused, and the final report."""
+"""Tests of the rounds: how often each system runs, which systems are rejected, and the final report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHORT = Load(64, 32)
 
 @dataclass
 class Scripted:
-    """A system whose answers of each kind take a scripted number of seconds; a kind missing from the script fails."""
+    """A system that takes a scripted number of seconds per token for each kind of work; other kinds fail."""
 
     seconds: dict[str, float]
     asked: list[Work] = field(default_factory=list)
@@ -101,7 +101,7 @@ def test_rounds_turn_the_order_round_and_ask_every_system_the_same(files: ModelF
 
 
 def test_loramux_does_its_work_there_and_back(files: ModelFiles) -> None:
-    """The second pass counts in comparisons with loramux's own base, but not with peers."""
+    """The second pass counts in comparisons with loramux's own base, but not in comparisons with peers."""
     own = flat(1.0)
     run = measurement(files, system(LORAMUX, "bfloat16", own), repeats=1)
     run.run(lambda: None)

@@ -1,4 +1,4 @@
-"""The S-LoRA workload on a CPU: the requests drawn, the files that a run leaves, and no figures for wrong answers."""
+"""Tests of the S-LoRA workload on a CPU: random requests, output files, and no figures for wrong answers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_run_checks_answers_evicts_and_leaves_figures(
 
 
 def test_a_drift_between_rounds_is_not_taken_for_what_adapters_cost() -> None:
-    """Each round is half as fast as the one before, and 2,000 adapters always cost a tenth of the throughput."""
+    """Each round is half as fast as the previous one, and 2,000 adapters always reduce throughput by 10 %."""
     few = [{"tokens_s": speed} for speed in (400.0, 200.0, 100.0)]
     many = [{"tokens_s": speed * 0.9} for speed in (400.0, 200.0, 100.0)]
     found = summaries([Case("lru", 5, few, few), Case("lru", 2000, many, many)])

@@ -1,4 +1,4 @@
-"""Tenants under load from other tenants: the files that a run leaves, refused measurements, and the ratios."""
+"""Tests of tenants under load from other tenants: output files, rejected measurements, and ratios."""
 
 from __future__ import annotations
 
