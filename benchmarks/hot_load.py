@@ -299,7 +299,7 @@ def measure(bench: Bench, is_cold: bool, num_rounds: int) -> dict[str, list[Roun
 
 
 def figures_of(bench: Bench, is_cold: bool, found: dict[str, list[Round]], stages: dict[str, float]) -> dict[str, Any]:
-    """One case's figures; each ratio is the median of the ratios within the rounds."""
+    """One case's figures; each ratio is the median of the per-round ratios."""
     ways = {}
     for way, rounds in found.items():
         ratios = [one.bytes_s / plain.bytes_s for one, plain in zip(rounds, found[PLAIN], strict=True)]

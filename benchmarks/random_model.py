@@ -50,7 +50,7 @@ def make_base(shape: Shape, directory: Path) -> None:
         vocab_size=shape.vocab_size,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
-        # The weights are larger than usual, so that rounding does not decide greedy choices.
+        # The weights are larger than usual, so that rounding does not change greedy choices.
         initializer_range=0.05,
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
@@ -70,7 +70,7 @@ def load_peft(base: Path, num_adapters: int, rank: int, dtype: torch.dtype) -> A
         for name, parameter in sorted(model.named_parameters()):
             if "lora_" in name:
                 values = torch.randn(parameter.shape, generator=generator) * 0.05
-                # Round to bfloat16, so that every dtype holds the same values.
+                # Round to bfloat16, so that the values are the same in every dtype.
                 parameter.copy_(values.to(torch.bfloat16))
     return model.to(dtype).eval()
 

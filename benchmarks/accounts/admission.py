@@ -64,7 +64,7 @@ _start: Any = None
 def main() -> None:
     arguments = _arguments()
     require_idle(arguments.allow_busy)
-    # Every gateway does this when it starts.
+    # Every gateway freezes the garbage collector when it starts.
     freeze_gc()
     cases = []
     for kind in KINDS:

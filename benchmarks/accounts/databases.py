@@ -20,7 +20,7 @@ def open_database(kind: str) -> Iterator[Database]:
 
 @contextmanager
 def open_database_at(kind: str) -> Iterator[tuple[Database, str]]:
-    """An empty database with the loramux schema, and the URL at which other processes reach it."""
+    """An empty database with the loramux schema, and its URL for other processes."""
     with tempfile.TemporaryDirectory() as directory:
         if kind == "sqlite":
             url, close = f"sqlite:///{directory}/loramux.db", lambda: None

@@ -48,7 +48,7 @@ class World:
         return None if (tenant + adapter) % 10 else 1 + self.default(tenant, adapter) % self.versions_each
 
     def grantee(self, tenant: int, adapter: int) -> int | None:
-        """The tenant that the adapter is granted to: the next tenant if it is a tenant's adapter 0, else None."""
+        """The tenant that the adapter is granted to: the next tenant for adapter 0 of each tenant, else None."""
         return (tenant + 1) % self.num_tenants if adapter == 0 else None
 
 

@@ -188,7 +188,7 @@ def _check_largest(database: Database, asked: UsageQuery, rows: Sequence[UsageRo
 
 
 def _now_us(made: UsageWorld) -> int:
-    """A time that is neither a day's nor an hour's boundary."""
+    """A time that is not on a day or hour boundary."""
     return made.end_us - 11 * HOUR_US - 1_234_567_890
 
 

@@ -99,7 +99,7 @@ def open_usage_world(
             database.upgrade()
             made = make_usage_world(kind, database, num_events, world, progress)
             label.write_bytes(msgspec.json.encode(made))
-        # Every server does this when it starts.
+        # Every server refreshes the statistics when it starts.
         database.refresh_statistics()
         yield database, msgspec.json.decode(label.read_bytes(), type=UsageWorld)
 

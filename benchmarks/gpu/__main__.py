@@ -145,7 +145,7 @@ def as_name(flag: str) -> str:
 
 
 def warm_up(parts: list[Part], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Compile the kernels of all parts in parallel processes that share Triton's cache; one process takes minutes."""
+    """Compile all parts' kernels in parallel processes that share Triton's cache; one process would take minutes."""
     if not any(part.warm for part in parts):
         return {"seconds": 0.0, "failed": []}
     started = time.monotonic()
@@ -200,7 +200,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def why_not(arguments: argparse.Namespace) -> str:
-    """Why the benchmark cannot run with these arguments on this machine; empty if it can."""
+    """The reason why the benchmark cannot run with these arguments on this machine, or an empty string."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if arguments.tiny:
         if not arguments.check_only:

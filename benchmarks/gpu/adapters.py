@@ -98,7 +98,8 @@ class ResidentAdapters:
     def rows(self, layer: int, module: int, half: int, slots: torch.Tensor, rank: int) -> torch.Tensor:
         """A `[num_slots, rank, in]`, or B transposed `[num_slots, rank, out]`, for slots that all have this rank.
 
-        Reads only these adapters' pages and does not use the kernels, whose answers are compared with the result.
+        The function reads only these adapters' pages and does not use the kernels, so that the kernels can be checked
+        against the result.
         """
         shape = self.model.modules[module]
         layout = row_layout(shape.out_features if half == B else shape.in_features, self.pool.geometry.adapter_elements)
@@ -132,7 +133,7 @@ class LoraBatch:
     segments: Segments
 
     def outputs(self) -> list[torch.Tensor]:
-        """New random rows `[T, total_out]` for each group, as a substitute for the base linears' output."""
+        """New random rows `[T, total_out]` for each group, used instead of the base linears' output."""
         device = self.xs[0].device
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(3)
         return [

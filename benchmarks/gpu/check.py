@@ -179,7 +179,7 @@ def _open(
 
 
 def changed_by(answer: Answer, plain: Answer) -> float:
-    """The largest difference between a token's log-probabilities; infinity if the tokens differ."""
+    """The largest difference between two answers' log-probabilities; infinity if their tokens differ."""
     if answer.tokens != plain.tokens:
         return math.inf
     pairs = zip(answer.logprobs, plain.logprobs, strict=True)
@@ -187,7 +187,7 @@ def changed_by(answer: Answer, plain: Answer) -> float:
 
 
 def compare(found: dict[str, Answer], expected: dict[str, Answer]) -> tuple[float, int]:
-    """The largest difference between log-probabilities, and how many tokens were compared.
+    """The largest difference between log-probabilities, and the number of tokens that were compared.
 
     If the two likeliest tokens are close, a different choice is not an error, and the tokens after it are not compared.
     Raises CheckError if tokens or log-probabilities differ in any other case.

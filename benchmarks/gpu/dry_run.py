@@ -86,7 +86,7 @@ def _problems(
 
 
 def why_not(bench: Bench, need: Need) -> str:
-    """Why a case does not fit; empty if it fits."""
+    """The reason why a case does not fit, or an empty string."""
     if need.problem:
         return need.problem
     limit = planned(bench).memory_bytes
@@ -95,7 +95,7 @@ def why_not(bench: Bench, need: Need) -> str:
 
 
 def whole_run(parts: Sequence[PlannedPart]) -> tuple[float, float]:
-    """Seconds that a run of all parts takes for compilation and in total. Programs that two parts share count twice."""
+    """Seconds that a run of all parts takes to compile and in total. Programs shared by two parts count twice."""
     compile_s = compiling_seconds(sum(part.num_programs for part in parts if part.compile_s))
     return compile_s, compile_s + sum(part.seconds for part in parts)
 

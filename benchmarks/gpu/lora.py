@@ -23,7 +23,7 @@ MIXED = (8, 16, 32, 64)
 
 
 def cases(bench: Bench) -> list[LoraCase]:
-    """Decodes of N rows with N adapters, several rows of one adapter, and prefills; the most important are first."""
+    """Decodes with one adapter per row, one adapter in all rows, and prefills; the most important cases come first."""
     if bench.is_tiny:
         return [
             LoraCase(4, 4, (1, 8, 16, 5), "mixed"),
@@ -158,7 +158,7 @@ def _with_copies(make: MakeLaunch, adapters: ResidentAdapters, batch: LoraBatch,
 
 
 def _check(launch: LayerLaunch, batch: LoraBatch, layer: int, expected: list[torch.Tensor]) -> float:
-    """The largest error of any group, relative to the change that the adapters make to nonzero rows."""
+    """The largest error of any group, relative to the adapters' change; the rows are nonzero before the change."""
     before = batch.outputs()
     ys = [y.clone() for y in before]
     launch(layer, ys)

@@ -118,7 +118,7 @@ def planned(bench: Bench) -> PlannedCard:
 
 
 def floor_s(bench: Bench, num_bytes: float = 0.0, operations: float = 0.0, launches: int = 0) -> float:
-    """The longer of the times for bytes and for operations, plus the time of launches in a graph."""
+    """The time for bytes or for operations, whichever is longer, plus the time of launches in a graph."""
     limits = planned(bench)
     work = max(num_bytes / limits.card.bandwidth, operations / limits.matmul)
     return work + launches * limits.card.node_s

@@ -1,8 +1,8 @@
-"""vLLM's and SGLang's own Triton LoRA kernels, loaded from a folder of their files without installing either package.
+"""The Triton LoRA kernels of vLLM and SGLang, loaded from copies of their files without installing either package.
 
-The folder contains files from their wheels: `vllm/lora/ops/triton_ops/` and `sglang/kernels/ops/lora/dense/`, and the
-`*.dist-info` folders, which name the versions. Both import a handful of names from elsewhere in their packages; stubs
-replace those names here. None of their code is part of this repository.
+`--peers` names a folder that contains these files from their wheels: `vllm/lora/ops/triton_ops/` and
+`sglang/kernels/ops/lora/dense/`, and the `*.dist-info` folders, which name the versions. Both import a handful of names
+from elsewhere in their packages; stubs replace those names here. None of their code is part of this repository.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _load_vllm(folder: Path, device: torch.device) -> list[Peer]:
     _stub("vllm.utils.math_utils", next_power_of_2=triton.next_power_of_2)
 
     def register(**names: Any) -> None:
-        # vLLM's files then fall back to plain functions.
+        # Without custom operators, vLLM's files fall back to plain functions.
         raise AttributeError("no custom operators here")
 
     def to_device(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -140,8 +140,7 @@ def _load_vllm(folder: Path, device: torch.device) -> list[Peer]:
         ]
         meta = metadata.make(len(adapters.ranks), case.num_rows, device)
         meta.prepare_tensors(torch.from_numpy(case.slots).to(device).clamp(max=len(adapters.ranks) - 1))
-        # Size the grid by the number of active adapters, vLLM's best setting; vLLM's default is the highest possible
-        # number.
+        # Size the grid by the active adapters, vLLM's best setting; by default, it is sized by the maximum number.
         arguments = meta.meta_args(case.num_rows, True)
 
         def launch(layer: int, ys: list[torch.Tensor]) -> None:

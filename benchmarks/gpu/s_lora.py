@@ -1,11 +1,12 @@
 """The S-LoRA workloads S1 and S2: does throughput hold up as the same requests use more and more adapters?
 
-Follows section 7 of "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (Sheng et al., 2023, arXiv 2311.03285), and
-the settings of its repository (`benchmarks/exp_suite.py`, the suite behind its table, and `benchmarks/trace.py`). The
-model is Llama-7B with adapters on q, k, v and o. Adapters have rank 8 in S1, and ranks 64, 32, 16 and 8 in turn in S2.
-Input and output lengths are uniform in [8, 512). Adapters are drawn by `numpy.random.power(alpha)`, which is uniform
-for the paper's alpha of 1, the hardest case for a pool. The paper's 1,200 requests arrive at 10 per second; here, all
-are queued at the start, so that the card always has work, and the measurement ends as soon as the queue is empty.
+The workloads follow section 7 of "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (Sheng et al., 2023, arXiv
+2311.03285), and the settings of its repository (`benchmarks/exp_suite.py`, the suite behind the paper's table, and
+`benchmarks/trace.py`). The model is Llama-7B with adapters on q, k, v and o. Adapters have rank 8 in S1, and ranks 64,
+32, 16 and 8 in turn in S2. Input and output lengths are uniform in [8, 512). Adapters are drawn by
+`numpy.random.power(alpha)`, which is uniform for the paper's alpha of 1, the hardest case for a pool. The paper's 1,200
+requests arrive at 10 per second; here, all are queued at the start, so that the card always has work, and the
+measurement ends as soon as the queue is empty.
 """
 
 from __future__ import annotations

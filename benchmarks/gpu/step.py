@@ -47,9 +47,10 @@ class StepCase:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Times of steady decode steps: the median between a step's events, the mean wall-clock time, and the waits. `idle`
-    is the share of the device's time between steps. `host_waits` is the share of wall-clock time that the host waits
-    for tokens. `idle` is meaningful only if `host_waits` is above 0, since the host is then ahead of the device.
+    """Times of steady decode steps. `step_s` is the median time between a step's events, and `wall_s` is the mean
+    wall-clock time. `idle` is the share of the device's time between steps. `host_waits` is the share of wall-clock
+    time that the host waits for tokens. `idle` is meaningful only if `host_waits` is above 0, since the host is then
+    ahead of the device.
     """
 
     step_s: float
@@ -85,7 +86,7 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile a share of the steps, which go to the last process first; the first also compiles the check's kernels."""
+    """Compile a share of the steps. The last process comes first, since the first compiles the check's kernels."""
     if shard == 0:
         gpu_check.warm(bench)
     # Cases that differ only in context share their kernels.

@@ -48,7 +48,7 @@ PAGE_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class TableCase:
-    """Sequences with `context` computed and `num_queries` new tokens each, divided among `num_adapters` adapters.
+    """Sequences that each have `context` computed and `num_queries` new tokens, divided among `num_adapters` adapters.
 
     Each adapter serves consecutive sequences. `modules` are the indices of the linears that each adapter changes with
     `rank`.
@@ -156,7 +156,7 @@ class MetaEngine:
         self._executor = GraphExecutor(self.decoder, kernels, self.tables, accelerator, buffer, sampler, max_sequences)
 
     def record(self, case: TableCase, note: Callable[[Launch, RecordedStep], None] | None = None) -> RecordedStep:
-        """List the launches of the case's step, compiled. With `note`, pass each launch to it instead, uncompiled.
+        """List the case's launches with compiled programs. With `note`, pass each launch to `note` uncompiled instead.
 
         Listed launches keep their tensors alive; launches passed to `note` do not.
         """

@@ -1,4 +1,4 @@
-"""A server in a child process on loopback, which is stopped together with all processes that it started."""
+"""Runs a server in a child process on loopback, and stops it together with all processes that it started."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ChildServer:
                 time.sleep(POLL_S)
 
     def check(self) -> None:
-        """Raises SystemFailed if the process has ended."""
+        """Raise SystemFailed if the process has ended."""
         code = self._process.poll()
         if code is not None:
             raise self.failed(f"ended with exit code {code}")
@@ -96,7 +96,7 @@ def _is_group_running(group: int) -> bool:
     """Whether any process in the group is alive; zombies do not count, since they hold no resources."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The name can contain spaces and brackets; state, parent and group follow it.
+            # The process's name can contain spaces and parentheses; its state, parent and group come after the name.
             state, _, found = stat.read_text().rpartition(")")[2].split()[:3]
             if int(found) == group and state != "Z":
                 return True

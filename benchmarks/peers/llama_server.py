@@ -23,8 +23,8 @@ SERVER_VARIABLE = "LORAMUX_PEER_LLAMA_SERVER"
 SCRIPTS_VARIABLE = "LORAMUX_PEER_LLAMA_SCRIPTS"
 PYTHON_VARIABLE = "LORAMUX_PEER_LLAMA_PYTHON"
 ADVICE = (
-    f"set {SERVER_VARIABLE} to the built llama-server, {SCRIPTS_VARIABLE} to the folder of convert_hf_to_gguf.py and "
-    f"{PYTHON_VARIABLE} to a Python interpreter that has its requirements"
+    f"set {SERVER_VARIABLE} to the built llama-server, {SCRIPTS_VARIABLE} to the directory that contains "
+    f"convert_hf_to_gguf.py, and {PYTHON_VARIABLE} to a Python interpreter with the requirements of that script"
 )
 BASE_SCRIPT, LORA_SCRIPT = "convert_hf_to_gguf.py", "convert_lora_to_gguf.py"
 OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}

@@ -1,4 +1,4 @@
-"""`loramux serve` with every adapter pushed over the admin REST API, called like any OpenAI server."""
+"""Runs `loramux serve`, pushes every adapter over the admin REST API, and sends requests as to any OpenAI server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface to a system under comparison, in one dtype: open it on model files, then give it work."""
+"""The interface to a system under comparison, in one dtype: open it with model files, then send it work."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Journey:
-    """Times of one request in seconds: its arrival, and its first and latest token."""
+    """Times of one request, in seconds: its arrival, its first token and its latest token."""
 
     at_s: float
     was_resident: bool
@@ -70,7 +70,7 @@ class Window:
     num_first_tokens: int = 0
     num_finished: int = 0
     fewest_sequences: int = 1 << 62
-    """The fewest sequences that waited or ran at any time in the window."""
+    """The lowest number of waiting and running sequences at any time in the window."""
     before: Snapshot | None = None
     after: Snapshot | None = None
 

@@ -58,7 +58,7 @@ class Observed:
     """Number of requests of any kind that ended in the window."""
     num_tokens: int = 0
     fewest_sequences: int = 1 << 62
-    """The fewest requests that waited or ran at any time in the window."""
+    """The lowest number of waiting and running requests at any time in the window."""
     before: Snapshot | None = None
     after: Snapshot | None = None
 
