@@ -366,7 +366,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--loaders", type=int, default=4, help="threads of the staging process; one engine thread copies")
     add("--skip-cold", action="store_true", help="measure warm loads only")
     add("--scratch", type=Path, default=SCRATCH, help="directory for the files, on the disk to measure")
-    add("--out", type=Path, help="write the figures as JSON, for benchmarks/results/")
+    add("--out", type=Path, help="write the figures to this JSON file")
     add_allow_busy(parser)
     arguments = parser.parse_args(argv)
     if min(*arguments.ranks, arguments.megabytes, arguments.rounds, arguments.loaders) < 1:

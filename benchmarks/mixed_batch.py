@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--skip-float32", action="store_true", help="do not time peft in float32")
     add_allow_busy(parser)
-    parser.add_argument("--save", type=Path, help="write the figures as JSON, for benchmarks/results/")
+    parser.add_argument("--save", type=Path, help="write the figures to this JSON file")
     arguments = parser.parse_args()
     # peft uses names that are deprecated in transformers 5; ignore the warnings.
     warnings.filterwarnings("ignore", category=FutureWarning)

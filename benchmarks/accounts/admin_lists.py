@@ -240,7 +240,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--adapters-each", type=int, default=10)
     parser.add_argument("--versions-each", type=int, default=10)
     parser.add_argument("--calls", type=int, default=100, help="calls per list")
-    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     add_allow_busy(parser)
     return parser.parse_args()
 

@@ -101,7 +101,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--gateways", type=int, default=4, help="gateway processes on PostgreSQL; 1 skips that case")
     parser.add_argument("--seconds", type=float, default=4.0, help="length of each measurement")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     add_allow_busy(parser)
     return parser.parse_args()
 

@@ -148,7 +148,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--adapters-each", type=int, default=10)
     parser.add_argument("--databases", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=20, help="rounds, 10 s apart; each requests every page twice")
-    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     add_folder(parser)
     add_allow_busy(parser)
     return parser.parse_args()

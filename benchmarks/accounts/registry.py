@@ -104,7 +104,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--adapters-each", type=int, default=10)
     parser.add_argument("--versions-each", type=int, default=10)
     parser.add_argument("--calls", type=int, default=3000, help="names per kind; each list gets a tenth as many reads")
-    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     add_allow_busy(parser)
     return parser.parse_args()
 

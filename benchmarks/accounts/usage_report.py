@@ -95,7 +95,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--databases", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--repeats", type=int, default=20, help="timed runs of each report")
     parser.add_argument("--fold", type=int, default=50_000, help="events in the smaller ledger for timing the fold")
-    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
+    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     add_folder(parser)
     add_allow_busy(parser)
     return parser.parse_args()

@@ -142,7 +142,7 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
 
 
 def steps_to_warm(workload: Workload, name: str) -> list[WarmStep]:
-    """Steps while the batch fills, and steps in which a few prompts join many decodes."""
+    """The steps to compile: steps while the batch fills, and steps in which a few prompts join many decodes."""
     most, num_rows = workload.max_sequences, workload.max_batch_tokens
     counts = {(count, num_rows // count) for count in (8, 32, 128) if count < most}
     counts |= {(most, rows) for rows in (1, 2, 3, 4, num_rows // most)}

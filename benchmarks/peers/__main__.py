@@ -55,7 +55,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--check-only", action="store_true", help="compare the answers without timing")
     add_allow_busy(parser)
     add("--scratch", type=Path, default=FOLDER / "scratch" / "peers", help="directory for models and logs")
-    add("--out", type=Path, help="write the figures as JSON")
+    add("--out", type=Path, help="write the figures to this JSON file")
     add("--plot", type=Path, help="plot the figures to this file; by default --out with the suffix .svg")
     arguments = parser.parse_args(argv)
     arguments.load = arguments.load or list(LOADS)

@@ -19,7 +19,7 @@ from benchmarks.peers.workload import (
 
 LOAD = Load(24, 8)
 LEAST_SHARE = 0.5
-"""Lowest share of equal answers. A peer below it runs a different model or no adapters, so its speed is meaningless."""
+"""Minimum share of equal answers. A peer below it runs another model or no adapters, so its speed is meaningless."""
 
 TokenIds = tuple[tuple[int, ...], ...]
 

@@ -1,4 +1,4 @@
-"""llama.cpp's llama-server, on files converted by llama.cpp's own scripts."""
+"""Runs llama.cpp's llama-server on files converted by llama.cpp's own scripts."""
 
 from __future__ import annotations
 

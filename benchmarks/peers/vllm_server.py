@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server on a CPU, run by the Python of a separate environment."""
+"""Runs vLLM's OpenAI server on a CPU, with the Python interpreter of a separate environment."""
 
 from __future__ import annotations
 

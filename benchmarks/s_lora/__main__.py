@@ -166,7 +166,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m benchmarks.s_lora", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--adapters", type=_numbers, default=[5, 100, 1000, 2000], help="numbers of adapters, 5,100,1000,2000")
+    add("--adapters", type=_numbers, default=[5, 100, 1000, 2000], help="numbers of adapters to compare")
     add("--pool-adapters", type=int, default=50, help="adapters that fit in the pool in addition to K and V")
     add("--host-adapters", type=int, default=200, help="adapters that fit in the host tier")
     add("--max-sequences", type=int, default=32, help="sequence slots")

@@ -29,7 +29,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add("--rank", type=int, default=8)
     add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of weights, K and V, and adapters while measuring")
     add("--scratch", type=Path, default=FOLDER / "scratch" / "s_lora", help="directory for adapters, kept between runs")
-    add("--out", type=Path, help="write the figures as JSON")
+    add("--out", type=Path, help="write the figures to this JSON file")
     add_allow_busy(parser)
 
 
@@ -60,7 +60,8 @@ def open_files(arguments: argparse.Namespace, num_adapters: int, console: Consol
 def check_answers(
     arguments: argparse.Namespace, files: AdapterFiles, traffic: Traffic, policies: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Compare answers of requests alone and in a batch with evictions; returns the check's figures for each policy.
+    """Check that requests get the same answers alone and in a batch with evictions; returns the figures for each
+    policy.
 
     Raises CheckError if an answer changes.
     """

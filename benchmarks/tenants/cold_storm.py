@@ -184,7 +184,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--settle", type=float, default=0.4, help="seconds of resident streams alone before each window")
     add("--seats", type=int, default=16, help="sequence slots in addition to those of the resident streams")
     add("--pool-adapters", type=int, default=50, help="adapters that fit in the pool in addition to K and V")
-    add("--spare-adapters", type=int, default=4, help="number of --pool-adapters kept free for loads")
+    add("--spare-adapters", type=int, default=4, help="part of --pool-adapters to keep free for loads")
     add("--host-adapters", type=int, default=50, help="adapters that fit in the host tier")
     add("--storm-output", type=lengths, default=Lengths(4, 12), metavar="LO-HI", help="new tokens in [LO, HI)")
     add_common(parser, repeats=20, outputs=Lengths(64, 128))

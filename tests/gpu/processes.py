@@ -14,7 +14,7 @@ GRACE_S = 5.0
 """Time that an interrupted pytest gets to write its report, in seconds."""
 
 MAX_OUTPUT = 40_000
-"""Longest stored part of a process's output, in characters; the end is kept."""
+"""Maximum stored length of a process's output, in characters; only the end is kept."""
 
 
 @dataclass(frozen=True, slots=True)
