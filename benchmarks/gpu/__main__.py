@@ -263,7 +263,7 @@ def main() -> int:
 
 
 def list_needs(arguments: argparse.Namespace) -> int:
-    """Do the dry run; returns 1 if a part exceeds the card's memory or the part's time limit."""
+    """Perform the dry run; returns 1 if a part exceeds the card's memory or the part's time limit."""
     bench = Bench(
         device=META,
         is_tiny=False,

@@ -28,7 +28,7 @@ COMPILE_S = 1.0
 """Assumed seconds to compile one program of a Triton kernel."""
 
 WARM_START_S = 10.0
-"""Assumed seconds for a compiling process to import torch, open the card and create its tensors."""
+"""Assumed seconds for a compiling process to import torch, initialize the card and create its tensors."""
 
 HOST_OP_S = 10e-6
 """Assumed seconds for the host to submit one operator or kernel outside a graph."""

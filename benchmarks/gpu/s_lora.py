@@ -70,7 +70,7 @@ SMALL_CARD_SEQUENCES = 128
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Tokens and requests answered in `seconds`, and the loads, evictions and preemptions."""
+    """Tokens generated and requests answered in `seconds`, with the loads, evictions and preemptions."""
 
     seconds: float
     num_tokens: int

@@ -54,7 +54,7 @@ class Ratio:
 
 
 def tokens_per_second(samples: Mapping[Cell, list[float]], num_questions: int) -> dict[Cell, float]:
-    """Each cell's throughput, from the median of its seconds."""
+    """Each cell's throughput, computed from the cell's median time."""
     return {
         cell: num_questions * cell.load.num_output / statistics.median(seconds) for cell, seconds in samples.items()
     }

@@ -28,7 +28,7 @@ class Running(Protocol):
 class System:
     """A product with weights in one dtype; `kinds` are the kinds of work that it supports.
 
-    `open` takes the model files and whether answers will be compared; if so, all arithmetic is in float32.
+    `open` takes the model files and a flag for runs that compare answers; in these runs, all arithmetic is in float32.
     """
 
     name: str

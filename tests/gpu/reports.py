@@ -11,14 +11,14 @@ from xml.etree import ElementTree
 from tests.gpu.processes import Ended
 
 NO_TESTS = 5
-"""Pytest's exit code if there are no tests to run, as in some shares if there are more shares than tests."""
+"""Pytest's exit code if there are no tests to run; a share can be empty if there are more shares than tests."""
 
 NUM_SLOWEST = 10
 
 
 @dataclass(slots=True)
 class Tests:
-    """The tests in all shares. A share that crashed is missing; its output ends with the name of its last test."""
+    """The test results of all shares. A crashed share is missing; its output ends with the name of its last test."""
 
     num_passed: int = 0
     num_skipped: int = 0

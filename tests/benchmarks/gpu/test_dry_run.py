@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def dry_run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Do a dry run in a separate process, because Triton's interpreter has no compiled programs to inspect."""
+    """Perform a dry run in a separate process, because Triton's interpreter has no compiled programs to inspect."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
