@@ -359,7 +359,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m benchmarks.hot_load", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model", choices=sorted(SHAPES), default="1b", help="model whose linears the adapters change")
+    add("--model", choices=sorted(SHAPES), default="1b", help="model that the adapters are made for")
     add("--ranks", type=lambda text: [int(one) for one in text.split(",")], default=[8, 16, 64], metavar="8,16,64")
     add("--megabytes", type=int, default=360, help="total size of the files for each rank")
     add("--rounds", type=int, default=9, help="rounds per method; the median is reported")

@@ -114,7 +114,7 @@ def step(bench: Bench) -> Iterator[Need]:
     needs = [_step_case(bench, engine, case) for case in wanted]
     yield from needs
     if bench.has_pdl:
-        # The first case runs again on an engine with overlapping launches, whose pool is not larger.
+        # The first case runs again on another engine, with overlapping launches and a pool that is no larger.
         again = needs[0]
         programs = frozenset(f"pdl {one}" for one in again.programs if one.startswith(LORA_KERNELS))
         yield replace(again, case=f"{again.case}, pdl", seconds=start_s + again.seconds, programs=programs)

@@ -154,7 +154,7 @@ def _attention_case(bench: Bench, model: Model, case: AttentionCase, allowed: in
         launched = Listed()
         with launched.within(bench):
             attention.launch(0)
-    # The check holds one sequence at a time, with K and V in float64 and three copies of the scores.
+    # The check keeps one sequence at a time in memory: K and V in float64, and three copies of the scores.
     heads = model.num_kv_heads
     checked = case.context * 8 * (2 * heads * model.head_dim + 3 * model.num_heads * gpu_attention.SAMPLED_ROWS)
     held = {

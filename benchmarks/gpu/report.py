@@ -54,7 +54,7 @@ def stored(path: Path | None, machine: dict[str, Any]) -> dict[str, Any]:
 
 
 def store(path: Path, machine: dict[str, Any], parts: dict[str, Any]) -> None:
-    """Replace the file atomically, so that it never holds a partial document."""
+    """Replace the file atomically, so that it never contains a partial document."""
     document = {"machine": machine, "method": METHOD, "parts": parts}
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_name(path.name + ".new")
