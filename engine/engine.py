@@ -217,7 +217,7 @@ class Engine:
                 self._traces.loaded(load, self._live.of_digest(load.digest))
         self._end_failed(settled)
         self._calls.settle(settled)
-        self._end_ungrammatical(self._grammars.poll())
+        self._settle_grammars(self._grammars.poll())
         scheduled = self._scheduler.schedule()
         self._end_unfit()
         submitted = self._run(scheduled) if scheduled else None
@@ -431,11 +431,15 @@ class Engine:
                 for sequence in self._live.of_digest(load.digest):
                     self._end(sequence, "error", "adapter_unavailable", load.failure)
 
-    def _end_ungrammatical(self, failed: set[Grammar]) -> None:
-        """End the sequences whose grammars could not be compiled."""
-        for sequence in self._live if failed else ():
-            if sequence.grammar in failed:
-                self._end(sequence, "error", "grammar_failed", sequence.grammar.failure)
+    def _settle_grammars(self, settled: set[Grammar]) -> None:
+        """Trace the grammars that were compiled, and end the sequences whose grammars could not be."""
+        for sequence in self._live if settled else ():
+            if sequence.grammar in settled:
+                failure = sequence.grammar.failure
+                if self._traces is not None:
+                    self._traces.compiled(sequence, failure)
+                if failure is not None:
+                    self._end(sequence, "error", "grammar_failed", failure)
 
     def _end_unfit(self) -> None:
         for sequence in self._scheduler.take_unfit():

@@ -91,26 +91,26 @@ class GrammarCompiler:
             self._thread = self._start()
 
     def poll(self) -> set[Grammar]:
-        """Make the grammars ready that were compiled since the last call; returns those that failed."""
+        """Make the grammars ready that were compiled since the last call, and return them with those that failed."""
         if not self._waiting:
             return set()
         with self._lock:
             results, self._results = self._results, []
-        failed: set[Grammar] = set()
+        settled: set[Grammar] = set()
         for job, result, seconds in results:
             waiting = self._waiting.pop(job)
             self._num_compiled += 1
             self._compile_s += seconds
             self._num_reused += len(waiting) - 1
+            settled.update(waiting)
             for grammar in waiting:
                 if isinstance(result, str):
                     grammar.failure = result
-                    failed.add(grammar)
                 else:
                     grammar.begin(result.deep_copy())
             if not isinstance(result, str):
                 self._keep(job, result)
-        return failed
+        return settled
 
     def masks(self, grammars: Mapping[int, Grammar]) -> Masks:
         """The masks of a step's sample rows that have a grammar, by row."""

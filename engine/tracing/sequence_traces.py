@@ -1,4 +1,4 @@
-"""Spans of traced requests in the engine: time in the queue, adapter load, prefill and decode."""
+"""Spans of traced requests in the engine: queue, adapter load, grammar compilation, prefill and decode."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class SequenceTraces:
     """Records spans as the engine's loop reports events; sequences without a `traceparent` are skipped.
 
     A sequence has the consecutive spans `engine.queue`, `engine.prefill` and `engine.decode`. If the adapter was not in
-    the pool, a span `engine.load_adapter` overlaps the first span.
+    the pool, a span `engine.load_adapter` overlaps the first span. So does a span `engine.compile_grammar` if the
+    grammar was not compiled yet.
     """
 
     def __init__(self, sink: SpanSink, clock_ns: Callable[[], int] = time.time_ns) -> None:
@@ -56,6 +57,19 @@ class SequenceTraces:
             life = self._lives.get(sequence)
             if life is not None and life.began_ns is None and sequence.add.traceparent is not None:
                 self._sink.record(sequence.add.traceparent, _load_span(load, life.added_ns, now_ns))
+
+    def compiled(self, sequence: Sequence, failure: str | None) -> None:
+        """Record that the grammar for which the sequence waited was compiled, or failed to compile."""
+        life = self._lives.get(sequence)
+        if life is not None and sequence.add.traceparent is not None:
+            span = SpanRecord(
+                name="engine.compile_grammar",
+                scope="loramux.engine",
+                started_ns=life.added_ns,
+                ended_ns=self._clock_ns(),
+                failure=failure,
+            )
+            self._sink.record(sequence.add.traceparent, span)
 
     def ended(self, sequence: Sequence, reason: str, code: str | None) -> None:
         life = self._lives.pop(sequence, None)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from loramux.platform.accounts.tenants import Tenant, Tenants
 from tests.ports import free_port
 
 PATIENCE_S = 60.0
+NO_FIELDS: Mapping[str, Any] = {}
 
 
 @dataclass(slots=True)
@@ -192,9 +193,14 @@ class GatewayLab:
         assert set(held) <= {0}, held
 
 
-async def ask(port: int, key: str, max_tokens: int, cut_after: int | None = None) -> tuple[int, bytes]:
-    """Request a streamed completion on a new connection; with `cut_after`, disconnect after that many reads."""
-    asked = {"model": "base", "prompt": [5], "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+async def ask(
+    port: int, key: str, max_tokens: int, cut_after: int | None = None, fields: Mapping[str, Any] = NO_FIELDS
+) -> tuple[int, bytes]:
+    """Request a streamed completion on a new connection; with `cut_after`, disconnect after that many reads.
+
+    `fields` are added to the body.
+    """
+    asked = {"model": "base", "prompt": [5], "max_tokens": max_tokens, "ignore_eos": True, "stream": True, **fields}
     body = json.dumps({**asked, "stream_options": {"include_usage": True}}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     received = b""

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 import zmq
 
 from loramux.engine.engine import Engine, Outbound
+from loramux.engine.grammars.vocabulary import load_vocabulary
 from loramux.engine.messages import EngineReady, Finished
 from loramux.engine.model.model_files import model_sha256
 from loramux.engine.server.process import EngineServer
@@ -25,6 +26,8 @@ from loramux.engine.server.step_record import StepRecord
 from tests.engine.simulated_engine import simulate_engine
 
 STEP_S = 0.01
+VOCAB_SIZE, EOS = 1024, 1
+"""Size of the vocabulary and end-of-sequence token of the demo's base."""
 
 
 class NotedEngine:
@@ -56,7 +59,17 @@ class NotedEngine:
 
 def main() -> None:
     path, model, ends = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-    simulation = simulate_engine(num_pages=8192, max_batch_tokens=2048, max_sequences=256)
+    wake, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    simulation = simulate_engine(
+        num_pages=8192,
+        max_batch_tokens=2048,
+        max_sequences=256,
+        eos=(EOS,),
+        vocab_size=VOCAB_SIZE,
+        load_vocabulary=lambda: load_vocabulary(model, VOCAB_SIZE, (EOS,)),
+        wake=lambda: os.write(wake_write, b"\0"),
+    )
     ready = EngineReady(
         max_model_len=512,
         num_pages=8192,
@@ -71,7 +84,6 @@ def main() -> None:
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.bind(f"ipc://{path}")
-    wake, wake_write = os.pipe()
     ended = threading.Event()
 
     def follow_parent() -> None:

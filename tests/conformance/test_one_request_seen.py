@@ -54,7 +54,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
             push_adapter(operator, DEMO / "adapters" / "pirate", "harbour", "pirate")
         with httpx.Client(base_url=f"http://127.0.0.1:{made.port}", timeout=60, trust_env=False) as http:
             headers = {"authorization": f"Bearer {key}", "traceparent": PARENT, "x-canary": CANARY}
-            body = {"model": "harbour/pirate", "prompt": f"{CANARY} says", "max_tokens": 8}
+            body = {"model": "harbour/pirate", "prompt": f"{CANARY} says", "max_tokens": 8, "guided_choice": [CANARY]}
             done = http.post("/v1/completions", json=body, headers=headers)
             assert done.status_code == 200, done.text
             wrong_key = {"authorization": f"Bearer sk-lmx-{CANARY}"}
@@ -80,8 +80,12 @@ def test_one_trace_crosses_gateway_engine_and_store(seen: Seen) -> None:
             below.setdefault(by_id[span["parent_id"]]["name"], []).append(span["name"])
             assert span["context"]["trace_id"] == root["context"]["trace_id"]
     assert set(below) == {"POST /v1/completions", "generate", "engine.load_adapter"}
-    assert below["POST /v1/completions"] == ["authenticate", "resolve", "tokenise", "reserve", "generate", "settle"]
-    assert below["generate"] == ["engine.load_adapter", "engine.queue", "engine.prefill", "engine.decode"]
+    assert below["POST /v1/completions"] == [
+        *("authenticate", "resolve", "tokenise", "constrain", "reserve", "generate", "settle")
+    ]
+    # The first two run at the same time.
+    assert sorted(below["generate"][:2]) == ["engine.compile_grammar", "engine.load_adapter"]
+    assert below["generate"][2:] == ["engine.queue", "engine.prefill", "engine.decode"]
     stages = below["engine.load_adapter"]
     assert {"store.host.lookup", "store.disk.lookup", "store.blobs.fetch", "store.pool.copy"} <= set(stages)
     services = {span["resource"]["attributes"]["service.name"] for span in spans}

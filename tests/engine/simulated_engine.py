@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from llguidance import LLTokenizer
 
 from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.adapters.stager import MemoryStager
@@ -127,6 +130,9 @@ def simulate_engine(
     max_model_len: int = 512,
     eos: tuple[int, ...] = (),
     lookahead: bool = False,
+    vocab_size: int = VOCAB_SIZE,
+    load_vocabulary: Callable[[], LLTokenizer] = byte_vocabulary,
+    wake: Callable[[], None] = lambda: None,
     **waiting: float,
 ) -> Simulation:
     pages = PagePool(num_pages)
@@ -136,10 +142,10 @@ def simulate_engine(
     prefixes = PrefixCache(pages, policy, 16)
     kv = KvPages(pages, pool.reclaimer, prefixes, 16)
     scheduler = Scheduler(queue, kv, pool, SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences))
-    executor = SimulatedExecutor(VOCAB_SIZE, 16, num_pages, adapter_pages, eos)
-    limits = EngineLimits(VOCAB_SIZE, max_model_len, eos, 16, **waiting)
+    executor = SimulatedExecutor(vocab_size, 16, num_pages, adapter_pages, eos)
+    limits = EngineLimits(vocab_size, max_model_len, eos, 16, **waiting)
     clock = Clock()
-    grammars = GrammarCompiler(byte_vocabulary, VOCAB_SIZE, lambda: None)
+    grammars = GrammarCompiler(load_vocabulary, vocab_size, wake)
     parts = EngineParts(pages, pool, prefixes, scheduler, executor, grammars)
     observers = Observers(EngineStats(pages, pool, prefixes, scheduler))
     engine = Engine(limits, parts, observers, random.Random(0), clock, lookahead)

@@ -14,10 +14,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from loramux.adapter_store.tiers.staged_adapter import NotStaged, StagedAdapter
 from loramux.adapter_store.tiers.tier_figures import PassedStage
+from loramux.engine.messages import Add
 from loramux.engine.tracing.otel_spans import MAX_WAITING, OtelSpanSink
 from loramux.engine.tracing.sequence_traces import SequenceTraces
 from loramux.engine.tracing.spans import SpanRecord
-from tests.engine.simulated_engine import Simulate, Simulation
+from tests.engine.byte_vocabulary import EOS
+from tests.engine.simulated_engine import GREEDY, Simulate, Simulation
 
 TRACE = "00-{}-00f067aa0ba902b7-01"
 FIRST, SECOND = TRACE.format("a" * 32), TRACE.format("b" * 32)
@@ -92,6 +94,26 @@ def test_failed_load_fails_the_wait_span(simulate: Simulate) -> None:
     assert spans.of(FIRST) == ["engine.load_adapter", "engine.queue"]
     assert spans.find(FIRST, "engine.load_adapter").failure == "the store has no such adapter"
     assert spans.find(FIRST, "engine.queue").failure == "adapter_unavailable"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "names"),
+    [
+        pytest.param("start: /[a-z]/", ["engine.queue", "engine.prefill", "engine.decode"], id="compiled"),
+        pytest.param("start: undefined", ["engine.queue"], id="failed"),
+    ],
+)
+def test_compiling_a_grammar_is_a_span(simulate: Simulate, grammar: str, names: list[str]) -> None:
+    simulation = simulate(eos=(EOS,))
+    spans = traced(simulation)
+    add = Add(sequence_id="first", prompt=(1, 2), max_tokens=4, sampling=GREEDY, grammar=grammar, traceparent=FIRST)
+    simulation.engine.add(b"tenant", add)
+    while simulation.engine.has_work:
+        simulation.engine.step()
+    assert spans.of(FIRST) == ["engine.compile_grammar", *names]
+    compiled, queue = spans.find(FIRST, "engine.compile_grammar"), spans.find(FIRST, "engine.queue")
+    assert queue.started_ns <= compiled.started_ns <= compiled.ended_ns <= queue.ended_ns
+    assert (compiled.failure is None) == (queue.failure is None)
 
 
 def test_exported_spans_keep_their_times() -> None:
