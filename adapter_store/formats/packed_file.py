@@ -127,7 +127,7 @@ def read_open_packed(
     except (KeyError, TypeError, ValueError):
         raise AdapterCorrupt("the packed file does not describe its layout") from None
     if (target is not None and found != target) or (digest is not None and header.digest != digest):
-        raise AdapterCorrupt(f"the packed file holds adapter {header.digest[:12]} for {header.pack_key}")
+        raise AdapterCorrupt(f"the packed file contains adapter {header.digest[:12]} for {header.pack_key}")
     shape = (header.num_pages, found.geometry.num_layers, found.geometry.page_bytes)
     num_bytes = shape[0] * shape[1] * shape[2]
     # Compare the sizes first, so that a damaged header does not determine how much memory is allocated.

@@ -183,7 +183,7 @@ class VersionClaims:
             .values(values)
         )
         if changed.rowcount == 0:
-            raise ClaimLost("another server has taken the version over")
+            raise ClaimLost("another server has taken over the version")
 
 
 class ClaimRenewal:

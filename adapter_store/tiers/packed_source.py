@@ -269,13 +269,13 @@ class PackedSource:
             try:
                 self._get(canonical_key(digest), destination)
             except BlobNotFound:
-                raise AdapterUnavailable(f"the blob store does not hold adapter {digest[:12]}") from None
+                raise AdapterUnavailable(f"the blob store does not contain adapter {digest[:12]}") from None
             with self.figures.timed("blobs", "verify", destination.stat().st_size):
                 is_right = digest_of(destination) == digest
             if is_right:
                 return
             self._set_aside(destination)
-        raise AdapterCorrupt(f"the blob store holds wrong bytes for adapter {digest[:12]}")
+        raise AdapterCorrupt(f"the blob store has wrong bytes for adapter {digest[:12]}")
 
     def _read_path(self, path: Path, digest: str) -> PackedAdapter:
         with path.open("rb", buffering=0) as file:

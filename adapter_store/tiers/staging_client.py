@@ -361,7 +361,7 @@ class StagingClient:
         self._link = None
         code = link.end()
         if self._refusal is None:
-            print(f"the staging process ended: exit code {code}", file=sys.stderr)
+            print(f"the staging process died: exit code {code}", file=sys.stderr)
         self._past_counts = of_the_past(self._counts_of_processes())
         self._process_counts = None
         self._asked.clear()
@@ -371,7 +371,7 @@ class StagingClient:
         self._looks.clear()
 
     def _fail(self, requests: list[_Request]) -> None:
-        reason = self._refusal or "the process that fetches adapters ended"
+        reason = self._refusal or "the process that fetches adapters died"
         for request in requests:
             del self._requests[request.digest]
             self._settle(request, f"adapter {request.digest[:12]} cannot be loaded: {reason}")

@@ -210,7 +210,7 @@ def _layers(value: Any) -> tuple[int, ...] | None:
         return None
     layers = value if isinstance(value, list) else [value]
     if not all(type(layer) is int and layer >= 0 for layer in layers):
-        _refuse("invalid_config", "layers_to_transform must be layer numbers", "layers_to_transform")
+        _refuse("invalid_config", "layers_to_transform must be one or more layer numbers", "layers_to_transform")
     return tuple(layers)
 
 

@@ -179,7 +179,7 @@ def _check_end(ended: Ended) -> None:
         raise AdapterRejected("validation_killed", "validation exceeded its limits")
     if ended.returncode < 0:
         # The whole server is being stopped, so the adapter is not at fault.
-        raise ValidationFailed(f"the validation process was ended by signal {-ended.returncode}")
+        raise ValidationFailed(f"the validation process was killed by signal {-ended.returncode}")
     if ended.returncode > 0:
         raise ValidationFailed(f"the validation process failed: {last_line(ended.stderr)}")
 

@@ -86,7 +86,7 @@ def _norm(name: str, weights: npt.NDArray[np.float32]) -> float:
         largest = max(float(block.max()), -float(block.min()))
         # The maximum is NaN if any value is.
         if not math.isfinite(largest):
-            raise AdapterRejected("not_finite", "the tensor holds NaN or infinity", name)
+            raise AdapterRejected("not_finite", "the tensor contains NaN or infinity", name)
         if largest > MAX_WEIGHT:
             raise AdapterRejected(
                 "norm_too_large", f"a weight is {largest:.3g}, but at most {MAX_WEIGHT:g} is allowed", name

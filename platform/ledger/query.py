@@ -62,12 +62,12 @@ class UsageQuery:
 
     def _check_size(self) -> None:
         if self.has_local_days and self.end_us > LAST_LOCAL_US:
-            raise InvalidRequest("days of a timezone are supported until the year 9000", param="end")
+            raise InvalidRequest("local days are supported until the year 9000", param="end")
         length_us = self.end_us - self.start_us
         if self.bucket is not None and length_us // BUCKET_US[self.bucket] > MAX_BUCKETS:
             raise InvalidRequest(f"the range has more than {MAX_BUCKETS} buckets of {self.bucket}", param="bucket")
         if self.has_local_days and length_us // DAY_US > MAX_LOCAL_DAYS:
-            raise InvalidRequest(f"a report by days of a timezone can span {MAX_LOCAL_DAYS} days", param="start")
+            raise InvalidRequest(f"a report by local days can span at most {MAX_LOCAL_DAYS} days", param="start")
         is_by_minute = self.bucket == "1m" and MINUTE_US not in self.grains()
         if not is_by_minute and "end_user" not in self.group_by:
             return

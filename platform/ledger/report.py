@@ -85,7 +85,7 @@ def largest(database: Database, query: UsageQuery, top: int) -> LargestRows:
     if query.bucket is not None:
         raise InvalidRequest("the largest groups are computed over the whole range: omit bucket", param="top")
     if not 1 <= top <= MAX_TOP:
-        raise InvalidRequest(f"top is a number from 1 to {MAX_TOP}", param="top")
+        raise InvalidRequest(f"top must be a number from 1 to {MAX_TOP}", param="top")
     with database.read(LONGEST_READ_S) as connection:
         _check_summed(connection, query, ())
         rows = connection.execute(select_largest(query, top), execution_options=_UNCACHED).all()

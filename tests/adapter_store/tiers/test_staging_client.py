@@ -438,7 +438,7 @@ def test_dead_process_is_replaced_and_its_requests_are_repeated(
     (outcome,) = results(client)
     assert outcome.digest == third.digest
     assert process_of(client).pid != dead
-    assert capfd.readouterr().err == "the staging process ended: exit code -9\n"
+    assert capfd.readouterr().err == "the staging process died: exit code -9\n"
     assert place(client, outcome) == freed_at
     for one in (*held, outcome):
         assert bench.is_right(one), "adapters already handed out are unchanged"
@@ -466,7 +466,7 @@ def test_requests_fail_after_two_dead_processes_and_later_ones_succeed(
         client.request(digest)
     found = results(client, 2)
     assert [one.digest for one in found] == asked
-    assert all(isinstance(one, NotStaged) and "the process that fetches adapters ended" in one.message for one in found)
+    assert all(isinstance(one, NotStaged) and "the process that fetches adapters died" in one.message for one in found)
     assert client.fileno() == -1
     # A process that dies on startup is not replaced right away. Requests wait for the next process.
     client.request(asked[0])
