@@ -29,7 +29,7 @@ class AtomicFiles:
         weakref.finalize(self, _end_run, lock, descriptor)
 
     def new_file(self) -> Path:
-        """A path for a new unfinished file, on the same file system as its final path."""
+        """Return a path for a new unfinished file, on the same file system as the file's final path."""
         return self._directory / f"{self._run}-{uuid.uuid4().hex}"
 
     def sweep(self) -> None:

@@ -151,7 +151,7 @@ class LoadCancelled(AdapterUnavailable):
 
 
 class AdapterCorrupt(StoreError):
-    """Bytes do not match their checksum; they are never served."""
+    """An adapter's bytes do not match their checksum, and are never served."""
 
 
 class BlobNotFound(StoreError):

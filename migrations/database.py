@@ -34,7 +34,7 @@ LONGEST_READ_S = 20.0
 """Time limit, in seconds, for reads whose cost depends on a caller's filters."""
 
 SQLITE_WAIT_S = 10.0
-"""Longest time that a writer waits for another writer, in seconds."""
+"""Longest time that a writer waits for other writers, in seconds."""
 
 POOL_WAIT_S = 5.0
 """Longest wait for a connection when all are in use, in seconds."""
@@ -66,7 +66,7 @@ _STEPS_UNASKED = 1_000_000
 
 _WAL_ATTEMPTS, _WAL_PAUSE_S = 100, 0.05
 _SAMPLED_ROWS = 1000
-"""Rows sampled per index for SQLite's statistics."""
+"""Number of rows sampled per index for SQLite's statistics."""
 _READ_ONLY = "loramux_read_only"
 
 
@@ -117,7 +117,7 @@ class Database:
 
     @property
     def num_connections(self) -> int:
-        """Connections in use."""
+        """Number of connections in use."""
         pool = self._engine.pool
         return pool.checkedout() if isinstance(pool, QueuePool) else 0
 

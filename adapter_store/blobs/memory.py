@@ -11,7 +11,7 @@ from loramux.adapter_store.errors import BlobNotFound
 
 
 class MemoryBlobStore(BlobStore):
-    """Holds every blob in a dictionary."""
+    """Stores every blob in a dictionary."""
 
     def __init__(self) -> None:
         self._blobs: dict[str, bytes] = {}

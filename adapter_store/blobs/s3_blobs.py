@@ -40,11 +40,12 @@ _SHA256 = re.compile(r"[A-Za-z0-9+/]{43}=")
 class S3BlobStore(BlobStore):
     """Blobs under `prefix` in a bucket. boto3 reads the credentials, region and endpoint from its usual sources.
 
-    The store must honour `If-None-Match: *` on PUT. These features are optional; this happens if one is missing:
+    The store must honour `If-None-Match: *` on PUT. The following features are optional. If one is missing, S3BlobStore
+    works around it:
 
     - `If-None-Match: *` when a multipart upload is completed: see S3Writer;
-    - `Content-MD5` on PUT: damage on the way to the store is found only by the next read;
-    - metadata, which stores each blob's SHA-256: a read compares the ETag if it is an MD5, else only the size;
+    - `Content-MD5` on PUT: damage on the way to the store is noticed only at the next read;
+    - metadata, for each blob's SHA-256: a read compares the ETag if it is an MD5, else only the size;
     - `x-amz-checksum-sha256` on presigned PUTs: ingestion hashes the bytes anyway;
     - `If-Match` on range requests: the parts' ETags are compared instead.
     """

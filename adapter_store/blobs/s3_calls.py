@@ -122,7 +122,7 @@ class S3Calls:
             raise AttemptFailed(f"connection failed ({type(error).__name__})") from error
 
     def pause_or_give_up(self, what: str, number: int, failure: AttemptFailed, deadline: Deadline) -> None:
-        """Pause after failed attempt `number`, or raise BlobDamaged or BlobStoreUnavailable if no retry is left."""
+        """Pause after attempt `number` failed, or raise BlobDamaged or BlobStoreUnavailable if no retry is left."""
         # Pause for a random time up to a bound that doubles with each attempt, so that callers do not retry in
         # lockstep.
         pause_s = self._chance() * min(self.limits.max_pause_s, self.limits.first_pause_s * 2**number)

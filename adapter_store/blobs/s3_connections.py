@@ -1,7 +1,7 @@
 """The boto3 client, with connections that are shut down when their attempt's deadline passes.
 
-boto3's timeouts apply to single socket operations. A server that sends a byte every four seconds never trips them, so
-each attempt also has a timer that shuts its connections down.
+boto3's timeouts apply to single socket operations. A server that sends one byte every four seconds never exceeds them,
+so each attempt also has a timer that shuts its connections down.
 
 botocore offers no public access to its connections: its events expose only the request before it is sent and the
 response after its headers are read. `connect` therefore uses two private names, which no other code uses:

@@ -154,7 +154,7 @@ class S3Reader:
             return self._calls.run(_WHAT, lambda: attempt({}), deadline)
 
     def _sizes(self, answer: GetObjectOutputTypeDef) -> tuple[int, int]:
-        """The blob's size, and the length of this response, which starts at the first byte."""
+        """Return the blob's size, and the length of this response, which starts at the blob's first byte."""
         length = answer.get("ContentLength", -1)
         if answer["ResponseMetadata"].get("HTTPStatusCode") != 206:
             size, wanted = length, length

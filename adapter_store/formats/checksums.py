@@ -1,7 +1,7 @@
-"""Verifies payloads in memory: with SHA-256 at the first read, then with a checksum that is as fast as memory.
+"""Verifies payloads in memory, with SHA-256 at the first read and a checksum as fast as memory at later reads.
 
-SHA-256 is slower than reading. So when a process first reads a file, it verifies the SHA-256 and also records the lane
-sums. Later reads compare only the lane sums, as long as the file states the same SHA-256.
+SHA-256 is slower than reading. When a process first reads a file, it therefore verifies the SHA-256 and records the
+lane sums. Later reads compare only the lane sums, as long as the file states the same SHA-256.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 CHUNK_BYTES = 1 << 20
-"""Bytes checked at a time, few enough to still be in the processor's cache after the read."""
+"""Bytes checked at a time, which are still in the processor's cache after the read."""
 
 NUM_LANES = 509
 """Number of lanes; prime, so that a disk block or memory page is never a whole number of rows.
@@ -49,7 +49,7 @@ class LaneSums:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Lane sums of a payload whose SHA-256 has been verified."""
+    """The lane sums of a payload whose SHA-256 has been verified."""
 
     sha256: str
     lane_sums: bytes

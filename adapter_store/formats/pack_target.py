@@ -100,7 +100,7 @@ class PackTarget:
         return self.layout(ranks, outer_ranks).num_pages
 
     def document(self) -> dict[str, Any]:
-        """This target as plain JSON values, for packed files and the validation process."""
+        """Return this target as plain JSON values, for packed files and the validation process."""
         return {
             "modules": [asdict(module) for module in self.modules],
             "geometry": asdict(self.geometry),

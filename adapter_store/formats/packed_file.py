@@ -41,7 +41,7 @@ _PAYLOAD_ALIGNMENT = 4096
 _MAX_HEADER_BYTES = 4 << 20
 
 FIRST_READ_BYTES = 16 << 10
-"""Bytes of the first read, enough to hold most headers whole."""
+"""Size of the first read, in bytes. Most headers fit into it."""
 
 
 class _Header(msgspec.Struct, frozen=True):

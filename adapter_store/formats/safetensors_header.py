@@ -43,7 +43,7 @@ class SafetensorsHeader:
 
 
 def header_length(start: bytes, file_size: int, max_header_bytes: int = MAX_HEADER_BYTES) -> int:
-    """The header's length, from the first bytes of a file (at least nine, if the file has that many)."""
+    """Return the header's length, given the first nine or more bytes of a file, or the whole file if it is shorter."""
     if file_size <= LENGTH_BYTES:
         raise AdapterRejected("truncated_file", f"a file of {file_size} bytes holds no tensors", TENSORS_FILE)
     # The first eight bytes are a length, so a valid file can look like a pickle; the ninth byte decides.
@@ -58,7 +58,7 @@ def header_length(start: bytes, file_size: int, max_header_bytes: int = MAX_HEAD
 
 
 def parse_header(header: bytes, file_size: int) -> SafetensorsHeader:
-    """Parse and fully check the header of a file of `file_size` bytes; raises AdapterRejected."""
+    """Parse and check the header of a file of `file_size` bytes; raises AdapterRejected."""
     try:
         document = parse_strict_json(header)
     except DuplicateKey as error:

@@ -40,4 +40,4 @@ FailpointHook = Callable[[Failpoint], None]
 
 
 def no_op(failpoint: Failpoint) -> None:
-    """The server's hook, which does nothing."""
+    """The hook that servers use. Does nothing."""

@@ -38,9 +38,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 class Ingest:
     """Turns uploads into versions. Blocking: call it from threads.
 
-    `scratch_dir` belongs to this process alone; `recover` empties it. After a crash at any of the points in
-    `failpoints.py`, either there is no trace of the upload, or a server completes or removes its row once the row's
-    claim has expired. Acknowledged versions survive.
+    `scratch_dir` belongs to this process alone; `recover` empties it. A crash at any of the points in `failpoints.py`
+    leaves either no trace, or a row that a server completes or removes once the row's claim has expired. Acknowledged
+    versions survive.
 
     Any number of servers may share a database and a blob store, each with its own scratch directory. With `sources`, an
     operator can create versions from a bucket. `is_presigning` lets clients put their files into the blob store
@@ -125,7 +125,7 @@ class Ingest:
     def list_open_uploads(
         self, adapter_id: str, limit: int, after: str | None = None, before: str | None = None
     ) -> Page[Upload]:
-        """An adapter's open uploads, newest first; `after` and `before` are upload identifiers."""
+        """List an adapter's open uploads, newest first; `after` and `before` are upload identifiers."""
         return self._upload_rows.list_open(adapter_id, limit, after, before)
 
     def cancel_upload(self, adapter_id: str, upload_id: str) -> None:

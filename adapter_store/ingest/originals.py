@@ -33,7 +33,7 @@ def header_key(version_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KeptHeader:
-    """The uploaded safetensors file without its data, which is in the canonical file."""
+    """The uploaded safetensors file without its data. The data is in the canonical file."""
 
     header: bytes
     ranges: tuple[tuple[int, int], ...]

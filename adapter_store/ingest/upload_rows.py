@@ -81,7 +81,7 @@ class UploadRows:
     def list_open(
         self, adapter_id: str, limit: int, after: str | None = None, before: str | None = None
     ) -> Page[Upload]:
-        """An adapter's open uploads, newest first; `after` and `before` are upload identifiers."""
+        """List an adapter's open uploads, newest first; `after` and `before` are upload identifiers."""
         with self._database.read() as connection:
             is_open = (uploads.c.state == "open") & (uploads.c.expires_us > self._database.now_us(connection))
             query = select(uploads).where(uploads.c.adapter_id == adapter_id, is_open)
@@ -89,7 +89,7 @@ class UploadRows:
         return Page(tuple(upload_of(row) for row in rows), has_more)
 
     def note_parts(self, upload: Upload, parts_ids: Mapping[str, str]) -> None:
-        """Store the blob store's IDs for the multipart uploads of an open upload's files."""
+        """Record the blob store's IDs for the multipart uploads of an open upload's files."""
         files = [asdict(replace(file, parts_id=parts_ids.get(file.name))) for file in upload.files]
         with self._database.write() as connection:
             connection.execute(update(uploads).where(uploads.c.id == upload.id).values(files=files))

@@ -39,7 +39,7 @@ class VersionProcessor:
     """Claims a version and validates it, then stores its blobs and publishes it, or rejects it.
 
     `scratch_dir` belongs to this process alone. The processor hashes, validates and publishes its own copies of the
-    uploaded blobs, so later changes to the blobs have no effect.
+    uploaded blobs, so later changes to these blobs have no effect.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class AdapterAliases:
         actor: str = SYSTEM,
         expected_revision: int | None = None,
     ) -> Alias:
-        """Point an alias at ready versions, with `weights` by version number; requests are distributed by weight.
+        """Point an alias at ready versions. `weights` maps version numbers to relative shares of the requests.
 
         Raises InvalidName, InvalidAlias, AdapterNotFound, VersionNotFound, VersionNotReady, or AliasChanged if the
         alias is no longer at `expected_revision` (0 means that it must not exist yet).
@@ -144,7 +144,7 @@ class AdapterAliases:
     def history(
         self, adapter_id: str, name: str, limit: int, after: str | None = None, before: str | None = None
     ) -> Page[AliasChange]:
-        """Changes to an alias, newest first; raises AliasNotFound."""
+        """List the changes to an alias, newest first; raises AliasNotFound."""
         table = adapter_alias_history
         query = select(table).where(table.c.adapter_id == adapter_id, table.c.name == name)
         with self._database.read() as connection:
@@ -201,7 +201,7 @@ def change_alias(
 
 
 def _shown(alias: Alias | None) -> dict[str, object]:
-    """An alias as shown in the audit log: its revision, and its weights by version number."""
+    """Return an alias as shown in the audit log: its revision, and its weights by version number."""
     if alias is None:
         return {}
     return {"revision": alias.revision, "targets": {str(target.number): target.weight for target in alias.targets}}

@@ -131,7 +131,7 @@ class AdapterRegistry:
     def list_versions(
         self, adapter_id: str, limit: int, after: str | None = None, before: str | None = None
     ) -> Page[AdapterVersion]:
-        """An adapter's versions, newest first; `after` and `before` are version identifiers."""
+        """List an adapter's versions, newest first; `after` and `before` are version identifiers."""
         query = select_versions().where(adapter_versions.c.adapter_id == adapter_id)
         with self.database.read() as connection:
             rows, has_more = keyset_rows(connection, query, adapter_versions.c.id, limit, after, before)
@@ -161,8 +161,8 @@ class AdapterRegistry:
 
         A digest prefix has 12 to 64 hexadecimal digits; a prefix that matches two different digests resolves to
         nothing. If an alias names several versions, equal `sticky` strings resolve to the same version while the
-        weights are unchanged. A version whose weight grows keeps its strings. With `caller_id`, the name can only
-        resolve to an adapter that this tenant owns or was granted.
+        weights are unchanged. A version whose weight grows keeps its strings. With `caller_id`, only adapters that this
+        tenant owns or was granted are considered.
         """
         if not SLUG.fullmatch(tenant_slug) or not SLUG.fullmatch(adapter_name):
             return None

@@ -50,17 +50,17 @@ class HeldFile:
 
 
 class DiskTier:
-    """Files `DIRECTORY/PACK_KEY/DIGEST.packed`, written by any of a user's engines on one host. Thread-safe.
+    """Files `DIRECTORY/PACK_KEY/DIGEST.packed`, shared by all of a user's engines on one host. Thread-safe.
 
     Files survive restarts; files with other pack keys count toward the bound and are evicted like any others. An engine
     that adds a file keeps the whole directory within its own `max_bytes`, so configure all engines alike. Unfinished
     files and the few in `set_aside` do not count toward the bound.
 
-    A reader holds a shared `flock` on its file and an eviction needs an exclusive one, so neither waits for the other.
-    Changes also need the directory's lock; reads do not. A process that hangs while holding that lock delays each
-    addition by up to 5 s. The files' access times record the order of use, which therefore survives restarts. Only this
-    class sets these times. The kernel releases a process's locks when the process dies. The unfinished files of a dead
-    process are removed at the next start, or when an engine adds a file at least a minute after its last sweep.
+    A reader holds a shared `flock` on its file, and an eviction tries to take an exclusive one, so neither waits for
+    the other. Changes also need the directory's lock; reads do not. A process that hangs while holding that lock delays
+    each addition by up to 5 s. The files' access times record the order of use, which therefore survives restarts. Only
+    this class sets these times. The kernel releases a process's locks when the process dies. The unfinished files of a
+    dead process are removed at the next start, or when an engine adds a file at least a minute after its last sweep.
     """
 
     def __init__(self, directory: Path, max_bytes: int, pack_key: str) -> None:

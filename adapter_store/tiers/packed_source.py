@@ -68,15 +68,15 @@ class PackedSource:
 
     The following is verified:
 
-    - a canonical file, whenever it comes from the blob store: its SHA-256 is the digest;
+    - a canonical file, whenever it is downloaded: its SHA-256, which is the digest;
     - a packed file's header, at each read: its SHA-256;
     - a packed file's pages, when this engine first reads the file, even if an earlier run or another engine wrote it:
       their SHA-256, which the header states;
     - the pages at later reads, while the file's inode, size and modification time are unchanged: the lane sums recorded
       at the first read.
 
-    The check always covers the bytes in memory after the read. A file with wrong bytes is set aside and fetched again
-    from the blob store. If the blob store's packed file is missing or wrong, it is rebuilt from the canonical file.
+    The check always covers the bytes in memory after the read. A file with wrong bytes is set aside and downloaded
+    again. If the blob store's packed file is missing or wrong, it is rebuilt from the canonical file.
     """
 
     def __init__(

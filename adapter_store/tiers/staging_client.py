@@ -48,7 +48,7 @@ MAX_ASKED = 32
 """Maximum number of requests in flight to the staging process: each may have a descriptor in transit."""
 
 MAX_TRIES = 2
-"""Number of staging processes that may die while loading an adapter before the load fails."""
+"""Number of staging processes that can die while loading an adapter before the load fails."""
 
 RESTART_S = 1.0
 """Shortest time between two starts of the staging process, in seconds."""
@@ -73,13 +73,13 @@ class _Request:
 class StagingClient:
     """Takes adapters from host memory, or makes the staging process load them there.
 
-    A process that dies or hangs is replaced. Its unanswered requests are repeated once, and adapters that it had staged
-    stay valid. `memory` contains the adapters, except any that do not fit.
+    A process that dies or hangs is replaced. Its unanswered requests are repeated once, and the adapters that it has
+    staged stay valid. `memory` contains the adapters, except any that do not fit.
 
-    Must be used from one thread only, and never blocks. It uses no thread of its own: another thread in this process
-    would take the GIL after each of its system calls (an S3 client for milliseconds at a time), and an engine step that
-    waits for the GIL loses a tenth of a millisecond until it is woken. `wake` is called when `poll` has a result for
-    which `fileno` does not become readable. Raises StagingRefused if no process can be started.
+    Must be used from one thread only, and never blocks. It has no thread of its own, because a thread in this process
+    would take the GIL after each of its system calls (an S3 client for milliseconds at a time). An engine step that has
+    to wait for the GIL also loses a tenth of a millisecond until it is woken. `wake` is called when `poll` has a result
+    for which `fileno` does not become readable. Raises StagingRefused if no process can be started.
     """
 
     def __init__(

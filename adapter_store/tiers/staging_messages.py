@@ -1,4 +1,4 @@
-"""Messages between an engine and its staging process: msgpack, one record per packet."""
+"""Messages between an engine and its staging process, encoded with msgpack, one per packet."""
 
 from __future__ import annotations
 

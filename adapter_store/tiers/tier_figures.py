@@ -74,12 +74,12 @@ class LoadCounts:
     tiers: tuple[TierCounts, ...] = ()
     stages: tuple[StageCounts, ...] = ()
     num_loaded: int = 0
-    """Adapters loaded into host memory."""
+    """Number of adapters loaded into host memory."""
     num_failed: int = 0
     num_given_up: int = 0
-    """Loads that were cancelled before they finished."""
+    """Number of loads that were cancelled before they finished."""
     num_set_aside: int = 0
-    """Files set aside because their bytes were wrong."""
+    """Number of files set aside because their bytes were wrong."""
     breaker: BreakerState = "closed"
     """State of the blob store's circuit breaker: in use (`closed`), failing (`open`) or being tested (`half_open`)."""
 
@@ -138,7 +138,7 @@ class TimedStage:
 
 
 def closed() -> BreakerState:
-    """The breaker state of a process without a blob store."""
+    """Return the breaker state of a process without a blob store."""
     return "closed"
 
 

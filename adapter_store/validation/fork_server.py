@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 IDLE_S = 60.0
-"""Seconds without requests after which the process exits; the next request starts a new process."""
+"""Idle time after which the process exits, in seconds. The next request starts a new process."""
 MAX_OUTPUT_BYTES = 4 << 20
 """Maximum number of bytes read from a fork's output."""
 _START_S = 60.0

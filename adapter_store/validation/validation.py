@@ -26,7 +26,7 @@ _LAYER = re.compile(r"base_model\.model\.model\.layers\.([0-9]{1,4})\.")
 def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, checks: CheckList | None = None) -> Report:
     """Check an upload against the base; raises AdapterRejected. Needs only the base's shapes, not its weights.
 
-    The checks are recorded in `checks`, to which the caller may add its own.
+    Records its checks in `checks`, to which the caller can add its own.
     """
     checks = checks or CheckList()
     with checks.check("configuration"):

@@ -46,7 +46,7 @@ class UsageEvent:
 
 
 class Ledger:
-    """Reads usage events; only Admission writes them."""
+    """Reads usage events, which only Admission writes."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

@@ -141,7 +141,7 @@ def _series_columns() -> list[ColumnElement[Any]]:
 
 
 def _sums(facts: Iterable[_Fact]) -> Sums:
-    """Sum facts by minute and full series."""
+    """Sum facts by minute and by all columns of the series."""
     sums: Sums = {}
     for fact in facts:
         _add_to(sums, (fact.at_us - fact.at_us % MINUTE_US, fact.series), fact.amounts)

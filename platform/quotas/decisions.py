@@ -26,7 +26,7 @@ class RateLimit:
     limit: int
     remaining: int
     reset_us: int
-    """Time until the bucket is full again, if nothing more is used."""
+    """Time until the bucket is full again if nothing more is used."""
 
 
 class QuotaExceeded(RateLimited):
