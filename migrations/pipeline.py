@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 TAKES_NO_WRITES = "25006"
-"""PostgreSQL's error code for a write when only reads are allowed."""
+"""PostgreSQL's error code for a write in read-only mode."""
 
 
 class Run(Protocol):

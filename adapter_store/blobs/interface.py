@@ -63,7 +63,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise BlobStoreUnavailable, with a message that helps the operator, unless blobs can be stored here."""
+        """Check that blobs can be stored here; raises BlobStoreUnavailable with a message for the operator."""
 
     @abstractmethod
     def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:

@@ -157,6 +157,6 @@ def _meaning(error: ClientError) -> Exception:
         return AttemptFailed(code, is_outage=False)
     if status in (408, 429) or (status >= 500 and status != 501):
         return AttemptFailed(code)
-    # Expired credentials, a missing permission or an unsupported method: a retry would not help.
+    # A retry would not help with expired credentials, a missing permission or an unsupported method.
     hint = "; check the credentials and their permissions" if status in (401, 403) else ""
     return AttemptFailed(f"{code}{hint}", can_retry=False, is_outage=False)

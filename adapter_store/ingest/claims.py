@@ -93,7 +93,7 @@ class VersionClaims:
             self._change(connection, version_id, {"claim_expires_us": expires_us})
 
     def give_back(self, version_id: str, delay_s: float = 0.0) -> None:
-        """Return a version to the queue, where no server can claim it for `delay_s` seconds; raises ClaimLost."""
+        """Return a version to the queue. No server can claim it for `delay_s` seconds. Raises ClaimLost."""
         with self._database.write() as connection:
             due_us = None
             if delay_s > 0:

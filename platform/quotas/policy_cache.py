@@ -118,7 +118,7 @@ class PolicyCache:
         ]
 
     def held(self, charges: Iterable[Charge], tenant_id: str) -> list[Binding | None]:
-        """Return the binding of each of a reservation's charges, or None if the limit has since been removed."""
+        """Return one binding per charge of a reservation, with None for a limit that has since been removed."""
         return [self._holding(charge, tenant_id) for charge in charges]
 
     def _holding(self, charge: Charge, tenant_id: str) -> Binding | None:
