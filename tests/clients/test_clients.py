@@ -84,7 +84,10 @@ def plain(stand: Stand) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=CLIENTS, ids=str)
 def seen(request: pytest.FixtureRequest, stand: Stand) -> dict[str, Any]:
     """The document that one client printed."""
-    program, script = CLIENTS[request.param]
+    return output_of(stand, *CLIENTS[request.param])
+
+
+def output_of(stand: Stand, program: str, script: str) -> dict[str, Any]:
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("LORAMUX_", "PYTHON"))},
         "CLIENT_URL": stand.url,
@@ -137,6 +140,16 @@ def test_a_structured_answer_is_parsed(seen: dict[str, Any]) -> None:
         True,
         bool,
     )
+
+
+def test_instructor_receives_valid_models_whole_and_streamed(stand: Stand) -> None:
+    seen = output_of(stand, str(ENVIRONMENT / "bin" / "python"), "instructor_python.py")
+    fact = seen["structured"]
+    assert sorted(fact) == ["city", "is_capital", "mayors"]
+    assert fact["city"] in ("Paris", "Rome")
+    assert seen["last part"] == fact
+    assert seen["parts"] > 3
+    assert seen["usage"] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,311 @@
+"""How much do schemas cost? loramux with and without them, and next to vLLM's structured output.
+
+Three questions, in one run over HTTP, with sixteen adapters on a random model:
+
+    every row      the throughput of sixteen requests with distinct adapters and a schema, over the same without one,
+                   and over vLLM's throughput with the same schema
+    first use      the time to first token of a request whose schema of 20 kB the server has never seen, minus that of
+                   a request without a schema
+    neighbour      the time to first token of a request that arrives together with the first use, minus that of one
+                   that arrives together with a request without a schema
+
+Every answer must be the beginning of a document that satisfies the schema, and have the requested length: the schema
+cannot be satisfied within it. LORAMUX_PEER_VLLM names vLLM's Python, as in `benchmarks/peers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+from llguidance import LLMatcher, LLTokenizer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
+from benchmarks.peers.http_questions import Document, completion_body, post_all, require_lengths
+from benchmarks.peers.loramux_server import LoramuxServer, open_loramux
+from benchmarks.peers.model_files import ModelFiles, make_model_files
+from benchmarks.peers.system import LORAMUX, SystemFailed
+from benchmarks.peers.vllm_server import VllmServer, find_vllm, open_vllm
+from benchmarks.peers.workload import DISTINCT, Load, draw_work
+from benchmarks.random_model import SHAPES
+from benchmarks.tables import open_console
+from loramux.engine.grammars.vocabulary import load_vocabulary
+
+FOLDER = Path(__file__).parent
+EOS = 2
+"""End-of-sequence token of the random models."""
+
+PLAIN, SCHEMA = "plain", "schema"
+GOALS = {"every row": 0.95, "over vLLM": 2.6, "first use": 0.050}
+"""Lowest ratios of throughput, and longest additional time to first token, in seconds."""
+
+LONG_SCHEMA: Document = {
+    "type": "array",
+    "minItems": 100,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 40},
+            "kind": {"enum": ["bread", "cheese", "wine"]},
+            "price": {"type": "integer", "minimum": 0, "maximum": 10_000},
+        },
+        "required": ["name", "kind", "price"],
+        "additionalProperties": False,
+    },
+}
+"""A schema that no answer of the benchmark satisfies completely."""
+
+
+def new_schema(number: int, num_bytes: int) -> Document:
+    """A schema of about `num_bytes` that differs from those with other numbers."""
+    dice = random.Random(number)
+    properties: Document = {}
+    schema: Document = {"type": "object", "properties": properties, "additionalProperties": False}
+    while len(json.dumps(schema)) < num_bytes:
+        name = f"field_{number}_{len(properties)}"
+        properties[name] = dice.choice(
+            [
+                {"type": "string", "maxLength": dice.randint(5, 60), "description": f"The text of {name}."},
+                {"type": "integer", "minimum": 0, "maximum": dice.randint(10, 10**6)},
+                {"enum": [f"{name}-{index}" for index in range(dice.randint(2, 8))]},
+                {"type": "array", "items": {"type": "number"}, "maxItems": dice.randint(1, 20)},
+                {"anyOf": [{"type": "boolean"}, {"type": "null"}], "description": f"Whether {name} applies."},
+            ]
+        )
+        schema["required"] = list(properties)
+    return schema
+
+
+class Checker:
+    """Checks that answers begin a document that satisfies the schema."""
+
+    def __init__(self, vocabulary: LLTokenizer, schema: Document) -> None:
+        options = {"whitespace_pattern": r"[ \n\r\t]*", "whitespace_flexible": True}
+        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
+        self._vocabulary = vocabulary
+        self._matcher = LLMatcher(vocabulary, grammar)
+
+    def require(self, name: str, text: str) -> None:
+        """Raises SystemFailed for a text that breaks the schema."""
+        # A character may be cut at the end of an answer.
+        tokens = self._vocabulary.tokenize_str(text.rstrip("\ufffd"))
+        if not text or self._matcher.deep_copy().validate_tokens(tokens) != len(tokens):
+            raise SystemFailed(f"{name}'s answer breaks the schema: {text!r}")
+
+
+@dataclass(slots=True)
+class Figures:
+    """What one run measured."""
+
+    seconds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    """Seconds of each round, by system and kind of request."""
+    first_token_s: dict[str, list[float]] = field(default_factory=dict)
+    """Times to first token, by kind of request, in seconds."""
+
+    def speed(self, name: str, kind: str, num_tokens: int) -> float:
+        return num_tokens / statistics.median(self.seconds[name, kind])
+
+    def extra_s(self, with_schema: str, without: str) -> float:
+        """Median of the differences of each pair, in seconds."""
+        pairs = zip(self.first_token_s[with_schema], self.first_token_s[without], strict=True)
+        return statistics.median(one - other for one, other in pairs)
+
+
+def answer_all(
+    server: LoramuxServer | VllmServer, name: str, kind: str, load: Load, files: ModelFiles, seed: str, check: Checker
+) -> float:
+    """The seconds in which a system answers sixteen requests with distinct adapters."""
+    work = draw_work(DISTINCT, load, files.num_adapters, files.shape.vocab_size, seed)
+    own = isinstance(server, LoramuxServer)
+    bodies = [
+        completion_body(question, work.num_output, server.models[question.adapter or ""] if own else question.adapter)
+        | ({"structured_outputs": {"json": LONG_SCHEMA}} if kind == SCHEMA else {})
+        for question in work.questions
+    ]
+    headers = {"authorization": f"Bearer {server.api_key}"} if own else {}
+    documents, seconds = post_all(f"{server.url}/v1/completions", bodies, headers)
+    require_lengths(name, [document["usage"]["completion_tokens"] for document in documents], work)
+    if kind == SCHEMA:
+        for document in documents:
+            check.require(name, document["choices"][0]["text"])
+    return seconds
+
+
+async def first_token(client: httpx.AsyncClient, body: Document) -> float:
+    """Seconds from sending a request to its first token."""
+    started = time.perf_counter()
+    async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        if response.status_code != 200:
+            raise SystemFailed(f"{response.status_code}: {(await response.aread()).decode()[:500]}")
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                seconds = time.perf_counter() - started
+                # The rest of the answer must not slow down the next request.
+                async for _ in response.aiter_lines():
+                    pass
+                return seconds
+    raise SystemFailed("an answer has no token")
+
+
+async def measure_first_tokens(
+    server: LoramuxServer, files: ModelFiles, num_pairs: int, num_bytes: int, console: Console
+) -> dict[str, list[float]]:
+    """Times to first token with and without a new schema, alone and next to a neighbour without one."""
+    found: dict[str, list[float]] = {
+        name: [] for name in ("with", "without", "neighbour of with", "neighbour of without")
+    }
+    dice = random.Random(0)
+    headers = {"authorization": f"Bearer {server.api_key}"}
+    numbers: Iterator[int] = iter(range(10**9))
+    models = list(server.models.values())
+
+    def body(model: str) -> Document:
+        prompt = [dice.randrange(300, files.shape.vocab_size) for _ in range(64)]
+        return {"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
+
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=600.0, trust_env=False) as client:
+        for index in track(range(num_pairs), description="first use", console=console):
+            # The order alternates, so that a drift in the machine's speed cancels out.
+            kinds = ("with", "without") if index % 2 else ("without", "with")
+            for kind in kinds:
+                fields = [{"structured_outputs": {"json": new_schema(next(numbers), num_bytes)}} for _ in range(2)]
+                alone, together = fields if kind == "with" else ({}, {})
+                found[kind].append(await first_token(client, body(models[0]) | alone))
+                _, neighbour = await asyncio.gather(
+                    first_token(client, body(models[1]) | together), first_token(client, body(models[2]))
+                )
+                found[f"neighbour of {kind}"].append(neighbour)
+    return found
+
+
+def measure(arguments: argparse.Namespace, files: ModelFiles, logs: Path, console: Console) -> Figures:
+    figures = Figures()
+    check = Checker(load_vocabulary(files.base, files.shape.vocab_size, (EOS,)), LONG_SCHEMA)
+
+    def rounds(server: LoramuxServer | VllmServer, name: str, kinds: Sequence[str]) -> None:
+        for kind in kinds:
+            answer_all(server, name, kind, Load(8, 4), files, f"warm {kind}", check)
+        for number in track(range(arguments.rounds), description=name, console=console):
+            for kind in kinds if number % 2 else reversed(kinds):
+                seconds = answer_all(server, name, kind, arguments.load, files, f"{number}", check)
+                figures.seconds.setdefault((name, kind), []).append(seconds)
+
+    with open_loramux(arguments.dtype, arguments.threads, logs, files, False) as running:
+        assert isinstance(running, LoramuxServer)
+        rounds(running, LORAMUX, (PLAIN, SCHEMA))
+        figures.first_token_s = asyncio.run(
+            measure_first_tokens(running, files, arguments.pairs, arguments.schema_bytes, console)
+        )
+    peer = find_vllm(os.environ, arguments.threads, logs)
+    if peer.missing is not None:
+        console.print(f"{peer.name}: {peer.missing}")
+        return figures
+    python = Path(os.environ["LORAMUX_PEER_VLLM"]).absolute()
+    with open_vllm(python, arguments.dtype, True, arguments.threads, logs, files, False) as running:
+        assert isinstance(running, VllmServer)
+        rounds(running, peer.name, (PLAIN, SCHEMA))
+    return figures
+
+
+def report(figures: Figures, num_tokens: int, console: Console) -> dict[str, Any]:
+    """Print the tables; returns the figures with their goals."""
+    speeds = {key: figures.speed(*key, num_tokens) for key in figures.seconds}
+    table = Table(title="sixteen requests with distinct adapters, output tokens/s, median")
+    for heading in ("system", PLAIN, SCHEMA):
+        table.add_column(heading, justify="left" if heading == "system" else "right")
+    for name in dict.fromkeys(name for name, _ in speeds):
+        table.add_row(name, *(f"{speeds[name, kind]:.1f}" for kind in (PLAIN, SCHEMA)))
+    console.print(table)
+    values = {
+        "every row": speeds[LORAMUX, SCHEMA] / speeds[LORAMUX, PLAIN],
+        "over vLLM": speeds[LORAMUX, SCHEMA] / speeds["vLLM", SCHEMA] if ("vLLM", SCHEMA) in speeds else None,
+        "first use": figures.extra_s("with", "without"),
+        "neighbour": figures.extra_s("neighbour of with", "neighbour of without"),
+    }
+    shown = {
+        "every row": "throughput with a schema on every row, over none",
+        "over vLLM": "throughput with a schema on every row, over vLLM's",
+        "first use": "additional time to first token of the first use of a schema",
+        "neighbour": "additional time to first token of a neighbour of the first use",
+    }
+    table = Table(title="goals")
+    for heading in ("figure", "value", "goal", ""):
+        table.add_column(heading, justify="left" if heading == "figure" else "right")
+    for name, value in values.items():
+        is_time = name in ("first use", "neighbour")
+        goal = GOALS.get(name)
+        verdict = "" if value is None or goal is None else ("met" if (value <= goal) == is_time else "missed")
+        written = "-" if value is None else (f"{1000 * value:+.0f} ms" if is_time else f"{value:.2f}")
+        limit = "" if goal is None else (f"<= {1000 * goal:.0f} ms" if is_time else f">= {goal:.2f}")
+        table.add_row(shown[name], written, limit, verdict)
+    console.print(table)
+    medians = {name: statistics.median(times) for name, times in figures.first_token_s.items()}
+    console.print("time to first token, median: " + ", ".join(f"{k} {1000 * s:.0f} ms" for k, s in medians.items()))
+    return {"tokens_per_second": _by_system(speeds), "values": values, "goals": GOALS, "first_token_s": medians}
+
+
+def _by_system(speeds: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for (name, kind), speed in speeds.items():
+        found.setdefault(name, {})[kind] = round(speed, 2)
+    return found
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--size", choices=sorted(SHAPES), default="1b", help="shape of the random model")
+    add("--load", type=Load.parse, default=Load(32, 128), help="tokens per prompt and answer, like 32/128")
+    add("--adapters", type=int, default=16)
+    add("--rank", type=int, default=16)
+    add("--rounds", type=int, default=5, help="measured rounds per system and kind of request")
+    add("--pairs", type=int, default=15, help="pairs of first uses, with and without a schema")
+    add("--schema-bytes", type=int, default=20_000, help="size of a new schema")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    add("--scratch", type=Path, default=FOLDER / "scratch" / "peers", help="directory for models and logs")
+    add("--out", type=Path, help="write the figures as JSON")
+    add_allow_busy(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    console = open_console()
+    machine, busy_before = describe(), require_idle(arguments.allow_busy)
+    files = make_model_files(arguments.scratch, arguments.size, arguments.adapters, arguments.rank)
+    try:
+        figures = measure(arguments, files, arguments.scratch.absolute() / "logs", console)
+    except SystemFailed as error:
+        console.print(f"[red]{error}[/red]", highlight=False)
+        return 1
+    found = report(figures, arguments.adapters * arguments.load.num_output, console)
+    if arguments.out is not None:
+        workload = {
+            name: str(getattr(arguments, name))
+            for name in ("size", "load", "adapters", "rank", "rounds", "pairs", "schema_bytes", "dtype", "threads")
+        }
+        head = {"date": datetime.now(UTC).date().isoformat(), "workload": workload, "machine": machine}
+        seconds = {f"{name}, {kind}": times for (name, kind), times in figures.seconds.items()}
+        busy = {"before": round(busy_before, 3), "after": round(busy_share(), 3)}
+        document = head | {"busy_share": busy} | found | {"seconds": seconds, "first_tokens": figures.first_token_s}
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
