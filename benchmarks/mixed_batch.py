@@ -81,7 +81,7 @@ def assemble(base: Path, packed: list[PackedAdapter], dtype: str, threads: int) 
 def run_loramux(
     assembled: AssembledEngine, prompts: torch.Tensor, num_tokens: int, digests: list[str | None]
 ) -> tuple[list[list[int]], float]:
-    """Run all requests together with greedy decoding; returns each request's tokens and the total seconds."""
+    """Run all requests together with greedy decoding. Returns each request's tokens and the total seconds."""
     engine = assembled.engine
     engine.take_outbox()
     answers: list[list[int]] = [[] for _ in prompts]

@@ -79,7 +79,7 @@ class SteadyLoad:
         self.num_running = 0
 
     def run(self, num_steps: int) -> float:
-        """Run `num_steps` steps; returns their CPU seconds, without the time to create requests and check answers."""
+        """Run `num_steps` steps. Returns their CPU seconds, without the time to create requests and check answers."""
         seconds = 0.0
         for _ in range(num_steps):
             while len(self._adds) < self._num_wanted:

@@ -222,7 +222,7 @@ def measure(arguments: argparse.Namespace, files: ModelFiles, logs: Path, consol
 
 
 def report(figures: Figures, num_tokens: int, console: Console) -> dict[str, Any]:
-    """Print the tables; returns the figures with their goals."""
+    """Print the tables. Returns the figures with their goals."""
     speeds = {key: figures.speed(*key, num_tokens) for key in figures.seconds}
     table = Table(title="sixteen requests with distinct adapters, output tokens/s, median")
     for heading in ("system", PLAIN, SCHEMA):

@@ -113,7 +113,7 @@ def assemble_engine(
     note_running: Callable[[list[str]], None] | None = None,
     spans: SpanSink | None = None,
 ) -> AssembledEngine:
-    """Load the model and allocate the pool; raises EngineError with a message that explains how to fix the problem.
+    """Load the model and allocate the pool. Raises EngineError with a message that explains how to fix the problem.
 
     Other threads call `wake` when an idle engine has something to do. The engine belongs to the calling thread. Before
     each step, it passes the ids of the running sequences to `note_running`. `spans` receives the spans of traced

@@ -149,7 +149,7 @@ class Database:
 
     @contextmanager
     def read(self, within_s: float | None = None) -> Iterator[Connection]:
-        """A read-only transaction; raises ReadTooLong for a statement that takes longer than `within_s`."""
+        """A read-only transaction. Raises ReadTooLong for a statement that takes longer than `within_s`."""
         with self._engine.connect().execution_options(**{_READ_ONLY: True}) as connection, connection.begin():
             if within_s is None:
                 yield connection

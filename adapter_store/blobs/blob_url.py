@@ -14,7 +14,7 @@ _PREFIX = re.compile(r"[A-Za-z0-9._/-]*")
 
 
 def open_blob_store(url: str) -> BlobStore:
-    """Open `file://DIRECTORY` or `s3://BUCKET[/PREFIX]` without connecting (see `check`); raises InvalidBlobUrl."""
+    """Open `file://DIRECTORY` or `s3://BUCKET[/PREFIX]` without connecting (see `check`). Raises InvalidBlobUrl."""
     scheme, separator, rest = url.partition("://")
     if scheme == "file" and separator and rest:
         return LocalBlobStore(Path(rest))

@@ -63,11 +63,11 @@ class BlobStore(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Check that blobs can be stored here; raises BlobStoreUnavailable with a message for the operator."""
+        """Check that blobs can be stored here. Raises BlobStoreUnavailable with a message for the operator."""
 
     @abstractmethod
     def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
-        """Store a file or bytes; returns False and keeps the existing blob if the key is taken.
+        """Store a file or bytes. Returns False and keeps the existing blob if the key is taken.
 
         After BlobStoreUnavailable the blob may or may not exist. `deadline_s` works as in `get`.
         """
@@ -82,7 +82,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def read_bytes(self, key: str) -> bytes:
-        """Read a small blob into memory; raises BlobNotFound, or BlobTooLarge above `MAX_READ_BYTES`."""
+        """Read a small blob into memory. Raises BlobNotFound, or BlobTooLarge above `MAX_READ_BYTES`."""
 
     @abstractmethod
     def head(self, key: str) -> BlobInfo | None:
@@ -120,7 +120,7 @@ class BlobStore(ABC):
         return None
 
     def complete_parts(self, key: str, upload_id: str, size: int) -> bool:
-        """Assemble a blob from its uploaded parts; returns False and keeps the existing blob if the key is taken.
+        """Assemble a blob from its uploaded parts. Returns False and keeps the existing blob if the key is taken.
 
         Raises PartsMissing unless the parts total `size` bytes, or BlobNotFound if there is no such upload.
         """

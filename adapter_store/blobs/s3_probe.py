@@ -46,7 +46,7 @@ class S3Probe:
         )
 
     def completes_conditionally(self) -> bool:
-        """Test if multipart uploads can be completed with `If-None-Match: *`; raises BlobStoreUnavailable."""
+        """Test if multipart uploads can be completed with `If-None-Match: *`. Raises BlobStoreUnavailable."""
         calls, key = self._calls, self._new_key()
         what = "test multipart uploads"
         with suppress(PreconditionFailed):
@@ -99,7 +99,7 @@ class S3Probe:
         return f"{self._prefix}{PROBES}{uuid.uuid4().hex}"
 
     def _put(self, key: str) -> None:
-        """Put a one-byte blob; raises PreconditionFailed if the key is taken."""
+        """Put a one-byte blob. Raises PreconditionFailed if the key is taken."""
         calls = self._calls
 
         def attempt() -> None:

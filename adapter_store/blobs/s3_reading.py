@@ -117,7 +117,7 @@ class S3Reader:
         self._limits = calls.limits
 
     def read(self, key: str, sink: Sink, max_bytes: int | None = None, deadline_s: float | None = None) -> None:
-        """Copy a blob into `sink`; raises BlobNotFound, BlobTooLarge, BlobDamaged or BlobStoreUnavailable."""
+        """Copy a blob into `sink`. Raises BlobNotFound, BlobTooLarge, BlobDamaged or BlobStoreUnavailable."""
         deadline = Deadline(self._limits.body_s if deadline_s is None else deadline_s)
         may_demand = True
         for number in range(self._limits.max_attempts):

@@ -65,7 +65,7 @@ class PayloadCheck:
     verify_s: float = 0.0
 
     def run(self, payload: npt.NDArray[np.uint8], sha256: str, read: Callable[[memoryview], int]) -> bool:
-        """Fill `payload`, uint8 `[num_bytes]`, from `read` in one pass; returns whether it matches `sha256`.
+        """Fill `payload`, uint8 `[num_bytes]`, from `read` in one pass. Returns whether it matches `sha256`.
 
         Raises EOFError if the input ends early.
         """

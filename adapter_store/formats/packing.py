@@ -74,7 +74,7 @@ def _tables(shape: tuple[int, ...]) -> tuple[npt.NDArray[np.int32], npt.NDArray[
 
 
 def _places(file: CanonicalAdapter, target: PackTarget) -> list[ModulePlace]:
-    """List the adapter's modules; raises AdapterRejected if the base has no module of the same name and shape."""
+    """List the adapter's modules. Raises AdapterRejected if the base has no module of the same name and shape."""
     entries = file.header.tensors
     places = [place for place in module_places(target) if place.key in file.scales]
     for place in places:

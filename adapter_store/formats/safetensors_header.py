@@ -58,7 +58,7 @@ def header_length(start: bytes, file_size: int, max_header_bytes: int = MAX_HEAD
 
 
 def parse_header(header: bytes, file_size: int) -> SafetensorsHeader:
-    """Parse and check the header of a file of `file_size` bytes; raises AdapterRejected."""
+    """Parse and check the header of a file of `file_size` bytes. Raises AdapterRejected."""
     try:
         document = parse_strict_json(header)
     except DuplicateKey as error:

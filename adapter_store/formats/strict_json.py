@@ -26,7 +26,7 @@ class DuplicateKey(InvalidJson):
 
 
 def parse_strict_json(text: bytes) -> Any:
-    """Parse UTF-8 JSON; raises InvalidJson."""
+    """Parse UTF-8 JSON. Raises InvalidJson."""
     try:
         document = json.loads(
             text.decode("utf-8"),

@@ -70,7 +70,7 @@ class VersionClaims:
         """Unique to this process: after a restart, earlier claims count as another server's."""
 
     def claim_version(self, version_id: str) -> ClaimedVersion | None:
-        """Claim a version; returns None if it is ready, rejected, postponed, or claimed by another server."""
+        """Claim a version. Returns None if it is ready, rejected, postponed, or claimed by another server."""
         columns = adapter_versions.c
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
@@ -87,7 +87,7 @@ class VersionClaims:
         return ClaimedVersion(version, upload)
 
     def renew(self, version_id: str) -> None:
-        """Extend the claim by another lease; raises ClaimLost."""
+        """Extend the claim by another lease. Raises ClaimLost."""
         with self._database.write() as connection:
             expires_us = self._database.now_us(connection) + self._lease_us
             self._change(connection, version_id, {"claim_expires_us": expires_us})
@@ -138,7 +138,7 @@ class VersionClaims:
             connection.execute(update(uploads).where(uploads.c.id == claimed.upload.id).values(files=declared))
 
     def accept(self, version: AdapterVersion, verdict: Verdict) -> None:
-        """Record that validation has passed; raises ClaimLost, or AdapterRejected if these weights are quarantined."""
+        """Record that validation has passed. Raises ClaimLost, or AdapterRejected if these weights are quarantined."""
         facts = {
             "digest": verdict.digest,
             "max_rank": verdict.max_rank,
@@ -170,7 +170,7 @@ class VersionClaims:
                 change_alias(connection, version.adapter_id, DEFAULT_ALIAS, first, SYSTEM, "set", now_us)
 
     def reject(self, version_id: str, report: Mapping[str, Any]) -> None:
-        """Reject a version permanently; raises ClaimLost."""
+        """Reject a version permanently. Raises ClaimLost."""
         nothing = {"digest": None, "max_rank": None, "num_pages": None, "canonical_bytes": None}
         with self._database.write() as connection:
             self._change(connection, version_id, {"state": "rejected", "report": dict(report), **nothing, **_NO_CLAIM})

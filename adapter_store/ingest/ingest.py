@@ -199,7 +199,7 @@ class Ingest:
         return version
 
     def process(self, version_id: str) -> AdapterVersion:
-        """Validate a version and publish or reject it; returns it unchanged if another server has claimed it.
+        """Validate a version and publish or reject it. Returns it unchanged if another server has claimed it.
 
         Raises StoreError if a store or the validation process fails; the version is then retried later.
         """

@@ -66,7 +66,7 @@ class KeptHeader:
 
     @classmethod
     def decode(cls, data: bytes) -> KeptHeader:
-        """Decode the output of `encode`; raises AdapterCorrupt."""
+        """Decode the output of `encode`. Raises AdapterCorrupt."""
         try:
             end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
             ranges = tuple((int(begin), int(stop)) for begin, stop in json.loads(data[end:])["ranges"])

@@ -34,7 +34,7 @@ class AdapterSources:
         self._open_store = open_store
 
     def check(self, url: str) -> str:
-        """Return the URL without trailing slashes; raises UploadRefused unless the source is allowed."""
+        """Return the URL without trailing slashes. Raises UploadRefused unless the source is allowed."""
         if len(url) > MAX_URL_LENGTH or not is_source_url(url):
             raise UploadRefused("invalid_source", "a source must have the form s3://BUCKET/PREFIX", "source")
         if not f"{url.rstrip('/')}/".startswith(self._allowed or ("\0",)):
@@ -42,7 +42,7 @@ class AdapterSources:
         return url.rstrip("/")
 
     def size(self, url: str, name: str, max_bytes: int) -> int:
-        """Return the size of a source's file in bytes, without copying it; raises the same errors as `fetch_file`."""
+        """Return the size of a source's file in bytes, without copying it. Raises the same errors as `fetch_file`."""
         with _told(name, max_bytes):
             found = self._open_store(self.check(url)).head(name)
             if found is None:
@@ -51,7 +51,7 @@ class AdapterSources:
             return found.size
 
     def fetch_file(self, url: str, name: str, destination: Path, max_bytes: int) -> None:
-        """Copy one file from a source; raises AdapterRejected, or SourceUnavailable if a later attempt may succeed."""
+        """Copy one file from a source. Raises AdapterRejected, or SourceUnavailable if a later attempt may succeed."""
         with _told(name, max_bytes):
             # Check again: the allowed sources may have changed since the version was created.
             self._open_store(self.check(url)).get(name, destination, max_bytes)

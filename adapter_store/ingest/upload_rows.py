@@ -102,7 +102,7 @@ class UploadRows:
         return upload_of(row) if row else None
 
     def require_open(self, upload_id: str) -> Upload:
-        """Return an open upload; raises UploadNotFound, or UploadRefused if the upload is used or has expired."""
+        """Return an open upload. Raises UploadNotFound, or UploadRefused if the upload is used or has expired."""
         upload = self.get_upload(upload_id)
         if upload is None:
             raise UploadNotFound("there is no such upload")
@@ -159,7 +159,7 @@ class UploadRows:
             return _insert_version(connection, upload, upload.created_us).version
 
     def get_version(self, version_id: str) -> AdapterVersion:
-        """Return a version; raises VersionNotFound."""
+        """Return a version. Raises VersionNotFound."""
         row = None
         if is_identifier(version_id):
             with self._database.read() as connection:
@@ -169,7 +169,7 @@ class UploadRows:
         return version_of(row)
 
     def upload_of_version(self, version_id: str) -> Upload:
-        """Return the upload that a version was created from; raises VersionNotFound."""
+        """Return the upload that a version was created from. Raises VersionNotFound."""
         query = (
             select(uploads)
             .join(adapter_versions, adapter_versions.c.upload_id == uploads.c.id)
@@ -266,14 +266,14 @@ def upload_of(row: Row[*tuple[Any, ...]]) -> Upload:
 
 
 def _lock_owner(connection: Connection, adapter_id: str) -> str:
-    """Lock the row of an adapter's tenant; returns the tenant's identifier."""
+    """Lock the row of an adapter's tenant. Returns the tenant's identifier."""
     tenant_id: str = connection.execute(select(owner_of(adapter_id))).scalar_one()
     lock_tenant(connection, tenant_id)
     return tenant_id
 
 
 def _own_upload(connection: Connection, adapter_id: str, upload_id: str) -> Upload:
-    """Return one of the adapter's uploads; raises UploadNotFound."""
+    """Return one of the adapter's uploads. Raises UploadNotFound."""
     row = None
     if is_identifier(upload_id):
         row = connection.execute(select(uploads).where(uploads.c.id == upload_id)).first()

@@ -64,7 +64,7 @@ class VersionProcessor:
         self._at_failpoint = at_failpoint
 
     def process(self, version_id: str) -> AdapterVersion:
-        """Publish or reject a version; returns it unchanged if it has a verdict or another server has claimed it.
+        """Publish or reject a version. Returns it unchanged if it has a verdict or another server has claimed it.
 
         Raises StoreError if a store or the validation process fails; the version is then retried later.
         """

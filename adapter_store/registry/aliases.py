@@ -53,7 +53,7 @@ class AdapterAliases:
         return found
 
     def get(self, adapter_id: str, name: str) -> Alias:
-        """Return an alias; raises AliasNotFound."""
+        """Return an alias. Raises AliasNotFound."""
         with self._database.read() as connection:
             return _require(connection, adapter_id, name)
 
@@ -109,7 +109,7 @@ class AdapterAliases:
             return change_alias(connection, adapter_id, name, ready, actor, "rollback", now_us)
 
     def targets_at(self, adapter_id: str, name: str, revision: int | None = None) -> tuple[AliasTarget, ...]:
-        """Return the targets that a rollback would restore; raises AliasNotFound or NothingToRollBack."""
+        """Return the targets that a rollback would restore. Raises AliasNotFound or NothingToRollBack."""
         with self._database.read() as connection:
             present = _require(connection, adapter_id, name)
             wanted = present.revision - 1 if revision is None else revision
@@ -144,7 +144,7 @@ class AdapterAliases:
     def history(
         self, adapter_id: str, name: str, limit: int, after: str | None = None, before: str | None = None
     ) -> Page[AliasChange]:
-        """List the changes to an alias, newest first; raises AliasNotFound."""
+        """List the changes to an alias, newest first. Raises AliasNotFound."""
         table = adapter_alias_history
         query = select(table).where(table.c.adapter_id == adapter_id, table.c.name == name)
         with self._database.read() as connection:

@@ -56,7 +56,7 @@ class AdapterRegistry:
         self._reserved_names = frozenset(reserved_names)
 
     def create_adapter(self, tenant_id: str, name: str) -> Adapter:
-        """Create an adapter; raises InvalidName, TenantNotFound or AdapterExists."""
+        """Create an adapter. Raises InvalidName, TenantNotFound or AdapterExists."""
         check_slug(name, "name")
         if name in self._reserved_names:
             raise InvalidName("reserved_name", f"{name!r} is the name of the base model", "name")
@@ -87,7 +87,7 @@ class AdapterRegistry:
         return _adapter(row) if row else None
 
     def delete_adapter(self, adapter_id: str) -> None:
-        """Delete an adapter; raises AdapterNotFound, or AdapterInUse if the adapter has versions or uploads."""
+        """Delete an adapter. Raises AdapterNotFound, or AdapterInUse if the adapter has versions or uploads."""
         with self.database.write() as connection:
             lock_adapter(connection, adapter_id)
             version = select(adapter_versions.c.id).where(adapter_versions.c.adapter_id == adapter_id).limit(1)

@@ -57,7 +57,7 @@ class AdapterGrants:
             return Grant(*connection.execute(of_tenant).one())
 
     def remove(self, adapter_id: str, tenant: str) -> None:
-        """Revoke a grant for future requests; raises GrantNotFound.
+        """Revoke a grant for future requests. Raises GrantNotFound.
 
         `tenant` is an identifier or a slug. Without a grant, the same statement runs whether or not the tenant exists,
         so its duration does not reveal to an owner which tenants exist.

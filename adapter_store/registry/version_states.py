@@ -27,7 +27,7 @@ class VersionStates:
         self._registry = registry
 
     def archive(self, adapter_id: str, number: int) -> AdapterVersion:
-        """Take a ready version out of service; raises VersionInUse if an alias names the version.
+        """Take a ready version out of service. Raises VersionInUse if an alias names the version.
 
         Also raises AdapterNotFound, VersionNotFound or VersionNotReady.
         """
@@ -41,11 +41,11 @@ class VersionStates:
         return self._change(adapter_id, number, ("ready", "archived", "quarantined"), "quarantined", may_be_named=True)
 
     def restore(self, adapter_id: str, number: int, from_states: Collection[VersionState]) -> AdapterVersion:
-        """Put a version back into service; raises VersionNotReady if its state is not in `from_states`."""
+        """Put a version back into service. Raises VersionNotReady if its state is not in `from_states`."""
         return self._change(adapter_id, number, (*from_states, "ready"), "ready", may_be_named=True)
 
     def set_disabled(self, adapter_id: str, is_disabled: bool) -> Adapter:
-        """Disable or enable an adapter; raises AdapterNotFound."""
+        """Disable or enable an adapter. Raises AdapterNotFound."""
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
             now_us = self._database.now_us(connection)

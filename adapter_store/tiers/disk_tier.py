@@ -268,7 +268,7 @@ class DiskTier:
 
 
 def _open_shared(path: Path) -> tuple[int, os.stat_result] | None:
-    """Open a file under a shared lock; returns None if the file is gone or being removed."""
+    """Open a file under a shared lock. Returns None if the file is gone or being removed."""
     try:
         # Reading must not change the access time, which records the order of use.
         descriptor = os.open(path, os.O_RDONLY | _KEEPS_ACCESS_TIME)

@@ -18,7 +18,7 @@ ALIGNMENT = 4096
 
 
 def shared_memory(num_bytes: int) -> int:
-    """Create shared memory; returns its descriptor. Pages are committed when written or registered with a GPU."""
+    """Create shared memory. Returns its descriptor. Pages are committed when written or registered with a GPU."""
     descriptor = os.memfd_create("adapters")
     os.truncate(descriptor, max(num_bytes, 1))
     return descriptor

@@ -50,7 +50,7 @@ class HostTier:
         return digest in self._entries
 
     def lease(self, digest: str) -> PackedAdapter | None:
-        """Take another lease on an adapter; returns None if the adapter is not in the tier."""
+        """Take another lease on an adapter. Returns None if the adapter is not in the tier."""
         entry = self._entries.get(digest)
         if entry is None:
             return None

@@ -143,7 +143,7 @@ class PackedSource:
             del downloading
 
     def _join(self, digest: str, cancellation: Cancellation) -> tuple[_Download, Future[PackedAdapter]] | None:
-        """Take over the running download of a cancelled fetch; returns None if there is none."""
+        """Take over the running download of a cancelled fetch. Returns None if there is none."""
         with self._lock:
             running = self._running.get(digest)
             if running is None or not running[0].cancellation.is_cancelled:

@@ -75,7 +75,7 @@ class StagingLink:
         return self._end.fileno()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for a packet or the end of the stream; returns False on timeout."""
+        """Wait up to `timeout_s` for a packet or the end of the stream. Returns False on timeout."""
         return bool(select.select([self._end], [], [], max(0.0, timeout_s))[0])
 
     def send(self, message: ToStaging | StagingConfig) -> None:
@@ -122,7 +122,7 @@ class StagingLink:
             self.send(Ping())
 
     def end(self) -> int:
-        """Clean up after a lost process; returns its exit code."""
+        """Clean up after a lost process. Returns its exit code."""
         self._end.close()
         self.process.kill()
         return self.process.wait()

@@ -78,7 +78,7 @@ class ForkServer:
         return None if running is None else running.process.pid
 
     def run(self, request: bytes, wall_s: float) -> Ended:
-        """Run a fork with `request` as its standard input; raises ForkServerFailed if the process cannot fork."""
+        """Run a fork with `request` as its standard input. Raises ForkServerFailed if the process cannot fork."""
         with (
             self._turn,
             tempfile.TemporaryFile() as stdin,
@@ -156,7 +156,7 @@ class ForkServer:
             self._running = _Running(process, ours, errors)
 
     def _end(self) -> tuple[int, str]:
-        """Wait for the process to exit; returns its exit code and the last line of its standard error."""
+        """Wait for the process to exit. Returns its exit code and the last line of its standard error."""
         running = self._running
         if running is None:
             return 0, ""
@@ -226,7 +226,7 @@ def _lower_priority(niceness: int) -> None:
 
 
 def _wait_for(pid: int, link: socket.socket, woken: int, wall_s: float) -> bytes:
-    """Wait for a fork to exit, or kill it; returns the reply."""
+    """Wait for a fork to exit, or kill it. Returns the reply."""
     deadline_s = time.monotonic() + wall_s
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)

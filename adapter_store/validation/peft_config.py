@@ -96,7 +96,7 @@ class PeftConfig:
 
 
 def parse_peft_config(text: bytes) -> PeftConfig:
-    """Parse a configuration; raises AdapterRejected, which names the offending key."""
+    """Parse a configuration. Raises AdapterRejected, which names the offending key."""
     document = _parse(text)
     for key, value in document.items():
         if key in _OFF:

@@ -57,7 +57,7 @@ class TensorNames:
 
 
 def current_names(names: Iterable[str]) -> TensorNames:
-    """Find each tensor's current name; raises AdapterRejected if the file mixes naming styles or if names collide."""
+    """Find each tensor's current name. Raises AdapterRejected if the file mixes naming styles or if names collide."""
     originals: dict[str, str] = {}
     spelling: _Spelling | None = None
     are_current = True

@@ -24,7 +24,7 @@ _LAYER = re.compile(r"base_model\.model\.model\.layers\.([0-9]{1,4})\.")
 
 
 def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, checks: CheckList | None = None) -> Report:
-    """Check an upload against the base; raises AdapterRejected. Needs only the base's shapes, not its weights.
+    """Check an upload against the base. Raises AdapterRejected. Needs only the base's shapes, not its weights.
 
     Records its checks in `checks`, to which the caller can add its own.
     """

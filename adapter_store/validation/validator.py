@@ -60,7 +60,7 @@ class ValidationFailed(StoreError):
 
 
 class Validator(Protocol):
-    """Validates an upload for `Ingest`; raises AdapterRejected or ValidationFailed."""
+    """Validates an upload for `Ingest`. Raises AdapterRejected or ValidationFailed."""
 
     def validate(self, job: ValidationJob, target: PackTarget) -> Accepted: ...
 
@@ -158,7 +158,7 @@ class SubprocessValidator:
 
 
 def missing_measures(command: Sequence[str] = _PROBE) -> tuple[str, ...]:
-    """Return the sandbox measures that this machine lacks; raises ValidationFailed if they cannot be determined."""
+    """Return the sandbox measures that this machine lacks. Raises ValidationFailed if they cannot be determined."""
     try:
         done = subprocess.run(  # noqa: S603 - our own program
             command,

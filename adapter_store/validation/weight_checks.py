@@ -50,7 +50,7 @@ class WeightChecks:
         B: npt.NDArray[np.float32],
         names: tuple[str, str] | None = None,
     ) -> None:
-        """Check a module with `A` float32 `[rank, in]` and `B` float32 `[out, rank]`; raises AdapterRejected.
+        """Check a module with `A` float32 `[rank, in]` and `B` float32 `[out, rank]`. Raises AdapterRejected.
 
         `names` are the file's names of the two tensors, if they differ from PEFT's.
         """
@@ -78,7 +78,7 @@ class WeightChecks:
 
 
 def _norm(name: str, weights: npt.NDArray[np.float32]) -> float:
-    """Return the Frobenius norm of the weights; raises AdapterRejected unless they are finite."""
+    """Return the Frobenius norm of the weights. Raises AdapterRejected unless they are finite."""
     flat = weights.reshape(-1)
     squares = 0.0
     for begin in range(0, flat.size, _BLOCK_ELEMENTS):

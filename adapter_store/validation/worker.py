@@ -33,7 +33,7 @@ _PEAKS = {"VmHWM": "max_rss_bytes", "VmPeak": "max_address_bytes"}
 
 
 def run_job(job: ValidationJob, target: PackTarget) -> Accepted:
-    """Validate an upload and write its canonical and packed files; raises AdapterRejected."""
+    """Validate an upload and write its canonical and packed files. Raises AdapterRejected."""
     checks = CheckList()
     report = validate_files(job.config.read_bytes(), job.tensors, target, checks)
     with checks.check("packing"):

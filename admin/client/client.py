@@ -116,7 +116,7 @@ class AdminClient:
         return self._document(self._send("DELETE", path))
 
     def put_bytes(self, url: str, size: int, chunks: Iterable[bytes]) -> None:
-        """Upload one file to the URL that the server returned for it; raises the same errors as every other call."""
+        """Upload one file to the URL that the server returned for it. Raises the same errors as every other call."""
         headers = {"content-length": str(size), "content-type": "application/octet-stream"}
         # The server answers only after it has stored the whole file.
         timeout = httpx.Timeout(300.0, connect=5.0)

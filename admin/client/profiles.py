@@ -40,7 +40,7 @@ class KnownProfiles:
     current: str | None
 
     def find(self, name: str) -> Profile:
-        """The profile with this name; raises ProfileError if there is none."""
+        """The profile with this name. Raises ProfileError if there is none."""
         if name not in self.profiles:
             close = did_you_mean(name, self.profiles)
             raise ProfileError(f"there is no profile {name!r}{close}; create it with 'loramux profiles add {name}'")

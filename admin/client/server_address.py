@@ -31,7 +31,7 @@ class ServerAddress:
 def find_server(
     profile: str | None, environment: Mapping[str, str] = os.environ, file: ProfileFile | None = None
 ) -> ServerAddress:
-    """The server to call; raises NoServerNamed.
+    """The server to call. Raises NoServerNamed.
 
     A named profile takes precedence over the environment, which takes precedence over the current profile. Address and
     key always come from the same source, so that a key is only ever sent to its own server.

@@ -61,7 +61,7 @@ AsNdjson = Annotated[bool, typer.Option("--ndjson", help="Print one JSON object 
 
 
 def chosen_format(output: Format, as_json: bool, as_csv: bool, as_ndjson: bool) -> Format:
-    """The output format; raises BadParameter if several are given."""
+    """The output format. Raises BadParameter if several are given."""
     short = [
         kind
         for kind, is_asked in ((Format.JSON, as_json), (Format.CSV, as_csv), (Format.NDJSON, as_ndjson))
@@ -73,7 +73,7 @@ def chosen_format(output: Format, as_json: bool, as_csv: bool, as_ndjson: bool) 
 
 
 def start_of(start: int | None, end: int | None, last: str | None) -> int | None:
-    """The start of the time range as a Unix time in seconds; raises BadParameter."""
+    """The start of the time range as a Unix time in seconds. Raises BadParameter."""
     if last is None:
         return start
     found = _LAST.fullmatch(last)

@@ -56,7 +56,7 @@ def fit(
     recipe: Recipe,
     title: str,
 ) -> float:
-    """Trains every parameter that requires a gradient; returns the last loss."""
+    """Trains every parameter that requires a gradient. Returns the last loss."""
     learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learnt, lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     warmup = max(1, recipe.steps // 20)

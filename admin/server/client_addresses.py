@@ -17,7 +17,7 @@ class TrustedProxies:
     """The proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are trusted; none by default."""
 
     def __init__(self, networks: Iterable[str] = ()) -> None:
-        """Takes addresses and networks; raises ValueError for anything else."""
+        """Takes addresses and networks. Raises ValueError for anything else."""
         self._networks: tuple[IPv4Network | IPv6Network, ...] = tuple(map(ipaddress.ip_network, networks))
 
     def __bool__(self) -> bool:

@@ -38,7 +38,7 @@ class OidcSettings:
 
 
 def parse_rule(text: str) -> RoleRule:
-    """Parse `GROUP=SCOPE` or `GROUP=SCOPE@TENANT`; raises ValueError with an explanation."""
+    """Parse `GROUP=SCOPE` or `GROUP=SCOPE@TENANT`. Raises ValueError with an explanation."""
     value, equals, role = text.rpartition("=")
     scope, at, tenant = role.partition("@")
     if not (equals and value) or scope not in ROLES:

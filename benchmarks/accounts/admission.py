@@ -107,7 +107,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _accounts(database: Database, num_tenants: int) -> list[tuple[str, str]]:
-    """Create tenants, each with a key and generous policies; returns (tenant ID, key ID) pairs."""
+    """Create tenants, each with a key and generous policies. Returns (tenant ID, key ID) pairs."""
     tenants, keys, policies = Tenants(database), ApiKeys(database, None), QuotaPolicies(database)
     accounts = []
     for number in range(num_tenants):

@@ -123,7 +123,7 @@ def _measure(kind: str, database: Database, made: UsageWorld, repeats: int, prog
 
 
 def _fold(kind: str, database: Database, num_events: int, progress: Progress) -> int:
-    """Measure how many events per second a gateway folds; raises CheckError if the rollups differ from the ledger."""
+    """Measure how many events per second a gateway folds. Raises CheckError if the rollups differ from the ledger."""
     make_usage_world(kind, database, num_events, FOLDED_WORLD, progress, is_folded=False)
     rollups, started = UsageRollups(database), time.perf_counter()
     with_bar = progress.add_task(f"{kind}: fold", total=num_events)

@@ -191,7 +191,7 @@ class Attention:
 
 
 def sdpa_way(bench: Bench, attention: Attention) -> tuple[LayerLaunch, int]:
-    """torch's attention over contiguous copies of as many layers as fit; returns the launch and the number of layers.
+    """torch's attention over contiguous copies of as many layers as fit. Returns the launch and the number of layers.
 
     In decode, the query heads of a group are passed as query rows.
     """

@@ -77,7 +77,7 @@ TINY_PLAN = CheckPlan(
 
 
 def require_right_engine(bench: Bench) -> Row:
-    """The result of the check, which runs once per process; raises CheckError if the engine's answers are wrong."""
+    """The result of the check, which runs once per process. Raises CheckError if the engine's answers are wrong."""
     if bench.engine_check is None:
         try:
             bench.engine_check = _check(bench)

@@ -161,7 +161,7 @@ class RunningEngine:
             self.wake.clear()
 
     def finish(self) -> list[Any]:
-        """Step until there is no work left; returns the engine's messages."""
+        """Step until there is no work left. Returns the engine's messages."""
         said = []
         while self.assembled.engine.has_work:
             self.step()
@@ -169,7 +169,7 @@ class RunningEngine:
         return said
 
     def load(self, digests: Iterable[str]) -> None:
-        """Load adapters; raises CheckError if one cannot be loaded."""
+        """Load adapters. Raises CheckError if one cannot be loaded."""
         for digest in digests:
             self.assembled.engine.load(b"", Load(call_id=digest, digest=digest))
         for message in self.finish():
@@ -187,7 +187,7 @@ class RunningEngine:
         self.finish()
 
     def answer(self, requests: Iterable[Add]) -> dict[str, Answer]:
-        """Run requests to completion; raises CheckError if one ends for a reason other than its length."""
+        """Run requests to completion. Raises CheckError if one ends for a reason other than its length."""
         answers = {}
         for request in requests:
             answers[request.sequence_id] = Answer([], [])

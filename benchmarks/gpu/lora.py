@@ -146,7 +146,7 @@ def checked_layers(model: Model, num_stored: int) -> list[int]:
 
 
 def _lost(bench: Bench, case: LoraCase, name: str, error: Exception) -> Row:
-    """The row of a failed method, which counts as a failure only for loramux; raises `error` if the device is lost."""
+    """The row of a failed method, which counts as a failure only for loramux. Raises `error` if the device is lost."""
     if bench.is_broken():
         raise error
     kind = "wrong" if isinstance(error, CheckError) else type(error).__name__

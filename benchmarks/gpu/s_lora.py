@@ -168,7 +168,7 @@ def whole_pool_bytes(bench: Bench) -> int:
 
 
 def _run_whole(bench: Bench, name: str, workload: Workload) -> Generator[Row, None, Throughput | None]:
-    """Measure every number of adapters on one engine with the largest pool; returns the result for the fewest."""
+    """Measure every number of adapters on one engine with the largest pool. Returns the result for the fewest."""
     adapters = RandomAdapters(bench, model_of(bench), engine_dtype(bench))
     digests = _make(adapters, name, max(workload.num_adapters))
     pool_bytes = whole_pool_bytes(bench)
@@ -225,7 +225,7 @@ def _case(name: str, count: int, num_pages: int) -> str:
 
 
 def _make(adapters: RandomAdapters, name: str, count: int) -> list[str]:
-    """Make adapters whose ranks alternate; returns their digests in order."""
+    """Make adapters whose ranks alternate. Returns their digests in order."""
     digests = [f"{name}-{number}" for number in range(count)]
     ranks = SETTINGS[name]
     for turn, rank in enumerate(ranks):

@@ -48,7 +48,7 @@ class Agreement:
 
 
 def answers_of(system: System, files: ModelFiles, kinds: Sequence[str]) -> dict[str, TokenIds]:
-    """The system's answers to the same prompts with each kind of adapter; raises SystemFailed if the system fails."""
+    """The system's answers to the same prompts with each kind of adapter. Raises SystemFailed if the system fails."""
     found: dict[str, TokenIds] = {}
     with system.open(files, True) as running:
         for kind in kinds:

@@ -41,7 +41,7 @@ class ChildServer:
             )
 
     def wait_until_ready(self, url: str, timeout_s: float) -> None:
-        """Poll `url` until it answers 200; raises SystemFailed if the process ends or the timeout expires."""
+        """Poll `url` until it answers 200. Raises SystemFailed if the process ends or the timeout expires."""
         deadline = time.monotonic() + timeout_s
         with httpx.Client(timeout=5.0, trust_env=False) as client:
             while True:

@@ -93,7 +93,7 @@ def lora_file(files: ModelFiles, name: str, outtype: str) -> Path:
 
 
 def convert(found: LlamaFiles, files: ModelFiles, outtype: str) -> None:
-    """Convert the files that do not exist yet; raises SystemFailed with the script's last output."""
+    """Convert the files that do not exist yet. Raises SystemFailed with the script's last output."""
     base = base_file(files, outtype)
     if not base.exists():
         base.parent.mkdir(exist_ok=True)

@@ -62,14 +62,14 @@ class Measurement:
         return {cell: [*seconds, *self.way_back.get(cell, ())] for cell, seconds in own.items()}
 
     def run(self, save: Callable[[], None]) -> None:
-        """Run all rounds, and call `save` after each session; raises MachineBusy, or SystemFailed if loramux fails."""
+        """Run all rounds, and call `save` after each session. Raises MachineBusy, or SystemFailed if loramux fails."""
         with Progress(console=self.console, transient=True, refresh_per_second=2) as progress:
             cells = self._after_trials(progress)
             for number in range(self.repeats):
                 self._round(number, cells if number == 0 else self._still_open(cells), progress, save)
 
     def _after_trials(self, progress: Progress) -> list[Cell]:
-        """Run the trials; returns all cells except those in dtypes that are far slower than the peer's best one."""
+        """Run the trials. Returns all cells except those in dtypes that are far slower than the peer's best one."""
         cells = [Cell(system, load, kind) for system in self.systems for load in self.loads for kind in system.kinds]
         names = [system.name for system in self.systems]
         tried = [system for system in self.systems if names.count(system.name) > 1]

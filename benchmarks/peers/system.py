@@ -21,7 +21,7 @@ class Running(Protocol):
     """A system with the model and all adapters loaded."""
 
     def answer(self, work: Work, *, needs_token_ids: bool) -> Answers:
-        """Send all questions together and wait for the last answer; raises SystemFailed if a length is wrong."""
+        """Send all questions together and wait for the last answer. Raises SystemFailed if a length is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class Load:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse "PROMPT/OUTPUT"; raises ValueError with the reason."""
+        """Parse "PROMPT/OUTPUT". Raises ValueError with the reason."""
         num_prompt, slash, num_output = text.partition("/")
         if not (slash and num_prompt.isdecimal() and num_output.isdecimal()):
             raise ValueError(f"{text!r} is not a load: give numbers of prompt and answer tokens, like 64/32")

@@ -116,7 +116,7 @@ class Drive:
         return self._now_s >= end_s and not (self._num_open and self._now_s < end_s + self._patience_s)
 
     def run(self, seconds: float) -> None:
-        """Step for `seconds` or to the end; raises CheckError if a request ends for a reason other than its length."""
+        """Step for `seconds` or to the end. Raises CheckError if a request ends for a reason other than its length."""
         until_s = self._now_s + seconds
         started, cpu_started = time.perf_counter() - self._now_s, time.process_time() - self._cpu_s
         while self._now_s < until_s and not self.is_over:

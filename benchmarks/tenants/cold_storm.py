@@ -138,7 +138,7 @@ def _drop_cached(path: Path) -> None:
 
 
 def measure(measurement: Measurement, console: Console) -> dict[str, list[Observed]]:
-    """Run all rounds; returns each variant's observations, one per round."""
+    """Run all rounds. Returns each variant's observations, one per round."""
     arguments = measurement.arguments
     found: dict[str, list[Observed]] = {way: [] for way in WAYS}
     with open_engine(

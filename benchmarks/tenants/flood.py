@@ -115,7 +115,7 @@ def _unshared(add: Add) -> Add:
 
 
 def measure(measurement: Measurement, console: Console) -> tuple[dict[str, list[Observed]], list[float]]:
-    """Run all rounds; returns each variant's observations, and the engine's capacity in requests/s in each round."""
+    """Run all rounds. Returns each variant's observations, and the engine's capacity in requests/s in each round."""
     arguments = measurement.arguments
     found: dict[str, list[Observed]] = {way: [] for way in WAYS}
     capacities: list[float] = []

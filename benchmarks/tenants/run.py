@@ -139,7 +139,7 @@ class Drive:
         self._num_expected = 0
 
     def run(self, streams: Sequence[Stream], timed: Iterable[Timed]) -> Observed:
-        """Run to the end; raises CheckError if a request ends for a reason other than its length, or a load fails."""
+        """Run to the end. Raises CheckError if a request ends for a reason other than its length, or a load fails."""
         observed = self._observed
         left = deque(timed)
         clock = self._clock()
@@ -223,7 +223,7 @@ class Drive:
 
 
 def keep_only(engine: OpenEngine, digests: Sequence[str]) -> None:
-    """Load these adapters and unload all others; raises CheckError if one cannot be loaded."""
+    """Load these adapters and unload all others. Raises CheckError if one cannot be loaded."""
     for entry in engine.stats().adapters:
         if entry.digest not in digests:
             engine.assembled.engine.unload(b"", Unload(call_id=entry.digest, digest=entry.digest))
@@ -231,7 +231,7 @@ def keep_only(engine: OpenEngine, digests: Sequence[str]) -> None:
 
 
 def preload(engine: OpenEngine, digests: Iterable[str]) -> None:
-    """Load adapters before anything is measured; raises CheckError if one cannot be loaded."""
+    """Load adapters before anything is measured. Raises CheckError if one cannot be loaded."""
     wanted = set(digests)
     for digest in wanted:
         engine.assembled.engine.load(b"", Load(call_id=digest, digest=digest))

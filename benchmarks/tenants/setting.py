@@ -47,7 +47,7 @@ def traffic_of(arguments: argparse.Namespace, files: AdapterFiles) -> Traffic:
 
 
 def check(arguments: argparse.Namespace, files: AdapterFiles) -> dict[str, Any]:
-    """Check that answers are the same alone and in a batch with evictions; returns the figures or raises CheckError."""
+    """Check that answers are the same alone and in a batch with evictions. Returns the figures or raises CheckError."""
     return check_answers(arguments, files, traffic_of(arguments, files), ("lru",))["lru"]
 
 

@@ -10,7 +10,7 @@ MAX_MEMBERS = 4096
 """Maximum number of adapters that one share's floor protects; the most recently requested adapters are kept."""
 
 Protect = Callable[[str, Collection[str], int], None]
-"""Sets a group's adapters and floor in bytes, like `HostTier.protect`; raises ValueError if the floor does not fit."""
+"""Sets a group's adapters and floor in bytes, like `HostTier.protect`. Raises ValueError if the floor does not fit."""
 
 
 @dataclass(slots=True)

@@ -90,7 +90,7 @@ class Backend:
 
 
 def open_backend(device: str, pdl: bool = False) -> Backend:
-    """The backend for `cpu` or `cuda`; raises DeviceNotUsable if the device cannot be used.
+    """The backend for `cpu` or `cuda`. Raises DeviceNotUsable if the device cannot be used.
 
     `pdl` lets launches of LoRA kernels overlap on GPUs of compute capability 9.0 or later; other GPUs ignore it.
     """

@@ -122,7 +122,7 @@ def refuse_field(name: str, value: Any, architecture: str) -> None:
 
 
 def positive(raw: dict[str, Any], name: str) -> int:
-    """The field `name`; raises KeyError if it is missing, or ValueError if it is not a positive integer."""
+    """The field `name`. Raises KeyError if it is missing, or ValueError if it is not a positive integer."""
     value = raw[name]
     if type(value) is not int or value < 1:
         raise ValueError(f"{name} is {shown(value)}, not a positive integer")
@@ -130,7 +130,7 @@ def positive(raw: dict[str, Any], name: str) -> int:
 
 
 def positive_float(raw: dict[str, Any], name: str) -> float:
-    """The field `name`; raises KeyError if it is missing, or ValueError if it is not a positive number."""
+    """The field `name`. Raises KeyError if it is missing, or ValueError if it is not a positive number."""
     value = raw[name]
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise ValueError(f"{name} is {shown(value)}, not a positive number")

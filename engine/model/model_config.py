@@ -127,7 +127,7 @@ class ModelConfig:
 
     @staticmethod
     def load(model_dir: Path) -> ModelConfig:
-        """Read `config.json` and, if present, `generation_config.json`; raises ModelNotSupported with the reason."""
+        """Read `config.json` and, if present, `generation_config.json`. Raises ModelNotSupported with the reason."""
         if not model_dir.is_dir():
             raise ModelNotSupported(f"the model directory {model_dir} does not exist")
         raw = _read_json(model_dir / "config.json")

@@ -23,7 +23,7 @@ class WeightSource(Protocol):
     """A source of a model's tensors."""
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor `name`; raises ModelNotSupported if it is missing or has a different shape."""
+        """The tensor `name`. Raises ModelNotSupported if it is missing or has a different shape."""
         ...
 
 
@@ -35,7 +35,7 @@ class Weights:
         self._unread = set(files)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor `name`; raises ModelNotSupported if it is missing or has a different shape."""
+        """The tensor `name`. Raises ModelNotSupported if it is missing or has a different shape."""
         if name not in self._files:
             raise ModelNotSupported(f"the model has no tensor {name}")
         tensor: torch.Tensor = self._files[name].get_tensor(name)

@@ -48,7 +48,7 @@ def pool_bytes_of(wanted: int | None, memory: DeviceMemory | None) -> int:
 def allocate_pool(
     geometry: PageGeometry, pool_bytes: int, kv_dtype: torch.dtype, adapter_dtype: torch.dtype, device: torch.device
 ) -> PoolViews:
-    """Allocate as many whole pages as fit in `pool_bytes`; raises PoolTooSmall if no page fits or memory runs out.
+    """Allocate as many whole pages as fit in `pool_bytes`. Raises PoolTooSmall if no page fits or memory runs out.
 
     The memory is not cleared: no page is read before its owner has written it.
     """

@@ -38,7 +38,7 @@ class StepRecord:
 
     @staticmethod
     def new_file(max_sequences: int) -> int:
-        """Create memory for a record of up to `max_sequences` ids; returns a descriptor for the child process."""
+        """Create memory for a record of up to `max_sequences` ids. Returns a descriptor for the child process."""
         fd = os.memfd_create("loramux-steps")
         os.ftruncate(fd, _IDS + ID_BYTES * max_sequences)
         return fd

@@ -77,7 +77,7 @@ class ApiKeys:
         expires_us: int | None = None,
         adapters: Sequence[str] | None = None,
     ) -> CreatedKey:
-        """Create a key for a tenant, or for the platform when `tenant_id` is None; raises InvalidRequest or NotFound.
+        """Create a key for a tenant, or for the platform when `tenant_id` is None. Raises InvalidRequest or NotFound.
 
         `adapters` limits the key to these adapters, each an identifier or `[tenant/]name`.
         """

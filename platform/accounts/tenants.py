@@ -94,7 +94,7 @@ class Tenants:
         self._shares: dict[str, tuple[int, Share]] = {}
 
     def create(self, slug: str, display_name: str | None = None, timezone: str = "UTC") -> Tenant:
-        """Create an active tenant; raises InvalidSlug, InvalidRequest or TenantExists."""
+        """Create an active tenant. Raises InvalidSlug, InvalidRequest or TenantExists."""
         _check_timezone(timezone)
         if not SLUG.fullmatch(slug):
             raise InvalidSlug(
@@ -157,7 +157,7 @@ class Tenants:
     def delete(self, tenant_id: str) -> bool:
         """Delete a tenant that has never had an adapter or any usage, together with its revoked keys and its quotas.
 
-        False if there is no such tenant; raises TenantInUse.
+        False if there is no such tenant. Raises TenantInUse.
         """
         in_use = TenantInUse("the tenant has adapters, usable keys or usage: suspend it instead")
         keys, policies = schema.api_keys, schema.quota_policies

@@ -170,7 +170,7 @@ class Admission:
             return connection.execute(delete(counters).where(tuple_(*key).in_(some))).rowcount
 
     def probe(self) -> None:
-        """Check that the database accepts a write; raises SQLAlchemyError if it does not."""
+        """Check that the database accepts a write. Raises SQLAlchemyError if it does not."""
         signals = schema.signals
         with self._write() as connection:
             counted = update(signals).where(signals.c.name == "probe").values(value=signals.c.value + 1)

@@ -127,7 +127,7 @@ class GroupCommit:
             _answer(batch, outcomes)
 
     def _next(self) -> list[_Waiting]:
-        """Wait for the next batch; returns an empty one once the committer is closed and has nothing left."""
+        """Wait for the next batch. Returns an empty one once the committer is closed and has nothing left."""
         with self._has_changed:
             self._has_changed.wait_for(lambda: self._is_closed or self._is_worth_it())
             batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_OPERATIONS))]

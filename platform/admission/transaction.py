@@ -171,7 +171,7 @@ class AdmissionTransaction:
         return True
 
     def _admit(self, bindings: Sequence[Binding], demand: Demand) -> Decision:
-        """Check a demand against the bindings and charge it; raises QuotaExceeded or RequestTooLarge."""
+        """Check a demand against the bindings and charge it. Raises QuotaExceeded or RequestTooLarge."""
         try:
             decision = decide(bindings, self._quotas.counters, demand, self._now_us)
         except (QuotaExceeded, RequestTooLarge):

@@ -37,7 +37,7 @@ class EngineClient(Protocol):
         """Why the engine is not ready, for operators only; None if it is ready or the reason is unknown."""
 
     def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
-        """Run one sequence; raises EngineUnavailable immediately if the engine is not ready."""
+        """Run one sequence. Raises EngineUnavailable immediately if the engine is not ready."""
 
     def abort(self, sequence_id: str, keep: int | None = None) -> None: ...
 

@@ -69,7 +69,7 @@ class JoinedEngine(ConnectedEngine):
         return None if self.is_ready else self._trouble
 
     async def start(self) -> None:
-        """Join the engine; raises JoinRefused if there is no engine or it is the wrong one."""
+        """Join the engine. Raises JoinRefused if there is no engine or it is the wrong one."""
         self._connection = await self._join()
         self._follower = asyncio.create_task(self._follow(), name="engine-follower")
 

@@ -119,7 +119,7 @@ class LocalEngine(ConnectedEngine):
             await self._launch()
 
     async def start(self) -> None:
-        """Wait until the engine can run sequences; raises EngineStartError with the reason if it cannot."""
+        """Wait until the engine can run sequences. Raises EngineStartError with the reason if it cannot."""
         await self.spawn()
         try:
             await self._connect()

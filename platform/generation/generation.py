@@ -93,7 +93,7 @@ class Generation:
         return sum(choice.num_received for choice in self._choices)
 
     async def deltas(self) -> AsyncIterator[ChoiceDelta]:
-        """Yield the choices' output as it arrives; raises ApiError if the request fails."""
+        """Yield the choices' output as it arrives. Raises ApiError if the request fails."""
         while (event := await self._events.get()) is not None:
             yield event
         if self._failure is not None:

@@ -76,7 +76,7 @@ class RunningRequests:
         return len(self._tasks)
 
     async def reserve(self, plan: Plan) -> Reservation:
-        """Reserve the maximum cost; raises QuotaExceeded, RequestTooLarge, DatabaseTrouble or one of TROUBLE."""
+        """Reserve the maximum cost. Raises QuotaExceeded, RequestTooLarge, DatabaseTrouble or one of TROUBLE."""
         self._check()
         adapter = plan.target.model.adapter
         if adapter is None:

@@ -151,7 +151,7 @@ class SettlementSpool:
             self._clear(file, 1, min(num_bytes, ALLOCATED_BYTES))
 
     def _allocate(self, file: int, num_bytes: int) -> None:
-        """Allocate disk space for at least the first `num_bytes` of the file; raises OSError."""
+        """Allocate disk space for at least the first `num_bytes` of the file. Raises OSError."""
         if num_bytes <= self._allocated:
             return
         wanted = min(self._max_bytes, -(-num_bytes // ALLOCATED_BYTES) * ALLOCATED_BYTES)

@@ -44,7 +44,7 @@ class GrammarRefused(Exception):
 
 
 def checked_grammar(kind: str, text: str, vocabulary: LLTokenizer) -> str:
-    """The grammar of a constraint, which compiles and can be followed within the limits; raises GrammarRefused."""
+    """The grammar of a constraint, which compiles and can be followed within the limits. Raises GrammarRefused."""
     from llguidance import LLMatcher
 
     try:
@@ -107,7 +107,7 @@ def _refuse_nested_ids(schema: Any) -> None:
 
 
 def _try_out(matcher: LLMatcher, vocab_size: int) -> None:
-    """Follow the grammar with random tokens; raises GrammarRefused where it meets a limit."""
+    """Follow the grammar with random tokens. Raises GrammarRefused where it meets a limit."""
     import numpy as np
 
     generator = random.Random(0)

@@ -103,7 +103,7 @@ class GrammarChecker:
         self._waiting: dict[str, _Waiting] = {}
 
     async def grammar(self, tenant_id: str, constraint: Constraint) -> str:
-        """The grammar for the engine; raises InvalidRequest, RateLimited and Unavailable."""
+        """The grammar for the engine. Raises InvalidRequest, RateLimited and Unavailable."""
         key = (tenant_id, constraint.kind, constraint.text)
         started_s = time.monotonic()
         checked = self._kept.get(key)

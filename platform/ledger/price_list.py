@@ -124,7 +124,7 @@ class PriceList:
         return None if row is None else _price(row)
 
     def withdraw(self, price_id: str) -> None:
-        """Withdraw a future price; raises NotFound or PriceInForce."""
+        """Withdraw a future price. Raises NotFound or PriceInForce."""
         prices = schema.prices
         with self._database.write() as connection:
             now_us = self._lock(connection)

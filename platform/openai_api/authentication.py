@@ -20,7 +20,7 @@ Services = Annotated[GatewayServices, Depends(services_of)]
 
 
 async def authenticated(request: Request, services: Services) -> Principal:
-    """The authenticated caller; raises Unauthenticated."""
+    """The authenticated caller. Raises Unauthenticated."""
     with traced("authenticate"):
         return await _authenticate(request, services)
 

@@ -57,7 +57,7 @@ COMPLETIONS = Endpoint(name="completions", body=CompletionRequest, tokenise=_tok
 
 
 def _known(prompt: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """Check and return a prompt of token ids; raises InvalidRequest for an id that is not in the vocabulary."""
+    """Check and return a prompt of token ids. Raises InvalidRequest for an id that is not in the vocabulary."""
     if not all(token < vocab_size for token in prompt):
         raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
     return prompt

@@ -57,7 +57,7 @@ def make_plan(
 
 
 def _max_tokens(max_model_len: int, body: GenerationRequest, prompts: Prompts) -> int:
-    """The token limit of each choice; raises InvalidRequest if the longest prompt leaves no room for it."""
+    """The token limit of each choice. Raises InvalidRequest if the longest prompt leaves no room for it."""
     if not all(prompts):
         raise InvalidRequest("the prompt is empty", param=body.PROMPT)
     asked, longest = body.token_limit, max(len(prompt) for prompt in prompts)

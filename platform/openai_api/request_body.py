@@ -27,7 +27,7 @@ _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_p
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Read the whole body; raises PayloadTooLarge as soon as the body exceeds the limit, or InvalidRequest."""
+    """Read the whole body. Raises PayloadTooLarge as soon as the body exceeds the limit, or InvalidRequest."""
     too_large = PayloadTooLarge(f"the body must not exceed {max_bytes} bytes")
     declared = request.headers.get("content-length", "")
     # Count the digits first, so that a number with thousands of digits is not parsed.
@@ -62,7 +62,7 @@ async def parse_body_on(
 
 
 def parse_body(body: bytes, model: type[M]) -> M:
-    """Parse and validate a body; raises InvalidRequest with the offending field's name."""
+    """Parse and validate a body. Raises InvalidRequest with the offending field's name."""
     try:
         document = parse_strict_json(body)
         _check_characters(body, document)

@@ -33,7 +33,7 @@ CLIENT_CLOSED = 499
 
 
 async def serve(request: Request, services: GatewayServices, caller: Principal, endpoint: Endpoint[B]) -> Response:
-    """Handle a request to `endpoint`; raises ApiError if it fails before its first token.
+    """Handle a request to `endpoint`. Raises ApiError if it fails before its first token.
 
     The caller is already authenticated: every route takes an `authentication.Caller`, so no route can forget this step.
     """
@@ -65,7 +65,7 @@ async def run_and_settle(services: GatewayServices, generation: Generation) -> N
 
 
 async def read(request: Request, services: GatewayServices, endpoint: Endpoint[B]) -> Received[B]:
-    """Read and check the body; raises InvalidRequest or PayloadTooLarge."""
+    """Read and check the body. Raises InvalidRequest or PayloadTooLarge."""
     sent = await read_body(request, services.settings.max_body_bytes)
     body = await parse_body_on(services.compute, sent, endpoint.body)
     body.check()
@@ -92,7 +92,7 @@ async def resolve(services: GatewayServices, caller: Principal, body: Generation
 
 
 async def tokenise(services: GatewayServices, endpoint: Endpoint[B], received: Received[B]) -> Prompts:
-    """The prompts' token ids; raises InvalidRequest."""
+    """The prompts' token ids. Raises InvalidRequest."""
     check_untokenised(services, received.body)
     with traced("tokenise"):
         if received.num_bytes <= MAX_TOKENISED_AT_ONCE:

@@ -77,7 +77,7 @@ class StructuredOutputs(StrictModel):
 def constraints(
     response_format: ResponseFormat | None, structured: StructuredOutputs | None, guided: StructuredOutputs
 ) -> Iterator[Constraint]:
-    """Everything that these fields ask for; raises InvalidRequest for what cannot be a constraint."""
+    """Everything that these fields ask for. Raises InvalidRequest for what cannot be a constraint."""
     match response_format:
         case JsonObjectFormat():
             yield Constraint.of_json("json_schema", ANY_OBJECT, "response_format")

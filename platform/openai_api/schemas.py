@@ -156,7 +156,7 @@ class GenerationRequest(StrictModel):
                 raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param=param)
 
     def constraint(self) -> Constraint | None:
-        """The constraint on the answer; raises InvalidRequest if the body sets more than one."""
+        """The constraint on the answer. Raises InvalidRequest if the body sets more than one."""
         guided = StructuredOutputs(
             json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
         )

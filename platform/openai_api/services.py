@@ -169,7 +169,7 @@ class GatewayServices:
             self.tracing.close()
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a blocking database call on a thread; raises DatabaseTrouble if the database does not answer."""
+        """Run a blocking database call on a thread. Raises DatabaseTrouble if the database does not answer."""
         self.database_health.check()
         try:
             return await asyncio.wait_for(call_on(self.executor, function, *args, **kwargs), CALL_WAIT_S)

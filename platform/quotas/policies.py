@@ -200,7 +200,7 @@ class QuotaPolicies:
     def _wanted(
         self, connection: Connection, held: _Held, metric: str, limit: int, burst: int | None, mode: str | None
     ) -> QuotaPolicy:
-        """Return the policy to write; raises InvalidRequest."""
+        """Return the policy to write. Raises InvalidRequest."""
         subject = held.subject
         if subject.scope not in METRICS[metric].scopes:
             raise InvalidRequest(f"{metric} can be limited only for a tenant or the platform", param="metric")

@@ -34,7 +34,7 @@ class OtelTracing:
 
     @staticmethod
     def open(config: TraceConfig, share: float, clients: ClientTraces) -> OtelTracing:
-        """Configure tracing; raises ConfigNotUsable."""
+        """Configure tracing. Raises ConfigNotUsable."""
         sampler = ParentBased(TraceIdRatioBased(share))
         return OtelTracing(open_provider(config, "loramux-gateway", sampler), clients)
 

@@ -30,7 +30,7 @@ class ChatTemplate:
 
     @staticmethod
     def load(model_dir: Path) -> ChatTemplate | None:
-        """The template of a Hugging Face directory, or None if it has none; raises ModelFilesError."""
+        """The template of a Hugging Face directory, or None if it has none. Raises ModelFilesError."""
         config = read_json(model_dir / "tokenizer_config.json")
         source = _source(model_dir, config)
         if source is None:
@@ -43,7 +43,7 @@ class ChatTemplate:
         return ChatTemplate(template, {name: _text(names[name]) for name in SPECIAL_TOKENS if names.get(name)})
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt up to the start of the assistant's turn; raises InvalidRequest if the template rejects it."""
+        """The prompt up to the start of the assistant's turn. Raises InvalidRequest if the template rejects it."""
         try:
             return self._template.render(
                 messages=list(messages),
@@ -57,7 +57,7 @@ class ChatTemplate:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or an empty object if there is no file; raises ModelFilesError."""
+    """The object in a JSON file, or an empty object if there is no file. Raises ModelFilesError."""
     if not path.is_file():
         return {}
     try:

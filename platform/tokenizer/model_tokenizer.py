@@ -32,7 +32,7 @@ class ModelTokenizer:
 
     @staticmethod
     def load(model_dir: Path) -> ModelTokenizer:
-        """Load the tokenizer; raises ModelFilesError with the file and the reason."""
+        """Load the tokenizer. Raises ModelFilesError with the file and the reason."""
         path = model_dir / "tokenizer.json"
         if not path.is_file():
             raise ModelFilesError(f"{path} is missing: a fast tokenizer is required")
@@ -56,7 +56,7 @@ class ModelTokenizer:
         return self._ids(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int | None = None) -> tuple[int, ...]:
-        """Encode a conversation up to the start of the assistant's turn; raises InvalidRequest."""
+        """Encode a conversation up to the start of the assistant's turn. Raises InvalidRequest."""
         if self._chat_template is None:
             raise InvalidRequest(
                 "this model has no chat template: call /v1/completions", param="messages", code="no_chat_template"

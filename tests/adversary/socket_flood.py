@@ -42,7 +42,7 @@ class Target:
 
 
 Attack = Callable[[socket.socket], Awaitable[None]]
-"""Attacks through one open connection until cancelled; raises OSError once the server closes the connection."""
+"""Attacks through one open connection until cancelled. Raises OSError once the server closes the connection."""
 
 
 def request(method: str, path: str, headers: Mapping[str, str], content: bytes = b"") -> bytes:

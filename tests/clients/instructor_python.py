@@ -1,4 +1,4 @@
-"""Prints what `instructor` receives as one JSON document. It validates answers with pydantic and asks again if needed."""
+"""Prints what `instructor` receives as one JSON document. `instructor` parses answers into pydantic models."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from typing import Any, Literal
 
 import instructor
 import openai
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 URL, KEY, MODEL = (os.environ[name] for name in ("CLIENT_URL", "CLIENT_KEY", "CLIENT_MODEL"))
 CHAT: Any = {
     "model": MODEL,
     "messages": [{"role": "user", "content": "What is the capital of France?"}],
     "temperature": 0,
-    "max_tokens": 100,
+    "max_tokens": 200,
     "max_retries": 0,
 }
 
 
 class Person(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     name: str = Field(max_length=12)
     age: int = Field(ge=0, le=150)
 
 
 class Fact(BaseModel):
     """The fields of a structured answer."""
+
+    model_config = ConfigDict(extra="forbid")
 
     city: Literal["Paris", "Rome"]
     is_capital: bool

@@ -36,7 +36,7 @@ class Prometheus:
         self._http = http
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The current samples of an expression; raises AssertionError with the reason if Prometheus refuses it."""
+        """The current samples of an expression. Raises AssertionError with the reason if Prometheus refuses it."""
         answer = self._http.get("/query", params={"query": expression}).json()
         assert answer["status"] == "success", f"{expression}: {answer.get('error')}"
         return list(answer["data"]["result"])
@@ -80,7 +80,7 @@ def running_prometheus(directory: Path, target: str, token: str) -> Iterator[Pro
 
 
 def promtool(*arguments: object) -> str:
-    """Run promtool and return its output; raises AssertionError if promtool fails."""
+    """Run promtool and return its output. Raises AssertionError if promtool fails."""
     command = ["promtool", *(str(argument) for argument in arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -88,7 +88,7 @@ def promtool(*arguments: object) -> str:
 
 
 def install() -> None:
-    """Install the package if it is missing; raises PrometheusMissing if the installation is not permitted or fails."""
+    """Install the package if it is missing. Raises PrometheusMissing if the installation is not permitted or fails."""
     if all(shutil.which(program) for program in PROGRAMS):
         return
     remedy = f"on Debian 12 install it as root with `apt-get install --no-install-recommends {PACKAGE}`"

@@ -87,7 +87,7 @@ class Pair:
     directory: Path
 
     def save(self, index: int, settings: dict[str, Any], dtype: torch.dtype) -> Path | None:
-        """Have peft save a random adapter with these settings; returns None if peft finds nothing to adapt."""
+        """Have peft save a random adapter with these settings. Returns None if peft finds nothing to adapt."""
         directory = self.directory / str(index)
         torch.manual_seed(index)
         try:

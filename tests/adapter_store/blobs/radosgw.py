@@ -174,7 +174,7 @@ class Radosgw:
 
 
 def install() -> None:
-    """Install missing packages with apt-get; raises RadosgwMissing if that is not permitted or fails."""
+    """Install missing packages with apt-get. Raises RadosgwMissing if that is not permitted or fails."""
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if not missing:
         return
