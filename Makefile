@@ -204,6 +204,9 @@ bench: $(WARM) ## Sixteen adapters in one batch, compared with peft (ARGS='--hel
 bench-peers: $(WARM) ## Compare loramux, peft, vLLM and llama-server over HTTP (benchmarks/peers/README.md)
 	$(VENV)/bin/python -m benchmarks.peers $(ARGS)
 
+bench-structured-output: $(WARM) ## Throughput and time to first token with schemas, compared with vLLM (ARGS='--help' for sizes)
+	$(VENV)/bin/python -m benchmarks.structured_output $(ARGS)
+
 bench-s-lora: $(WARM) ## Throughput over 5 to 2,000 adapters on disk, 9 minutes (ARGS='--help' for settings)
 	$(VENV)/bin/python -m benchmarks.s_lora $(ARGS)
 
