@@ -12,27 +12,27 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 Mask = npt.NDArray[np.uint8]
-"""Which tokens may follow: bit `i % 8` of byte `i // 8` is token `i`; `[4 * ceil(vocab_size / 32)]`."""
+"""Bit mask of the allowed tokens, `[4 * ceil(vocab_size / 32)]`: token `i` is bit `i % 8` of byte `i // 8`."""
 
 Masks = Mapping[int, Mask]
-"""The masks of a step's sample rows, by row. Other rows may choose any token."""
+"""The masks of a step's sample rows, by row. Rows without a mask may choose any token."""
 
 NO_MASKS: Masks = {}
 
 
 class Grammar:
-    """Follows the committed tokens of one sequence; `mask` says which token may be next.
+    """Follows the committed tokens of one sequence; `mask` returns the allowed next tokens.
 
-    It is ready once it was compiled. Its state depends on the committed tokens alone, so a preempted sequence
-    continues where it was.
+    A grammar is ready once it has been compiled. Its state depends only on the committed tokens, so preemption does not
+    affect it.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._matcher: LLMatcher | None = None
         self.failure: str | None = None
-        """Why no token can follow: the grammar cannot be compiled or exceeded a limit, or no token spells what must
-        follow."""
+        """Reason why no token can follow, or None. The grammar cannot be compiled, has exceeded a limit, or allows no
+        token of the vocabulary."""
 
     @property
     def is_ready(self) -> bool:
@@ -40,21 +40,21 @@ class Grammar:
 
     @property
     def is_complete(self) -> bool:
-        """Whether only the end of the sequence can follow."""
+        """True if only the end of the sequence can follow."""
         return self._matcher is not None and self.failure is None and self._matcher.is_stopped()
 
     def begin(self, matcher: LLMatcher) -> None:
-        """Take the compiled grammar, which is this sequence's own copy."""
+        """Start with the compiled grammar, which must be this sequence's own copy."""
         self._matcher = matcher
 
     def accept(self, token_id: int) -> None:
-        """Follow a committed token."""
+        """Advance by a committed token."""
         assert self._matcher is not None
         if self.failure is None and not self._matcher.is_stopped() and not self._matcher.consume_token(token_id):
             self.failure = problem_of(self._matcher)
 
     def mask(self) -> Mask | None:
-        """Which tokens may follow; None when the grammar is complete or failed, since the sequence ends anyway."""
+        """The allowed next tokens, or None if the grammar is complete or has failed, because the sequence then ends."""
         assert self._matcher is not None
         if self.failure is not None or self._matcher.is_stopped():
             return None
@@ -71,7 +71,7 @@ class Grammar:
 
 
 def problem_of(matcher: LLMatcher) -> str:
-    """Why a matcher failed, in one line."""
+    """Describe in one line why a matcher failed."""
     first, *rest = matcher.get_error().splitlines() or ["the grammar cannot be followed"]
     # A regex's error comes last, after the pattern.
     reason = next((line for line in reversed(rest) if line.startswith("error: ")), "")
@@ -79,5 +79,5 @@ def problem_of(matcher: LLMatcher) -> str:
 
 
 def allowed_tokens(mask: Mask, vocab_size: int) -> npt.NDArray[np.bool_]:
-    """A mask as one bool per token, `[vocab_size]`."""
+    """Convert a mask to one bool per token, `[vocab_size]`."""
     return np.unpackbits(mask, count=vocab_size, bitorder="little").view(np.bool_)

@@ -1,4 +1,4 @@
-"""Compiles the grammars of sequences on a thread of its own."""
+"""Compiles the grammars of sequences on a separate thread."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_COMPILED = 64
-"""Compiled grammars that are kept, over all tenants."""
+"""Maximum number of compiled grammars kept for all tenants together."""
 
 MAX_COMPILED_PER_KEY = 8
-"""Compiled grammars that are kept per isolation key."""
+"""Maximum number of compiled grammars kept per isolation key."""
 
 CLOSE_S = 0.5
-"""How long an engine that ends waits for a compilation, in seconds."""
+"""Longest time that `close` waits for a running compilation, in seconds."""
 
 NICENESS = 10
-"""Of the compiling thread: the threads that run steps go first."""
+"""Niceness of the compiling thread, so that the threads that run steps get the CPU first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class _Job:
 
 
 class GrammarCompiler:
-    """Compiles each grammar once, keeps it, and gives every sequence that asks for it a copy.
+    """Compiles each grammar once, caches it, and gives a copy to every sequence that requests it.
 
-    Only sequences with the same isolation key share a compiled grammar, so nobody can learn from a fast answer what
-    another tenant compiled. The keys take turns on the thread: a tenant with many grammars holds up its own sequences
-    only. All methods belong to the engine's thread. `wake` is called on the compiling thread when `poll` has news.
+    Only sequences with the same isolation key share a compiled grammar, so a fast answer does not reveal which grammars
+    another tenant has compiled. Keys take turns on the thread, so a tenant with many grammars delays only its own
+    sequences. Call all methods on the engine's thread. The compiling thread calls `wake` when `poll` has results.
     """
 
     def __init__(self, load_vocabulary: Callable[[], LLTokenizer], vocab_size: int, wake: Callable[[], None]) -> None:
@@ -53,7 +53,7 @@ class GrammarCompiler:
         self._serial = itertools.count()
         self._compiled: OrderedDict[_Job, LLMatcher] = OrderedDict()
         self._waiting: dict[_Job, list[Grammar]] = {}
-        # Guards what both threads touch: the jobs of each key, keys in the order of their turns, and the results.
+        # Guards the data that both threads use: the jobs of each key, with the keys in turn order, and the results.
         self._lock = threading.Condition()
         self._jobs: OrderedDict[bytes, deque[_Job]] = OrderedDict()
         self._results: list[tuple[_Job, LLMatcher | str, float]] = []
@@ -66,8 +66,8 @@ class GrammarCompiler:
         self._mask_s = 0.0
 
     def request(self, isolation_key: bytes, grammar: str) -> Grammar:
-        """A new sequence's grammar, which is ready at once if it was compiled before, else after a later `poll`."""
-        # An empty key shares with nobody.
+        """Return a new sequence's grammar, which is ready now if it has already been compiled, else after a `poll`."""
+        # Sequences with an empty key do not share grammars.
         job = _Job(isolation_key or next(self._serial).to_bytes(8), grammar)
         requested = Grammar(self._vocab_size)
         compiled = self._compiled.get(job)
@@ -86,12 +86,12 @@ class GrammarCompiler:
         return requested
 
     def preload(self) -> None:
-        """Start the thread, which loads the vocabulary first, so that no request waits for that."""
+        """Start the thread, which first loads the vocabulary. If called early, no request waits for the vocabulary."""
         if self._thread is None:
             self._thread = self._start()
 
     def poll(self) -> set[Grammar]:
-        """Make the grammars ready that were compiled since the last call, and return them with those that failed."""
+        """Update the grammars that were compiled or have failed since the last call, and return them."""
         if not self._waiting:
             return set()
         with self._lock:
@@ -113,7 +113,7 @@ class GrammarCompiler:
         return settled
 
     def masks(self, grammars: Mapping[int, Grammar]) -> Masks:
-        """The masks of a step's sample rows that have a grammar, by row."""
+        """Compute the masks of the sample rows that have a grammar, by row."""
         if not grammars:
             return NO_MASKS
         started_s = time.perf_counter()
@@ -127,7 +127,7 @@ class GrammarCompiler:
         return masks
 
     def counts(self) -> GrammarCounts:
-        """What was compiled and masked since the engine started."""
+        """Counts and times of compilations and masks since the engine started."""
         return GrammarCounts(
             num_compiled=self._num_compiled,
             num_reused=self._num_reused,
@@ -137,9 +137,10 @@ class GrammarCompiler:
         )
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Compile nothing more, and wait for the running compilation; False if it takes longer than `timeout_s`.
+        """Stop compiling, and wait for the running compilation. Returns False if it takes longer than `timeout_s`.
 
-        The process must not end the ordinary way then: the compiler would return into an interpreter that is gone.
+        In that case, the process must exit without finalizing Python, because the compiler would return into an
+        interpreter that no longer exists.
         """
         with self._lock:
             self._is_closed = True
@@ -190,11 +191,11 @@ class GrammarCompiler:
 
 
 def _compile(grammar: str, vocabulary: LLTokenizer) -> LLMatcher | str:
-    """The compiled grammar, or why there is none."""
+    """Return the compiled grammar, or the reason why it cannot be compiled."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=parser_limits())
     if not matcher.is_error():
-        # Copies share the lexer's states, which the first mask computes.
+        # Compute the first mask's lexer states here, because all copies share them.
         matcher.compute_bitmask()
     return problem_of(matcher) if matcher.is_error() else matcher

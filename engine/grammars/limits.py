@@ -1,4 +1,4 @@
-"""What one grammar may take, so that a stranger's cannot hold up its neighbours."""
+"""Limits on one grammar, so that a tenant's costly grammar cannot delay other tenants."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
 MAX_LEXER_STATES = 20_000
-"""Most states of a grammar's lexer, of 1 to 2 kB each."""
+"""Maximum number of states of a grammar's lexer; each takes 1 to 2 kB."""
 
 STACK_BYTES = 256 << 20
-"""Stack of the thread that compiles grammars. The compiler recurses once per nested rule. Memory is taken only as deep
-as the stack is used."""
+"""Stack size of the thread that compiles grammars, in bytes. The compiler recurses once per nested rule. Only the part
+of the stack that has been used takes memory."""
 
 
 def parser_limits() -> LLParserLimits:
-    """The limits of compiling a grammar and of each of its masks."""
+    """Limits on compiling a grammar and on computing each of its masks."""
     from llguidance import LLParserLimits
 
-    # Messages are shown to the tenant, who knows the grammar; the parser's state would only lengthen them.
+    # Error messages are shown to the tenant, who knows the grammar but has no use for the parser's state.
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)

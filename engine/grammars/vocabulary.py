@@ -1,4 +1,4 @@
-"""The bytes of each token, in the form that grammars are compiled against."""
+"""The bytes of each token, in the form that the grammar compiler needs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class VocabularyNotUsable(Exception):
-    """The model's tokenizer cannot be used with grammars; the message says why."""
+    """The model's tokenizer cannot be used with grammars; the message explains why."""
 
 
 def load_vocabulary(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """The vocabulary of a Hugging Face directory's `tokenizer.json`, padded to `vocab_size` tokens.
+    """Load the vocabulary from a Hugging Face directory's `tokenizer.json`, padded to `vocab_size` tokens.
 
     Takes up to a second for a vocabulary of 128,000 tokens. Raises VocabularyNotUsable.
     """
@@ -33,5 +33,5 @@ def load_vocabulary(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[in
 
 
 def no_vocabulary() -> LLTokenizer:
-    """For engines without a tokenizer. Raises VocabularyNotUsable."""
+    """Raise VocabularyNotUsable; the `load_vocabulary` of engines without a tokenizer."""
     raise VocabularyNotUsable("this engine has no tokenizer")
