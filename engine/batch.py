@@ -31,7 +31,7 @@ class SamplingRow(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_short(self) -> bool:
-        """Whether the sequence is still below its `min_tokens`, so that no token may end it yet."""
+        """True if the sequence is still below its `min_tokens`, so that no token may end it yet."""
         return self.num_chosen < self.params.min_tokens
 
     def forbidden(self, eos_token_ids: tuple[int, ...]) -> set[int]:

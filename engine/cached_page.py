@@ -42,7 +42,7 @@ class CachedPage:
 
     @property
     def is_waited_for(self) -> bool:
-        """False: no sequence waits for a cached prefix, because the prefix can be recomputed."""
+        """False, because sequences recompute a missing prefix instead of waiting for it."""
         return False
 
     def evict(self) -> None:

@@ -21,7 +21,7 @@ DEFAULT_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}
 DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
 
 MOST_PINNED_SHARE = 0.9
-"""Upper limit of `max_pinned_share`: unpinned adapters and the KV cache need room as well."""
+"""Upper limit of `max_pinned_share`, because unpinned adapters and the KV cache need room as well."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,15 +33,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model_dir: str
     blob_url: str
-    """Where adapters come from: `file://DIR` or `s3://BUCKET/PREFIX`."""
+    """URL of the blob store from which adapters are loaded: `file://DIR` or `s3://BUCKET/PREFIX`."""
     cache_dir: str
     """The disk tier's directory, which engines of the same user on one host can share."""
     program_dir: str | None = None
-    """Directory for compiled GPU programs, unless TRITON_CACHE_DIR is set; None: Triton's default."""
+    """Directory for compiled GPU programs, unless TRITON_CACHE_DIR is set. None means Triton's default directory."""
     device: str = "cpu"
     dtype: str = "bfloat16"
     pool_bytes: int | None = None
-    """None: 1 GiB on a CPU, or most of the memory that the model leaves free on a GPU."""
+    """Size of the page pool. None means 1 GiB on a CPU, or most of the memory that the model leaves free on a GPU."""
     max_model_len: int | None = None
     """None means the model's own limit."""
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS["cpu"]
@@ -52,7 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limit on the tokens (prompt plus grant) of requests waiting for their first step; beyond it, requests are refused
     as `overloaded`."""
     max_waiting_s: float = 300.0
-    """How long a request can wait for its first step before it is refused as `overloaded`."""
+    """Seconds that a request can wait for its first step before it is refused as `overloaded`."""
     eviction_policy: Literal["lru", "greedy_dual"] = "lru"
     """Order in which adapters and cached prefixes are evicted: see `eviction.py`."""
     max_resident_adapters: int = 256
@@ -69,7 +69,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ran_at_death: tuple[str, ...] = ()
     """Ids of the sequences that were running when the previous engine died; reported to gateways."""
     traces: TraceConfig | None = None
-    """Where to export the spans of traced requests; None: tracing is off and OpenTelemetry is not imported."""
+    """Export settings for the spans of traced requests. If None, tracing is off and OpenTelemetry is not imported."""
     seed: int = 0
     """Seeds the random streams of requests without a seed of their own."""
 

@@ -123,7 +123,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would have work to do, now or once a load finishes."""
+        """True if a step would have work to do, now or once a load finishes."""
         return self._scheduler.has_work or self._in_flight is not None or self._calls.has_work
 
     @property
@@ -186,7 +186,7 @@ class Engine:
             self._end(sequence, "abort", num_billed=billed)
 
     def abort_all(self, owner: bytes | None = None) -> None:
-        """End all sequences; with `owner`, end only that lost gateway's sequences and drop its waiting calls."""
+        """End all sequences. With `owner`, end only that lost gateway's sequences, and drop its waiting calls."""
         for sequence in self._live:
             if owner is None or sequence.owner == owner:
                 self._end(sequence, "abort")
@@ -205,7 +205,7 @@ class Engine:
     # Schedule, submit, commit
 
     def step(self) -> bool:
-        """Run one step. Returns False if nothing could run: no sequence is live, or adapters are still loading."""
+        """Run one step. Returns False if nothing could run because no sequence is live or adapters are loading."""
         started_s = self._clock()
         self._timers.fire()
         self._end_overdue()
@@ -378,7 +378,7 @@ class Engine:
         return None
 
     def _leaves_room(self) -> bool:
-        """Whether all accepted requests still fit next to the pinned adapters."""
+        """True if all accepted requests still fit next to the pinned adapters."""
         return self._adapters.can_place_all and all(self._grants.fits(one) for one in self._live)
 
     def _end_at_limit(self, sequence: Sequence) -> None:
@@ -432,7 +432,7 @@ class Engine:
                     self._end(sequence, "error", "adapter_unavailable", load.failure)
 
     def _settle_grammars(self, settled: set[Grammar]) -> None:
-        """Trace the grammars that were compiled, and end the sequences whose grammars could not be."""
+        """Trace finished compilations, and end the sequences whose grammars could not be compiled."""
         for sequence in self._live if settled else ():
             if sequence.grammar in settled:
                 failure = sequence.grammar.failure

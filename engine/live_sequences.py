@@ -42,7 +42,7 @@ class LiveSequences:
         return self._by_key.get((owner, sequence_id))
 
     def wants(self, digest: str) -> bool:
-        """Whether any live sequence needs the adapter."""
+        """True if any live sequence needs the adapter."""
         return digest in self._by_digest
 
     def of_digest(self, digest: str) -> list[Sequence]:

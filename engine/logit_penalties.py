@@ -86,7 +86,7 @@ class LogitPenalties:
 
 
 def logit_penalties(params: SamplingParams, tokens: list[int], num_prompt: int) -> LogitPenalties | None:
-    """A sequence's bias and penalties; None, with no cost per step, if its settings request none."""
+    """A sequence's bias and penalties, or None if its settings request none; None costs nothing per step."""
     return LogitPenalties(params, tokens, num_prompt) if params.logit_bias or params.has_penalties else None
 
 

@@ -18,7 +18,7 @@ PROTOCOL = 2
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token of a sequence is chosen; names and defaults are those of the OpenAI API and of vLLM."""
+    """Settings for choosing a sequence's next token; names and defaults are those of the OpenAI API and of vLLM."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -36,19 +36,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Added to the logits of these tokens before any other change; each token occurs at most once."""
     seed: int | None = None
     num_logprobs: int | None = None
-    """None: no log-probabilities; 0: only the chosen token's; n: also those of the n most likely tokens."""
+    """Number of most likely tokens whose log-probabilities are returned, in addition to the chosen token's. If None, no
+    log-probabilities are returned."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether earlier tokens change the logits."""
+        """True if earlier tokens change the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Run one sequence. `max_tokens` is the quota's grant, and `digest` names the adapter (None: the base model).
+    """Run one sequence. `max_tokens` is the quota's grant, and `digest` names the adapter (None means the base).
 
     `sequence_id` is unique within one gateway; another gateway may use the same id. Durations must be finite and not
     negative, or the sequence ends with `invalid_request`.
@@ -62,19 +63,19 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     share_key: str = ""
     weight: int = 1
     host_floor_bytes: int = 0
-    """Bytes of host memory that the share's adapters keep under pressure from other shares; 0: no guarantee."""
+    """Bytes of host memory that the share's adapters keep under pressure from other shares; 0 guarantees nothing."""
     grammar: str = ""
-    """A grammar for the new tokens, in llguidance's JSON or Lark form; empty: no constraint."""
+    """A grammar for the new tokens, in llguidance's JSON or Lark form; if empty, all tokens are allowed."""
     isolation_key: bytes = b""
     """Sequences with the same key can share the K and V of equal prefixes; an empty key means no sharing."""
     priority: int = 0
     """Higher priorities run first, regardless of fairness between shares."""
     timeout_s: float | None = None
-    """The sequence ends with `deadline_exceeded` after this time; None: no deadline."""
+    """Seconds after which the sequence ends with `deadline_exceeded`; None means no deadline."""
     traceparent: str | None = None
-    """Parent (W3C Trace Context) of the engine's spans for this sequence; None: it is not traced."""
+    """Parent (W3C Trace Context) of the engine's spans for this sequence. If None, the sequence is not traced."""
     pause_s: float = 0.0
-    """How long the sequence waits at `max_tokens` for an Extend before it ends with `length`."""
+    """Seconds that the sequence waits at `max_tokens` for an Extend before it ends with `length`."""
     tokens_at_once: int = 1
     """Number of tokens per output. Values above 1 suit answers that are not streamed. The first token and each token
     with log-probabilities are sent immediately; the last tokens are sent before Finished. If the engine dies, up to
@@ -347,5 +348,5 @@ FromEngine = StepOutput | Finished | Rejected | AdapterState | Stats | EngineRea
 
 
 def is_duration(seconds: float | None) -> bool:
-    """Whether this is a valid timer duration; None means no timer."""
+    """True if this is a valid timer duration; None means no timer."""
     return seconds is None or (math.isfinite(seconds) and seconds >= 0)

@@ -45,7 +45,7 @@ class Sequence:
     slot: int = -1
     """The adapter's slot while the sequence is running; -1 for the base."""
     has_run: bool = False
-    """Whether the sequence has been in a step; a sequence that never ran is not billed."""
+    """True if the sequence has been in a step; a sequence that never ran is not billed."""
     num_computed: int = 0
     pages: array[int] = field(default_factory=page_list)
     num_room: int = 0
@@ -72,9 +72,9 @@ class Sequence:
     num_wanted: int = 0
     """Limit requested before the adapter's size was known; applied when the sequence first runs."""
     is_tainted: bool = False
-    """Whether the sequence's K and V may be broken; if so, they must not enter the prefix cache."""
+    """True if the sequence's K and V may be broken; if so, they must not enter the prefix cache."""
     is_paused: bool = False
-    """Whether the sequence has reached its limit and is waiting for a higher limit."""
+    """True if the sequence has reached its limit and is waiting for a higher limit."""
     row_place: tuple[int, int] = (-1, 0)
     """Sort key of the sequence's rows in a step: slot, then arrival, so that rows of the same adapter are adjacent."""
     logit_penalties: LogitPenalties | None = None
@@ -99,7 +99,7 @@ class Sequence:
         self.sample_index = sample_index
 
     def commit(self, token_id: int | None) -> None:
-        """Commit the token chosen by the oldest step in flight; None if the logits were not finite."""
+        """Commit the token chosen by the oldest step in flight, or None if the logits were not finite."""
         self.num_in_flight -= 1
         if token_id is None:
             self.num_tokens -= 1
@@ -141,5 +141,5 @@ class Sequence:
 
     @property
     def has_reached_limit(self) -> bool:
-        """Whether the last token is in flight or committed, so that no further step can include the sequence."""
+        """True if the last token is in flight or committed, so that no further step can include the sequence."""
         return self.num_tokens >= self.num_reserved

@@ -13,7 +13,7 @@ from loramux.engine.pages.eviction import AFTER_ALL
 from loramux.engine.pages.prefix_cache import PrefixCache
 
 FIRST_CALL_POSITION = AFTER_ALL // 2
-"""Queue position of the first waiting call: calls come after all sequences, in order of arrival."""
+"""Queue position of the first waiting call. Calls follow all sequences, in order of arrival."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class AdapterCalls:
         return bool(self._waiting or self._unloads or self._lost_pins)
 
     def is_draining(self, digest: str) -> bool:
-        """Whether an unload of the adapter is pending."""
+        """True if an unload of the adapter is pending."""
         return digest in self._unloads
 
     # Calls from gateways
@@ -161,7 +161,7 @@ class AdapterCalls:
         self._waiting = [one for one in self._waiting if not self._is_done(one)]
 
     def _settle(self, adapter: AdapterLoad) -> None:
-        """Answer the calls waiting for this adapter; a load succeeds even if the adapter has been evicted since."""
+        """Answer the calls waiting for this adapter; a Load succeeds even if the adapter has been evicted since."""
         if self.is_draining(adapter.digest):
             return
         if adapter.failure is not None and adapter.digest in self._lost_pins:
@@ -233,5 +233,5 @@ class AdapterCalls:
 
 
 def is_usable(adapter: AdapterLoad) -> bool:
-    """Whether new sequences can use this copy of the adapter."""
+    """True if new sequences can use this copy of the adapter."""
     return adapter.phase is AdapterPhase.RESIDENT and not adapter.evict_when_idle

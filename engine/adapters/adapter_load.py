@@ -46,15 +46,15 @@ class AdapterLoad:
     num_users: int = 0
     """Number of running sequences, plus one if the adapter is pinned; an adapter with users cannot be evicted."""
     evict_when_idle: bool = False
-    """Whether to evict the adapter as soon as it has no users."""
+    """If true, the adapter is evicted as soon as it has no users."""
     is_pinned: bool = False
-    """Whether one of the adapter's users is a pin."""
+    """True if one of the adapter's users is a pin."""
     failure: str | None = None
-    """Why the load failed, or None. The pool has already removed a failed load."""
+    """Reason why the load failed, or None. The pool has already removed a failed load."""
     used_s: float = 0.0
-    """When the adapter became resident, or when a sequence last started or stopped using it."""
+    """Time at which the adapter became resident, or a sequence last started or stopped using it."""
     started_ns: int = field(default_factory=time.time_ns)
-    """When the adapter was requested, in nanoseconds since 1970."""
+    """Time at which the adapter was requested, in nanoseconds since 1970."""
     stages: list[PassedStage] = field(default_factory=list)
 
     @property

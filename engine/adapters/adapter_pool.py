@@ -20,7 +20,7 @@ NOT_SHORT = AFTER_ALL
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the sequences need from the pool before a step.
+    """Demand of the sequences on the pool before a step.
 
     A queue position is a sequence's index among the waiting sequences, starting at 0.
     """
@@ -84,7 +84,7 @@ class AdapterPool:
         return iter(self._loads.values())
 
     def idle_s(self, load: AdapterLoad) -> float:
-        """How long a resident adapter has been unused, in seconds."""
+        """Seconds since a resident adapter was last used."""
         return 0.0 if load.num_users > load.is_pinned else self._clock() - load.used_s
 
     def prefetch(self, digest: str) -> AdapterLoad:
@@ -117,18 +117,18 @@ class AdapterPool:
 
     @property
     def is_copying(self) -> bool:
-        """Whether an adapter is being copied; its pages cannot be evicted until it is resident."""
+        """True if an adapter is being copied; its pages cannot be evicted until it is resident."""
         return any(load.phase is AdapterPhase.COPYING for load in self._loads.values())
 
     def must_yield_slot(self, load: AdapterLoad, position: int) -> bool:
-        """Whether this adapter, having the fewest users, must yield its slot to an adapter needed before `position`."""
+        """True if this adapter, having the fewest users, must yield its slot to an adapter needed before `position`."""
         if not self._staged or self._free_slots or self.position_of(self._staged[0]) >= position:
             return False
         resident = (one for one in self._loads.values() if one.phase is AdapterPhase.RESIDENT and not one.is_pinned)
         return load is min(resident, key=lambda one: one.num_users, default=None)
 
     def can_spare(self, num_pages: int, position: int) -> bool:
-        """Whether a sequence at `position` can get pages and still leave enough for a staged adapter ahead of it."""
+        """True if a sequence at `position` can get pages and still leave enough for a staged adapter ahead of it."""
         return self.reclaimer.can_make_room(num_pages + self.num_pages_wanted(position), position)
 
     def num_pages_lost_by_using(self, load: AdapterLoad | None, position: int) -> int:
@@ -206,7 +206,7 @@ class AdapterPool:
         return load.digest in self._demand.queue_positions
 
     def position_of(self, load: AdapterLoad) -> int:
-        """Position of the first sequence waiting for the adapter; AFTER_ALL if there is none."""
+        """Position of the first sequence waiting for the adapter, or AFTER_ALL if none is waiting."""
         return self._demand.queue_positions.get(load.digest, AFTER_ALL)
 
     def num_pages_before(self, position: int) -> int:
@@ -214,7 +214,7 @@ class AdapterPool:
         return sum(load.num_pages for load, _ in self._idle_and_wanted(before=position))
 
     def last_after(self, position: int) -> Evictable | None:
-        """The idle adapter that will be needed last; None if it is needed at `position` or earlier."""
+        """The idle adapter that will be needed last, or None if it is needed at `position` or earlier."""
         last = max(self._idle_and_wanted(), key=lambda one: one[1], default=None)
         return last[0] if last is not None and last[1] > position else None
 
@@ -228,7 +228,7 @@ class AdapterPool:
         self.num_evictions += 1
 
     def _take(self, load: AdapterLoad, staged: StagedAdapter) -> str | None:
-        """Queue a staged adapter until there is room for it, or return why there can never be room."""
+        """Queue a staged adapter until there is room for it. Returns an error message if there can never be room."""
         load.staged = staged
         load.num_pages = staged.packed.num_pages
         if self._fits_beside_pins(load):
@@ -333,7 +333,7 @@ class AdapterPool:
 
     @property
     def can_place_all(self) -> bool:
-        """Whether every staged adapter still fits next to the pinned adapters."""
+        """True if every staged adapter still fits next to the pinned adapters."""
         return all(self._fits_beside_pins(load) for load in self._staged)
 
     def _fits_beside_pins(self, load: AdapterLoad) -> bool:

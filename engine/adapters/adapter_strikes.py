@@ -8,7 +8,7 @@ MAX_STRIKES = 3
 """Number of steps with non-finite rows after which an adapter is refused."""
 
 MEMORY_S = 3600.0
-"""How long a strike counts, in seconds. Three strikes spread over a month do not quarantine an adapter."""
+"""Seconds after which a strike expires. Three strikes spread over a month do not quarantine an adapter."""
 
 
 class AdapterStrikes:
@@ -26,6 +26,6 @@ class AdapterStrikes:
         self._times = {one: times[-MAX_STRIKES:] for one, times in remembered.items() if times}
 
     def is_quarantined(self, digest: str) -> bool:
-        """Whether the adapter is refused: true until the oldest of its last MAX_STRIKES strikes expires."""
+        """True if the adapter is refused, until the oldest of its last MAX_STRIKES strikes expires."""
         now = self._clock()
         return sum(now - time < MEMORY_S for time in self._times.get(digest, ())) >= MAX_STRIKES

@@ -89,17 +89,17 @@ class SlotTables:
             table[slot].copy_(staged[slot], non_blocking=True)
 
     def max_rank(self, slots: npt.NDArray[np.int32]) -> int:
-        """Highest rank of the adapters in `slots`, where -1 is the base; 0 if there are no adapters."""
+        """Highest rank of the adapters in `slots`, where -1 is the base, or 0 if there are no adapters."""
         used = slots[slots >= 0]
         return int(self._max_ranks[used].max(initial=0))
 
     def modules(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Which modules the adapters in `slots` change in any layer, bool `[num_modules]`; slot -1 is the base."""
+        """Modules that adapters in `slots` change in any layer, bool `[num_modules]`; slot -1 is the base."""
         changed: npt.NDArray[np.bool_] = np.logical_or.reduce(self._has_module[slots[slots >= 0]], axis=0)
         return changed
 
     def outer_slots(self, slots: npt.NDArray[np.int32], sample_rows: npt.NDArray[np.int32]) -> OuterSlots | None:
-        """Which rows of a batch need the outer modules of adapters in `slots`; None if no adapter has outer modules.
+        """Adapter slots of the rows that need outer modules, or None if no adapter in `slots` has outer modules.
 
         `slots` int32 `[num_tokens]`, -1 for the base; `sample_rows` int32 `[num_samples]`.
         """

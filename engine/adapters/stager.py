@@ -27,7 +27,7 @@ class Stager(Protocol):
         """Adapters that were staged or failed since the last call; the caller must release each staged adapter."""
 
     def fileno(self) -> int:
-        """File descriptor for an idle engine to poll, calling `attend` when it is readable; -1 if there is none."""
+        """File descriptor for an idle engine to poll, calling `attend` when it is readable, or -1 if there is none."""
 
     def attend(self) -> None:
         """Receive pending messages and run callbacks of `look`; called between steps while a look is pending."""

@@ -1,1 +1,1 @@
-"""CPU and CUDA backends, and how device failures are recognised."""
+"""CPU and CUDA backends, and detection of device failures."""

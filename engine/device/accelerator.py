@@ -32,11 +32,11 @@ class Accelerator(Protocol):
     def device(self) -> torch.device: ...
 
     def memory(self) -> DeviceMemory | None:
-        """Current memory figures from the driver; None if the device has no memory of its own."""
+        """Current memory figures from the driver, or None if the device has no memory of its own."""
         ...
 
     def release_unused(self) -> None:
-        """Return cached memory of freed tensors to the device."""
+        """Free the device memory that torch still caches for deleted tensors."""
         ...
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Accelerator(Protocol):
         ...
 
     def upload(self, target: torch.Tensor, rows: Sequence[int], source: torch.Tensor, after: Fence) -> None:
-        """Copy row `i` of `source`, in host memory, to row `rows[i]` of `target`, after the fence `after`.
+        """Copy row `i` of `source`, in host memory, to row `rows[i]` of `target`, once the fence `after` has passed.
 
         The copy runs in parallel with steps. When this method returns or raises, no copy is still running.
         """

@@ -16,7 +16,7 @@ CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
 
 
 def missing_for_cuda() -> str | None:
-    """Why `--device cuda` cannot work and how to fix it, in one sentence; None if it can work."""
+    """One sentence that explains why `--device cuda` cannot work and how to fix it, or None if it can work."""
     if count_gpus() == 0:
         return "the device 'cuda' needs an NVIDIA GPU and its driver, and none was found: use --device cpu"
     if not torch_has_cuda():
@@ -29,7 +29,7 @@ def missing_for_cuda() -> str | None:
 
 
 def count_gpus() -> int:
-    """Number of GPUs that NVIDIA's driver exposes to this process; 0 if there is no driver."""
+    """Number of GPUs that NVIDIA's driver exposes to this process, or 0 if there is no driver."""
     driver = _opened_driver()
     count = ctypes.c_int(0)
     if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
@@ -38,7 +38,7 @@ def count_gpus() -> int:
 
 
 def capability_of_first_gpu() -> tuple[int, int] | None:
-    """Major and minor compute capability of the GPU that an engine would use; None if the driver does not report it."""
+    """Compute capability (major, minor) of the GPU that engines would use, or None if the driver does not report it."""
     driver = _opened_driver()
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     if driver is None or driver.cuDeviceGet(ctypes.byref(device), 0) != 0:
@@ -58,7 +58,7 @@ def _opened_driver() -> ctypes.CDLL | None:
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch was built for CUDA, according to its `version.py`."""
+    """True if the installed torch was built for CUDA, according to its `version.py`."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -70,5 +70,5 @@ def torch_has_cuda() -> bool:
 
 
 def states_cuda(version_file: str) -> bool:
-    """Whether the text of torch's `version.py` names a CUDA version, as `cuda: Optional[str] = '13.0'` does."""
+    """True if the text of torch's `version.py` names a CUDA version, as `cuda: Optional[str] = '13.0'` does."""
     return re.search(r"^cuda\b[^=\n]*=\s*['\"]", version_file, re.MULTILINE) is not None

@@ -12,7 +12,7 @@ MAX_FAULT = 240
 
 
 def device_fault(error: BaseException) -> str | None:
-    """Describe a device failure in one line; None if the device did not cause the error.
+    """Describe a device failure in one line. Returns None if the device did not cause the error.
 
     CUDA errors arrive as `torch.AcceleratorError`, as `torch.OutOfMemoryError`, or as a plain RuntimeError that names
     CUDA, from libraries such as cuBLAS and from Triton when it loads or launches a kernel. Triton's own errors, and

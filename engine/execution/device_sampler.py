@@ -184,7 +184,7 @@ class DeviceSampler:
         return changed
 
     def _logprobs(self, logits: torch.Tensor, samples: Sequence[SamplingRow]) -> torch.Tensor | None:
-        """Log-probabilities for rows that requested them, float32 `[num_rows, vocab_size]`; None if no row did."""
+        """Log-probabilities for rows that requested them, float32 `[num_rows, vocab_size]`, or None if no row did."""
         rows = [logits[row] for row, one in enumerate(samples) if one.params.num_logprobs is not None]
         return torch.log_softmax(torch.stack(rows).float(), dim=1) if rows else None
 

@@ -140,7 +140,7 @@ class GraphExecutor:
         return step_shape(batch.num_tokens, batch.num_sequences, batch.max_q, max_rank, has_outer, groups)
 
     def _kept_shape(self, shape: StepShape) -> StepShape:
-        """`shape` if it has a graph, needs none or can still get one; otherwise the shape with all groups."""
+        """`shape` if it has a graph, runs without one or can still be captured; otherwise the shape with all groups."""
         has_room = len(self._graphs) < self._max_graphs
         return shape if has_room or shape in self._graphs or not shape.is_captured else shape.with_all_groups
 

@@ -15,7 +15,7 @@ from loramux.engine.grammars.grammar import NO_MASKS, Masks
 from loramux.engine.messages import SamplingParams, TokenLogprobs
 
 NUM_LIKELIEST = 1024
-"""How many of the most likely tokens top_k, top_p and min_p try before they sort the whole vocabulary."""
+"""Number of most likely tokens that top_k, top_p and min_p try before they sort the whole vocabulary."""
 
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e20

@@ -55,7 +55,7 @@ class StepLayout:
     inputs: StepInputs
     sampling: SamplingInputs
     head_segments: Segments | None
-    """Segments of the sample rows whose adapters modify the head; None if the shape has no outer modules."""
+    """Segments of the sample rows whose adapters modify the head, or None if the shape has no outer modules."""
     staged: tuple[dict[str, npt.NDArray[np.generic]], ...]
     pages_offset: int
 

@@ -43,7 +43,7 @@ class StepShape:
 
     @property
     def num_segments(self) -> int:
-        """Upper bound on the segments of a batch of this shape; 0 without adapters."""
+        """Upper bound on the segments of a batch of this shape, or 0 without adapters."""
         return max_segments(self.num_tokens, self.num_sequences, self.segment_rows) if self.max_rank else 0
 
     @property

@@ -29,7 +29,7 @@ class Evictable(Protocol):
 
     @property
     def has_slot(self) -> bool:
-        """Whether the item occupies an adapter slot in addition to its pages."""
+        """True if the item occupies an adapter slot in addition to its pages."""
         ...
 
     @property
@@ -39,7 +39,7 @@ class Evictable(Protocol):
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a waiting sequence needs the item; if so, only a sequence earlier in the queue can evict it."""
+        """True if a waiting sequence needs the item; then only a sequence earlier in the queue can evict it."""
         ...
 
     def evict(self) -> None:
@@ -64,7 +64,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def take(self, is_allowed: Callable[[Evictable], bool], slots_only: bool = False) -> Evictable | None:
-        """Remove and return the first allowed item (with a slot if `slots_only`); None if there is none."""
+        """Remove and return the first allowed item, or None. With `slots_only`, the item must have a slot."""
         ...
 
 
@@ -170,14 +170,14 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed, "
 
 
 class WaitedFor(Protocol):
-    """Tells which idle items are needed by waiting sequences, and where in the queue each item is first needed."""
+    """Reports the idle items that waiting sequences need, and the queue position at which each is first needed."""
 
     def num_pages_before(self, position: int) -> int:
         """Number of pages of idle items that sequences before `position` are waiting for."""
         ...
 
     def last_after(self, position: int) -> Evictable | None:
-        """The idle item that will be needed last; None if it is needed at `position` or earlier."""
+        """The idle item that will be needed last, or None if it is needed at `position` or earlier."""
         ...
 
 
@@ -194,7 +194,7 @@ class Reclaimer:
         self._waited_for = waited_for
 
     def can_make_room(self, num_pages: int, position: int) -> bool:
-        """Whether `num_pages` are free or could be freed for a sequence at queue position `position`."""
+        """True if `num_pages` are free or could be freed for a sequence at queue position `position`."""
         num_kept = 0 if self._waited_for is None else self._waited_for.num_pages_before(position)
         return self._pages.num_free + self.policy.num_pages - num_kept >= num_pages
 
@@ -210,7 +210,7 @@ class Reclaimer:
         return True
 
     def evict_one(self, position: int, slots_only: bool = False) -> bool:
-        """Evict one item for a sequence at queue position `position`; False if no item may be evicted for it."""
+        """Evict one item for a sequence at queue position `position`. Returns False if no item may be evicted."""
         item = self.policy.take(lambda one: not one.is_waited_for, slots_only)
         if item is None and self._waited_for is not None:
             # Sequences wait only for adapters, so the item has a slot.

@@ -53,11 +53,11 @@ class KvPages:
         sequence.next_offer = 0
 
     def max_tokens(self, num_other_pages: int) -> int:
-        """How many tokens fit into the pool if `num_other_pages` pages have other uses."""
+        """Number of tokens that fit into the pool if `num_other_pages` pages have other uses."""
         return (self._pages.num_pages - num_other_pages) * self._page_tokens
 
     def grow(self, sequence: Sequence, num_tokens: int, position: int = RUNNING) -> bool:
-        """Allocate pages for `num_tokens` more tokens; False if there is no room at queue position `position`."""
+        """Allocate pages for `num_tokens` more tokens. Returns False if queue position `position` gets no room."""
         end = sequence.num_computed + num_tokens
         if end <= sequence.num_room:
             return True
@@ -105,7 +105,7 @@ class KvPages:
                 self._cache.forget(cached)
 
     def _key(self, sequence: Sequence, index: int) -> bytes | None:
-        """Key of the sequence's page `index`; None without an isolation key. All tokens of the page must be known."""
+        """Key of the sequence's page `index`, or None without an isolation key. All of its tokens must be known."""
         keys = sequence.page_keys
         while len(keys) <= index:
             parent = keys[-1] if keys else self._cache.root(sequence.add.isolation_key)

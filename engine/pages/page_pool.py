@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class PageOwner(IntEnum):
-    """What a page is used for. An IntEnum, because owners are hashed for every page, and other enums hash in Python."""
+    """Use of a page. An IntEnum, because owners are hashed for every page, and other enums hash in Python."""
 
     FREE = 0
     KV = 1

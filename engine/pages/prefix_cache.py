@@ -37,7 +37,7 @@ class PrefixCache:
         return sum(1 for cached in self._by_key.values() if cached.num_users == 0)
 
     def root(self, isolation_key: bytes) -> bytes | None:
-        """Parent key of an owner's first pages, from its isolation key and the engine's identity; None: no sharing."""
+        """Parent key of an owner's first pages, from its isolation key and the engine's identity, or None."""
         if not isolation_key:
             return None
         return hashlib.sha256(_tagged(isolation_key, *self._identity)).digest()
@@ -60,7 +60,7 @@ class PrefixCache:
         return cached.page
 
     def insert(self, key: bytes, page: int, digest: str | None) -> CachedPage | None:
-        """Cache a page that its sequence has filled; None if another page with the same content is already cached."""
+        """Cache a page that its sequence has filled. Returns None if a page with the same content is already cached."""
         if key in self._by_key:
             return None
         cached = self._by_key[key] = CachedPage(self, key, page, digest, num_users=1)

@@ -36,16 +36,17 @@ _turn_of = itemgetter(0)
 class FairQueue:
     """Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", 2024), with weights.
 
-    A share's counter adds up the prices of its input and output tokens. The next sequence is the first sequence of the
-    share with the lowest counter; ties go to the share with the fewest running sequences. When a share becomes active
-    or starts to wait again, its counter is raised to the lowest counter of the active or waiting shares, or to that of
-    the last active share, so that no share saves up credit while idle. Priorities come before counters; within a share,
-    a low-priority sequence can wait forever.
+    A share's counter adds up the prices of its input and output tokens. Sequences with a higher priority go first.
+    Among sequences of equal priority, those of the share with the lowest counter go first; ties go to the share with
+    the fewest running sequences. When a share becomes active, its counter is raised to the lowest counter of the active
+    shares or, if there are none, to that of the share that was active last. When a share starts to wait again, its
+    counter is raised to the lowest counter of the waiting shares. No share can therefore save up credit while idle.
+    Within a share, a low-priority sequence can wait forever.
 
     A share that has waited too long goes before all shares that have not. A wait is too long once two conditions are
     met. First, since the wait began, other shares have had K = max(MAX_ROUNDS, ROUNDS_PER_SHARE * number of waiting
-    shares) admissions. Second, the total charged to all shares since then has reached ROUNDS_PER_SHARE times what a
-    fair order would charge before the share's next request, at its price, is due. For expensive requests, this can take
+    shares) admissions. Second, all shares together have since been charged at least ROUNDS_PER_SHARE times the amount
+    after which a fair order would run the share's next request, given its price. For expensive requests, this can take
     more than K admissions, but never more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is resident
     and whose pages are available waits for at most ROUNDS_BETWEEN_CHECKS more admissions, plus one for each share that
     has waited just as long.
@@ -195,7 +196,7 @@ class FairQueue:
         return self._last_order
 
     def shed_candidate(self) -> Sequence | None:
-        """The sequence to refuse when the queue is full; None if every waiting sequence has run before.
+        """The sequence to refuse when the queue is full, or None if every waiting sequence has run before.
 
         This is the newest of the lowest-priority sequences in the share with the most waiting tokens per weight. Shares
         whose sequences have all run before are skipped.

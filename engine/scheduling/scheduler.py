@@ -62,7 +62,7 @@ class Scheduler:
 
     @property
     def is_short_of_pages(self) -> bool:
-        """Whether a sequence found no free page in the last step."""
+        """True if a sequence found no free page in the last step."""
         return self._is_short or self._short_of_pages is not None
 
     def add(self, sequence: Sequence) -> None:
@@ -84,7 +84,7 @@ class Scheduler:
         return Demand(queue_positions, self._short_position(), num_free_slots, len(self.running))
 
     def schedule(self) -> list[ScheduledSequence]:
-        """Choose the next step's sequences, grouped by adapter; empty if nothing can run."""
+        """Choose the next step's sequences, grouped by adapter. The list is empty if nothing can run."""
         budget = self._limits.max_batch_tokens
         num_preemptions = self.num_preemptions
         scheduled: dict[Sequence, ScheduledSequence] = {}
@@ -164,7 +164,7 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
 
     def max_tokens(self, num_adapter_pages: int = 0, digest: str | None = None) -> int:
-        """How many tokens of one request fit in the pool next to its adapter and the pinned adapters."""
+        """Number of tokens of one request that fit in the pool next to its adapter and the pinned adapters."""
         return self._kv.max_tokens(self._adapters.num_pages_beside(digest, num_adapter_pages))
 
     def _fill_up(self, scheduled: dict[Sequence, ScheduledSequence], budget: int) -> None:
@@ -176,7 +176,7 @@ class Scheduler:
                 budget -= extra
 
     def _grow(self, sequence: Sequence, num_tokens: int, scheduled: dict[Sequence, ScheduledSequence]) -> bool:
-        """Find pages for a sequence's next tokens, preempting others; False if it must wait or was itself preempted."""
+        """Find pages for a sequence's next tokens, preempting others. Returns False if it waits or was preempted."""
         if sequence.state is not SequenceState.RUNNING:
             return False
         while not self._kv.grow(sequence, num_tokens):

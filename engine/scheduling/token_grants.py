@@ -44,11 +44,11 @@ class TokenGrants:
             sequence.num_wanted = max(sequence.num_wanted, num_wanted)
 
     def fits(self, sequence: Sequence) -> bool:
-        """Whether all tokens granted to the sequence still fit in the pool."""
+        """True if all tokens granted to the sequence still fit in the pool."""
         return sequence.num_reserved <= self._most_tokens(sequence)
 
     def pauses(self, sequence: Sequence) -> bool:
-        """Pause a sequence at its limit; False if the sequence allows no pauses or its limit cannot be raised."""
+        """Pause a sequence at its limit. Returns False if it allows no pauses or its limit cannot be raised."""
         if sequence.add.pause_s <= 0 or sequence.num_reserved >= self._most_tokens(sequence):
             return False
         sequence.is_paused = True

@@ -58,10 +58,10 @@ IDLE_POLL_MS = 250
 """Longest wait of an idle loop, in milliseconds. Short enough to keep `StepRecord` fresh for the supervisor."""
 
 HEARTBEAT_S = 1.0
-"""Heartbeat interval, in seconds; how soon the engine notices that a gateway without pending output is gone."""
+"""Heartbeat interval, in seconds: the time until the engine notices that a gateway without pending output is gone."""
 
 END_GRACE_S = 1.0
-"""How long the loop may take to stop after the supervisor is gone, in seconds; a hung step must not keep the device."""
+"""Longest time for the loop to stop after the supervisor is gone, in seconds. A hung step must not block the device."""
 
 
 class EngineServer:
@@ -272,7 +272,7 @@ def _end_for_device(error: Exception, what: str, code: int) -> None:
 
 
 def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepRecord, ended: threading.Event) -> bool:
-    """Serve until the supervisor is gone; False if Python must not finalize, because a compilation is still running."""
+    """Serve until the supervisor is gone. Returns False if a running compilation forbids finalizing Python."""
     import zmq
 
     context = zmq.Context(io_threads=1)

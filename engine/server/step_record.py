@@ -38,13 +38,13 @@ class StepRecord:
 
     @staticmethod
     def new_file(max_sequences: int) -> int:
-        """Create memory for a record of up to `max_sequences` ids. Returns a descriptor for the child process."""
+        """Create memory for a record of up to `max_sequences` ids, and return a descriptor for the child process."""
         fd = os.memfd_create("loramux-steps")
         os.ftruncate(fd, _IDS + ID_BYTES * max_sequences)
         return fd
 
     def note_pass(self, ran: bool) -> None:
-        """Count one iteration of the loop; `ran` is whether the iteration ran a step."""
+        """Count one iteration of the loop; `ran` is true if the iteration ran a step."""
         self._num_passes += 1
         self._num_steps += ran
         _COUNTERS.pack_into(self._memory, 0, self._num_passes, self._num_steps)

@@ -59,7 +59,7 @@ class SequenceTraces:
                 self._sink.record(sequence.add.traceparent, _load_span(load, life.added_ns, now_ns))
 
     def compiled(self, sequence: Sequence, failure: str | None) -> None:
-        """Record that the grammar for which the sequence waited was compiled, or failed to compile."""
+        """Record that the sequence's grammar was compiled or failed to compile."""
         life = self._lives.get(sequence)
         if life is not None and sequence.add.traceparent is not None:
             span = SpanRecord(
