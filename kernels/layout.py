@@ -1,4 +1,4 @@
-"""Where each element of an adapter is stored in the pool's pages.
+"""Location of each element of an adapter in the pool's pages.
 
 The pool is `uint8[P, L, page_bytes]`; its adapter view is `adapter_dtype[P, L, E]`. An adapter is one stream of
 elements per layer, packed into the adapter's pages: for each module in order, the rows of A `[rank, in_features]`, then
@@ -138,7 +138,7 @@ def _no_offsets() -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterLayout:
-    """Where each module of one adapter is stored.
+    """Location of each module of one adapter.
 
     `ranks` int32 `[num_layers, num_modules]` (0: the module is absent), `offsets` int32 `[num_layers, num_modules, 2]`
     in elements of a layer. The first `num_outer_pages` of the adapter's `num_pages` pages contain the outer modules:

@@ -32,7 +32,7 @@ class PoolViews:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterTables:
-    """Where each resident adapter is stored, by slot; written only between steps.
+    """Location of each resident adapter, by slot; written only between steps.
 
     `page_table` int32 `[num_slots, max_pages]`, `off` int32 `[num_slots, L, M, 2]` in elements, `rank` int32
     `[num_slots, L, M]`, `scale` float32 `[num_slots, L, M]`. `outer` contains the tables of the modules outside the

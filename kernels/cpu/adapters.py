@@ -90,7 +90,7 @@ class CpuLora:
             )  # fmt: skip
 
     def _is_adapted(self, call: LoraCall) -> bool:
-        """Whether any adapter of the segments changes a module of the group, in any layer."""
+        """True if any adapter of the segments changes a module of the group, in any layer."""
         self._read(call)
         modules = call.group.modules
         known = self._adapted.get(modules)

@@ -1,4 +1,4 @@
-"""Where the rows of an adapter are stored in the pages, for the CPU's LoRA kernels."""
+"""Locations of an adapter's rows in the pages, for the CPU's LoRA kernels."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ CHUNK_ROW_STEPS = 1 << 14
 """Rows times steps in a chunk of the inputs; the chunk, 1 MiB, stays in the L2 cache while all panels use it."""
 
 STEPS_AHEAD = 2
-"""How many steps ahead to prefetch weights if each weight is read only once."""
+"""Number of steps by which weights are prefetched ahead if each weight is read only once."""
 
 TILE_PERMISSION = (158, 0x1023, 18)
 """The system call `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)` of x86-64 (Linux,
@@ -60,7 +60,7 @@ _VOID = ir.VoidType()
 
 @functools.cache
 def has_amx() -> bool:
-    """Whether this CPU has AMX for bfloat16 and Linux lets this process use it; the permission is permanent."""
+    """True if this CPU has AMX for bfloat16 and Linux lets this process use it; the permission is permanent."""
     if "amx-bf16" not in cpu_features() or platform.system() != "Linux":
         return False
     return bool(ctypes.CDLL(None).syscall(*TILE_PERMISSION) == 0)
@@ -273,7 +273,7 @@ def multiply_tile_panels(
     """`y[t] = bfloat16(x[t]) @ weightᵀ + bias`; `x`, `rounded`, `bias` and `y` are addresses.
 
     `x` and `y` have float32 rows, `x_stride` and `y_stride` elements apart; rows of `y`, like `bias`, cover
-    `num_panels` whole panels. `rounded` is scratch for rows of whole steps, `rounded_stride` bfloat16 elements apart.
+    `num_panels` whole panels. `rounded` is bfloat16 scratch for rows padded to whole steps, `rounded_stride` apart.
     For more than 32 rows, `y` and `rounded` have room for whole tiles of rows. Each of `num_threads` threads processes
     one share of the panels and configures its tiles once.
     """

@@ -1,4 +1,4 @@
-"""How numba compiles the CPU kernels.
+"""Compilation of the CPU kernels by numba.
 
 numba compiles a kernel once for each combination of argument types. `CpuKernels` rejects unexpected dtypes and layouts,
 because they would trigger a compilation in the middle of a step. `python -m loramux.kernels.cpu.warm` compiles
@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent
 
 
 def cache_directory() -> Path:
-    """Where compiled code is cached; the name includes a hash of all kernel sources.
+    """Directory of the compiled code; its name includes a hash of all kernel sources.
 
     A kernel is therefore recompiled even if only a helper in another file changes; numba itself checks only the
     kernel's own file.

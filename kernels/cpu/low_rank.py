@@ -53,7 +53,7 @@ def _whole_segments(work: Any, num_parts: int) -> Any:
 
 @helper
 def _is_even(work: Any, firsts: Any) -> bool:
-    """Whether the shares that start at these segments are nearly equal."""
+    """True if the shares that start at these segments are nearly equal."""
     num_parts = firsts.shape[0] - 1
     most = np.int64(0)
     for part in range(num_parts):

@@ -1,4 +1,4 @@
-"""How the CPU's LoRA kernels divide their work.
+"""Division of work among threads in the CPU's LoRA kernels.
 
 `shrink.py` and `expand.py` read adapters directly from pages. Work is divided into tasks whose costs are added up over
 segments and modules. Each thread processes one contiguous share of the total, so threads stay balanced even if ranks
@@ -16,7 +16,7 @@ from loramux.kernels.cpu.compiled import helper
 from loramux.kernels.cpu.vectors import PANEL, WIDTH
 
 IS_WIDE = WIDTH == PANEL
-"""Whether registers have room for twice as many sums: AVX-512 has 32 of 16 lanes, while AVX2 has 16 of 8 lanes."""
+"""True if registers have room for twice as many sums: AVX-512 has 32 of 16 lanes, while AVX2 has 16 of 8 lanes."""
 
 RANKS = 4
 """Number of ranks computed in one pass over the activations."""
@@ -27,7 +27,7 @@ READ_COST = 3
 
 @helper
 def share_of(cursor: int, cost: int, count: int, low: int, high: int) -> Any:
-    """Of `count` tasks, the range `[first, last)` that begin in `[low, high)`; task `k` begins at
+    """The range `[first, last)` of the `count` tasks that begin in `[low, high)`; task `k` begins at
     `cursor + k * cost`.
     """
     first = min(count, max(0, (low - cursor + cost - 1) // cost))

@@ -67,7 +67,7 @@ class Program:
         return Program(source, GPUTarget(**said["target"]), options)
 
     def is_cached(self) -> bool:
-        """Whether the program is in Triton's cache on disk."""
+        """True if the program is in Triton's cache on disk."""
         backend = make_backend(self.target)
         options = backend.parse_options(self.options)
         key = get_cache_key(self.source, backend, options, env_vars=get_cache_invalidating_env_vars())

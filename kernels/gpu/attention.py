@@ -34,7 +34,7 @@ PARTIAL_PAD = 4
 """Floats after the `head_dim` values of a partial row: its base-2 logsumexp, and padding to align rows to 16 bytes."""
 
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether these kernels run in Triton's interpreter, where `tl.dot` cannot multiply bfloat16."""
+"""True if these kernels run in Triton's interpreter, where `tl.dot` cannot multiply bfloat16."""
 
 _DOT_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 

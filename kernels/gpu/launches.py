@@ -17,13 +17,13 @@ TARGET_PROGRAMS = 528
 
 
 def supports_pdl(device: torch.device) -> bool:
-    """Whether a launch on `device` may overlap the end of the previous one (programmatic dependent launch)."""
+    """True if a launch on `device` may overlap the end of the previous one (programmatic dependent launch)."""
     has_calls = IS_COMPILED and hasattr(tl.extra.cuda, "gdc_wait")
     return has_calls and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:
-    """Whether each row can be its own segment, as in decode; kernels then have a separate path for single-row segments.
+    """True if each row can be its own segment, as in decode; kernels then have a separate path for single-row segments.
 
     This affects only speed; either kind of launch supports segments of any length.
     """
