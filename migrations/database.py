@@ -88,7 +88,7 @@ class ReadTooLong(Exception):
 
 
 class DatabaseError(Exception):
-    """The database cannot be used; the message says how to fix it."""
+    """The database cannot be used; the message explains how to fix it."""
 
 
 class Database:
@@ -178,7 +178,10 @@ class Database:
         return connection
 
     def now_us(self, connection: Connection | None = None) -> int:
-        """Return microseconds since 1970, from the injected clock, else PostgreSQL in a transaction, else the host."""
+        """Return microseconds since 1970.
+
+        The source is the injected clock if there is one, else PostgreSQL if `connection` uses it, else the host.
+        """
         if self._clock is not None:
             return self._clock()
         if connection is not None and not self.is_sqlite:
@@ -302,7 +305,7 @@ def _create_engine(url: URL) -> Engine:
 
 @contextmanager
 def _bounded(connection: Connection, within_s: float) -> Iterator[None]:
-    """Cancel reads that take too long. PostgreSQL limits each statement, SQLite all statements together."""
+    """Cancel reads that take too long. PostgreSQL limits each statement, and SQLite limits all statements together."""
     is_sqlite = connection.dialect.name == "sqlite"
     driver: Any = connection.connection.driver_connection
     if is_sqlite:

@@ -51,7 +51,7 @@ _OF_HOURS = (
 def roll_up_ledger() -> Iterator[str]:
     """The statements, in order."""
     for table in ("usage_rollups", "usage_series", "usage_batches"):
-        yield f"DELETE FROM {table}"  # noqa: S608 - constants, as all of this file
+        yield f"DELETE FROM {table}"  # noqa: S608 - only constants, as in this whole file
     yield from _grain(_FINEST, _FINEST_KEEPS, (_HOUR_US, _DAY_US), _FACTS)
     yield from _grain(0, ("base", "endpoint", "status"), (_MINUTE_US, _HOUR_US, _DAY_US), _FACTS)
     yield from _grain(4, ("tenant_id", "end_user"), (_DAY_US,), _FACTS)

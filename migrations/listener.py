@@ -48,7 +48,7 @@ class CacheListener:
             return connection.execute(_EPOCH).scalar_one_or_none() or 0
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for a change, for `timeout_s`, or until the thread must stop."""
+        """Wait until a cached row changes, `timeout_s` has passed, or the thread must stop."""
         if self._connection is None:
             self._stopped.wait(timeout_s)
             return

@@ -47,7 +47,7 @@ def _hours() -> str:
     sums = ", ".join(f"sum(r.{name})" for name in _AMOUNTS)
     # Match each series once, not once per hour.
     return (
-        f"{_INSERT} WITH models AS MATERIALIZED"  # noqa: S608 - constants, as all of this file
+        f"{_INSERT} WITH models AS MATERIALIZED"  # noqa: S608 - only constants, as in this whole file
         f" (SELECT s.id AS part_id, m.id AS model_id FROM usage_series s JOIN usage_series m ON {same})"
         f" SELECT {_MODELS}, {_HOUR_US}, r.start_us, r.tenant_id, models.model_id, {sums}"
         " FROM usage_rollups r JOIN models ON models.part_id = r.series_id"

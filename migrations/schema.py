@@ -157,7 +157,7 @@ adapter_alias_history = Table(
     Column("adapter_id", ID, ForeignKey("adapters.id"), nullable=False),
     Column("name", NAME, nullable=False),
     Column("revision", Integer, nullable=False),
-    # Who made the change: a key's identifier, or "system".
+    # Author of the change: a key's identifier, or "system".
     Column("actor", ID, nullable=False),
     Column("action", String(16), nullable=False),
     # [{"version_id", "number", "weight"}]: the alias's targets as of this revision.
@@ -224,10 +224,11 @@ quota_counters = Table(
     Column("subject_id", ID, primary_key=True),
     # Start of a budget's day or month; 0 for buckets and concurrency, which have no window.
     Column("window_start_us", BigInteger, primary_key=True),
-    # Buckets: the level, in units of 1/60,000,000 so that refills are exact. Can fall below zero at settlement.
+    # For buckets, the level in sixty-millionths of a request, token or load, so that refills are exact. A settlement
+    # can make it negative.
     Column("level", BigInteger, nullable=False),
     Column("reserved", BigInteger, nullable=False),
-    # Budgets: the usage of settled requests in this window.
+    # For budgets, the usage of settled requests in this window.
     Column("used", BigInteger, nullable=False),
     # Number of requests that a soft or shadow policy admitted and a hard one would have refused.
     Column("exceeded", BigInteger, nullable=False),
@@ -293,7 +294,7 @@ usage_events = Table(
     Column("batch_id", BigInteger, nullable=False, server_default="0"),
     Index("ix_usage_events_tenant_finished", "tenant_id", "finished_us"),
     Index("ix_usage_events_finished", "finished_us"),
-    # For reading one page of a tenant's requests without the tenant's other requests.
+    # Lets a query read one page of a tenant's requests without reading the tenant's other requests.
     Index("ix_usage_events_tenant_request", "tenant_id", "request_id"),
 )
 
@@ -438,7 +439,7 @@ console_sessions = Table(
     metadata,
     # SHA-256 of the session's cookie, which is not stored.
     Column("id_sha256", LargeBinary(32), primary_key=True),
-    # Who signed in: a key, the operator, or a single sign-on user.
+    # The signed-in user: a key, the operator, or a single sign-on user.
     Column("key_id", String(64), nullable=False),
     # The session's content, encrypted with a key derived from the cookie, so it is unreadable without the cookie.
     Column("sealed", LargeBinary, nullable=False),
@@ -453,7 +454,7 @@ login_failures = Table(
     metadata,
     # An IPv4 address or an IPv6 network.
     Column("origin", String(64), primary_key=True),
-    # Time at which all of the origin's failures are forgotten. Each failure postpones it.
+    # Time at which all of the origin's failures are forgotten. Each failure postpones this time.
     Column("forgiven_us", BigInteger, nullable=False),
     Index("ix_login_failures_forgiven", "forgiven_us"),
 )

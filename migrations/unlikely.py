@@ -10,7 +10,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import GenericFunction
 
 
-class unlikely(GenericFunction[Any]):  # noqa: N801 - it reads as a function of SQL
+class unlikely(GenericFunction[Any]):  # noqa: N801 - named like an SQL function
     """Marks a condition so that SQLite prefers its index: https://sqlite.org/lang_corefunc.html#likelihood"""
 
     # Untyped, because SQLAlchemy would compare a boolean with 1, which rules out an index.

@@ -148,5 +148,5 @@ def _fill_files_sha256() -> None:
 
 
 def downgrade() -> None:
-    """Not possible: the older schema has no place for weights, states and grants."""
+    """Raise an error, because the older schema cannot express weights, states and grants."""
     raise NotImplementedError("weighted aliases cannot be expressed in the older schema")

@@ -81,5 +81,5 @@ def _create_tables() -> None:
 
 
 def downgrade() -> None:
-    """Not possible: the older schema has no place for scopes, modes and budgets."""
+    """Raise an error, because the older schema cannot express scopes, modes and budgets."""
     raise NotImplementedError("scoped quota policies cannot be expressed in the older schema")
