@@ -1,4 +1,4 @@
-"""Stops calls to a failing service, then lets one caller at a time test if the service has recovered."""
+"""Stops calls to a failing service, then lets one caller at a time test whether the service has recovered."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CircuitBreaker:
             return "half_open" if self._has_trial or self._clock() >= self._next_trial else "open"
 
     def enter(self) -> float | None:
-        """Return the seconds to wait, or None if the caller may proceed. The caller must then report the outcome."""
+        """Return the seconds to wait, or None if the caller may proceed. A caller that proceeds must report back."""
         with self._lock:
             if self._open_s == 0:
                 return None

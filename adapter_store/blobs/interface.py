@@ -67,14 +67,14 @@ class BlobStore(ABC):
 
     @abstractmethod
     def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
-        """Store a file or bytes. Returns False and keeps the existing blob if the key is taken.
+        """Store a file or bytes and return True, or keep the existing blob and return False if the key is taken.
 
         After BlobStoreUnavailable the blob may or may not exist. `deadline_s` works as in `get`.
         """
 
     @abstractmethod
     def get(self, key: str, destination: Path, max_bytes: int | None = None, deadline_s: float | None = None) -> None:
-        """Write a blob to a file; after any error the file may contain part of the blob.
+        """Write a blob to a file, which may contain part of the blob after any error.
 
         Raises BlobNotFound, or BlobTooLarge before it writes more than `max_bytes`. A networked store returns or fails
         within `deadline_s`, which by default grows with the blob's size.
@@ -86,14 +86,14 @@ class BlobStore(ABC):
 
     @abstractmethod
     def head(self, key: str) -> BlobInfo | None:
-        """A blob's metadata, or None if there is no such blob."""
+        """Return a blob's metadata, or None if there is no such blob."""
 
     def exists(self, key: str) -> bool:
         return self.head(key) is not None
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Delete a blob; no error if it does not exist."""
+        """Delete a blob if it exists."""
 
     @abstractmethod
     def list_keys(self, prefix: str = "") -> Iterator[str]:
@@ -106,7 +106,7 @@ class BlobStore(ABC):
     def presign_put(self, key: str, size: int, sha256: str, expires_s: int) -> PresignedPut | None:
         """Return a request that lets a client put a blob directly within `expires_s` seconds.
 
-        Returns None if the client must upload through the server, or if the blob needs `presign_parts`. The store
+        The result is None if the client must upload through the server, or if the blob needs `presign_parts`. The store
         accepts only `size` bytes, only while the key is free and, if it supports checksums, only bytes with this
         SHA-256 (hexadecimal). Code that relies on the bytes must check them anyway.
         """
@@ -115,7 +115,7 @@ class BlobStore(ABC):
     def presign_parts(self, key: str, size: int, expires_s: int) -> PresignedParts | None:
         """Return requests that let a client put a large blob in parts.
 
-        Returns None if the blob is small or the client must upload through the server.
+        The result is None if the blob is small or the client must upload through the server.
         """
         return None
 
@@ -127,7 +127,7 @@ class BlobStore(ABC):
         raise BlobNotFound("no such upload")
 
     def abort_parts(self, key: str, upload_id: str) -> None:  # noqa: B027 (nothing to do without parts)
-        """Drop an upload and its parts; no error if there is no such upload."""
+        """Drop an upload and its parts if the upload exists."""
 
 
 def check_key(key: str) -> str:

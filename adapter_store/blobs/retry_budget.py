@@ -31,7 +31,7 @@ class RetryBudget:
         self._refilled_at = clock()
 
     def take_retry(self) -> bool:
-        """Take one retry from the budget. Returns False if none is left."""
+        """Take one retry from the budget and return True, or return False if none is left."""
         with self._lock:
             now = self._clock()
             self._add((now - self._refilled_at) * self._refill_per_s)

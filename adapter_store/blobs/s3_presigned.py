@@ -22,7 +22,7 @@ class S3Presigner:
     """Signs requests, and completes or aborts the multipart uploads that it begins.
 
     The signature covers the length, so the store accepts no other number of bytes. It also covers the SHA-256, but only
-    stores that support `x-amz-checksum-sha256` compare it with the bytes: MinIO and Amazon S3 do, Ceph 16 does not.
+    stores that support `x-amz-checksum-sha256` compare it with the bytes: MinIO and Amazon S3 do, but Ceph 16 does not.
     """
 
     def __init__(self, calls: S3Calls) -> None:
@@ -54,7 +54,7 @@ class S3Presigner:
         return PresignedParts(upload_id=upload_id, part_bytes=part_bytes, parts=tuple(parts))
 
     def complete(self, key: str, upload_id: str, size: int, is_conditional: bool) -> bool:
-        """Assemble the uploaded parts; False if the key is taken. Raises PartsMissing or BlobNotFound."""
+        """Assemble the uploaded parts, or return False if the key is taken. Raises PartsMissing or BlobNotFound."""
         calls = self._calls
         if self._size(key) is not None:
             self.abort(key, upload_id)

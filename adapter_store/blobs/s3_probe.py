@@ -46,7 +46,7 @@ class S3Probe:
         )
 
     def completes_conditionally(self) -> bool:
-        """Test if multipart uploads can be completed with `If-None-Match: *`. Raises BlobStoreUnavailable."""
+        """Test whether multipart uploads can be completed with `If-None-Match: *`. Raises BlobStoreUnavailable."""
         calls, key = self._calls, self._new_key()
         what = "test multipart uploads"
         with suppress(PreconditionFailed):

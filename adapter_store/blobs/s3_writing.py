@@ -47,7 +47,7 @@ class _Put:
 class S3Writer:
     """Puts blobs with `If-None-Match: *`, so that an existing blob is never replaced.
 
-    `completes_conditionally` returns whether the store honours that header for multipart uploads too. If not, files of
+    `completes_conditionally` returns True if the store honours that header for multipart uploads too. If not, files of
     up to 5 GiB are sent in one request, and the upload of a larger file is completed if its key is free once all parts
     have arrived.
     """
@@ -58,7 +58,7 @@ class S3Writer:
         self._completes_conditionally = completes_conditionally
 
     def put(self, key: str, source: Path | bytes, deadline_s: float | None = None) -> bool:
-        """Store a blob; False if the key is taken. After BlobStoreUnavailable, the blob may or may not exist."""
+        """Store a blob, or return False if the key is taken. After BlobStoreUnavailable, the blob may exist or not."""
         put = _describe(key, source)
         deadline = Deadline(self._limits.body_deadline_s(put.size) if deadline_s is None else deadline_s)
         try:
@@ -96,7 +96,8 @@ class S3Writer:
         try:
             self._calls.run(_WHAT, attempt, deadline)
         except PreconditionFailed:
-            # The key may be ours: an earlier attempt may have succeeded although its response was lost.
+            # This put may have stored the blob itself: an earlier attempt may have succeeded although its response was
+            # lost.
             return num_attempts > 1 and self._is_ours(put, deadline)
         return True
 

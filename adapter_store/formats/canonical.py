@@ -26,7 +26,7 @@ def write_canonical(
 ) -> str:
     """Write the canonical file of a validated upload and return its digest in hexadecimal.
 
-    `names` maps each canonical tensor name to the upload's own name; None means that the names are the same.
+    `names` maps each canonical tensor name to the upload's own name; if it is None, the names are the same.
     """
     config = json.dumps({"peft_type": "LORA", "scales": dict(scales)}, sort_keys=True, separators=(",", ":"))
     with TensorFile(tensors) as file, destination.open("wb") as out:

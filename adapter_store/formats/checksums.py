@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 CHUNK_BYTES = 1 << 20
-"""Bytes checked at a time, which are still in the processor's cache after the read."""
+"""Number of bytes checked at a time, few enough to still be in the processor's cache after the read."""
 
 NUM_LANES = 509
 """Number of lanes; prime, so that a disk block or memory page is never a whole number of rows.
@@ -28,7 +28,7 @@ class LaneSums:
     """A checksum: for each chunk, `NUM_LANES` sums of 64-bit words modulo 2**64, word `i` in lane `i % NUM_LANES`.
 
     It always detects a change to one word, or to several words in different lanes. It misses moved or lost blocks with
-    a probability of about 2**-64. It detects accidents, not attackers: an attacker who can write the file could also
+    a probability of about 2**-64. It detects accidents, not attacks: an attacker who can write the file could also
     write a consistent one.
     """
 
@@ -60,7 +60,7 @@ class PayloadCheck:
     """Checks a payload chunk by chunk while reading it."""
 
     proof: Proof | None = None
-    """Result of an earlier check of this payload; None makes `run` verify SHA-256. A successful run replaces it."""
+    """Result of an earlier check of this payload. If None, `run` verifies the SHA-256. A successful run replaces it."""
     read_s: float = 0.0
     verify_s: float = 0.0
 

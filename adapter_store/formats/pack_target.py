@@ -81,7 +81,7 @@ class PackTarget:
     def layout(self, ranks: npt.NDArray[np.int32], outer_ranks: npt.NDArray[np.int32] | None = None) -> AdapterLayout:
         """Return the layout of an adapter with these `ranks`, int32 `[num_layers, num_modules]`.
 
-        `outer_ranks` is int32 `[num_outer_modules]`; None means rank 0 for all outer modules.
+        `outer_ranks` is int32 `[num_outer_modules]`; if it is None, all outer modules have rank 0.
         """
         if outer_ranks is None:
             outer_ranks = np.zeros(len(self.outer_modules), np.int32)

@@ -118,8 +118,8 @@ def read_open_packed(
 ) -> PackedAdapter:
     """Read a packed adapter from an open file.
 
-    The payload is read in order, directly into its final memory, and `check` verifies it on the way. Payload bytes that
-    arrived with the header are read again.
+    The payload is read in order, directly into its final memory, and `check` verifies each chunk as it is read. Payload
+    bytes that arrived with the header are read again.
     """
     header, payload_begin = _read_header(descriptor)
     try:

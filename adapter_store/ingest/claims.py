@@ -70,7 +70,7 @@ class VersionClaims:
         """Unique to this process: after a restart, earlier claims count as another server's."""
 
     def claim_version(self, version_id: str) -> ClaimedVersion | None:
-        """Claim a version. Returns None if it is ready, rejected, postponed, or claimed by another server."""
+        """Claim a version, or return None if it is ready, rejected, postponed, or claimed by another server."""
         columns = adapter_versions.c
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)

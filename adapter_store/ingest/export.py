@@ -67,7 +67,7 @@ class VersionExport:
     scratch_dir: Path
 
     def files(self, version: AdapterVersion) -> tuple[UploadFile, ...]:
-        """Return a version's declared files; empty until a server has read them from the version's source."""
+        """Return a version's declared files, or none if no server has read them from the version's source yet."""
         return UploadRows(self.database).upload_of_version(version.id).files
 
     def open(self, version: AdapterVersion, name: str) -> ExportedFile:

@@ -142,7 +142,7 @@ class Ingest:
             self._blobs.delete(key)
 
     def put_file(self, upload_id: str, name: str, chunks: Iterable[bytes], num_bytes: int | None = None) -> None:
-        """Receive one file; the bytes must match the declaration. A client may send a file again.
+        """Receive one file; the bytes must match the declaration. A client can send a file again.
 
         If the caller passes `num_bytes`, it is checked before any byte is read. Raises UploadNotFound or UploadRefused.
         """
@@ -199,14 +199,14 @@ class Ingest:
         return version
 
     def process(self, version_id: str) -> AdapterVersion:
-        """Validate a version and publish or reject it. Returns it unchanged if another server has claimed it.
+        """Validate a version and publish or reject it, or return it unchanged if another server has claimed it.
 
         Raises StoreError if a store or the validation process fails; the version is then retried later.
         """
         return self._processor.process(version_id)
 
     def next_waiting(self, but: Collection[str] = ()) -> str | None:
-        """Return the next version for `process`, skipping those in `but`, or None. Tenants take turns."""
+        """Return the next version for `process` that is not in `but`, or None if there is none. Tenants take turns."""
         return self._turns.next(but)
 
     def recover(self) -> None:

@@ -60,9 +60,9 @@ class IngestJobs:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[IngestJob]:
-        """List the jobs in these states, newest first; `tenant_id` limits the list to one tenant.
+        """List the jobs in these states, newest first. `tenant_id` limits the list to one tenant.
 
-        `only` limits it to these adapters.
+        `only` limits the list to these adapters.
         """
         columns = adapter_versions.c
         wanted = {name for state in states for name in _VERSION_STATES[state]}

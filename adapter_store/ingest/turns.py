@@ -25,9 +25,9 @@ class _Candidate:
 class IngestTurns:
     """One server's order: among tenants with waiting versions, the one with the fewest validations in progress is next.
 
-    Ties go to a tenant that this server has never served or served longest ago, then to the tenant that has waited
-    longest. A version thus waits for one validation in progress and one version of each other tenant, no matter how
-    many versions the other tenants have.
+    Ties go to a tenant that this server has never served, then to the one that it served longest ago, then to the
+    tenant that has waited longest. A version thus waits for one validation in progress and one version of each other
+    tenant, no matter how many versions the other tenants have.
     """
 
     def __init__(self, database: Database) -> None:
@@ -37,7 +37,7 @@ class IngestTurns:
         self._num_turns = 0
 
     def next(self, but: Collection[str] = ()) -> str | None:
-        """Return the next version to process, skipping those in `but`, or None.
+        """Return the next version to process that is not in `but`, or None if there is none.
 
         The call counts as the tenant's turn.
         """

@@ -139,7 +139,7 @@ class UploadRows:
     def add_version_from(self, adapter_id: str, source_url: str, lifetime_us: int) -> AdapterVersion:
         """Create a pending version whose files a server fetches from `source_url` within `lifetime_us`.
 
-        Returns the existing version if one from that source is still pending. Raises AdapterNotFound.
+        If a version from that source is still pending, that version is returned. Raises AdapterNotFound.
         """
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
@@ -182,7 +182,7 @@ class UploadRows:
         return upload_of(row)
 
     def uploads_in_use(self, upload_ids: Collection[str]) -> set[str]:
-        """Return the uploads whose files are still needed: they are open, or used by an unfinished version."""
+        """Return the uploads that are open or used by an unfinished version, so that their files are still needed."""
         wanted: set[str] = set()
         asked = sorted(upload_id for upload_id in upload_ids if is_identifier(upload_id))
         for start in range(0, len(asked), _MAX_NAMES):
@@ -231,7 +231,7 @@ class UploadRows:
 def is_free(now_us: int) -> ColumnElement[bool]:
     """Matches versions that are unclaimed and not postponed.
 
-    A claim that ends more than two leases from now was made before the clock was set back, and does not count.
+    A claim that expires more than two leases from now was made before the clock was set back, and does not count.
     """
     expires_us = adapter_versions.c.claim_expires_us
     return or_(expires_us.is_(None), not_(expires_us.between(now_us + 1, now_us + 2 * LEASE_US)))
@@ -266,7 +266,7 @@ def upload_of(row: Row[*tuple[Any, ...]]) -> Upload:
 
 
 def _lock_owner(connection: Connection, adapter_id: str) -> str:
-    """Lock the row of an adapter's tenant. Returns the tenant's identifier."""
+    """Lock the row of an adapter's tenant and return the tenant's identifier."""
     tenant_id: str = connection.execute(select(owner_of(adapter_id))).scalar_one()
     lock_tenant(connection, tenant_id)
     return tenant_id

@@ -64,7 +64,7 @@ class VersionProcessor:
         self._at_failpoint = at_failpoint
 
     def process(self, version_id: str) -> AdapterVersion:
-        """Publish or reject a version. Returns it unchanged if it has a verdict or another server has claimed it.
+        """Publish or reject a version, or return it unchanged if it has a verdict or another server has claimed it.
 
         Raises StoreError if a store or the validation process fails; the version is then retried later.
         """
@@ -167,7 +167,7 @@ class VersionProcessor:
         # Stop here if this server's claim has expired.
         self._claims.renew(version.id)
         if version.digest is not None:
-            # An earlier attempt got this far, when the source may still have contained different files.
+            # When an earlier attempt reached this point, the source may have contained different files.
             self._delete_originals(version.id)
         self._blobs.put(config_key(version.id), job.config)
         self._at_failpoint(Failpoint.CONFIG_KEPT)

@@ -36,7 +36,7 @@ SYSTEM = "system"
 
 
 class AdapterAliases:
-    """Each change is one transaction that adds one row to the history; revisions count from 1 without gaps.
+    """Each change is one transaction that adds one row to the history; revisions are numbered from 1 without gaps.
 
     An alias that is deleted and created again continues its revision numbers, so a revision is never ambiguous.
     """
@@ -164,8 +164,8 @@ def change_alias(
 ) -> Alias:
     """Create or move an alias and add its history row; the caller must hold the lock on the adapter's row."""
     present = _revision(connection, adapter_id, name)
-    # Continue a deleted alias's revision numbers. A client that saw the old alias then cannot change the new one by
-    # mistake.
+    # Continue a deleted alias's revision numbers. This way, a client that read the old alias cannot change the new one
+    # by mistake.
     revision = (present or _last_revision(connection, adapter_id, name)) + 1
     before = next((alias for _, alias in _read(connection, [adapter_id], name)), None)
     key = {"adapter_id": adapter_id, "name": name}

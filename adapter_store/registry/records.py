@@ -27,7 +27,7 @@ class Adapter:
     name: str
     created_us: int
     disabled_us: int | None
-    """Time at which the adapter was disabled; None while it is enabled."""
+    """Time at which the adapter was disabled, or None if it is enabled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class AdapterVersion:
     created_us: int
     ready_us: int | None
     pinned_us: int | None
-    """Time at which the version was pinned in the page pool; None if it is not pinned."""
+    """Time at which the version was pinned in the page pool, or None if it is not pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class UploadFile:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Files for a future version; open until they are used or expire.
+    """Files for a future version. An upload is open until it is used or expires.
 
     An upload with a `source_url` counts as used from its creation, and has no `files` until a server has read them from
     that source.

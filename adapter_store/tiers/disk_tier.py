@@ -87,7 +87,7 @@ class DiskTier:
             self._evict(self._max_bytes)
 
     def hold(self, digest: str) -> HeldFile | None:
-        """Open an adapter's file and protect it from eviction until it is closed; None if there is no such file."""
+        """Open an adapter's file and protect it from eviction until closed, or return None if there is no such file."""
         path = self._path(digest)
         opened = _open_shared(path)
         now_ns = time.time_ns()
@@ -127,7 +127,7 @@ class DiskTier:
             if time.monotonic() > self._sweep_due:
                 self._sweep()
             with self._lock:
-                # If another engine has added the same file since, this one replaces it.
+                # If another engine has since added the same adapter's file, this file replaces it.
                 known = self._files.pop(path, None)
                 self.used_bytes -= known.size if known else 0
             self._evict(self._max_bytes - status.st_size)
@@ -143,7 +143,7 @@ class DiskTier:
                 self.used_bytes += status.st_size
 
     def forget(self, digest: str, inode: int) -> None:
-        """Set an adapter's file aside because its bytes are wrong, unless another engine has already replaced it."""
+        """Set aside an adapter's corrupt file, unless another engine has already replaced it."""
         path = self._path(digest)
         with self._changing():
             try:
@@ -158,7 +158,7 @@ class DiskTier:
                 self.used_bytes -= known.size if known else 0
 
     def set_aside(self, file: Path) -> None:
-        """Keep a file with wrong bytes for inspection; only the newest few are kept."""
+        """Keep a corrupt file for inspection. Only the newest few are kept."""
         with self._changes.hold():
             self._put_aside(file)
 
@@ -268,7 +268,7 @@ class DiskTier:
 
 
 def _open_shared(path: Path) -> tuple[int, os.stat_result] | None:
-    """Open a file under a shared lock. Returns None if the file is gone or being removed."""
+    """Open a file under a shared lock, or return None if the file is gone or being removed."""
     try:
         # Reading must not change the access time, which records the order of use.
         descriptor = os.open(path, os.O_RDONLY | _KEEPS_ACCESS_TIME)

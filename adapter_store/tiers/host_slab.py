@@ -18,7 +18,7 @@ ALIGNMENT = 4096
 
 
 def shared_memory(num_bytes: int) -> int:
-    """Create shared memory. Returns its descriptor. Pages are committed when written or registered with a GPU."""
+    """Create shared memory and return its descriptor. Pages are committed when written or registered with a GPU."""
     descriptor = os.memfd_create("adapters")
     os.truncate(descriptor, max(num_bytes, 1))
     return descriptor
@@ -32,7 +32,7 @@ def mapped(descriptor: int) -> npt.NDArray[np.uint8]:
 def piece_of(
     memory: npt.NDArray[np.uint8], begin: int, num_bytes: int, when_gone: Callable[[], None]
 ) -> npt.NDArray[np.uint8]:
-    """Return `memory[begin : begin + num_bytes]`; calls `when_gone`, on any thread, after its last view is gone."""
+    """Return `memory[begin : begin + num_bytes]`. `when_gone` is called, on any thread, after the last view is gone."""
     # Views of the array keep `piece` alive, and the finalizer keeps the memory alive.
     piece = (ctypes.c_uint8 * num_bytes).from_address(memory.ctypes.data + begin)
     weakref.finalize(piece, _gone, memory, when_gone)
@@ -45,7 +45,7 @@ def _gone(_memory: npt.NDArray[np.uint8], when_gone: Callable[[], None]) -> None
 
 
 class HostSlab:
-    """Allocates pieces of `memory`, uint8 `[num_bytes]`, first fit; falls back to ordinary memory when full.
+    """Allocates pieces of `memory`, uint8 `[num_bytes]`, first fit, or ordinary memory if nothing free fits.
 
     Registering memory with the GPU driver is slow and blocks other threads' calls, so it is done once for the whole
     host tier. A piece is freed when the last array that views it is gone. Thread-safe.
@@ -128,7 +128,7 @@ class EngineMemory:
         weakref.finalize(self, os.close, self.descriptor)
         self.array = mapped(self.descriptor)
         self._pieces: dict[int, int] = {}
-        # The thread that drops the last view of a piece appends the piece's offset.
+        # The thread that drops the last view of a piece appends the piece's offset to this queue.
         self._unused: deque[int] = deque()
 
     @property

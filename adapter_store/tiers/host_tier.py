@@ -50,7 +50,7 @@ class HostTier:
         return digest in self._entries
 
     def lease(self, digest: str) -> PackedAdapter | None:
-        """Take another lease on an adapter. Returns None if the adapter is not in the tier."""
+        """Take another lease on an adapter, or return None if the adapter is not in the tier."""
         entry = self._entries.get(digest)
         if entry is None:
             return None
@@ -60,7 +60,7 @@ class HostTier:
         return entry.packed
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve room for adapters that are being loaded; replaces the previous reservation.
+        """Reserve room for adapters that are being loaded, in place of the previous reservation.
 
         The adapters' memory is in use before they are added.
         """
@@ -83,9 +83,9 @@ class HostTier:
     def protect(self, group: str, digests: Collection[str], floor_bytes: int) -> None:
         """Keep up to `floor_bytes` of these adapters from being evicted in favour of others.
 
-        Within a group, the least recently used adapters can still be evicted while the others fill the floor. Replaces
-        the group's previous floor; a floor of 0 removes it. Raises ValueError, and changes nothing, if all floors
-        together exceed the tier.
+        Within a group, the least recently used adapters can still be evicted as long as the others fill the floor.
+        Replaces the group's previous floor; a floor of 0 removes it. Raises ValueError, and changes nothing, if all
+        floors together exceed the tier.
         """
         others = sum(one.floor_bytes for name, one in self._groups.items() if name != group)
         if floor_bytes < 0 or others + floor_bytes > self._max_bytes:

@@ -100,8 +100,8 @@ class PackedSource:
         """Load an adapter into memory from `allocate`; blocks. Raises AdapterUnavailable or AdapterCorrupt.
 
         A read from disk runs to completion on the caller's thread. While it waits for the blob store, a cancelled fetch
-        raises LoadCancelled immediately. The download stops after its current step, but still stores a packed file that
-        it was fetching on disk.
+        raises LoadCancelled immediately. The download stops after its current step, but if it was fetching a packed
+        file, it still stores that file on disk.
         """
         if not _DIGEST.fullmatch(digest):
             raise AdapterUnavailable("the requested adapter is not a digest")
@@ -143,7 +143,7 @@ class PackedSource:
             del downloading
 
     def _join(self, digest: str, cancellation: Cancellation) -> tuple[_Download, Future[PackedAdapter]] | None:
-        """Take over the running download of a cancelled fetch. Returns None if there is none."""
+        """Take over the running download of a cancelled fetch, or return None if there is none."""
         with self._lock:
             running = self._running.get(digest)
             if running is None or not running[0].cancellation.is_cancelled:
@@ -186,7 +186,7 @@ class PackedSource:
             del self._running[digest]
 
     def _from_disk(self, digest: str) -> PackedAdapter | None:
-        """Return None if the disk tier has no such file, or if the file's bytes are wrong."""
+        """Return the adapter, or None if the disk tier has no such file or if the file is corrupt."""
         with self.figures.timed("disk", "lookup"):
             held = self._hold(digest)
         self.figures.count_lookup("disk", held is not None)

@@ -133,7 +133,7 @@ class StagingClient:
 
     @property
     def pid(self) -> int | None:
-        """PID of the running process; None while there is none."""
+        """PID of the running process, or None if there is none."""
         return None if self._link is None else self._link.process.pid
 
     def await_opened(self, timeout_s: float) -> None:
@@ -149,7 +149,7 @@ class StagingClient:
     # Called by the adapter pool
 
     def request(self, digest: str) -> None:
-        """Start loading an adapter into host memory; `poll` returns the result. One request per digest at a time."""
+        """Start loading an adapter into host memory; `poll` returns the result. Request each digest once at a time."""
         assert digest not in self._requests
         assert digest not in self._results
         stages: list[PassedStage] = []

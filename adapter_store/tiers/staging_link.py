@@ -122,13 +122,13 @@ class StagingLink:
             self.send(Ping())
 
     def end(self) -> int:
-        """Clean up after a lost process. Returns its exit code."""
+        """Close the connection, kill the process, and return its exit code."""
         self._end.close()
         self.process.kill()
         return self.process.wait()
 
     def close(self) -> None:
-        """End the process."""
+        """Close the connection, and kill the process if it does not exit within END_GRACE_S."""
         self._end.close()
         try:
             # The process exits on its own once it notices that the socket is closed.

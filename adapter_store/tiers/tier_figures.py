@@ -79,7 +79,7 @@ class LoadCounts:
     num_given_up: int = 0
     """Number of loads that were cancelled before they finished."""
     num_set_aside: int = 0
-    """Number of files set aside because their bytes were wrong."""
+    """Number of files set aside because they were corrupt."""
     breaker: BreakerState = "closed"
     """State of the blob store's circuit breaker: in use (`closed`), failing (`open`) or being tested (`half_open`)."""
 
@@ -186,7 +186,7 @@ class TierFigures:
 
     @contextmanager
     def noting(self, stages: list[PassedStage] | None) -> Iterator[None]:
-        """Within the block, append the stages that the calling thread counts to `stages`, the stages of one load."""
+        """Within the block, collect in `stages` the stages of one load that the calling thread counts."""
         before = self.noted
         self._thread.noted = stages
         try:

@@ -30,7 +30,7 @@ _END_S = 10.0
 _REQUEST = struct.Struct("!di")
 """A fork's time limit in seconds and its niceness, sent with its standard input, output and error."""
 _REPLY = struct.Struct("!i?")
-"""The fork's return code, and whether the fork exceeded its time limit."""
+"""The fork's return code, and a flag: True if the fork exceeded its time limit."""
 
 
 class ForkServerFailed(Exception):
@@ -156,7 +156,7 @@ class ForkServer:
             self._running = _Running(process, ours, errors)
 
     def _end(self) -> tuple[int, str]:
-        """Wait for the process to exit. Returns its exit code and the last line of its standard error."""
+        """Wait for the process to exit, and return its exit code and the last line of its standard error."""
         running = self._running
         if running is None:
             return 0, ""
@@ -226,7 +226,7 @@ def _lower_priority(niceness: int) -> None:
 
 
 def _wait_for(pid: int, link: socket.socket, woken: int, wall_s: float) -> bytes:
-    """Wait for a fork to exit, or kill it. Returns the reply."""
+    """Wait for a fork to exit, or kill it, and return the reply."""
     deadline_s = time.monotonic() + wall_s
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)

@@ -25,8 +25,8 @@ _BOTH_SCOPES = 0b11
 def restrict_files(libc: ctypes.CDLL, readable: Iterable[Path], writable: Iterable[Path]) -> bool:
     """From now on, allow reading only under `readable` and `writable`, and writing and creating only under `writable`.
 
-    Also refuse TCP, abstract sockets and signals to other processes, if the kernel supports that. Returns False,
-    without restricting anything, if the kernel has no Landlock. Needs no_new_privs.
+    Also refuse TCP, abstract sockets and signals to other processes, if the kernel supports that. If the kernel has no
+    Landlock, return False without restricting anything. Needs no_new_privs.
     """
     version = libc.syscall(_CREATE_RULESET, None, 0, _ASK_VERSION)
     if version < 1:

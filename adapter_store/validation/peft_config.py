@@ -31,7 +31,7 @@ _UNDERSTOOD = frozenset(
     }
 )
 
-# Facts about training, or for human readers. No value of these types changes the adapter's output.
+# Facts about training, or notes for human readers. No value of these types changes the adapter's output.
 _RECORDED = ("base_model_name_or_path", "revision", "peft_version", "task_type")
 _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_RECORDED, (str,)),

@@ -25,7 +25,7 @@ class CheckList:
 
     @contextmanager
     def check(self, name: str) -> Iterator[None]:
-        """Record the outcome of the check `name`; an AdapterRejected gets the whole list as its report."""
+        """Record the outcome of the check `name`. If it raises AdapterRejected, attach the whole list to the error."""
         assert name in CHECKS
         start = time.perf_counter()
         outcome = "failed"

@@ -63,7 +63,7 @@ def confine(writable: Iterable[Path]) -> list[str]:
 
 
 def _drop_capabilities(libc: ctypes.CDLL) -> None:
-    """Drop all capabilities, some of which this process has if root runs the server or in a new user namespace."""
+    """Drop all capabilities. This process has some if root runs the server, or in a new user namespace."""
     libc.capset(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), bytes(24))
 
 

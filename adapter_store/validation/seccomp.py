@@ -89,7 +89,7 @@ class _Program(ctypes.Structure):
 
 
 def refuse_calls(libc: ctypes.CDLL) -> bool:
-    """Install the filter. Returns False if the machine or its kernel does not support it. Needs no_new_privs."""
+    """Install the filter, or return False if the machine or its kernel does not support it. Needs no_new_privs."""
     if platform.machine() not in _MACHINES:
         return False
     column, arch = _MACHINES[platform.machine()]

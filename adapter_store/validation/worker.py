@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def _own_status() -> AbstractContextManager[TextIO | None]:
-    """Open the kernel's status file for this process before access is denied; None if the system has no such file."""
+    """Open the kernel's status file for this process before access is denied, or return None if it does not exist."""
     try:
         return open("/proc/self/status")
     except OSError:
