@@ -60,7 +60,7 @@ class Ledger:
         group_by: Sequence[str] = (),
         timezone: str = "UTC",
     ) -> tuple[UsageRow, ...]:
-        """Sum the requests that finished in `[start_us, end_us)`: see UsageQuery, which raises InvalidRequest."""
+        """Sum the requests that finished in `[start_us, end_us)`. Raises InvalidRequest: see UsageQuery."""
         return answer(
             self._database,
             UsageQuery(
@@ -83,7 +83,7 @@ class Ledger:
         end_us: int | None = None,
         only: Collection[str] | None = None,
     ) -> Page[UsageEvent]:
-        """List settled requests with their adjustments, newest first; of all tenants if `tenant_id` is None.
+        """List settled requests with their adjustments, newest first, for all tenants if `tenant_id` is None.
 
         `only` restricts the list to requests for these adapters.
         """

@@ -1,4 +1,4 @@
-"""The prices in the database. Each is announced in advance and never changes once it is in force."""
+"""The prices in the database. Each is added in advance and never changes once it is in force."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PriceList:
         currency: str = "USD",
         effective_us: int | None = None,
     ) -> Price:
-        """Announce a price. By default it takes effect after `NOTICE_US`, when every gateway has read it.
+        """Add a price. By default it takes effect after `NOTICE_US`, when every gateway has read it.
 
         `cached_nanos` defaults to `prompt_nanos`. Raises InvalidRequest with the field's name, NotFound, or
         PriceExists.
@@ -104,7 +104,7 @@ class PriceList:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[Price]:
-        """List a tenant's own prices and the list prices, or all prices if `tenant_id` is None; newest first.
+        """List a tenant's own prices and the list prices, or all prices if `tenant_id` is None, newest first.
 
         If `only` is given, prices for single adapters are restricted to these adapters.
         """
@@ -143,7 +143,7 @@ class PriceList:
             return connection.execute(select(schema.prices.c.currency).limit(1)).scalar()
 
     def _lock(self, connection: Connection) -> int:
-        """Block other changes and reads until the transaction ends. Returns the time, read under the lock."""
+        """Block other changes and reads until the transaction ends, and return the time, read under the lock."""
         if not self._database.is_sqlite:
             connection.execute(text("LOCK TABLE prices IN SHARE ROW EXCLUSIVE MODE"))
         return self._database.now_us(connection)

@@ -50,7 +50,7 @@ def cost_of(price: Price | None, prompt: int, cached: int, completion: int) -> i
 class PriceBook:
     """A snapshot of all prices, valid until `known_until_us`.
 
-    Prices are announced before they take effect and never change afterwards, so the price at any time before
+    Prices are added before they take effect and never change afterwards, so the price at any time before
     `known_until_us` is final.
     """
 

@@ -77,7 +77,7 @@ class UsageRollups:
         self._numbers = SeriesNumbers()
 
     def fold(self, max_batches: int = MAX_BATCHES) -> int:
-        """Add waiting batches, oldest first. Returns their number. Several gateways can fold concurrently."""
+        """Add waiting batches, oldest first, and return their number. Several gateways can fold concurrently."""
         waiting = select(_batches.c.id, _batches.c.at_us).order_by(_batches.c.at_us, _batches.c.id).limit(max_batches)
         with self._database.read() as connection:
             if connection.execute(select(_batches.c.id).limit(1)).first() is None:
@@ -95,14 +95,14 @@ class UsageRollups:
         return len(rows)
 
     def fold_all(self) -> int:
-        """Fold until no batch is waiting. Returns the number of folded batches."""
+        """Fold until no batch is waiting, and return the number of folded batches."""
         total = 0
         while folded := self.fold():
             total += folded
         return total
 
     def _add(self, connection: Connection, sums: Sums) -> Mapping[SeriesKey, int]:
-        """Add sums to the rows of every grain and span. Returns the numbers of their series."""
+        """Add sums to the rows of every grain and span, and return the numbers of their series."""
         by_grain = {grain: _by_spans(sums, grain) for grain in GRAINS}
         keys = {key for by_span in by_grain.values() for _, key in by_span[min(by_span)]}
         numbers = self._numbers.find(connection, keys)

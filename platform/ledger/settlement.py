@@ -22,7 +22,7 @@ class Settlement:
     first_token_us: int | None = None
     has_run: bool = True
     has_begun: bool = True
-    """False if the request was never submitted to the engine. Then its cold load is not counted either."""
+    """False if the request was never submitted to the engine; its cold load is then not counted either."""
 
     @property
     def tokens(self) -> int:
