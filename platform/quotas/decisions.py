@@ -154,7 +154,7 @@ def extend(
     demand: Demand,
     now_us: int,
 ) -> tuple[dict[CounterKey, Counter], tuple[Charge, ...]] | None:
-    """Extend a running request by `demand`. Returns the changed counters and the charges, or None if refused.
+    """Extend a running request by `demand`, and return the changed counters and the charges, or None if refused.
 
     `held` pairs each charge with its binding, which is None if the limit has since been removed.
     """
@@ -202,7 +202,7 @@ def exceeded_headers(exceeded: Sequence[QuotaPolicy]) -> dict[str, str]:
 
 
 def _limits(standing: Sequence[tuple[Binding, Counter]], now_us: int) -> tuple[RateLimit, ...]:
-    """Return the rates of requests and tokens per minute; of several limits, the one with the least remaining."""
+    """Return the rates of requests and tokens per minute, each from the limit with the least remaining."""
     tightest: dict[str, RateLimit] = {}
     for binding, counter in standing:
         kind = _HEADER_KINDS.get(binding.policy.metric)

@@ -45,7 +45,7 @@ class EffectiveLimit:
     num_exceeded: int
     """Number of requests that a soft or shadow policy admitted beyond its limit, in this window or in total."""
     window: Window | None
-    """The window of a budget, else None."""
+    """The window of a budget, or None for other kinds."""
     reset_us: int | None
     """Time at which the whole limit is free again if nothing more is used, or None if waiting does not free it."""
 
@@ -85,7 +85,7 @@ class QuotaOverview:
         completion_tokens: int,
         trial: QuotaPolicy | None = None,
     ) -> Admissibility:
-        """Check if the caller's request would be admitted now, or would be if the policy `trial` were set.
+        """Check whether the caller's request would be admitted now, or would be if the policy `trial` were set.
 
         A trial, from `QuotaPolicies.propose`, continues from the counter of the policy that it would change; a new
         policy starts from zero.

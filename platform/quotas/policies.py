@@ -178,7 +178,7 @@ class QuotaPolicies:
         return policy_of(row) if row is not None else None
 
     def delete(self, policy_id: str) -> bool:
-        """Delete a policy and the amounts that running requests have reserved under it; False if there is none."""
+        """Delete a policy and the amounts that requests have reserved under it, or return False if there is none."""
         with self._database.write() as connection:
             locked = select(_policies).where(_policies.c.id == policy_id).with_for_update()
             row = connection.execute(locked).one_or_none()

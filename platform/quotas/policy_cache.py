@@ -153,8 +153,8 @@ class PolicyCache:
 class PolicyReader:
     """The cache of one process. Thread-safe, because an outdated cache is replaced as a whole.
 
-    A transaction first locks its counters and then reads the moment. From the moment, `cache_at` determines whether the
-    cache is still valid. A later policy change either waits for the locked counters or does not affect this
+    A transaction first locks its counters and then reads the time and the epoch. From the epoch, `cache_at` determines
+    whether the cache is still valid. A later policy change either waits for the locked counters or does not affect this
     transaction.
     """
 

@@ -45,7 +45,7 @@ class Spent:
     has_begun: bool = True
 
     def keeps(self, metric: Metric) -> bool:
-        """True if the amount taken from a rate at admission stays used; for a load, if the engine got the request."""
+        """True if the amount taken from a rate at admission stays used. For a load, True if the engine received it."""
         return self.has_begun if metric.unit is Unit.LOADS else self.has_run
 
     def of(self, metric: Metric) -> int:
