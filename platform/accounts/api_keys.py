@@ -43,7 +43,7 @@ _PRESENTED = re.compile(r"sk-lmx-([0-9A-Za-z]{16})-[0-9A-Za-z]{43}")
 _NO_KEY = bytes(32)
 _FOR_EVER_US = 1 << 62
 _MAX_AHEAD_US = 60_000_000
-"""How far ahead of the clock a rotation time can be, in microseconds. A later one means that the clock was set back."""
+"""Maximum lead of a rotation time over the clock, in microseconds. A larger lead means that the clock was set back."""
 _OPERATORS = Principal(key_id=OPERATOR, tenant_id=None, tenant_slug=None, scopes=DEFAULT_PLATFORM_SCOPES)
 
 
@@ -146,9 +146,9 @@ class ApiKeys:
         return key_of(row) if row is not None else None
 
     def revoke(self, key_id: str) -> ApiKey | None:
-        """Revoke a key permanently; revoking it again keeps the first revocation time. None if there is no such key.
+        """Revoke a key permanently and return it, or None if there is no such key.
 
-        Raises LastAdminKey.
+        Revoking it again keeps the first revocation time. Raises LastAdminKey.
         """
         table = schema.api_keys
         with self._database.write() as connection:
@@ -165,9 +165,10 @@ class ApiKeys:
         return key_of(row) if row is not None else None
 
     def update(self, key_id: str, changes: KeyChanges, check: Callable[[ApiKey], None]) -> ApiKey | None:
-        """Change a key after passing its current state to `check`, which can raise; None if there is no such key.
+        """Change a key and return it, or None if there is no such key.
 
-        Raises InvalidRequest, NotFound, KeyRevoked or LastAdminKey.
+        Before the change, `check` is called with the current key and can raise. Raises InvalidRequest, NotFound,
+        KeyRevoked or LastAdminKey.
         """
         table = schema.api_keys
         if changes.name is not None:
@@ -200,9 +201,9 @@ class ApiKeys:
         return key_of(row)
 
     def rotate(self, key_id: str, grace_us: int) -> CreatedKey | None:
-        """Give a key a new secret. The current secret stays valid for `grace_us`; an older one expires immediately.
+        """Give a key a new secret and return both, or None if there is no such key.
 
-        None if there is no such key. Raises KeyRevoked.
+        The current secret stays valid for `grace_us`; an older one expires immediately. Raises KeyRevoked.
         """
         table = schema.api_keys
         with self._database.write() as connection:
@@ -226,7 +227,7 @@ class ApiKeys:
         return CreatedKey(key=key_of(row), secret=secret)
 
     def restart_grace_periods(self) -> int:
-        """Restart grace periods that began before the clock was set back and would last too long; return how many."""
+        """Restart grace periods that would last too long because the clock was set back. Returns their number."""
         table = schema.api_keys
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
@@ -239,11 +240,17 @@ class ApiKeys:
         self._cache.clear()
 
     def recent(self, presented: str) -> Principal | None:
-        """The caller with this key, if authenticated within the last five seconds. Does not block."""
+        """The caller with this key if it was authenticated within the last five seconds, otherwise None.
+
+        Does not block.
+        """
         return self._cache.get(key_sha256(presented), self._database.now_us())
 
     def authenticate(self, presented: str) -> Principal | None:
-        """The caller with this key; None if the key is unknown, revoked or expired, or if its tenant is suspended."""
+        """Return the caller with this key, or None if the key is not valid or its tenant is suspended.
+
+        A key is not valid if it is unknown, revoked or expired.
+        """
         sha256 = key_sha256(presented)
         if self._is_operators(sha256):
             return _OPERATORS
@@ -263,10 +270,10 @@ class ApiKeys:
         return principal
 
     def reauthenticate(self, key_id: str, sha256: bytes) -> Principal | None:
-        """The current rights of a caller who authenticated earlier with this secret. Bypasses the cache.
+        """Return the current rights of a caller who authenticated earlier with this secret. Bypasses the cache.
 
-        None if the secret is no longer valid because the key was revoked or has expired, its tenant is suspended, the
-        secret was rotated out, or the operator's key has changed.
+        Returns None if the secret is no longer valid because the key was revoked or has expired, its tenant is
+        suspended, the secret was rotated out, or the operator's key has changed.
         """
         if key_id == OPERATOR:
             return _OPERATORS if self._is_operators(sha256) else None
@@ -275,7 +282,7 @@ class ApiKeys:
         return principal_of(row) if row is not None and is_good else None
 
     def has_platform_admin(self) -> bool:
-        """Whether the operator's key is set or a usable platform:admin key exists."""
+        """True if the operator's key is set or a usable platform:admin key exists."""
         if self._admin_sha256 is not None:
             return True
         with self._database.read() as connection:
@@ -346,7 +353,7 @@ def _new_secret(public_id: str) -> str:
 
 
 def _good_until_us(row: Row[Any] | None, sha256: bytes, now_us: int) -> int | None:
-    """When this secret expires; None if the secret is not valid now."""
+    """Expiry of this secret, in microseconds since the epoch, or None if the secret is not valid now."""
     current = row.secret_sha256 if row is not None else _NO_KEY
     previous = _NO_KEY if row is None or row.previous_sha256 is None else row.previous_sha256
     # Always compare both secrets, so that the timing reveals nothing.

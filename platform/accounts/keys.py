@@ -71,7 +71,7 @@ class ApiKey:
     expires_us: int | None
     revoked_us: int | None
     previous_until_us: int | None
-    """When the secret replaced by the last rotation stops being valid."""
+    """Expiry of the secret that the last rotation replaced, in microseconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

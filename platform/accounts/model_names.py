@@ -49,7 +49,10 @@ class ResolvedModel:
 
 
 def parse_adapter_name(name: str) -> AdapterName | None:
-    """Split a name at `@` or `:`; None if the name is malformed. Raises InvalidRequest if it has both suffixes."""
+    """Split a name at `@` or `:`.
+
+    Returns None if the name is malformed. Raises InvalidRequest if it has both suffixes.
+    """
     path, has_version, version = name.partition("@")
     path, has_alias, alias = path.partition(":")
     digest = _DIGEST.fullmatch(version)

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 MAX_STALE_US = 5_000_000
-"""How long an authenticated key is trusted without a database query, in microseconds."""
+"""Time for which an authenticated key is trusted without a database query, in microseconds."""
 
 MAX_ENTRIES = 10_000
 
@@ -24,9 +24,10 @@ class Principal:
     """The adapters that the key may name; None means every adapter that its tenant may call."""
 
     def may_name(self, adapter_id: str | None) -> bool:
-        """Whether the key's own limit allows the adapter. The tenant's rights are checked elsewhere.
+        """True if the key's own limit allows the adapter. The tenant's rights are checked elsewhere.
 
-        None stands for an object without an adapter, such as a request to the base, which a limited key may not see.
+        `adapter_id` is None for an object without an adapter, such as a request to the base; a limited key may not see
+        it.
         """
         return self.adapter_ids is None or adapter_id in self.adapter_ids
 

@@ -125,9 +125,9 @@ class Tenants:
         return tenant
 
     def update(self, tenant_id: str, changes: TenantChanges, check: Callable[[Tenant], None]) -> Tenant | None:
-        """Change a tenant after passing its state to `check`, which can raise; None if there is no such tenant.
+        """Change a tenant and return it, or None if there is no such tenant.
 
-        Raises InvalidRequest.
+        Before the change, `check` is called with the current tenant and can raise. Raises InvalidRequest.
         """
         table = schema.tenants
         if changes.display_name is not None:
@@ -157,7 +157,7 @@ class Tenants:
     def delete(self, tenant_id: str) -> bool:
         """Delete a tenant that has never had an adapter or any usage, together with its revoked keys and its quotas.
 
-        False if there is no such tenant. Raises TenantInUse.
+        Returns False if there is no such tenant. Raises TenantInUse.
         """
         in_use = TenantInUse("the tenant has adapters, usable keys or usage: suspend it instead")
         keys, policies = schema.api_keys, schema.quota_policies
@@ -190,7 +190,7 @@ class Tenants:
         return True
 
     def get(self, id_or_slug: str) -> Tenant | None:
-        # Anything else, such as a longer text, can be neither an identifier nor a slug.
+        # Text that does not match, such as a longer one, is neither an identifier nor a slug.
         if not SLUG.fullmatch(id_or_slug):
             return None
         table = schema.tenants
@@ -207,7 +207,10 @@ class Tenants:
         return Page(tuple(_tenant(row) for row in rows), has_more)
 
     def share(self, tenant_id: str) -> Share:
-        """The tenant's share. Its isolation key is derived, so the engine never sees the secret itself."""
+        """The tenant's share.
+
+        Its isolation key is derived from the tenant's secret, which the engine never receives.
+        """
         table = schema.tenants
         query = select(table.c.weight, table.c.isolation_secret, table.c.host_floor_bytes).where(
             table.c.id == tenant_id

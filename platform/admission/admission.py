@@ -31,7 +31,7 @@ from loramux.platform.quotas.policy_cache import PolicyReader
 _RECOVER_AT_ONCE = 100
 
 KEPT_WINDOWS_US = 100 * 86_400_000_000
-"""How long counters are kept after the start of their day or month, in microseconds."""
+"""Retention of counters after the start of their day or month, in microseconds."""
 
 _SWEEP_AT_ONCE = 1000
 
@@ -59,14 +59,14 @@ class Admission:
 
     @property
     def num_writers(self) -> int:
-        """The number of transactions worth running at once.
+        """Number of transactions worth running concurrently.
 
-        SQLite allows only one. PostgreSQL can work on one while the gateway judges the operations of the next.
+        SQLite allows only one. PostgreSQL can execute one while the gateway judges the operations of the next.
         """
         return 1 if self._database.is_sqlite else 2
 
     def commit(self, operations: Sequence[Operation]) -> list[Outcome]:
-        """Apply operations in one transaction, in the given order; return the outcome of each.
+        """Apply operations in one transaction, in the given order, and return the outcome of each.
 
         A refused operation charges nothing and does not affect the others. After SQLAlchemyError, no operation has
         taken effect.
@@ -92,7 +92,10 @@ class Admission:
         return outcome
 
     def extend(self, request_id: str, tokens: int) -> bool:
-        """Reserve more tokens for a running request; False if a policy refuses or the request is already settled."""
+        """Reserve more tokens for a running request.
+
+        Returns False if a policy refuses or the request is already settled.
+        """
         return bool(self._only(Extension(request_id=request_id, tokens=tokens)))
 
     def settle(self, request_id: str, settlement: Settlement) -> bool:
@@ -131,10 +134,10 @@ class Admission:
             return [request_id for request_id in flagged if request_id in wanted]
 
     def recover_expired(self) -> int:
-        """Settle reservations whose gateway is gone, charging the prompt and the last checkpoint; return how many.
+        """Settle reservations whose gateway is gone, and return their number.
 
-        A lease that ends more than two lease lengths ahead was written before the clock was set back; it counts as
-        expired.
+        The prompt and the last checkpoint's tokens are charged. A lease that ends more than two lease lengths ahead was
+        written before the clock was set back; it counts as expired.
         """
         table = schema.reservations
         with self._database.read() as connection:
@@ -155,9 +158,9 @@ class Admission:
         return sum(outcome is True for outcome in self.commit(closings)) if closings else 0
 
     def sweep_counters(self) -> int:
-        """Delete a batch of counters for long-past days and months; return how many.
+        """Delete a batch of counters for long-past days and months, and return their number.
 
-        Keeps counters with reserved amounts.
+        Counters with reserved amounts are kept.
         """
         counters = schema.quota_counters
         key = (counters.c.policy_id, counters.c.subject_id, counters.c.window_start_us)
@@ -178,10 +181,10 @@ class Admission:
                 connection.execute(insert(signals).values(name="probe", value=1))
 
     def roll_up(self) -> int:
-        """Add recent settlements to the rollups; return how many settlement transactions were added."""
+        """Add recent settlements to the rollups and return the number of settlement transactions added."""
         total = 0
         while True:
-            # Take turns with the committer, which then waits for a short fold rather than polling for SQLite's lock.
+            # Take turns with the committer, so that it waits for one short fold instead of polling SQLite's lock.
             with self._turn if self._database.is_sqlite else nullcontext():
                 folded = self._rollups.fold()
             total += folded
@@ -189,7 +192,7 @@ class Admission:
                 return total
 
     def _only(self, operation: Operation) -> Outcome:
-        """Commit a single operation and return its outcome; raise the outcome if it is an error."""
+        """Commit a single operation and return its outcome, or raise the outcome if it is an error."""
         (outcome,) = self.commit([operation])
         if isinstance(outcome, Exception):
             raise outcome

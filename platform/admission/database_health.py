@@ -10,10 +10,10 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 STALLED_S = 3.0
-"""The database counts as unresponsive when a transaction takes longer than this, in seconds."""
+"""Duration of a transaction, in seconds, beyond which the database counts as unresponsive."""
 
 SILENT_S = 6.0
-"""The database also counts as unresponsive when its polling thread gets no answer for this long, in seconds."""
+"""Time without an answer to the polling thread, in seconds, beyond which the database counts as unresponsive."""
 
 TROUBLE = (OperationalError, InterfaceError, PoolTimeout)
 """Exceptions raised when the database is unreachable, full, locked or out of connections."""
@@ -38,7 +38,7 @@ class DatabaseHealth:
         self._commits_began_s[threading.get_ident()] = self._clock()
 
     def end_commit(self, failure: Exception | None) -> None:
-        """Record that the thread's transaction ended, or failed because of the database."""
+        """Record that the thread's transaction ended; `failure` is the database's error, if any."""
         stalled = self._is_stalled()
         self._commits_began_s.pop(threading.get_ident(), None)
         if failure is not None:
@@ -48,7 +48,7 @@ class DatabaseHealth:
 
     def note_failure(self, failure: Exception) -> None:
         cause = getattr(failure, "orig", None) or failure
-        # SQLite's driver has a name for each error, such as SQLITE_FULL; PostgreSQL's has an exception class for each.
+        # SQLite's driver names each error, such as SQLITE_FULL; PostgreSQL's driver has an exception class for each.
         self._failure = getattr(cause, "sqlite_errorname", None) or type(cause).__name__
 
     def note_well(self) -> None:
@@ -64,12 +64,15 @@ class DatabaseHealth:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last write failed. If so, only a successful write shows that the database has recovered."""
+        """True if the last write failed.
+
+        In that case, only a successful write shows that the database has recovered.
+        """
         return self._failure is not None
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong with the database, in one line for operators."""
+        """The database's problem in one line for operators, or None."""
         if self._failure is not None:
             return f"the database does not accept writes ({self._failure})"
         if self._is_stalled() or self._is_silent():
@@ -78,7 +81,7 @@ class DatabaseHealth:
 
     @property
     def well_for_s(self) -> float:
-        """Seconds since the last database trouble ended; 0 during trouble, infinity if there has been none."""
+        """Seconds since the last database trouble ended: 0 during trouble, infinity if there has been none."""
         return 0.0 if self.trouble is not None else self._clock() - self._well_since_s
 
     def check(self) -> None:

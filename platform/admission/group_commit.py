@@ -1,4 +1,4 @@
-"""Threads that commit reservations and settlements; operations that arrive during a commit share the next one."""
+"""Commits reservations and settlements on threads. Operations that arrive during a commit share the next commit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MAX_OPERATIONS = 256
 """Maximum number of operations in one transaction, which locks the counters of all their policies."""
 
 NoteCommit = Callable[[int, float, bool], None]
-"""Called after each transaction with its number of operations, its duration in seconds, and whether it failed."""
+"""Called after each transaction with its number of operations, its duration in seconds, and True if it failed."""
 
 WORTH_ANOTHER = 32
-"""How many operations must wait before a second transaction is started while one is in progress."""
+"""Number of waiting operations that starts a second transaction while one is in progress."""
 
 MAX_ATTEMPTS = 4
 RETRY_S = 0.02
@@ -36,7 +36,7 @@ _log = structlog.get_logger(__name__)
 
 
 class CommitterClosed(RuntimeError):
-    """The gateway has stopped; the operation was not carried out."""
+    """The gateway has stopped; the operation was not executed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class _Waiting:
 class GroupCommit:
     """Commits operations on its own threads, batching all waiting operations into one transaction.
 
-    An operation that finds the threads idle is committed immediately. Others queue while a commit is in progress, so a
-    busy gateway waits for the disk once per batch and an idle one never waits for a batch to fill. If enough are
-    queued, a second thread judges them while the database works on the first batch. A refusal, or a statement that the
-    database rejects, affects only its own operation.
+    An operation that finds the threads idle is committed immediately. Other operations queue while a commit is in
+    progress. A busy gateway thus waits for the disk once per batch, and an idle one never waits for a batch to fill. If
+    enough operations are queued, a second thread judges them while the database executes the first batch. A refusal, or
+    a statement that the database rejects, affects only its own operation.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class GroupCommit:
             thread.start()
 
     def submit(self, operation: Operation) -> asyncio.Future[Any]:
-        """Queue an operation; return a future with its outcome or exception. Cancelling the future undoes nothing.
+        """Queue an operation and return a future with its outcome or exception. Cancelling the future undoes nothing.
 
-        After `close`, the exception is CommitterClosed and the operation is not carried out.
+        After `close`, the operation is not executed and the exception is CommitterClosed.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
@@ -88,7 +88,7 @@ class GroupCommit:
                 answer.set_exception(CommitterClosed("the gateway has stopped"))
                 return answer
             self._waiting.append(_Waiting(operation, loop, answer))
-            # A thread woken with too little to commit would only contend for the interpreter lock.
+            # Waking a thread for too few operations would only cause contention for the interpreter lock.
             if self._is_worth_it():
                 self._has_changed.notify()
         return answer
@@ -127,7 +127,7 @@ class GroupCommit:
             _answer(batch, outcomes)
 
     def _next(self) -> list[_Waiting]:
-        """Wait for the next batch. Returns an empty one once the committer is closed and has nothing left."""
+        """Wait for the next batch. Returns an empty batch once the committer is closed and no operation is waiting."""
         with self._has_changed:
             self._has_changed.wait_for(lambda: self._is_closed or self._is_worth_it())
             batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_OPERATIONS))]
@@ -137,7 +137,7 @@ class GroupCommit:
             return batch
 
     def _is_worth_it(self) -> bool:
-        """Whether to commit the waiting operations now rather than let them queue behind another commit."""
+        """True if the waiting operations should be committed now rather than queue behind another commit."""
         return len(self._waiting) >= (WORTH_ANOTHER if self._num_under_way else 1)
 
     def _commit(self, operations: list[Operation], attempt: int = 1) -> list[Outcome]:
@@ -163,7 +163,7 @@ class GroupCommit:
 
 
 def _is_transient(error: SQLAlchemyError) -> bool:
-    """Whether the database aborted this transaction in favour of another, for example to resolve a deadlock."""
+    """True if the database aborted this transaction in favour of another, for example to resolve a deadlock."""
     return getattr(getattr(error, "orig", None), "sqlstate", None) in TRANSIENT_SQLSTATES
 
 

@@ -11,7 +11,7 @@ from loramux.platform.quotas.policies import QuotaPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservationRequest:
-    """A request's maximum cost. `reserved_tokens` is the prompt tokens plus prompts x n x max_tokens."""
+    """A request's maximum cost. `reserved_tokens` is the number of prompt tokens plus prompts x n x max_tokens."""
 
     request_id: str
     tenant_id: str
@@ -29,7 +29,7 @@ class ReservationRequest:
     adapter_id: str | None = None
     """The adapter whose limits apply in addition to the tenant's and the key's."""
     loads_adapter: bool = False
-    """Whether the engine has to load the adapter."""
+    """True if the engine has to load the adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """How many tokens a running request has committed so far."""
+    """Number of tokens that a running request has committed so far."""
 
     request_id: str
     completion_tokens: int
@@ -66,7 +66,9 @@ RECOVERED = "recovered"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
-    """Ends a reservation. With `lease_expires_us`, it is a recovery, which applies only if the lease is unchanged.
+    """Ends a reservation.
+
+    A closing with `lease_expires_us` is a recovery, which applies only if the lease is unchanged.
 
     If a recovered reservation is settled after all, the difference is corrected once.
     """
@@ -74,7 +76,7 @@ class Closing:
     request_id: str
     settlement: Settlement
     lease_expires_us: int | None = None
-    """The lease that a recovery found; None for a settlement by the gateway that ran the request."""
+    """Expiry of the lease that a recovery found, or None for a settlement by the gateway that ran the request."""
 
     @property
     def is_recovery(self) -> bool:
@@ -96,6 +98,6 @@ Outcome = Reservation | bool | Exception
 """The result of an operation.
 
 For a ReservationRequest, it is the Reservation or the refusal; for a LoadCharge, True or the refusal; for an Extension,
-whether it was granted; for a Closing, whether it closed or corrected the reservation. For an unknown reservation, it is
+True if it was granted; for a Closing, True if it closed or corrected the reservation. For an unknown reservation, it is
 a LookupError.
 """

@@ -1,7 +1,7 @@
 """The reservations of one transaction: locked in a fixed order, kept in memory, and written once.
 
-There are rows for running requests, and for recovered requests, whose charges can still be corrected. A settled request
-exists only in the ledger.
+Running requests have rows, and so do recovered requests, whose charges can still be corrected. A settled request exists
+only in the ledger.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.decisions import Charge
 
 LEASE_US = 30_000_000
-"""How long a gateway can go without a checkpoint before its reservations are recovered, in microseconds."""
+"""Time without a checkpoint after which a gateway's reservations are recovered, in microseconds."""
 
 
 class ReservationRow(RequestRow, frozen=True, gc=False):
@@ -93,7 +93,7 @@ class ReservationRows:
         self._settled: list[_Settled] = []
 
     def read(self, ids: Collection[str]) -> list[ReservationRow]:
-        """Lock the reservations with these ids; return the ones that can be changed."""
+        """Lock the reservations with these ids and return the ones that can be changed."""
         dialect = self._connection.dialect
         statement = _locked(dialect.name)
         if dialect.name == POSTGRESQL:
@@ -149,12 +149,15 @@ class ReservationRows:
         self._settled.append(_Settled(request_id))
 
     def recover(self, request_id: str) -> None:
-        """Mark an open reservation as recovered; a later transaction can still settle it."""
+        """Mark an open reservation as recovered. A later transaction can still settle it."""
         del self.open[request_id]
         self._recovered.append(_Recovered(request_id))
 
     def writes(self) -> list[Write]:
-        """The writes for all changes. The order matters, since one transaction can extend and close the same row."""
+        """The SQL statements for all changes.
+
+        Their order matters: one transaction can extend and close the same row.
+        """
         return [
             (_OPEN, self._opened),
             (_EXTEND, list(self._extended.values())),
@@ -174,9 +177,9 @@ class ReservationRows:
             )
 
     def _read_settled(self, request_ids: list[str]) -> None:
-        """Look up in the ledger which of the requests were settled before. Only a few requests are settled twice.
+        """Look up in the ledger which of the requests are already settled. Only a few requests are settled twice.
 
-        This is a separate statement after the locks are acquired, so that it sees the changes of their previous holder.
+        This separate statement runs after the locks are acquired, so that it sees the changes of their previous holder.
         """
         if request_ids:
             events = schema.usage_events

@@ -1,4 +1,4 @@
-"""One transaction for many operations: lock rows in a fixed order, judge in memory in order of arrival, write once."""
+"""One transaction for many operations: locks rows in a fixed order, judges in order of arrival, and writes once."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ class AdmissionTransaction:
         self._reservations = ReservationRows(connection)
         self._entries = LedgerEntries(connection, prices)
         self._bindings: dict[_Caller, Sequence[Binding]] = {}
-        """The bindings for each caller with a request or load charge."""
+        """By caller with a request or load charge, the bindings that apply."""
         self._held: dict[str, list[Binding | None]] = {}
-        """The binding for each of a reservation's charges; None if the limit has since been removed."""
+        """By reservation id, the binding for each charge, or None if the limit has since been removed."""
         self._book: PriceBook | None = None
         self._adapters: Mapping[str, str] = {}
         self.num_overdrawn = 0
         """Number of settlements that came after recovery and overdrew a hard limit."""
 
     def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
-        """Apply the operations and return the outcome of each; a refused operation charges nothing.
+        """Apply the operations and return the outcome of each.
 
-        After CountersMissing or SQLAlchemyError, nothing has changed.
+        A refused operation charges nothing. After CountersMissing or SQLAlchemyError, nothing has changed.
         """
         asking = [operation for operation in operations if isinstance(operation, ReservationRequest | LoadCharge)]
         others = [operation for operation in operations if isinstance(operation, Extension | Closing)]
@@ -113,7 +113,7 @@ class AdmissionTransaction:
         self._held = {row.id: self._rules.held(row.charges, row.tenant_id) for row in rows}
 
     def _bind(self, callers: Collection[_Caller], now_us: int) -> list[Binding]:
-        """Find each caller's bindings at `now_us`; return all of them."""
+        """Find each caller's bindings at `now_us` and return them all."""
         self._bindings = {caller: self._rules.bindings(*caller, now_us) for caller in callers}
         return [binding for bindings in self._bindings.values() for binding in bindings]
 
@@ -132,7 +132,7 @@ class AdmissionTransaction:
         self._adapters = adapters_of(self._connection, {version for version in versions if version is not None})
 
     def _price(self, tenant_id: str, version_id: str | None, admitted_us: int) -> Price | None:
-        """The price that the ledger will use for a request; None if there is no price or no budget in money."""
+        """The price that the ledger will use for a request, or None if there is no price or no budget in money."""
         if self._book is None:
             return None
         adapter_id = None if version_id is None else self._adapters.get(version_id)
@@ -266,7 +266,7 @@ class AdmissionTransaction:
 
 
 def _is_changed(binding: Binding, operation: Extension | Closing) -> bool:
-    """Whether the operation changes the binding's counter."""
+    """True if the operation changes the binding's counter."""
     if isinstance(operation, Extension):
         return binding.is_extended
     settlement = operation.settlement
