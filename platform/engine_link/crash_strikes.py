@@ -1,4 +1,4 @@
-"""Counts how often the engine died while running a request, and refuses the request after two deaths."""
+"""Counts the engine's deaths while running a request, and refuses the request after two."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from loramux.engine.messages import Add
 
 MAX_DEATHS = 2
 MEMORY_S = 600.0
-"""How long a request's strikes are remembered after the last one, in seconds."""
+"""Time for which a request's strikes are remembered after the last one, in seconds."""
 MAX_REQUESTS = 4096
 """Maximum number of requests remembered. The least recently struck is forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strikes:
-    """How often the engine died while running a request, and when it last did."""
+    """Number of times that the engine died while running a request, and the time of the last death."""
 
     num_deaths: int
     last_s: float
@@ -59,7 +59,7 @@ class CrashStrikes:
             self._strikes.pop(request_key(add), None)
 
     def is_refused(self, add: Add) -> bool:
-        """Whether to refuse the request because engines died while running it."""
+        """True if the request must be refused because engines died while running it."""
         self._forgive()
         struck = self._strikes.get(request_key(add)) if self._strikes else None
         return struck is not None and struck.num_deaths >= MAX_DEATHS

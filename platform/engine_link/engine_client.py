@@ -30,11 +30,11 @@ class EngineClient(Protocol):
 
     @property
     def is_live(self) -> bool:
-        """Whether the engine is making progress or is idle; false while a hung engine cannot be replaced."""
+        """True if the engine is making progress or is idle; false while a hung engine cannot be replaced."""
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine is not ready, for operators only; None if it is ready or the reason is unknown."""
+        """Reason that the engine is not ready, for operators only, or None if it is ready or the reason is unknown."""
 
     def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
         """Run one sequence. Raises EngineUnavailable immediately if the engine is not ready."""

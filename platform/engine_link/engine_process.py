@@ -21,7 +21,7 @@ ENGINE_COMMAND = (sys.executable, "-m", "loramux.engine.server.process")
 """The engine's command line, to which the socket's path and the step record's file descriptor are appended."""
 
 KILL_WAIT_S = 2.0
-"""How long to wait for a killed process, in seconds. A process stuck in a kernel driver never ends."""
+"""Timeout for a killed process to end, in seconds. A process stuck in a kernel driver never ends."""
 
 THREADS_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
 """Makes idle compute threads spin for about 0.2 ms before they sleep (GNU OpenMP).
@@ -98,14 +98,14 @@ class EngineProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code; None while the process is running."""
+        """The exit code, or None while the process is running."""
         return self._process.returncode
 
     async def wait(self) -> int:
         return await self._process.wait()
 
     def how_it_ended(self) -> str:
-        """How the process ended and its last output, in one line."""
+        """The process's exit status and last output, in one line."""
         code = self.exit_code
         if code is None:
             end = "it is still running"

@@ -65,7 +65,7 @@ class EngineSocketDirectory:
 
 
 def _takes_sockets(directory: Path) -> bool:
-    """Whether the directory can be private and hold a socket, which some shared file systems do not support."""
+    """True if the directory can be private and hold a socket, which some shared file systems do not support."""
     probe = directory.absolute() / f"probe-{os.getpid()}.sock"
     if len(os.fsencode(probe)) > MAX_SOCKET_PATH:
         return False

@@ -37,7 +37,7 @@ class EngineStartError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervision:
-    """How an engine is watched, and when it is restarted."""
+    """Limits for watching an engine and delays before restarting it."""
 
     step_timeout_s: float = 60.0
     """Longest allowed step, in seconds. A longer one counts as hung."""
@@ -53,7 +53,7 @@ class Supervision:
         return min(1.0, self.step_timeout_s / 4)
 
     def delay_s(self, num_short_runs: int) -> float:
-        """How long to wait after `num_short_runs` consecutive runs that were not steady."""
+        """Delay in seconds after `num_short_runs` consecutive runs that were not steady."""
         # The exponent is capped too, so that the power cannot overflow.
         return float(min(self.max_delay_s, self.first_delay_s * 2 ** min(num_short_runs, 32)))
 
@@ -100,7 +100,7 @@ class LocalEngine(ConnectedEngine):
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine is not ready, in one line for operators: how the last process ended and its last output."""
+        """Reason that the engine is not ready, in one line for operators: the last exit status and output."""
         return None if self.is_ready else self._trouble
 
     @property

@@ -239,7 +239,7 @@ class _Sequence:
         self._ended.set()
 
     async def ends_within(self, seconds: float | None) -> bool:
-        """Wait for `seconds` or until `end` is called; return whether it was called."""
+        """Wait for `seconds` or until `end` is called. Returns True if it was called."""
         if seconds == 0.0:
             await asyncio.sleep(0)
             return self._ended.is_set()

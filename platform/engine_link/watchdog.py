@@ -22,7 +22,7 @@ class Watchdog:
         self.stalled_s = 0.0
 
     def look(self, progress: LoopProgress, since_last_look_s: float) -> bool:
-        """Take a sample; return whether the loop is hung."""
+        """Take a sample and return True if the loop is hung."""
         if progress.num_passes != self._num_passes:
             self._num_passes = progress.num_passes
             self.stalled_s = 0.0

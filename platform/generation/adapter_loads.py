@@ -12,7 +12,7 @@ from loramux.platform.engine_link.engine_client import EngineClient, EngineUnava
 from loramux.platform.generation.cold_loads import ColdLoads
 
 CHARGE_WAIT_S = 5.0
-"""How long a load waits for its charge, in seconds."""
+"""Timeout for a load's charge, in seconds."""
 
 
 class AdapterLoads:

@@ -34,7 +34,7 @@ class Choice:
         self.finished: Finished | None = None
         self._is_given_up = False
         self.is_done = False
-        """Whether the last delta has been produced: a stop string was found or the engine finished successfully."""
+        """True if the last delta has been produced: a stop string was found or the engine finished successfully."""
 
     def feed(self, output: SequenceOutput) -> ChoiceDelta | None:
         """The text and log-probabilities that these tokens add, or None. Tokens after a stop string add nothing."""
@@ -53,7 +53,7 @@ class Choice:
         return ChoiceDelta(self.index, text, output.logprobs, None)
 
     def finish(self, finished: Finished) -> ChoiceDelta | None:
-        """The last delta, with the text held back so far; None if it was already produced or the choice failed."""
+        """The last delta, with the text held back so far, or None if it was already produced or the choice failed."""
         self.finished = finished
         if self.is_done or finished.reason not in ("stop", "length"):
             return None
@@ -70,7 +70,7 @@ class Choice:
 
     @property
     def has_run(self) -> bool:
-        """Whether the engine ran the choice. A choice can fail or be aborted before it runs."""
+        """True if the engine ran the choice. A choice can fail or be aborted before it runs."""
         if self.num_received or self._is_given_up:
             return True
         finished = self.finished

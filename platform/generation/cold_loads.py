@@ -17,7 +17,7 @@ from loramux.platform.quotas.metrics import COLD_LOADS_PER_MINUTE
 T = TypeVar("T")
 
 REPORT_INTERVAL_S = 1.0
-"""How often to ask the engine for a report while there are requests for adapters, in seconds."""
+"""Interval between the engine's reports while there are requests for adapters, in seconds."""
 
 REPORT_WAIT_S = 1.0
 
@@ -25,7 +25,7 @@ STALE_S = 2 * REPORT_INTERVAL_S
 """Maximum age of a report used to call an adapter cold, in seconds. Without requests, reports are not refreshed."""
 
 LOAD_S = 60.0
-"""How long an adapter that is being loaded may be missing from the engine's reports, in seconds."""
+"""Time for which an adapter that is being loaded can be missing from the engine's reports, in seconds."""
 
 
 class ColdLoads:
@@ -47,7 +47,7 @@ class ColdLoads:
         self._last_asked_s = -math.inf
 
     async def admit(self, tenant_id: str, digest: str, hold: Callable[[bool], Awaitable[T]]) -> T:
-        """Call `hold`, passing whether the engine must load the adapter; return its result.
+        """Call `hold`, with True if the engine must load the adapter, and return its result.
 
         If a limit refuses the cold load, ask the engine for a new report, since another gateway may have loaded the
         adapter. If it has, call `hold` again.
@@ -65,7 +65,7 @@ class ColdLoads:
 
     @asynccontextmanager
     async def admitting(self, tenant_id: str, digest: str) -> AsyncIterator[bool]:
-        """Yield whether the request admitted inside the context makes the engine load the adapter.
+        """Yield True if the request admitted inside the context makes the engine load the adapter.
 
         If it does, the tenant's other requests for the same adapter wait for that request, and then count as warm
         unless an exception was raised.

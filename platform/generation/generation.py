@@ -22,19 +22,19 @@ from loramux.platform.telemetry.tracing import begin_span
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 FINISHED_WAIT_S = 1.0
-"""How long to wait for an aborted sequence's final report while a client is waiting, in seconds."""
+"""Timeout for an aborted sequence's final report while a client is waiting, in seconds."""
 
 ABANDONED_WAIT_S = 60.0
-"""How long to wait for an aborted sequence's final report after its client has left, in seconds.
+"""Timeout for an aborted sequence's final report after its client has left, in seconds.
 
 It exceeds any step's duration, since the engine reads aborts between steps.
 """
 
 EXTEND_AHEAD_TOKENS = 128
-"""How many tokens before the end of a grant to request more, so that the sequence does not have to pause."""
+"""Number of tokens left in a grant at which more are requested, so that the sequence does not have to pause."""
 
 Extend = Callable[[str, int], Awaitable[bool]]
-"""Reserves more tokens for a request; False if no more are granted."""
+"""Reserves more tokens for a request. Returns False if no more are granted."""
 log = structlog.get_logger()
 
 

@@ -20,15 +20,15 @@ from loramux.platform.generation.settler import Settler
 from loramux.platform.telemetry.metrics import GatewayMetrics
 
 TEND_INTERVAL_S = 1.0
-"""How often to retry a failing database and to look for spooled settlements, in seconds."""
+"""Interval between retries of a failing database and of spooled settlements, in seconds."""
 
 RECOVERY_GRACE_S = LEASE_US / 1_000_000
-"""How long gateways have after database trouble to checkpoint and settle before recovery resumes, in seconds."""
+"""Time after database trouble for gateways to checkpoint and settle before recovery resumes, in seconds."""
 
 CHECKPOINT_INTERVAL_S = 5.0
 
 SWEEP_INTERVAL_S = 3600.0
-"""How often to look for counters of long-past windows, in seconds."""
+"""Interval between sweeps of counters of long-past windows, in seconds."""
 
 log = structlog.get_logger()
 
@@ -85,7 +85,7 @@ class Maintenance:
             await asyncio.sleep(CHECKPOINT_INTERVAL_S)
 
     def _may_recover(self) -> bool:
-        """Whether recovery is safe. It is not if healthy gateways may have been unable to renew their leases."""
+        """True if recovery is safe. It is not while healthy gateways may have been unable to renew their leases."""
         return not self._settler.has_waiting and self._health.well_for_s > RECOVERY_GRACE_S
 
     async def _tend_database(self) -> None:

@@ -14,7 +14,7 @@ CHUNK_TOKENS = 1024
 """Tokens granted to a choice at a time if the request sets no max_tokens."""
 
 PAUSE_S = 2.0
-"""How long a sequence whose grant has run out waits for an extension before it ends with `length`, in seconds."""
+"""Time in seconds that a sequence waits for an extension after using up its grant, before it ends with `length`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Target:
 class Plan:
     """A request, checked and tokenised. `max_tokens` and `granted_tokens` are per choice.
 
-    Only `granted_tokens` are reserved and run at first; the rest is requested when it is needed.
+    Only `granted_tokens` are reserved and run at first. More tokens are requested when they are needed.
     """
 
     request_id: str

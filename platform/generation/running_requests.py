@@ -22,7 +22,7 @@ from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 RESERVE_WAIT_S = 5.0
-"""How long a request waits for its reservation, in seconds."""
+"""Timeout for a request's reservation, in seconds."""
 
 log = structlog.get_logger()
 
@@ -34,7 +34,7 @@ class LiveRequests(Protocol):
         """Tokens received so far, by request."""
 
     def cancel(self, request_id: str) -> bool:
-        """End a request immediately; False if it is not running here."""
+        """End a request immediately. Returns False if it is not running here."""
 
 
 class NoLiveRequests:
@@ -143,7 +143,7 @@ class RunningRequests:
         return {generation.plan.request_id: generation.num_received for generation in self._tasks.values()}
 
     def cancel(self, request_id: str) -> bool:
-        """End a request for an administrator; committed tokens are charged. False if it is not running here."""
+        """End a request for an administrator and charge committed tokens. Returns False if it is not running here."""
         for generation in self._tasks.values():
             if generation.plan.request_id == request_id:
                 generation.cancel()
@@ -151,7 +151,7 @@ class RunningRequests:
         return False
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until every request is settled or its settlement is on disk; False if `timeout_s` passes first.
+        """Wait until every request is settled or its settlement is on disk. Returns False if `timeout_s` passes first.
 
         `Maintenance` must keep running, since it settles requests whose settlements wait in memory.
         """
@@ -165,7 +165,7 @@ class RunningRequests:
         return not self._tasks
 
     async def _extend(self, request_id: str, tokens: int) -> bool:
-        """Reserve more tokens for a request; False if no more are granted."""
+        """Reserve more tokens for a request. Returns False if no more are granted."""
         try:
             return bool(await self._commit.submit(Extension(request_id=request_id, tokens=tokens)))
         except (SQLAlchemyError, CommitterClosed) as error:

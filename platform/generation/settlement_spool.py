@@ -81,7 +81,7 @@ class SettlementSpool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of records that are waiting; 0 if there are none."""
+        """Size of the waiting records in bytes, or 0 if no record is waiting."""
         return self._left_bytes + self._end - self._settled
 
     def append(self, closing: Closing) -> None:
@@ -221,7 +221,7 @@ def _end_of_records(data: bytes) -> int:
 
 
 def _closing_of(line: bytes) -> Closing | None:
-    """The settlement in a line; None if the line is damaged."""
+    """The settlement in a line, or None if the line is damaged."""
     checksum, _, body = line.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(body):
         return None

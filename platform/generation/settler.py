@@ -17,7 +17,7 @@ from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.telemetry.metrics import GatewayMetrics
 
 SETTLE_WAIT_S = 2.0
-"""How long a settlement may take in the database before it is also spooled, in seconds."""
+"""Time that a settlement can take in the database before it is also spooled, in seconds."""
 
 REPLAY_AT_ONCE = 256
 
@@ -89,12 +89,12 @@ class Settler:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether settlements are waiting on disk or in memory."""
+        """True if settlements are waiting on disk or in memory."""
         return bool(self._held) or (self._spool is not None and self._spool.num_bytes > 0)
 
     @property
     def trouble(self) -> str | None:
-        """Why no request can be admitted now, in one line for operators."""
+        """Reason that no request can be admitted now, in one line for operators, or None."""
         if not self._held:
             return None
         return f"{len(self._held)} settlements are waiting in memory: neither the database nor the spool accepts them"
@@ -144,7 +144,7 @@ class Settler:
             self._give_up(closing)
 
     async def _settle_all(self, closings: Sequence[Closing]) -> list[Closing] | None:
-        """Log and return the settlements that the database permanently refuses; None if the database is failing."""
+        """Log and return the settlements that the database permanently refuses, or None if the database is failing."""
         refused = []
         for start in range(0, len(closings), REPLAY_AT_ONCE):
             some = closings[start : start + REPLAY_AT_ONCE]
@@ -181,7 +181,7 @@ class Settler:
         return True
 
     async def _spool_one(self, closing: Closing) -> bool:
-        """Store a settlement on disk; False if that fails or there is no spool."""
+        """Store a settlement on disk. Returns False if that fails or there is no spool."""
         if self._spool is None:
             return False
         try:

@@ -1,1 +1,1 @@
-"""Grammars of requests: what a body asks for, checked in a confined process."""
+"""Structured output: the constraints in request bodies, checked in a confined process."""

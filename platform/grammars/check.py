@@ -27,7 +27,7 @@ JSON_OPTIONS: JsonCompileOptions = {
     "coerce_one_of": False,
     "lenient": False,
 }
-"""How schemas are compiled, whatever `x-guidance` in a schema says."""
+"""Options for compiling schemas; they override `x-guidance` in a schema."""
 
 _ENDLESS = "no answer can end: it would have to contain itself without end"
 
@@ -35,7 +35,7 @@ _KEYWORDS = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 
 
 class GrammarRefused(Exception):
-    """The constraint cannot be compiled or followed; `keywords` are those of the schema that are not supported."""
+    """The constraint cannot be compiled or followed. `keywords` are the schema's unsupported keywords."""
 
     def __init__(self, message: str, keywords: tuple[str, ...] = ()) -> None:
         super().__init__(message)

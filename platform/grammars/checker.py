@@ -26,25 +26,25 @@ CPU_S = 1
 """Processor time of one check, in seconds. A schema of 20 kB takes a thirtieth of it."""
 
 WALL_S = 5.0
-"""Longest check, in seconds: it yields to everything else on the machine."""
+"""Longest check, in seconds of wall time; a check has a lower priority than the engine and the gateway."""
 
 NUM_PROCESSES = 2
-"""Checks that run at a time. A tenant has only one of them."""
+"""Maximum number of concurrent checks; each tenant has at most one."""
 
 MEMORY_BYTES = 1 << 30
-"""Memory that one check may take beyond what the process has before it."""
+"""Additional memory that one check can use, in bytes."""
 
 ANSWER_BYTES = 4 << 20
 """Longest grammar that a constraint may become, in bytes."""
 
 MAX_KEPT = 512
-"""Checked constraints that are kept, over all tenants."""
+"""Maximum number of cached outcomes over all tenants."""
 
 MAX_KEPT_PER_TENANT = 32
-"""Checked constraints that are kept per tenant."""
+"""Maximum number of cached outcomes per tenant."""
 
 MAX_WAITING_PER_TENANT = 16
-"""Requests of one tenant that may wait for a check at a time."""
+"""Maximum number of a tenant's requests that wait for a check."""
 
 NICENESS = 5
 """Niceness of a check: the engine and the gateway go first."""
@@ -57,7 +57,7 @@ log = structlog.get_logger(__name__)
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """What the process says: a grammar, or why there is none."""
+    """The process's answer: a grammar, or the reason for refusing the constraint."""
 
     grammar: str | None = None
     refused: str | None = None
@@ -120,12 +120,12 @@ class GrammarChecker:
         return checked.grammar
 
     def preload(self) -> None:
-        """Start the process, so that no request waits for the vocabulary to load."""
+        """Start the processes, so that no request waits for the vocabulary to load."""
         for _ in range(NUM_PROCESSES):
             self._threads.submit(self._check, Constraint("regex", "a", ""))
 
     def close(self) -> None:
-        """End the check that runs, and start nothing more."""
+        """End the running checks and start no more."""
         for processes in self._all:
             processes.close()
         self._threads.shutdown(cancel_futures=True)

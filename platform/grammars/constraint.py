@@ -1,4 +1,4 @@
-"""What a body asks its answer to look like, before it is compiled."""
+"""The constraint that a request body puts on its answer, before compilation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_TEXT_BYTES = 128 * 1024
 """Longest schema, pattern, grammar or list of choices, in bytes of UTF-8."""
 
 MAX_CHOICES = 1024
-"""Most entries of `choice`."""
+"""Maximum number of entries in `choice`."""
 
 Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
 
@@ -24,7 +24,7 @@ class Constraint:
     kind: Kind
     text: str
     param: str
-    """The field of the body that asked for it."""
+    """The field of the body that contains the constraint."""
 
     @staticmethod
     def of_json(kind: Kind, document: Any, param: str) -> Constraint:

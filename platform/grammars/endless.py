@@ -32,7 +32,7 @@ _LARK_TOKEN = re.compile(
 
 
 def is_endless_schema(schema: Any) -> bool:
-    """Whether a JSON Schema requires an infinitely deep value."""
+    """True if a JSON Schema requires an infinitely deep value."""
     nodes = _reachable(schema)
     can_end: set[int] = set()
     while True:
@@ -69,7 +69,7 @@ def _children(node: Any, root: Any) -> Iterator[Any]:
 
 
 def _ends(node: Any, root: Any, can_end: set[int]) -> bool:
-    """Whether a finite value satisfies `node`, given the subschemas already known to have one."""
+    """True if a finite value satisfies `node`, given the subschemas already known to have one."""
     if not isinstance(node, dict):
         return True
 
@@ -119,7 +119,7 @@ def _target(reference: Any, root: Any) -> Any:
 
 
 def is_endless_lark(text: str) -> bool:
-    """Whether the rule `start` of a grammar in llguidance's Lark syntax can never end."""
+    """True if the rule `start` of a grammar in llguidance's Lark syntax can never end."""
     heads = [*_LARK_RULE.finditer(text)]
     if not heads or _LARK_OTHER_LINE.search(text):
         return False
@@ -139,7 +139,7 @@ class _Group:
 
     is_optional: bool = False
     has_ending: bool = False
-    """Whether an earlier alternative can end."""
+    """True if an earlier alternative can end."""
     can_end: bool = True
     """Whether the current alternative can end, but for its last item."""
     last_ends: bool = True

@@ -17,9 +17,9 @@ from loramux.platform.errors import InvalidRequest, PayloadTooLarge
 M = TypeVar("M", bound=BaseModel)
 
 BODY_TIMEOUT_S = 60.0
-"""How long a client may take to send a whole body, in seconds."""
+"""Timeout for receiving a whole body, in seconds."""
 BODY_STALL_S = 10.0
-"""How long a client may pause while sending a body, in seconds."""
+"""Longest pause while a client sends a body, in seconds."""
 MAX_PARSED_AT_ONCE = 64 * 1024
 """Largest body parsed on the event loop, in bytes. Parsing it takes under a millisecond; longer bodies would block."""
 

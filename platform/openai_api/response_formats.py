@@ -64,7 +64,7 @@ ResponseFormat = Annotated[
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's `structured_outputs`: one of these."""
+    """vLLM's `structured_outputs`; a body can set at most one constraint."""
 
     json_: Schema | str | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -77,7 +77,7 @@ class StructuredOutputs(StrictModel):
 def constraints(
     response_format: ResponseFormat | None, structured: StructuredOutputs | None, guided: StructuredOutputs
 ) -> Iterator[Constraint]:
-    """Everything that these fields ask for. Raises InvalidRequest for what cannot be a constraint."""
+    """Yield every constraint in these fields. Raises InvalidRequest for an invalid constraint."""
     match response_format:
         case JsonObjectFormat():
             yield Constraint.of_json("json_schema", ANY_OBJECT, "response_format")

@@ -82,7 +82,7 @@ class GenerationRequest(StrictModel):
     PROMPT: ClassVar[str]
     """The name of the field that holds the prompt."""
     DEFAULT_MAX_TOKENS: ClassVar[int | None] = None
-    """The token limit for a body that sets none; None means the rest of the context."""
+    """The token limit for a body that sets no limit; None means the rest of the context."""
 
     model: str = Field(max_length=MAX_MODEL_NAME)
     n: int | None = Field(None, ge=1, le=128)
@@ -129,7 +129,7 @@ class GenerationRequest(StrictModel):
 
     @property
     def token_limit(self) -> int | None:
-        """The body's token limit for each choice; None if the body sets none."""
+        """The body's token limit for each choice, or None if the body sets no limit."""
         return self.max_tokens
 
     @property

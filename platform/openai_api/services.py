@@ -32,10 +32,10 @@ from loramux.platform.threads import call_on
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 CALL_WAIT_S = 5.0
-"""How long a request waits for the database, in seconds."""
+"""Timeout for a request's call to the database, in seconds."""
 
 CLOSE_WAIT_S = 5.0
-"""How long the last commits may take at shutdown, in seconds."""
+"""Timeout for the last commits at shutdown, in seconds."""
 
 NUM_COMPUTE_THREADS = 2
 """Number of threads for parsing and tokenising. Both are CPU-bound, so more threads would only take turns."""
@@ -181,7 +181,7 @@ class GatewayServices:
         return await call_on(self.compute_executor, function, *args, **kwargs)
 
     def trouble(self) -> str | None:
-        """Why requests are refused although the engine is ready, for operators."""
+        """Reason that requests are refused although the engine is ready, for operators, or None."""
         troubles = [one for one in (self.database_health.trouble, self.settler.trouble) if one is not None]
         return "; ".join(troubles) or None
 

@@ -26,7 +26,7 @@ class AnsweredCall:
     """The status that was sent; 500 if no response was sent."""
     error_code: str | None
     has_raised: bool
-    """Whether the app raised an exception."""
+    """True if the app raised an exception."""
     seconds: float
     """Time from the call to the last byte of its response."""
 
