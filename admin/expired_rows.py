@@ -27,7 +27,7 @@ class ExpiredRows:
         self._at_once = at_once
 
     def sweep(self) -> Mapping[str, int]:
-        """Delete expired rows. Returns the number of deleted rows by table. Several servers can sweep concurrently."""
+        """Delete expired rows and return their number by table. Several servers can sweep concurrently."""
         return {until.table.name: self._sweep(until.table, until) for until in self._until}
 
     def _sweep(self, table: Table, until: Column[int]) -> int:

@@ -165,7 +165,7 @@ def _supervision(settings: Settings, config: EngineConfig) -> Supervision:
 
 
 async def _started(engine: LocalEngine, signals: StopSignals) -> bool:
-    """Wait for the engine. Returns False if a stop signal arrives first."""
+    """Wait for the engine, and return False if a stop signal arrives first."""
     starting = asyncio.create_task(engine.start())
     stopping = asyncio.create_task(signals.drain.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)

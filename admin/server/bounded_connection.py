@@ -13,14 +13,14 @@ from loramux.admin.server.client_addresses import origin_of
 from loramux.admin.server.connection_registry import ConnectionRegistry
 
 HEAD_TIMEOUT_S = 10.0
-"""Maximum time to receive a request head after the connection opens or its last response ends, in seconds."""
+"""Maximum time in seconds to receive a request head after the connection opens or its last response ends."""
 READER_TIMEOUT_S = 60.0
-"""Time within which a client must read MIN_READ_BYTES of a pending response, in seconds."""
+"""Seconds within which a client must read MIN_READ_BYTES of a pending response."""
 MIN_READ_BYTES = 16 * 1024
 MAX_BUFFERED_BYTES = 16 * 1024
-"""Maximum bytes of an unread response that this process buffers, in addition to the kernel's MAX_UNSENT_BYTES."""
+"""Maximum unread bytes of a response that this process buffers, in addition to the kernel's MAX_UNSENT_BYTES."""
 STALL_S = 1.0
-"""Time without progress by a client, in seconds, before a new connection can displace the client's connection."""
+"""Seconds without progress by a client before a new connection can displace the client's connection."""
 
 _BODY = (
     b'{"error":{"message":"this server has reached its limit of connections; try again",'
@@ -37,7 +37,7 @@ class BoundedConnection(H11Protocol):
     """A uvicorn connection that its listener's ConnectionRegistry can refuse or close.
 
     The connection waits for its client while a request head is incomplete, a body is arriving or a response is not
-    being read. `since_s` is when the client last made progress.
+    being read. `since_s` is the time of the client's last progress.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class BoundedConnection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def shed_rank(self, now_s: float) -> int | None:
-        """Rank for closing connections to make room, 0 first; None while the client waits for the server."""
+        """Order of closing connections to make room, 0 first, or None while the client waits for the server."""
         is_stalled = now_s - self.since_s >= STALL_S
         if self.is_idle:
             # The first request on a new connection may still be arriving.

@@ -17,7 +17,7 @@ class TrustedProxies:
     """The proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are trusted; none by default."""
 
     def __init__(self, networks: Iterable[str] = ()) -> None:
-        """Takes addresses and networks. Raises ValueError for anything else."""
+        """Accepts addresses and networks. Raises ValueError for any other string."""
         self._networks: tuple[IPv4Network | IPv6Network, ...] = tuple(map(ipaddress.ip_network, networks))
 
     def __bool__(self) -> bool:
@@ -31,7 +31,7 @@ class TrustedProxies:
         """The client's address according to a trusted proxy's `X-Forwarded-For`.
 
         Each proxy appends the address that it was called from, so the rightmost entry that is not a trusted proxy is
-        the client. Entries further left can be forged by the client. A malformed entry ends the search at the proxy
+        the client. The client can forge entries further left. A malformed entry ends the search at the proxy
         that forwarded it.
         """
         client = proxy

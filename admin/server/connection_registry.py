@@ -1,4 +1,4 @@
-"""Counts the connections of one listener, in total and per address, and sheds some when there is no room."""
+"""Counts the connections of one listener, in total and per address, and closes some when a limit is reached."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from loramux.admin.server.connection_limits import ConnectionLimits
 from loramux.platform.telemetry.metrics import GatewayMetrics
 
 MAX_LOOKED_AT = 256
-"""Maximum connections examined to find one to shed, so that a flood does not cause full scans."""
+"""Maximum connections examined per search for one to shed, so that a flood does not cause full scans."""
 MAX_COMPARED = 16
-"""Maximum candidates compared to choose the one to shed."""
+"""Maximum candidates compared per search."""
 
 
 class Connection(Protocol):
     """The connection interface that the registry needs; `BoundedConnection` implements it."""
 
     since_s: float
-    """When the client last made progress."""
+    """Time of the client's last progress, on the event loop's clock."""
 
     @property
     def origin(self) -> str | None:
@@ -37,15 +37,15 @@ class Connection(Protocol):
         """Close the connection if its client is too slow, and return the reason."""
 
     def shed_rank(self, now_s: float) -> int | None:
-        """Rank for closing connections to make room, 0 first; None means never."""
+        """Order of closing connections to make room, 0 first, or None if this connection must stay open."""
 
 
 class ConnectionRegistry(ServerState):
     """Admits or refuses new connections.
 
-    When there is no room, the registry sheds a connection that waits for its client. It chooses from the address with
-    the most connections, prefers idle connections over those with a request in progress, and then prefers the longest
-    wait. Connections whose clients are waiting for the server are never shed.
+    When a limit is reached, the registry sheds (closes) a connection that waits for its client. It chooses from the
+    address with the most connections, prefers idle connections over those with a request in progress, and then prefers
+    the longest wait. Connections whose clients are waiting for the server are never shed.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ConnectionRegistry(ServerState):
         return 0 if origin is None else len(self._members_of.get(origin, ()))
 
     def _shed(self, members: OrderedDict[Connection, None], now_s: float) -> bool:
-        """Close the best candidate among the connections examined. Returns False if there is none."""
+        """Close the best candidate among the connections examined, and return False if there is none."""
         waiting = []
         for connection in list(islice(members, MAX_LOOKED_AT)):
             # The next search examines other connections.

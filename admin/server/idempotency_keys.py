@@ -16,7 +16,7 @@ from loramux.platform.errors import Conflict, UnprocessableRequest
 
 LIFETIME_US = 24 * 3600 * 1_000_000
 RUNNING_US = 300 * 1_000_000
-"""Longer than any call takes, in microseconds. If a claim has no response by then, its process has died."""
+"""Age in microseconds at which a claim without a response counts as abandoned; no call takes this long."""
 
 
 class KeyInUse(Conflict):

@@ -24,8 +24,8 @@ def bind(host: str, port: int, setting: str, is_shared: bool = False) -> socket.
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:
-        # Lingering connections of an earlier run must not block the port. The option is cleared after the bind, because
-        # otherwise another server that is just starting could bind the port as well.
+        # Lets this run bind the port despite lingering connections of an earlier run. The option is cleared after the
+        # bind, because otherwise another server that is just starting could bind the port as well.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if is_shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -56,5 +56,5 @@ def url_of(listener: socket.socket) -> str:
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Whether only this machine can reach the listener."""
+    """True if only this machine can reach the listener."""
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback

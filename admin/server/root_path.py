@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class UnderRootPath:
-    """Tells the app its public path prefix, so that its links work from outside."""
+    """Sets the app's public path prefix in each request, so that the app's links work through the proxy."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app = app

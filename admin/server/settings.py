@@ -27,7 +27,7 @@ from loramux.engine.tracing.spans import TraceConfig
 
 PREFIX = "LORAMUX_"
 CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG", "LORAMUX_PROFILE"})
-"""Variables that the command line reads itself; they are not settings of the server."""
+"""Variables that only the command line reads; they are not settings of the server."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 SECRETS = frozenset({"admin_key", "metrics_token", "oidc_client_secret"})
@@ -136,7 +136,7 @@ class Settings(DataSettings):
     pdl: bool = False
     """Overlap the launches of LoRA kernels (programmatic dependent launch), on GPUs of capability 9.0 or later."""
     disk_tier_dir: Path | None = None
-    """Default: in the data directory. Servers on one host can share this tier, but not a data directory."""
+    """Default: a directory in the data directory. Servers on one host can share a disk tier, not a data directory."""
     disk_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(16 << 30)
     host_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(1 << 30)
     oidc_issuer: str | None = None
@@ -149,19 +149,19 @@ class Settings(DataSettings):
     engine: Path | None = None
     """The socket of a running server's engine, for `loramux gateway`."""
     reuse_port: bool = False
-    """Share the ports with other gateways on this host; all must set this, and the kernel distributes connections."""
+    """Share the ports with other gateways on this host that also set this; the kernel distributes connections."""
     spool_bytes: Annotated[ByteSize, Field(ge=1 << 16)] = ByteSize(64 << 20)
     """Disk space for settlements that wait while the database is unavailable."""
     log_format: Literal["console", "json"] = "console"
     log_answers: bool = False
     traces: Literal["off", "file", "otlp"] = "off"
     traces_target: str | None = None
-    """A file or an OTLP/HTTP URL. Default: `traces.jsonl` in the data directory, or the OTEL_EXPORTER_OTLP_* variables.
-    """
+    """For `file`, a path (default: `traces.jsonl` in the data directory). For `otlp`, an OTLP/HTTP URL (default: the
+    OTEL_EXPORTER_OTLP_* variables)."""
     traces_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of requests that are traced; a request inside a client's trace follows the client's sampling decision."""
     traces_of_clients: Literal["ignore", "link", "parent"] = "link"
-    """How a client's `traceparent` is used. With `parent`, clients decide what is recorded, so they must be trusted."""
+    """Use of a client's `traceparent`. With `parent`, trusted clients decide which requests are traced."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     engine_step_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
 

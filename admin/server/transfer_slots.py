@@ -11,7 +11,7 @@ import anyio
 from loramux.platform.errors import ApiError, RateLimited, Unavailable
 
 WAIT_S = 10.0
-"""How long a call waits for a slot, in seconds; a waiting call occupies a connection but no thread."""
+"""Maximum time that a call waits for a slot, in seconds; a waiting call occupies a connection but no thread."""
 RETRY_AFTER_S = 5.0
 MAX_REST_S = 2.0
 """Maximum cooldown that a single call adds, in seconds."""
