@@ -40,7 +40,7 @@ class Caller:
 
     @property
     def adapter_ids(self) -> frozenset[str] | None:
-        """The adapters that lists are restricted to; None means all adapters that the caller's scope covers."""
+        """The adapters that lists are restricted to, or None for all adapters that the caller's scope covers."""
         return self.principal.adapter_ids
 
     @property
@@ -126,7 +126,7 @@ async def find_tenant(services: AdminServices, caller: Caller, id_or_slug: str, 
 
 
 async def tenant_filter(services: AdminServices, caller: Caller, id_or_slug: str | None) -> str | None:
-    """The tenant that a list is restricted to: the requested tenant, else the caller's own; None means all tenants."""
+    """The tenant that a list is restricted to: the requested tenant, else the caller's own. None means all tenants."""
     if id_or_slug is None:
         return caller.principal.tenant_id
     return (await find_tenant(services, caller, id_or_slug)).id

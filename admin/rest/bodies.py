@@ -59,7 +59,7 @@ class KeyPatch(_Body):
 
 
 class Rotation(_Body):
-    """A key's rotation; `grace_s` is how long the current secret stays valid, in seconds."""
+    """A key's rotation; the current secret stays valid for `grace_s` seconds."""
 
     grace_s: int = Field(default=86_400, ge=0, le=90 * 86_400)
 
@@ -112,7 +112,7 @@ class AliasTargets(_Body):
 
 
 class Rollback(_Body):
-    """The revision to roll back to; `revision` defaults to the previous revision."""
+    """The rollback of an alias; `revision` defaults to the previous revision."""
 
     revision: int | None = None
     warm: bool = True
@@ -156,7 +156,7 @@ class QuotaQuestion(QuotaSubject):
 
 
 class NewPrice(_Body):
-    """Prices in nanos per million tokens. `cached` defaults to `prompt`, and `effective_at` to the earliest time."""
+    """Nanos per million tokens. `cached` defaults to `prompt`, `effective_at` to the earliest possible time."""
 
     tenant: str | None = None
     scope: str = "all"

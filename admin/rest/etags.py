@@ -43,7 +43,7 @@ def tagged(response: Response, document: D) -> D:
 
 @dataclass(frozen=True, slots=True)
 class Precondition:
-    """The ETags that the caller accepts; None accepts any state."""
+    """The ETags that the caller accepts, or None if the caller accepts any state."""
 
     etags: frozenset[str] | None
 
@@ -53,7 +53,7 @@ class Precondition:
             raise PreconditionFailed("this has changed since you read it: read it again", param="If-Match")
 
     def check_by(self, describe: Callable[[T], Mapping[str, Any]]) -> Callable[[T], None]:
-        """`check` for a record, as a callback that a service runs before the change."""
+        """`check` for a record, as a callback that a service runs before it changes the record."""
         return lambda record: self.check(describe(record))
 
 

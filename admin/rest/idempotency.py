@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 
 def keep_answer_until(request: Request, expires_us: int) -> None:
-    """Limit how long this call's response is stored, because it contains secrets that expire at `expires_us`.
+    """Store this call's response only until `expires_us`, when the secrets in the response expire.
 
     A call repeated after that time runs again.
     """

@@ -46,13 +46,13 @@ NUM_REPORT_THREADS = 2
 MAX_REPORTS_EACH = 1
 """Maximum concurrent reports per tenant, or per platform key."""
 REPORTS_REST = 19.0
-"""The cooldown after a tenant's report, as a multiple of the report's duration; reports slow down inference."""
+"""A tenant's cooldown after a report, as a multiple of the report's duration. Reports slow down inference."""
 MAX_CALLS = 64
 MAX_CALLS_EACH = 4
 """Maximum concurrent calls per tenant, over all its keys and sessions; platform calls are not limited."""
 CALLS_REST = 19.0
 PAGES_REST = 3.0
-"""A tenant's cooldown after a console page; shorter than after a call, because pages mostly wait."""
+"""A tenant's cooldown after a console page, as a multiple of the page's duration; low, because pages mostly wait."""
 MAX_EXPORTS = 16
 """Maximum concurrent exports and long reports; each uses up to 20 MB of memory while its client reads."""
 MAX_EXPORTS_EACH = 4
@@ -93,16 +93,16 @@ class AdminServices:
     metrics: GatewayMetrics
     self_check: SelfCheck
     metrics_token: str | None
-    """The token that `/metrics` requires; None means that only this machine may scrape."""
+    """The token that `/metrics` requires. If None, only this machine may scrape."""
     is_loopback: bool
     """True if the admin listener can be reached only from this machine, and no trusted proxy forwards calls to it."""
     executor: Executor
     """The admin side's own threads, so that its calls never take threads from inference."""
     report_executor: Executor
     oidc: OidcSettings | None = None
-    """Single sign-on to the console; None means that people sign in only with keys."""
+    """Settings of single sign-on to the console. If None, people sign in only with keys."""
     gateway: ASGIApp | None = None
-    """This process's OpenAI API, for the console's playground; None if the process serves none."""
+    """This process's OpenAI API, for the console's playground, or None if the process serves none."""
     api_url: str = "http://127.0.0.1:8000/v1"
     """The OpenAI API's base URL as shown in examples."""
     live: LiveRequests = field(default_factory=NoLiveRequests)

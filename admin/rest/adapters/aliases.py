@@ -102,7 +102,7 @@ async def roll_back(
     caller: Developer,
     if_match: IfMatch = None,
 ) -> AliasDocument:
-    """Point the alias back at its previous versions, or at those of `revision`; a second rollback undoes the first.
+    """Restore the alias's previous revision, or the given `revision`; a second rollback undoes the first.
 
     No body is needed. With If-Match, the call is refused if the alias has moved since the caller read it, so that only
     one of two concurrent rollbacks succeeds. Loads count against the quota, as when an alias is set.

@@ -13,7 +13,7 @@ from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.errors import Unavailable
 
 WARM_TIMEOUT_S = 30.0
-"""Maximum time for loading versions before an alias moves, in seconds; after that, the move is refused."""
+"""Maximum time in seconds for loading each version before an alias moves; after that, the move is refused."""
 DRAIN_TIMEOUT_S = 2.0
 """Maximum time that a call waits for running requests, in seconds. The engine unloads the adapter later on its own."""
 
@@ -21,7 +21,7 @@ _log = structlog.get_logger(__name__)
 
 
 def load_charge(caller: Caller, adapter_id: str) -> LoadCharge | None:
-    """The quota charge for a load that the caller requests; None for an operator, whose loads are not charged."""
+    """The quota charge for a load that the caller requests, or None for an operator, whose loads are not charged."""
     tenant_id = caller.principal.tenant_id
     if tenant_id is None:
         return None
@@ -53,7 +53,7 @@ async def warm(services: AdminServices, caller: Caller, adapter_id: str, numbers
 
 
 async def drain(services: AdminServices, digests: Iterable[str]) -> bool:
-    """Have the engine unload adapters once no requests run on them. Returns True if all are already unloaded."""
+    """Have the engine unload adapters once no requests run on them, and return True if all are already unloaded."""
     is_drained = True
     for digest in digests:
         try:

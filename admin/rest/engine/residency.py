@@ -1,4 +1,4 @@
-"""`/residency`: which adapters are in the page pool, in host memory and on disk, and how full each tier is."""
+"""`/residency`: the adapters in the page pool, in host memory and on disk, and the used part of each tier."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PoolPages(TypedDict):
 
 
 class TierFill(TypedDict):
-    """How full a tier is, and how many adapters it has evicted since the engine started."""
+    """A tier's used and total bytes, its adapters, and its evictions since the engine started."""
 
     tier: Tier
     used_bytes: int

@@ -44,7 +44,7 @@ class PriceDocument(TypedDict):
 
 @router.post("", status_code=201, openapi_extra=takes(NewPrice))
 async def add_price(request: Request, services: Services, caller: PlatformAdmin) -> PriceDocument:
-    """Announce a price, which applies from `effective_at` until the next price for the same tenant and scope.
+    """Add a price, which applies from `effective_at` until the next price for the same tenant and scope.
 
     `scope` is `all`, `base`, `adapters` or an adapter's identifier. A price in force never changes; a request is
     charged at the price in force when it was admitted.
@@ -69,7 +69,7 @@ async def add_price(request: Request, services: Services, caller: PlatformAdmin)
 async def list_prices(
     services: Services, caller: Reader, paging: Paging, tenant: TenantParam = None
 ) -> ListDocument[PriceDocument]:
-    """Get all prices, most recently announced first; for a tenant, only its own prices and the list prices."""
+    """List prices, newest first. For a tenant, only its own prices and the list prices are included."""
     tenant_id = await tenant_filter(services, caller, tenant)
     page = await services.call(services.prices.list, tenant_id, *paging, caller.adapter_ids)
     return list_document(page, _describe)

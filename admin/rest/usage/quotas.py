@@ -99,7 +99,7 @@ class RefusalDocument(TypedDict):
 
 
 class QuotaCheckDocument(TypedDict):
-    """Whether a request would be admitted and, if not, the status that it would get."""
+    """The limits' decisions on a request, and the status and error that the request would get."""
 
     object: Literal["quota.check"]
     is_admitted: bool
@@ -308,7 +308,7 @@ async def _find(services: AdminServices, caller: Caller, quota_id: str) -> Quota
 
 
 def _may_see(caller: Caller, policy: QuotaPolicy) -> bool:
-    """Whether the caller can see the policy. A key that is restricted to adapters sees only some policies."""
+    """True if the caller can see the policy. A key that is restricted to adapters sees only some policies."""
     return caller.subject_ids is None or policy.subject_id in caller.subject_ids
 
 

@@ -93,7 +93,7 @@ async def export_events(
         raise InvalidRequest("end must be after start", param="end")
 
     async def read(after: UsageEvent | None, is_first: bool = False) -> tuple[UsageEvent | None, str]:
-        """One part of the export, and its last event."""
+        """The last event of one part of the export, and the part's text."""
 
         def spelled() -> tuple[UsageEvent | None, str]:
             events = services.ledger.export(tenant_id, start_us, end_us, after, caller.adapter_ids)

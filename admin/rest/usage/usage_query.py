@@ -21,7 +21,7 @@ from loramux.platform.ledger.report import MAX_TOP, UsageRow, answer, largest
 
 DEFAULT_RANGE_US = 30 * DAY_US
 SENT_AT_ONCE_BYTES = 64 * 1024
-"""Part size of long reports, in bytes; a report larger than one part occupies a slot until its client has read it."""
+"""Part size of long reports, in bytes. A report of several parts occupies a slot until its client has read it."""
 
 Time = Annotated[int | None, Query(ge=0, lt=2**40, description="Unix time in seconds.")]
 Format = Literal["json", "csv", "ndjson"]
@@ -117,7 +117,7 @@ def _query(tenant_id: str | None, adapter_ids: frozenset[str] | None, wanted: As
 def _until_now(now_us: int, wanted: Asked) -> int:
     """The end of a report that covers everything until now."""
     if wanted.bucket == "1m" or "end_user" in wanted.group_by:
-        # Include requests that finish in this very microsecond.
+        # Include requests that finish in the current microsecond.
         return now_us + 1
     # The end of today, because the coarsest rollups cover whole days. This adds no requests.
     return (now_us // DAY_US + 1) * DAY_US
