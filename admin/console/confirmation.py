@@ -1,4 +1,4 @@
-"""The page that shows what a far-reaching action will change before it runs. Works without JavaScript."""
+"""A confirmation page that shows the effects of a far-reaching action before it runs. Works without JavaScript."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Confirmation:
     before: str
     after: str
     affects: str
-    """Who is affected, and when."""
+    """The callers that the action affects, and the time at which it takes effect."""
     undo: str
     verb: str
     """The button's label."""

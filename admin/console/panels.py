@@ -31,7 +31,7 @@ async def panel(awaited: Awaitable[T]) -> Panel[T]:
 
 
 class Recent:
-    """A cache of recent results, so that many viewers cost as much as one. Concurrent calls share a result."""
+    """A cache of recent results, so that one computation serves many viewers. Concurrent calls share a result."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

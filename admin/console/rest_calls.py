@@ -60,7 +60,7 @@ class RestCalls:
         params: Mapping[str, Any] | None = None,
         etag: str | None = None,
     ) -> tuple[Document, Headers]:
-        """Make a call. Returns the document and the headers of the response. Raises RestError."""
+        """Make a call and return the response's document and headers. Raises RestError."""
         headers = [(b"content-type", b"application/json")]
         if etag is not None:
             headers.append((b"if-match", etag.encode("latin-1", "replace")))

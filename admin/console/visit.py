@@ -64,12 +64,12 @@ class Visit:
 
     @property
     def may_change(self) -> bool:
-        """Whether the session may make changes. The routes enforce this; the console only hides actions."""
+        """True if the session may make changes. The routes enforce this rule; the console only hides actions."""
         return not self.session.principal.scopes.isdisjoint({"platform:admin", "tenant:admin"})
 
     @property
     def may_develop(self) -> bool:
-        """Whether the session may at least create adapters and upload versions."""
+        """True if the session may at least create adapters and upload versions."""
         return self.may_change or "tenant:develop" in self.session.principal.scopes
 
     @property
@@ -78,7 +78,7 @@ class Visit:
 
     @property
     def is_partial(self) -> bool:
-        """Whether htmx requests a part of a page."""
+        """True if htmx requests a part of a page."""
         return is_htmx(self.request)
 
     def query(self, name: str) -> str | None:

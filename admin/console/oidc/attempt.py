@@ -18,7 +18,7 @@ _NAMED_BY = 16
 
 
 class OidcAttempt:
-    """The content of a cookie: the start time, the requested page, and a secret from which everything else is derived.
+    """A cookie's content: the start time, the requested page, and a secret from which the other values are derived.
 
     Changing the time or the page changes the `state` that the provider must return, which invalidates the sign-in.
     """
@@ -37,7 +37,7 @@ class OidcAttempt:
 
     @classmethod
     def read(cls, cookie: str | None) -> OidcAttempt | None:
-        """Parse a cookie. Returns None if `begin` did not create it."""
+        """Parse a cookie. Return None if it is malformed or its page is outside the console."""
         secret, _, rest = (cookie or "").partition(".")
         begun, _, path = rest.partition(".")
         if not (secret.isascii() and len(secret) >= 32 and begun.isascii() and begun.isdecimal() and len(begun) < 16):

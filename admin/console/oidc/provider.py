@@ -24,7 +24,7 @@ ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES
 
 REQUIRED_ENDPOINTS = ("authorization_endpoint", "token_endpoint", "jwks_uri")
 OPTIONAL_ENDPOINTS = ("userinfo_endpoint", "end_session_endpoint")
-"""Like the required endpoints, these handle secrets or roles, so they must be as trusted as the issuer."""
+"""These endpoints handle secrets or roles, so they must be as trusted as the required endpoints."""
 
 TIMEOUT_S = 5.0
 METADATA_AGE_S = 3600.0
@@ -44,7 +44,7 @@ class ProviderUnavailable(Exception):
 
 
 class SignInRefused(Exception):
-    """The provider's response does not prove who the person is. The message is for the log."""
+    """The provider's response does not prove the person's identity. The message is for the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Again:
 
 
 class OidcProvider:
-    """Talks to one provider. Its metadata is cached for an hour."""
+    """A client for one provider. The provider's metadata is cached for an hour."""
 
     def __init__(self, settings: OidcSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
@@ -160,7 +160,7 @@ class OidcProvider:
         return Again(about, access_token, refresh_token)
 
     async def sign_out_url(self, id_token: str) -> str | None:
-        """The URL that also ends the browser's session at the provider; None if the provider offers no such URL."""
+        """The URL that also ends the browser's session at the provider, or None if the provider offers no such URL."""
         endpoint = (await self._described()).get("end_session_endpoint")
         if endpoint is None:
             return None

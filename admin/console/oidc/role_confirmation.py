@@ -14,9 +14,9 @@ from loramux.admin.console.sessions.sessions import ConsoleSessions, Session
 from loramux.admin.rest.services import AdminServices
 
 CONFIRMED_S = 300
-"""Age of a confirmation, in seconds, after which the provider is asked again."""
+"""Age in seconds at which a confirmation must be renewed by the provider."""
 ASK_EVERY_S = 30
-"""Interval between attempts while the provider does not answer, in seconds."""
+"""Interval in seconds between attempts while the provider does not answer."""
 UNCONFIRMED_S = 900
 """Maximum age of a confirmation, in seconds; after that, the person must return to the provider."""
 
@@ -45,7 +45,7 @@ class OidcConfirmation:
         self._roles_claim = roles_claim
 
     async def confirmed(self, session: Session, token: str) -> Session | None:
-        """The session with recently confirmed roles, or None if it has lost its roles. Raises ConfirmInBrowser."""
+        """The session with recently confirmed roles, or None if no role is left. Raises ConfirmInBrowser."""
         sign_on = session.content.sign_on
         if sign_on is None:
             return session
@@ -66,7 +66,7 @@ class OidcConfirmation:
         return session
 
     async def _asked(self, sign_on: SignOn, now_us: int) -> SignOn:
-        """Ask the provider. Returns the sign-on renewed, unchanged, or marked for confirmation in the browser."""
+        """Ask the provider and return the sign-on: renewed, unchanged, or marked for confirmation in the browser."""
         asked = replace(sign_on, asked_us=now_us)
         actor = actor_of(sign_on.subject)
         try:

@@ -13,7 +13,7 @@ DAY_S = 86_400
 
 
 async def use_by_version(rest: RestCalls, adapter: Document, others: Sequence[str] = ()) -> dict[str, dict[str, int]]:
-    """Requests, failures and tokens of the last day by version id: the owner's plus those of the grantees `others`."""
+    """Requests, failures and tokens of the last day by version id, summed over the owner and the grantees `others`."""
     now = int(time.time())
     pages = await asyncio.gather(
         *(

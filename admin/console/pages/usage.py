@@ -24,7 +24,7 @@ MAX_SERIES = 6
 MAX_ROWS = 100
 MAX_CHARTED = 30
 FRESH_S = 10.0
-"""Maximum age of cached sums, in seconds; summing a busy month is expensive."""
+"""Maximum age of cached sums, in seconds. Sums are cached because summing a busy month is expensive."""
 
 
 async def show(visit: Visit) -> Response:

@@ -41,9 +41,9 @@ class SignOn:
     held: tuple[str, ...]
     """The person's role values that appear in a role rule."""
     confirmed_us: int
-    """When the provider last confirmed the roles."""
+    """Time of the provider's last confirmation of the roles, as Unix time in microseconds."""
     asked_us: int
-    """When the provider was last asked for the roles."""
+    """Time at which the provider was last asked for the roles, as Unix time in microseconds."""
     id_token: str
     """The ID token, sent to the provider when the person also signs out there."""
     access_token: str
@@ -54,7 +54,7 @@ class SignOn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionContent:
-    """A session's content: the SHA-256 of the key that opened it or a single sign-on, plus data stored by the pages."""
+    """A session's content: either the hash of the key that opened it or a single sign-on, plus the pages' own data."""
 
     key_sha256: bytes | None = None
     sign_on: SignOn | None = None

@@ -64,12 +64,12 @@ class LoginThrottle:
 
 
 def _wait_s(forgiven_us: int | None, now_us: int) -> int:
-    """Seconds until an address may try again; 0 if it may try now."""
+    """Seconds until an address may try again, or 0 if it may try now."""
     return max(0, math.ceil((_owed_us(forgiven_us, now_us) - (BURST - 1) * _REFILL_US) / 1_000_000))
 
 
 def _owed_us(forgiven_us: int | None, now_us: int) -> int:
-    """Microseconds until all attempts of an address are forgiven."""
+    """Microseconds until none of an address's attempts count any longer."""
     owed_us = max(0, (forgiven_us or 0) - now_us)
     # A longer time means that the clock was set back after the row was written. Allow the next attempt.
     return owed_us if owed_us <= BURST * _REFILL_US else (BURST - 1) * _REFILL_US

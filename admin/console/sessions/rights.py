@@ -28,7 +28,7 @@ class SessionRights:
         self._rules = tuple(rules)
 
     def principal(self, key_id: str, content: SessionContent) -> Principal | None:
-        """The principal that a session acts as; None if the session no longer has any rights."""
+        """The principal that a session acts as, or None if the session no longer has any rights."""
         if content.sign_on is not None:
             return self.of_person(content.sign_on.subject, content.sign_on.held)
         if content.key_sha256 is None:
@@ -37,7 +37,7 @@ class SessionRights:
         return principal if principal is not None and may_enter(principal) else None
 
     def of_person(self, subject: str, values: Iterable[str]) -> Principal | None:
-        """The principal for the first role rule that matches these values; None if no rule matches."""
+        """The principal for the first role rule that matches these values, or None if no rule matches."""
         held = frozenset(values)
         for rule in self._rules:
             if rule.value in held and (principal := self._of_rule(rule, actor_of(subject))) is not None:

@@ -23,7 +23,7 @@ TOUCH_S = 60
 MAX_AHEAD_US = (IDLE_S + TOUCH_S) * 1_000_000
 """Latest valid expiry, in microseconds from now. A later expiry was written before the clock was set back."""
 MAX_OF_ONE = 50
-"""Maximum number of sessions per key or person; a further sign-in ends the oldest session."""
+"""Maximum number of sessions per key or person; a sign-in above the limit ends the oldest session."""
 MAX_NOTICES = 5
 UNREADABLE = (InvalidTag, msgspec.DecodeError)
 """The stored content was edited by hand, or another release wrote a different format."""
@@ -117,9 +117,9 @@ class ConsoleSessions:
         return token
 
     def find(self, token: str, *, is_use: bool = True) -> Session | None:
-        """The session with its current rights; None if it has ended.
+        """The session with its current rights, or None if it has ended.
 
-        `is_use=False` does not extend the session. Live updates use it, because nobody may be viewing the page.
+        `is_use=False` does not extend the session. Live updates pass it, because the page may be open but unattended.
         """
         seal = SessionSeal(token)
         table = console_sessions
@@ -185,7 +185,7 @@ def _expires_us(created_us: int, now_us: int) -> int:
 
 
 def _locked(connection: Connection, seal: SessionSeal) -> SessionContent | None:
-    """The content, locked until the transaction ends; None if the session has ended."""
+    """The content, locked until the transaction ends, or None if the session has ended."""
     table = console_sessions
     query = select(table.c.sealed).where(table.c.id_sha256 == seal.id_sha256).with_for_update()
     sealed = connection.execute(query).scalar_one_or_none()

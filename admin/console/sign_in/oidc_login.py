@@ -88,14 +88,14 @@ class OidcLogin:
         return response
 
     async def sign_out_url(self, id_token: str) -> str | None:
-        """The provider's sign-out URL; None if the provider has none or cannot be reached."""
+        """The provider's sign-out URL, or None if the provider has none or cannot be reached."""
         try:
             return await self._provider.sign_out_url(id_token)
         except ProviderUnavailable:
             return None
 
     def _open(self, identity: Identity, old: str | None) -> str | None:
-        """Replace the browser's session and return the new token; None for a person without a role. Blocking."""
+        """Replace the browser's session and return the new token, or None for a person without a role. Blocking."""
         subject = str(identity.claims["sub"])
         held = values_of(identity.claims.get(self._settings.roles_claim))
         if self._site.rights.of_person(subject, held) is None:
