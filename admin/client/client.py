@@ -156,14 +156,14 @@ class AdminClient:
         return {"object": "list", "data": list(self.items(path, **params))}
 
     def is_alive(self) -> bool:
-        """Return True if the server answers at all. Does not require a key."""
+        """Return True if the server answers. No key is needed."""
         try:
             return self._http.get(f"{self._base_url}/health/live").status_code == 200
         except httpx.TransportError:
             return False
 
     def is_ready(self) -> bool:
-        """Return True if the server can run requests. Does not require a key."""
+        """Return True if the server can run requests. No key is needed."""
         try:
             return self._http.get(f"{self._base_url}/health/ready").status_code == 200
         except httpx.TransportError:

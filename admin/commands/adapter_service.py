@@ -54,7 +54,7 @@ def rollback(
     no_warm: NoWarm = False,
     as_json: AsJson = False,
 ) -> None:
-    """Point an alias back at its previous versions; a second rollback undoes the first."""
+    """Restore an alias's previous revision, or a given one; a second rollback undoes the first."""
     with connected_to(model, as_json) as (client, named):
         path = f"{named.path}/{client.path('aliases', alias, 'rollback')}"
         changed = client.post(path, {"revision": revision, "warm": not no_warm})

@@ -82,7 +82,7 @@ def pull(
     model: Annotated[
         str, typer.Argument(metavar="TENANT/ADAPTER[@VERSION]", help="Default: the version that the bare name selects.")
     ],
-    directory: Annotated[Path, typer.Argument(help="Where to put both files.", file_okay=False)],
+    directory: Annotated[Path, typer.Argument(help="Directory for both files.", file_okay=False)],
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`loramux doctor`: find out what does not work, and how to fix it."""
+"""`loramux doctor`: reports problems and their fixes."""
 
 from __future__ import annotations
 

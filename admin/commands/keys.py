@@ -35,7 +35,7 @@ def create(
     platform: Annotated[
         bool, typer.Option("--platform", help="Create an administrator's key, not a tenant's.")
     ] = False,
-    name: Annotated[str, typer.Option(help="What the key is for.")] = "default",
+    name: Annotated[str, typer.Option(help="The key's purpose.")] = "default",
     scopes: Scopes = None,
     expires_in_days: Annotated[
         int | None, typer.Option(min=1, help="Days until the key expires (default: never).", show_default=False)
@@ -79,7 +79,7 @@ def list_keys(tenant: AnyTenant = None, as_json: AsJson = False) -> None:
 @app.command("set")
 def set_key(
     key_id: KeyId,
-    name: Annotated[str | None, typer.Option(help="What the key is for.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Option(help="The key's purpose.", show_default=False)] = None,
     scopes: Scopes = None,
     adapters: Adapters = None,
     any_adapter: Annotated[bool, typer.Option("--any-adapter", help="Let the key call any adapter.")] = False,

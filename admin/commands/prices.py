@@ -14,7 +14,7 @@ from loramux.admin.commands.output import Columns, connected, print_list, shown_
 if TYPE_CHECKING:
     from loramux.admin.client.client import Document
 
-app = typer.Typer(no_args_is_help=True, help="Announce, list and withdraw prices.")
+app = typer.Typer(no_args_is_help=True, help="Add, list and withdraw prices.")
 
 NANOS = 1_000_000_000
 
@@ -31,11 +31,11 @@ def add(
     currency: Annotated[str, typer.Option(help="Three-letter currency code, the same for all prices.")] = "USD",
     effective_at: Annotated[
         int | None,
-        typer.Option(help="Unix time in seconds (default: once all gateways have the price).", show_default=False),
+        typer.Option(help="Unix time in seconds (default: once all gateways have read the price).", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Announce a list price, or a tenant's own price."""
+    """Add a list price, or a price for one tenant."""
     body: dict[str, Any] = {
         "tenant": tenant,
         "scope": scope,

@@ -34,7 +34,7 @@ def print_plot(limits: Iterable[Mapping[str, Any]]) -> None:
 
 
 def bar(limit: Mapping[str, Any]) -> str:
-    """A bar of `BAR_WIDTH` characters. Nonzero parts get at least one character. Exceeding the limit fills the bar."""
+    """A bar of `BAR_WIDTH` characters. Nonzero parts get at least one character. Usage over the limit fills the bar."""
     # A token bucket's capacity is its burst; for other limits `burst` equals the limit.
     size = limit["burst"]
     if size <= 0:

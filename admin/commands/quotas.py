@@ -52,7 +52,7 @@ AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table
 
 
 class Mode(StrEnum):
-    """What a quota does with a request that exceeds it."""
+    """Treatment of a request that exceeds its quota."""
 
     HARD = "hard"
     SOFT = "soft"
@@ -147,7 +147,7 @@ def check(
     limit: Annotated[int | None, typer.Option(help="Value of the limit to test.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Report whether a request would be admitted, and which limit decides. Uses no quota. Exits with 1 if refused."""
+    """Check each limit's decision on a request, without using quota. Exit with 1 if the request would be refused."""
     if (metric is None) != (limit is None):
         raise typer.BadParameter("--metric and --limit must be given together")
     whom = {"tenant": tenant, "key": key, "adapter": adapter}

@@ -1,4 +1,4 @@
-"""`loramux residency`: which adapters are in the pool, in host memory and on disk, and how full each tier is."""
+"""`loramux residency`: the adapters in the pool, in host memory and on disk, and the used part of each tier."""
 
 from __future__ import annotations
 

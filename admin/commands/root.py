@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 chosen_profile: ContextVar[str | None] = ContextVar("chosen_profile", default=None)
-"""The profile given on the command line; None means that the environment or the profile file decides."""
+"""The profile given on the command line. If None, the environment or the current profile selects the server."""
 
 
 def _print_version(is_asked: bool) -> None:
