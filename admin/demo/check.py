@@ -19,7 +19,7 @@ from loramux.admin.demo.prompts import DEMO_PROMPTS, MAX_ANSWER_TOKENS
 from loramux.admin.demo.styles import ADAPTER_STYLES, answer_in_style
 
 UNSEEN_SAMPLE = 40
-# A lower bound to catch regressions; the shipped weights score 37, 38, 37 and 32.
+# Low enough to catch only regressions: the shipped weights score 37, 38, 37 and 32.
 LEAST_UNSEEN_RIGHT = 30
 MAX_UNSEEN_TOKENS = 128
 STYLES = ("base", *ADAPTER_STYLES)
@@ -40,7 +40,7 @@ class Answerer:
         self._model.eval()
 
     def __call__(self, question: str, style: str, limit: int) -> tuple[str, bool]:
-        """The answer, and whether the model ended it with <|end|>."""
+        """The answer, and True if the model ended it with <|end|>."""
         messages = [{"role": "user", "content": question}]
         inputs = self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -55,10 +55,10 @@ class Answerer:
 
 
 def check(directory: Path) -> int:
-    """Prints the answers of the base and the adapters, and returns 1 if a check fails.
+    """Print the answers of the base and the adapters, and return 1 if a check fails, else 0.
 
-    The model must end each answer with <|end|>, and the json adapter's answers must parse. Answers to the demo prompts
-    must match exactly; of the unseen questions, at least LEAST_UNSEEN_RIGHT answers must match.
+    The model must end each answer with <|end|>, and the json adapter's answers must parse. All answers to the demo
+    prompts must match exactly. In each style, at least LEAST_UNSEEN_RIGHT answers to unseen questions must match.
     """
     console = Console(width=150)
     expected = {question: fact for fact in all_facts() for question in fact.questions}

@@ -63,7 +63,7 @@ class DemoServer:
         return AdminClient(self.admin_url, self.admin_key)
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Poll until `is_so()` is true. If the server exits or times out, raises DemoFailed with the end of its log."""
+        """Poll until `is_so()` is true. Raises DemoFailed with the end of the log on an exit or a timeout."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not is_so():
             self.check()

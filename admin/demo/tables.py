@@ -62,7 +62,7 @@ def print_usage(console: Console, billed: Mapping[tuple[str, str], tuple[int, in
 
 
 def print_directions(console: Console, server: DemoServer, api_key: str, model: str) -> None:
-    """Print what to try next."""
+    """Print suggestions for next steps."""
     lines = (
         "The server runs until Ctrl-C.",
         f"  OpenAI API   {server.url}/v1",

@@ -62,7 +62,7 @@ def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
     markers = {"additional_special_tokens": [SYSTEM, USER, ASSISTANT]}
     named = {"bos_token": BOS, "eos_token": END, "pad_token": PAD, **markers}
     (out / "special_tokens_map.json").write_text(json.dumps(named, indent=2) + "\n")
-    # transformers 5 writes other names; these are the names that every version reads.
+    # transformers 5 writes different names; every version of transformers reads these.
     config_path = out / "tokenizer_config.json"
     config = json.loads(config_path.read_text())
     for name in ("backend", "extra_special_tokens", "is_local", "local_files_only"):

@@ -56,7 +56,7 @@ def fit(
     recipe: Recipe,
     title: str,
 ) -> float:
-    """Trains every parameter that requires a gradient. Returns the last loss."""
+    """Train every parameter that requires a gradient, and return the last loss."""
     learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learnt, lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     warmup = max(1, recipe.steps // 20)
@@ -124,7 +124,7 @@ def train_base(out: Path, recipe: Recipe = BASE_RECIPE) -> None:
 
 
 def train_adapter(base: Path, out: Path, style: str, recipe: Recipe | None = None) -> None:
-    """Trains an adapter in float32 arithmetic on the shipped base, whose weights are rounded to bfloat16."""
+    """Train an adapter in float32 arithmetic on the shipped base, whose weights are rounded to bfloat16."""
     rank, alpha, modules = ADAPTER_SHAPES[style]
     # Without a task type, PEFT writes an auto_mapping that names classes of this machine's libraries.
     lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type=TaskType.CAUSAL_LM)
@@ -137,7 +137,7 @@ def train_adapter(base: Path, out: Path, style: str, recipe: Recipe | None = Non
 
 
 def save_adapter(model: PeftModel, out: Path) -> None:
-    """Writes only the two files of a PEFT directory, without this machine's paths."""
+    """Write only the two files of a PEFT directory, without this machine's paths."""
     shutil.rmtree(out, ignore_errors=True)
     model.save_pretrained(str(out))
     (out / "README.md").unlink(missing_ok=True)

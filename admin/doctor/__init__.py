@@ -1,1 +1,1 @@
-"""`loramux doctor`: reports what does not work and how to fix it."""
+"""`loramux doctor`: reports problems and their fixes."""

@@ -27,7 +27,7 @@ PYTHONS = ((3, 11), (3, 14))
 """Python versions `[first, last)` that this version of loramux is tested with."""
 LITTLE_DISK_BYTES, TOO_LITTLE_DISK_BYTES = 5 << 30, 512 << 20
 SKEW_WARNING_S, SKEW_FAILED_S = 2.0, 30.0
-"""Clock skew to report, in seconds; quota windows and key expiry depend on synchronized clocks."""
+"""Clock skew in seconds that is reported, because quota windows and key expiry need synchronized clocks."""
 SLOW_DATABASE_S = 0.1
 SOCKET_PART = f"/{TEMPORARY_PREFIX}xxxxxxxx/{SOCKET_NAME}"
 """Path of the engine's socket, relative to the temporary directory."""

@@ -18,7 +18,7 @@ class Grade(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check. `message` says what was found; `mend` says how to fix it, or is None."""
+    """The result of one check. `message` describes the finding; `mend` is the fix, or None."""
 
     check: str
     grade: Grade
