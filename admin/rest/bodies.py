@@ -156,7 +156,7 @@ class QuotaQuestion(QuotaSubject):
 
 
 class NewPrice(_Body):
-    """Nanos per million tokens. `cached` defaults to `prompt`, `effective_at` to the earliest possible time."""
+    """Prices in nanos per million tokens. `cached` defaults to `prompt`; `effective_at`, to the earliest time allowed."""
 
     tenant: str | None = None
     scope: str = "all"

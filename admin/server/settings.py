@@ -161,7 +161,7 @@ class Settings(DataSettings):
     traces_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of requests that are traced; a request inside a client's trace follows the client's sampling decision."""
     traces_of_clients: Literal["ignore", "link", "parent"] = "link"
-    """Use of a client's `traceparent`. With `parent`, trusted clients decide which requests are traced."""
+    """Use of a client's `traceparent`. With `parent`, clients decide what is traced, so they must be trusted."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     engine_step_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
 
