@@ -156,7 +156,7 @@ class QuotaQuestion(QuotaSubject):
 
 
 class NewPrice(_Body):
-    """Prices in nanos per million tokens. `cached` defaults to `prompt`; `effective_at`, to the earliest time allowed."""
+    """Prices in nanos per million tokens. `cached` defaults to `prompt`; `effective_at`, to the earliest time."""
 
     tenant: str | None = None
     scope: str = "all"
