@@ -1,4 +1,4 @@
-"""How long do the admin API's lists take over a large company's data?
+"""Measures how long the admin API's lists take over a large company's data.
 
 By default there are 1,000 tenants with one key each, 10,000 adapters, 100,000 versions, 1,000 requests in flight and
 1,000 resident adapters, on SQLite and on PostgreSQL. Every call goes through the whole app without a network, including

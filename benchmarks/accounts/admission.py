@@ -1,4 +1,4 @@
-"""How many requests per second can a gateway reserve and settle, and how long does each operation take?
+"""Measures how many requests per second a gateway can reserve and settle, and the time of each operation.
 
 Every request reserves quota under its tenant's three policies and then settles; the client sends its next request
 immediately. Two methods are compared in one run, on SQLite and PostgreSQL, with one tenant that all clients share and
@@ -64,7 +64,7 @@ _start: Any = None
 def main() -> None:
     arguments = _arguments()
     require_idle(arguments.allow_busy)
-    # Every gateway freezes the garbage collector when it starts.
+    # Freeze the garbage collector, as every gateway does when it starts.
     freeze_gc()
     cases = []
     for kind in KINDS:
@@ -107,7 +107,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _accounts(database: Database, num_tenants: int) -> list[tuple[str, str]]:
-    """Create tenants, each with a key and generous policies. Returns (tenant ID, key ID) pairs."""
+    """Create tenants, each with a key and generous policies, and return (tenant ID, key ID) pairs."""
     tenants, keys, policies = Tenants(database), ApiKeys(database, None), QuotaPolicies(database)
     accounts = []
     for number in range(num_tenants):
@@ -204,7 +204,7 @@ def _gateway(
 async def _run(
     accounts: Sequence[tuple[str, str]], commit: Commit, clients: range, num_clients: int, most_s: float
 ) -> dict[str, Any]:
-    """Run the clients numbered `clients` for `most_s` seconds; there are `num_clients` in all processes together.
+    """Run the clients with these numbers for `most_s` seconds. All processes together run `num_clients`.
 
     Each client cycles through the tenants. If there are at least as many tenants as clients, clients at the same step
     use different tenants.

@@ -1,4 +1,4 @@
-"""How long do the console's pages take over ten million requests from a thousand tenants?
+"""Measures how long the console's pages take over ten million requests from a thousand tenants.
 
 The data comes from usage_world.py. Every page is requested once after its cached figures have expired, and again a
 moment later, through the whole app without a network.

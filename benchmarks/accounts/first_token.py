@@ -1,4 +1,4 @@
-"""How much do quotas add to the time to first token under many concurrent requests?
+"""Measures how much quotas add to the time to first token under many concurrent requests.
 
 Two tenants alternate on one gateway, round by round in one run: one without policies, one with three. Their requests
 run through the real scheduler on a simulated device that takes 10 ms per step. The gateway spends the rest of the time

@@ -1,4 +1,4 @@
-"""How long does the registry take to resolve a name among a large company's adapters?
+"""Measures how long the registry takes to resolve a name among a large company's adapters.
 
 By default there are 1,000 tenants, 10,000 adapters and 100,000 versions, on SQLite and on PostgreSQL. Each kind of name
 is first checked against the inserted rows and then timed. Pages at the start of the lists and further down are also

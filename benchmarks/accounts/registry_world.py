@@ -26,7 +26,7 @@ ROWS_AT_ONCE = 2000
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """How many rows of each kind to create; adapter `a` of tenant `t` is named `tenant-t/adapter-a`."""
+    """Number of rows of each kind to create; adapter `a` of tenant `t` is named `tenant-t/adapter-a`."""
 
     num_tenants: int
     adapters_each: int
@@ -48,7 +48,7 @@ class World:
         return None if (tenant + adapter) % 10 else 1 + self.default(tenant, adapter) % self.versions_each
 
     def grantee(self, tenant: int, adapter: int) -> int | None:
-        """The tenant that the adapter is granted to: the next tenant for adapter 0 of each tenant, else None."""
+        """Recipient of the adapter's grant: the next tenant for adapter 0 of each tenant, else None."""
         return (tenant + 1) % self.num_tenants if adapter == 0 else None
 
 

@@ -1,4 +1,4 @@
-"""How long does a report over a ledger of ten million requests take?
+"""Measures how long reports over a ledger of ten million requests take.
 
 The benchmark times the reports that the console and operators request, over a month of requests from a thousand tenants
 (usage_world.py). Before timing, the tokens and costs in the reports must exactly equal sums over the events. The rate

@@ -135,7 +135,7 @@ def add_folder(parser: argparse.ArgumentParser) -> None:
 def make_usage_world(
     kind: str, database: Database, num_events: int, world: World, progress: Progress, is_folded: bool = True
 ) -> UsageWorld:
-    """Fill an empty database. Unless `is_folded`, the events are left in batches that have yet to be folded."""
+    """Fill an empty database. Unless `is_folded`, the events stay in unfolded batches."""
     started = time.perf_counter()
     filled = fill(database, world)
     first_us = time.time_ns() // 1000 // DAY_US * DAY_US + 2 * DAY_US - MONTH_US
