@@ -81,10 +81,10 @@ PARTS = (
 def run_part(
     part: Part, bench: Bench, deadline: float, keep: Callable[[dict[str, Any]], None] = lambda result: None
 ) -> dict[str, Any]:
-    """Run one part. Returns its rows and seconds. `keep` gets each partial result, in case the run is killed.
+    """Run one part, and return its rows and seconds.
 
-    No case starts after `deadline`, on the monotonic clock. An exception becomes the part's error, and the run
-    continues.
+    `keep` receives each partial result, in case the run is killed. No case starts after `deadline`, a time on the
+    monotonic clock. An exception becomes the part's error, and the run continues.
     """
     started = time.monotonic()
     bench.deadline = deadline if bench.is_timed and not bench.is_full else float("inf")
@@ -263,7 +263,7 @@ def main() -> int:
 
 
 def list_needs(arguments: argparse.Namespace) -> int:
-    """Perform the dry run. Returns 1 if a part exceeds the card's memory or the part's time limit."""
+    """Perform the dry run, and return 1 if a part exceeds the card's memory or the part's time limit."""
     bench = Bench(
         device=META,
         is_tiny=False,

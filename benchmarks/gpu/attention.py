@@ -26,7 +26,8 @@ SAMPLED_ROWS = 64
 """Number of query rows in a prefill that are compared; the others only have to be finite."""
 
 QUERY_STD = 2 / POOL_STD
-"""Standard deviation of queries. That of scores is then 2, so attention is neither uniform nor on a single key."""
+"""Standard deviation of queries. The standard deviation of scores is then 2, so attention is neither uniform nor on a
+single key."""
 
 OURS, SDPA = "loramux", "torch SDPA on contiguous K and V"
 
@@ -191,7 +192,7 @@ class Attention:
 
 
 def sdpa_way(bench: Bench, attention: Attention) -> tuple[LayerLaunch, int]:
-    """torch's attention over contiguous copies of as many layers as fit. Returns the launch and the number of layers.
+    """Prepare torch's attention over contiguous copies of as many layers as fit. Return its launch and their number.
 
     In decode, the query heads of a group are passed as query rows.
     """

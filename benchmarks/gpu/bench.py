@@ -158,11 +158,11 @@ class Bench:
 
     @property
     def has_pdl(self) -> bool:
-        """Whether kernel launches may overlap (programmatic dependent launch)."""
+        """True if kernel launches may overlap (programmatic dependent launch)."""
         return supports_pdl(self.device) if self.planned is None else self.planned.card.capability >= 90
 
     def generator(self, seed: int) -> torch.Generator | None:
-        """A random generator on the device; None in a dry run, where tensors have no memory."""
+        """A random generator on the device, or None in a dry run, where tensors have no memory."""
         return None if self.planned is not None else torch.Generator(self.device).manual_seed(seed)
 
     def say(self, text: str) -> None:
@@ -211,7 +211,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def is_broken(self) -> bool:
-        """Whether this process has lost its device; after a fault in a kernel, all further calls fail."""
+        """True if this process has lost its device. After a fault in a kernel, all further calls to the device fail."""
         try:
             self.synchronize()
             return bool(torch.ones(1, device=self.device).item() != 1)
@@ -219,9 +219,9 @@ class Bench:
             return True
 
     def guarded(self, case: str, way: str, rows: Iterable[Row]) -> Iterator[Row]:
-        """The rows of one case; if the case raises an exception, a row reports it.
+        """Yield the rows of one case. If the case raises an exception, the last row reports it.
 
-        Re-raises the exception if the device is lost.
+        If the device is lost, the exception is raised again instead.
         """
         try:
             yield from rows
@@ -284,13 +284,13 @@ class Bench:
 
 
 def _is_measured(num_rounds: int, fewest_s: float, elapsed_s: float, num_ways: int) -> bool:
-    """Whether the methods have been replayed often enough; `fewest_s` is the fastest method's total time."""
+    """True if the methods have been replayed often enough; `fewest_s` is the fastest method's total time."""
     is_long = elapsed_s > MAX_SECONDS * num_ways
     return (num_rounds >= MIN_ROUNDS and fewest_s >= MIN_SECONDS) or (is_long and num_rounds >= 3)
 
 
 def measuring_seconds(seconds: Sequence[float], flush_s: float) -> float:
-    """How long `Bench.time` takes for methods of `seconds` each, with a flush of `flush_s` before each replay."""
+    """Seconds that `Bench.time` takes if the methods' replays take `seconds` and each flush takes `flush_s`."""
     round_s = sum(seconds) + flush_s * len(seconds)
     num_rounds = 1
     while num_rounds < MAX_ROUNDS:
@@ -305,8 +305,8 @@ def require_close(
 ) -> float:
     """The error `‖out - expected‖ / ‖scale‖`; `scale` defaults to `expected`.
 
-    Raises CheckError if an element is not finite or the error exceeds `tolerance`. The default is above the rounding
-    error of bfloat16 operands and below the error that a single wrong index causes.
+    Raises CheckError if an element is not finite or the error exceeds `tolerance`. The default tolerance is above the
+    rounding error of bfloat16 operands and below the error that a single wrong index causes.
     """
     if not bool(out.isfinite().all()):
         raise CheckError("some elements were not written or are not finite")

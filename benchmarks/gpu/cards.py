@@ -34,7 +34,7 @@ class Card:
     node_s: float = 2e-6
 
     def resident_programs(self, registers: int, shared_bytes: int, num_warps: int) -> int:
-        """How many programs of this size fit on one multiprocessor at the same time; `registers` is per thread."""
+        """Number of programs of this size that fit on one multiprocessor; `registers` is per thread."""
         per_warp = -(-registers * WARP_THREADS // REGISTER_UNIT) * REGISTER_UNIT
         by_registers = REGISTERS // per_warp // num_warps if registers else self.max_programs
         by_shared = self.shared_bytes // (shared_bytes + RESERVED_SHARED)

@@ -24,7 +24,7 @@ WEIGHTS = RandomWeights(torch.device("cpu"), torch.float32)
 """Weights for both engines, generated on the CPU because generators on other devices return different numbers."""
 
 TOLERANCE = 1e-3
-"""Largest difference between two float32 log-probabilities. Tokens can differ if the two likeliest are that close."""
+"""Largest accepted difference of float32 log-probabilities. Tokens may differ if the two likeliest are this close."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def _open(
 
 
 def changed_by(answer: Answer, plain: Answer) -> float:
-    """The largest difference between two answers' log-probabilities; infinity if their tokens differ."""
+    """The largest difference between two answers' log-probabilities, or infinity if their tokens differ."""
     if answer.tokens != plain.tokens:
         return math.inf
     pairs = zip(answer.logprobs, plain.logprobs, strict=True)

@@ -101,7 +101,7 @@ def whole_run(parts: Sequence[PlannedPart]) -> tuple[float, float]:
 
 
 def dry_run(bench: Bench, parts: Sequence[Part], limits: Limits, out: Path | None) -> int:
-    """Print the lists, and write them to `out` as JSON and next to it as Markdown. Returns 1 if a part does not fit."""
+    """Print the lists, write them to `out` as JSON and next to it as Markdown, and return 1 if a part does not fit."""
     found = plan(bench, parts, limits)
     compile_s, total_s = whole_run(found)
     problems = [f"{part.name}: {problem}" for part in found for problem in part.problems]

@@ -161,7 +161,7 @@ class RunningEngine:
             self.wake.clear()
 
     def finish(self) -> list[Any]:
-        """Step until there is no work left. Returns the engine's messages."""
+        """Step until no work is left, and return the engine's messages."""
         said = []
         while self.assembled.engine.has_work:
             self.step()
@@ -203,7 +203,7 @@ class RunningEngine:
 
 
 def device_backend(bench: Bench, pdl: bool = False) -> Backend:
-    """The GPU backend; in a tiny run, the GPU kernels in Triton's interpreter.
+    """The GPU backend or, in a tiny run, the GPU kernels in Triton's interpreter.
 
     Kernels are compiled on first launch. An engine normally compiles every shape when it starts, but a part needs only
     a few shapes.

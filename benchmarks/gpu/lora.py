@@ -158,7 +158,7 @@ def _with_copies(make: MakeLaunch, adapters: ResidentAdapters, batch: LoraBatch,
 
 
 def _check(launch: LayerLaunch, batch: LoraBatch, layer: int, expected: list[torch.Tensor]) -> float:
-    """The largest error of any group, relative to the adapters' change; the rows are nonzero before the change."""
+    """The largest error of any group, relative to the adapters' change of the rows, which are nonzero beforehand."""
     before = batch.outputs()
     ys = [y.clone() for y in before]
     launch(layer, ys)

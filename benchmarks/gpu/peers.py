@@ -65,7 +65,7 @@ def _stub(name: str, **names: Any) -> ModuleType:
 
 
 def _packages(folder: Path, name: str) -> None:
-    """Stub the packages leading to `name`: no `__init__` runs, and only the last package has files."""
+    """Stub the package `name` and its parents, so that no `__init__` runs. Only `name` finds files in `folder`."""
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
         _stub(".".join(parts[:count]))
@@ -125,7 +125,7 @@ def _load_vllm(folder: Path, device: torch.device) -> list[Peer]:
     pointers = importlib.import_module(f"{package}.utils")
 
     def make(adapters: ResidentAdapters, batch: LoraBatch, num_stored: int) -> LayerLaunch:
-        # vLLM caches weights by address, but addresses are reused for other shapes.
+        # vLLM caches weights by address. Addresses are reused for other shapes, so clear its caches.
         pointers._LORA_A_PTR_DICT.clear()
         pointers._LORA_B_PTR_DICT.clear()
         model, case, device = adapters.model, batch.case, batch.xs[0].device

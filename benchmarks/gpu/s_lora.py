@@ -1,4 +1,4 @@
-"""The S-LoRA workloads S1 and S2: does throughput hold up as the same requests use more and more adapters?
+"""Measures throughput in the S-LoRA workloads S1 and S2 as the same requests use more and more adapters.
 
 The workloads follow section 7 of "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (Sheng et al., 2023, arXiv
 2311.03285), and the settings of its repository (`benchmarks/exp_suite.py`, the suite behind the paper's table, and
@@ -168,7 +168,7 @@ def whole_pool_bytes(bench: Bench) -> int:
 
 
 def _run_whole(bench: Bench, name: str, workload: Workload) -> Generator[Row, None, Throughput | None]:
-    """Measure every number of adapters on one engine with the largest pool. Returns the result for the fewest."""
+    """Measure every number of adapters on one engine with the largest pool, and return the result for the fewest."""
     adapters = RandomAdapters(bench, model_of(bench), engine_dtype(bench))
     digests = _make(adapters, name, max(workload.num_adapters))
     pool_bytes = whole_pool_bytes(bench)
@@ -225,7 +225,7 @@ def _case(name: str, count: int, num_pages: int) -> str:
 
 
 def _make(adapters: RandomAdapters, name: str, count: int) -> list[str]:
-    """Make adapters whose ranks alternate. Returns their digests in order."""
+    """Make `count` adapters whose ranks alternate, and return their digests in order."""
     digests = [f"{name}-{number}" for number in range(count)]
     ranks = SETTINGS[name]
     for turn, rank in enumerate(ranks):

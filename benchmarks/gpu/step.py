@@ -20,7 +20,7 @@ from loramux.engine.messages import Add, SamplingParams
 RANK = 16
 PAGE_TOKENS = 16
 BATCH_TOKENS = 2048
-"""Most tokens in a step: a usual server setting, which limits the memory for activations."""
+"""Maximum number of tokens in a step: a common server setting, which limits the memory for activations."""
 
 NUM_WARM, NUM_MEASURED = 12, 40
 TINY_WARM, TINY_MEASURED = 1, 2
@@ -86,7 +86,7 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile a share of the steps. The last process comes first, since the first compiles the check's kernels."""
+    """Compile a share of the steps. The last process gets the first share; the first compiles the check's kernels."""
     if shard == 0:
         gpu_check.warm(bench)
     # Cases that differ only in context share their kernels.

@@ -16,7 +16,7 @@ LayerLaunch = Callable[[int, list[torch.Tensor]], None]
 """Adds one layer's adapter output to each group's output, in place."""
 
 MakeLaunch = Callable[[ResidentAdapters, LoraBatch, int], LayerLaunch]
-"""Lays out dense copies of the adapters for some layers, which are reused for the others. Returns the launch."""
+"""Lays out dense copies of the adapters for some layers, reuses them for the others, and returns the launch."""
 
 STORED_BYTES = 1 << 30
 """Approximate limit for dense copies, in bytes: many times the size of L2. A step cycles through the stored layers."""
