@@ -1,7 +1,7 @@
 """Compares loramux with peft, vLLM and llama-server on the same model, adapters and requests, in one run.
 
-Sixteen requests with greedy decoding arrive together: for the base only, for sixteen adapters, and for one adapter.
-peft runs them in process as a static batch, which favours it. The others run as servers on loopback, one at a time.
+Sixteen greedy requests arrive together: for the base only, for sixteen adapters, and for one adapter. peft runs them in
+process as a static batch, which favours it. The others run as servers on loopback, one at a time.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def find_peers(arguments: argparse.Namespace, logs: Path, console: Console) -> l
 def check(
     arguments: argparse.Namespace, files: ModelFiles, peers: Sequence[Peer], logs: Path, console: Console
 ) -> tuple[dict[str, Agreement], dict[str, str]]:
-    """Return each system's agreement with peft, and the reason for each peer that failed. Raises CheckFailed if loramux
+    """Return each system's agreement with peft, and the reason for each peer's failure. Raises CheckFailed if loramux
     differs from peft.
     """
     own = loramux_system("float32", arguments.threads, logs)

@@ -67,7 +67,7 @@ def check_work(kind: str, files: ModelFiles) -> Work:
 
 
 def require_effect(reference: Mapping[str, TokenIds]) -> None:
-    """Raise CheckFailed if an adapter does not change the base's answer; its absence would go unnoticed."""
+    """Raise CheckFailed if an adapter does not change the base's answer: its absence would then go unnoticed."""
     for kind, answers in reference.items():
         if kind != BASE and any(map(tuple.__eq__, answers, reference[BASE])):
             raise CheckFailed(f"with {kind}, one of the reference's answers is the base's own")

@@ -93,7 +93,7 @@ def child_server(name: str, command: Sequence[str], environment: Mapping[str, st
 
 
 def _is_group_running(group: int) -> bool:
-    """Whether any process in the group is alive; zombies do not count, since they hold no resources."""
+    """True if any process in the group is alive. Zombies do not count, since they hold no resources."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # The process's name can contain spaces and parentheses; its state, parent and group come after the name.
@@ -106,7 +106,7 @@ def _is_group_running(group: int) -> bool:
 def server_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without variables that would change how a server runs, plus `extra`.
 
-    loramux's own variables are dropped because it rejects unknown ones, such as the ones that locate peers. Thread
+    loramux's own variables are dropped because loramux rejects unknown ones, such as those that locate peers. Thread
     settings are dropped because each server chooses its own.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(DROPPED)}

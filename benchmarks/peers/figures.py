@@ -75,7 +75,7 @@ def near_the_best(speeds: Mapping[Cell, float]) -> set[Cell]:
 
 
 def is_hopeless(cell: Cell, samples: Mapping[Cell, list[float]]) -> bool:
-    """Whether the same peer did this work so much faster with another setting that this setting is not worth trying."""
+    """True if the same peer did this work so much faster with another setting that this setting is not worth trying."""
     others = [
         statistics.median(seconds)
         for other, seconds in samples.items()

@@ -21,7 +21,7 @@ TIMEOUT_S = 3600.0
 def post_all(
     url: str, bodies: Sequence[Document], headers: Mapping[str, str] | None = None
 ) -> tuple[list[Document], float]:
-    """Send all bodies. Returns the answers and the total seconds, and raises SystemFailed if a request fails."""
+    """Send all bodies, and return the answers and the total seconds. Raises SystemFailed if a request fails."""
     return asyncio.run(_post_all(url, bodies, headers or {}))
 
 

@@ -30,7 +30,7 @@ BASE_SCRIPT, LORA_SCRIPT = "convert_hf_to_gguf.py", "convert_lora_to_gguf.py"
 OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 START_S = 300.0
 FLOAT32 = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")
-"""Options for the check: K and V are float16 by default, and flash attention's rounding can swap near-tied logits."""
+"""Options for the check, since K and V default to float16 and flash attention's rounding can swap near-tied logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class LlamaServer:
 
 
 def question_body(question: Question, num_output: int, adapter_ids: Mapping[str, int]) -> Document:
-    """The body of one request. Adapters missing from `lora` are off, but an empty list changes no adapter."""
+    """The body of one request. The server turns off adapters missing from `lora`, but ignores an empty list."""
     lora = {"id": 0, "scale": 0.0} if question.adapter is None else {"id": adapter_ids[question.adapter], "scale": 1.0}
     return {
         "prompt": list(question.prompt),
@@ -104,7 +104,7 @@ def convert(found: LlamaFiles, files: ModelFiles, outtype: str) -> None:
         arguments = ("--base", str(files.base), str(files.adapters[name]))
         _run_script(found, LORA_SCRIPT, lora_file(files, name, outtype), outtype, *arguments)
 
-    # A script spends most of its time importing torch: run several in parallel to use all cores.
+    # Each script spends most of its time importing torch, so run several in parallel to use all cores.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(convert_one, missing))
 

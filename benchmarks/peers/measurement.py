@@ -69,7 +69,7 @@ class Measurement:
                 self._round(number, cells if number == 0 else self._still_open(cells), progress, save)
 
     def _after_trials(self, progress: Progress) -> list[Cell]:
-        """Run the trials. Returns all cells except those in dtypes that are far slower than the peer's best one."""
+        """Run the trials, and return all cells except those in dtypes that are far slower than the peer's best one."""
         cells = [Cell(system, load, kind) for system in self.systems for load in self.loads for kind in system.kinds]
         names = [system.name for system in self.systems]
         tried = [system for system in self.systems if names.count(system.name) > 1]
