@@ -1,4 +1,4 @@
-"""The S-LoRA workload on a CPU: does throughput hold up when requests name far more adapters than fit in the pool?
+"""Measures the S-LoRA workload on a CPU, where requests name far more adapters than fit in the pool.
 
 An in-process engine runs a small base, with adapters on disk and a pool that holds some of them and the K and V of the
 running sequences. Each number of adapters has its own engine; all engines are open and take turns. Each engine is
@@ -97,11 +97,11 @@ class Measurement:
             with self.open(self.plan, self.arguments.dtype, self.arguments.policy[0]) as engine:
                 window = drive(engine, arrivals, WARM_SHARE * seconds, (1.0 + WARM_SHARE) * seconds, 0.0)
             if window.fewest_sequences < self.plan.num_sequences:
-                # The queue ran empty before the window closed: use a shorter window.
+                # The queue ran empty before the window closed, so use a shorter window.
                 seconds /= 2
             elif window.num_finished:
                 return window.num_finished / window.seconds
-            # Otherwise, other processes kept the machine so busy that no request finished: try again.
+            # Otherwise, other processes kept the machine so busy that no request finished, so try again.
 
     def _digests(self, num_adapters: int) -> Sequence[str]:
         return self.files.digests[:num_adapters]
@@ -140,7 +140,7 @@ def measure(measurement: Measurement, console: Console) -> tuple[list[Case], dic
             (case, stack.enter_context(measurement.open(measurement.plan, arguments.dtype, case.policy)))
             for case in cases
         ]
-        # The first round fills the pools.
+        # The first round only fills the pools; its figures are discarded.
         for number in range(arguments.repeats + 1):
             saturated = measurement.saturate(engines, SATURATED * capacity, number)
             for (case, engine), throughput in zip(engines, saturated, strict=True):

@@ -72,7 +72,7 @@ class AdapterFiles:
 
 
 def make_adapters(scratch: Path, base: Path, num_adapters: int, rank: int, say: Callable[[str], None]) -> AdapterFiles:
-    """Create adapters with different contents until there are `num_adapters`; reuses adapters from earlier runs."""
+    """Create adapters with different contents until there are `num_adapters`, including those from earlier runs."""
     model = ModelConfig.load(base)
     target = pack_target(model, "bfloat16")
     identity = hashlib.sha256((base / "config.json").read_bytes()).hexdigest()

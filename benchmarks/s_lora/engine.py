@@ -66,7 +66,7 @@ class OpenEngine:
         return self.assembled.engine.stats(StatsRequest(call_id=""))
 
     def step(self, wait_s: float = WAKE_S) -> list[Outbound]:
-        """Run one step, or wait at most `wait_s` if nothing can run. Returns the engine's messages."""
+        """Run one step, or wait at most `wait_s` if nothing can run, and return the engine's messages."""
         if not self.assembled.engine.step():
             self.wake.wait(wait_s)
             self.wake.clear()

@@ -15,7 +15,7 @@ from benchmarks.s_lora.run import Window
 PERCENTILES = (50, 90, 99)
 
 Figures = dict[str, float | None]
-"""Figures by name, with the unit in the name; None if infinite or not measured."""
+"""Figures by name, with the unit in the name. A figure that is infinite or was not measured is None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def latency_figures(window: Window, goal: Goal) -> Figures:
 
 
 def median_of(rounds: Sequence[Figures]) -> Figures:
-    """Each figure's median; None if the figure is infinite in half of the rounds."""
+    """Each figure's median, or None if the figure is infinite in half of the rounds."""
     medians: Figures = {}
     for name in rounds[0]:
         values = (one[name] for one in rounds)

@@ -27,7 +27,7 @@ class Journey:
 
     at_s: float
     was_resident: bool
-    """Whether the adapter was in the pool when the request arrived."""
+    """True if the adapter was in the pool when the request arrived."""
     first_s: float = math.inf
     latest_s: float = math.inf
     end_s: float = math.inf

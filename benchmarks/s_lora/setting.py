@@ -60,7 +60,7 @@ def open_files(arguments: argparse.Namespace, num_adapters: int, console: Consol
 def check_answers(
     arguments: argparse.Namespace, files: AdapterFiles, traffic: Traffic, policies: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Check that answers are the same alone and in a batch with evictions. Returns the figures for each policy.
+    """Check that answers are the same alone and in a batch with evictions, and return the figures for each policy.
 
     Raises CheckError if an answer changes.
     """
