@@ -1,4 +1,4 @@
-"""How much do many cold adapters slow down the streams of other tenants?
+"""Measures the slowdown of other tenants' streams while many cold adapters are loaded.
 
 An in-process engine with a small base serves resident streams: continuous sequences of requests whose adapters are in
 the pool. Four kinds of extra traffic alternate in one run:
@@ -138,7 +138,7 @@ def _drop_cached(path: Path) -> None:
 
 
 def measure(measurement: Measurement, console: Console) -> dict[str, list[Observed]]:
-    """Run all rounds. Returns each variant's observations, one per round."""
+    """Run all rounds, and return each variant's observations, one per round."""
     arguments = measurement.arguments
     found: dict[str, list[Observed]] = {way: [] for way in WAYS}
     with open_engine(

@@ -18,7 +18,7 @@ Rounds = Mapping[str, Sequence[Sequence[float]]]
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """The percentile, rounded up to a sample; infinity if there are no samples."""
+    """The percentile, rounded up to a sample, or infinity if there are no samples."""
     return float(np.percentile(samples, percent, method="higher")) if samples else math.inf
 
 
@@ -73,7 +73,7 @@ def compare(samples: Rounds, target: Target) -> Comparison:
 
 
 def ratio(way: Sequence[float], reference: Sequence[float]) -> float:
-    """The ratio of the two p99s; infinity if the p99 of `way` is infinite or there are no samples."""
+    """The ratio of the two p99s, or infinity if the p99 of `way` is infinite or there are no samples."""
     above, below = percentile(way, 99), percentile(reference, 99)
     return above / below if math.isfinite(above) and 0 < below < math.inf else math.inf
 

@@ -1,4 +1,4 @@
-"""How much does one account that floods the engine slow down polite accounts?
+"""Measures how much one account that floods the engine slows down polite accounts.
 
 An in-process engine on a small base serves a background load and a few polite accounts, whose requests arrive as a
 Poisson process. The load has three variants, which alternate in one run and consist of the same requests for the same
@@ -115,7 +115,7 @@ def _unshared(add: Add) -> Add:
 
 
 def measure(measurement: Measurement, console: Console) -> tuple[dict[str, list[Observed]], list[float]]:
-    """Run all rounds. Returns each variant's observations, and the engine's capacity in requests/s in each round."""
+    """Run all rounds. Return each variant's observations, and the engine's capacity in requests/s in each round."""
     arguments = measurement.arguments
     found: dict[str, list[Observed]] = {way: [] for way in WAYS}
     capacities: list[float] = []

@@ -36,7 +36,7 @@ class Timed:
     at_s: float
     message: Add | Load
     is_counted: bool = True
-    """Whether the request is measured, rather than part of the background load."""
+    """True if the request is measured, and False if it is part of the background load."""
 
 
 @dataclass(slots=True)

@@ -47,7 +47,7 @@ def traffic_of(arguments: argparse.Namespace, files: AdapterFiles) -> Traffic:
 
 
 def check(arguments: argparse.Namespace, files: AdapterFiles) -> dict[str, Any]:
-    """Check that answers are the same alone and in a batch with evictions. Returns the figures or raises CheckError."""
+    """Return the check's figures. Raises CheckError if answers differ alone and in a batch with evictions."""
     return check_answers(arguments, files, traffic_of(arguments, files), ("lru",))["lru"]
 
 
@@ -108,7 +108,7 @@ def common_workload(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def longest(drawn: Lengths) -> Lengths:
-    """Only the longest length. A pool planned for this length has room for every sequence and preempts none."""
+    """The longest length only. A pool planned for this length has room for every sequence and preempts none."""
     return Lengths(drawn.end, drawn.end + 1)
 
 
