@@ -1,4 +1,4 @@
-"""How fast do adapters load from the disk tier into the pool, compared with a plain sequential read of the same files?
+"""Measures how fast adapters load from the disk tier into the pool, compared with a plain read of the same files.
 
 The benchmark runs on a CPU with adapters of several ranks on all linears of a 1B Llama. Files are read from the page
 cache (warm) and, after the operating system has been asked to drop them, from the disk (cold). Six methods alternate:
@@ -231,9 +231,8 @@ class Bench:
         return self.pages(number) if load is None else load.pages
 
     def check(self) -> int:
-        """Compare every byte in the pool with the stored files, and check that a damaged file is refused.
-
-        Returns the number of bytes compared.
+        """Compare every byte in the pool with the stored files, check that a damaged file is refused, and return the
+        number of bytes compared.
         """
         num_bytes = 0
         for way, load in ((PLAIN, self.plain), (FIRST, self.first), (POOL, self.pool)):
@@ -330,7 +329,7 @@ def stages_of(bench: Bench) -> Iterator[dict[str, float]]:
     num_bytes = after["disk", "read"].num_bytes - before["disk", "read"].num_bytes
     for (tier, stage), one in after.items():
         if one.count > before[tier, stage].count:
-            # Divide by the stage's own bytes, if it counts any: only some methods reach the pool.
+            # Divide by the stage's own bytes, if it counts any, because only some methods reach the pool.
             per = one.num_bytes - before[tier, stage].num_bytes or num_bytes
             found[f"{tier} {stage}"] = round((one.seconds - before[tier, stage].seconds) / per * 1e9, 4)
 

@@ -81,7 +81,7 @@ def assemble(base: Path, packed: list[PackedAdapter], dtype: str, threads: int) 
 def run_loramux(
     assembled: AssembledEngine, prompts: torch.Tensor, num_tokens: int, digests: list[str | None]
 ) -> tuple[list[list[int]], float]:
-    """Run all requests together with greedy decoding. Returns each request's tokens and the total seconds."""
+    """Run all requests together with greedy decoding, and return each request's tokens and the total seconds."""
     engine = assembled.engine
     engine.take_outbox()
     answers: list[list[int]] = [[] for _ in prompts]
@@ -196,7 +196,7 @@ def main() -> None:
     for name, value in sorted(speed.items(), key=lambda item: item[1]):
         table.add_row(name, f"{value:.1f}", f"{value / ours:.2f}")
     console.print(table)
-    # On a CPU without bfloat16 arithmetic, peft and transformers are faster in float32: use the better of the two.
+    # On a CPU without bfloat16 arithmetic, peft and transformers are faster in float32, so use the better dtype.
     best_peft = max(value for name, value in speed.items() if name.startswith("peft"))
     best_static = max(value for name, value in speed.items() if name.startswith("transformers"))
     base = speed["loramux, base only"]

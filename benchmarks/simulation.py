@@ -1,4 +1,4 @@
-"""How many steps per second can the engine run when the device takes no time?
+"""Measures how many steps per second the engine can run when the device takes no time.
 
 The scheduler, pools, prefix cache and fair queue run as in a real engine, on a simulated device with a simulated clock
 and a seeded random source. A fixed number of sequences runs at any time. Prompts have 16 to 100 tokens and answers have
@@ -79,7 +79,7 @@ class SteadyLoad:
         self.num_running = 0
 
     def run(self, num_steps: int) -> float:
-        """Run `num_steps` steps. Returns their CPU seconds, without the time to create requests and check answers."""
+        """Run `num_steps` steps, and return their CPU seconds without the time to create requests and check answers."""
         seconds = 0.0
         for _ in range(num_steps):
             while len(self._adds) < self._num_wanted:
