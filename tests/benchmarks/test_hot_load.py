@@ -25,7 +25,7 @@ def run(tmp_path: Path, *arguments: str) -> int:
     return main([*tiny, "--scratch", str(tmp_path / "scratch"), *arguments])
 
 
-def test_a_run_checks_every_byte_and_leaves_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_compares_every_byte_and_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results" / "hot_load.json"
     assert run(tmp_path, "--out", str(out)) == 0
     document = json.loads(out.read_text())
@@ -48,7 +48,7 @@ def test_a_run_checks_every_byte_and_leaves_figures(tmp_path: Path, capsys: pyte
     assert "over a plain read" in capsys.readouterr().out
 
 
-def test_wrong_bytes_are_not_measured(
+def test_wrong_bytes_in_the_pool_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = Bench.pool
@@ -62,7 +62,7 @@ def test_wrong_bytes_are_not_measured(
     assert "nothing was measured" in capsys.readouterr().out
 
 
-def test_an_adapter_that_cannot_be_loaded_is_not_measured(tmp_path: Path) -> None:
+def test_missing_adapter_file_raises_check_error(tmp_path: Path) -> None:
     files = HotFiles(target_of(SHAPES["small"]), 2, 2, tmp_path)
     files.make()
     with closing(Bench(files, 2)) as bench:

@@ -14,7 +14,7 @@ from loramux.engine.execution.simulation import SimulatedExecutor
 SMALL = ("--running", "4", "--steps", "200", "--allow-busy")
 
 
-def test_a_run_leaves_figures_of_both_ways(tmp_path: Path) -> None:
+def test_run_writes_figures_with_and_without_stepping_ahead(tmp_path: Path) -> None:
     out = tmp_path / "simulation.json"
     simulation.main([*SMALL, "--out", str(out)])
     results = json.loads(out.read_text())["results"]
@@ -25,7 +25,7 @@ def test_a_run_leaves_figures_of_both_ways(tmp_path: Path) -> None:
         assert 0 < result["steps_per_s_median"] <= result["steps_per_s_best"]
 
 
-def test_a_wrong_answer_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_answer_raises_check_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatedExecutor, "generate", lambda *_arguments: [])
     with pytest.raises(CheckError, match="did not generate"):
         simulation.main(SMALL)

@@ -66,7 +66,7 @@ def run_at_once(
 
 
 def _has_ended(process: subprocess.Popen[bytes], until: float) -> bool:
-    """Wait for the process until `until`. Returns whether it has ended."""
+    """Wait for the process until `until`, and return True if it has ended."""
     try:
         process.wait(max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:

@@ -34,7 +34,7 @@ class Tests:
 
 
 def tests_of(scratch: Path) -> Tests | None:
-    """The tests from the reports in `scratch`; None if there is no report."""
+    """The tests from the reports in `scratch`, or None if there is no report."""
     reports = [report for path in sorted(scratch.glob("*.xml")) if (report := _parsed(path)) is not None]
     if not reports:
         return None

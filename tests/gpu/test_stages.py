@@ -54,7 +54,7 @@ def rehearse(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess
     return done, {result["stage"]: result for result in (json.loads(file.read_text()) for file in files)}
 
 
-def test_tests_on_a_gpu_import_nothing_else(tmp_path: Path) -> None:
+def test_gpu_tests_import_only_required_packages(tmp_path: Path) -> None:
     select = "no-rows or test_greedy_rows_and_log_probabilities"
     done, results = rehearse(tmp_path, "--only", "kernels", "engine", "--select", select, "--processes", "1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -63,7 +63,7 @@ def test_tests_on_a_gpu_import_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_all_stages_pass_in_triton_s_interpreter(tmp_path: Path) -> None:
+def test_all_stages_pass_in_the_interpreter(tmp_path: Path) -> None:
     done, results = rehearse(tmp_path, "--seconds", "3000")
     assert done.returncode in (0, 1), done.stderr
     # The run requires numba, which is hidden.
@@ -81,7 +81,7 @@ def test_all_stages_pass_in_triton_s_interpreter(tmp_path: Path) -> None:
     assert results["benchmark"]["benchmark"]["parts"].keys() >= {"lora", "attention", "step", "s_lora", "prefill"}
 
 
-def test_without_a_gpu_it_says_what_is_missing(
+def test_run_without_a_gpu_reports_the_missing_driver(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cuda_driver, "DRIVER", "libno-such-driver.so.1")
@@ -107,7 +107,7 @@ def run_stages(
     return code, [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
 
 
-def test_a_stage_that_fails_keeps_no_other_from_running(
+def test_failed_stage_does_not_stop_later_stages(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(processes, "GRACE_S", 0.1)
@@ -136,7 +136,7 @@ def test_a_stage_that_fails_keeps_no_other_from_running(
     assert (code, [result["outcome"] for result in results]) == (1, ["left out", "left out"])
 
 
-def test_a_process_is_stopped_with_what_it_started(tmp_path: Path) -> None:
+def test_process_is_stopped_with_its_children(tmp_path: Path) -> None:
     spawn = (
         "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.exit(int(sys.argv[1]))"
     )

@@ -17,7 +17,7 @@ SMALL = ("--tenants", "3", "--adapters-each", "4", "--versions-each", "3", "--ca
 
 @pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore:XDG_RUNTIME_DIR")
-def test_a_run_leaves_the_figures_of_both_databases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_writes_figures_for_both_databases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "registry.json"
     monkeypatch.setattr(sys, "argv", ["registry", *SMALL, "--out", str(out)])
     monkeypatch.setattr(registry, "TARGET_MS", 1e6)
@@ -31,7 +31,7 @@ def test_a_run_leaves_the_figures_of_both_databases(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.campaign
-def test_a_wrong_answer_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_answer_raises_check_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["registry", *SMALL])
     monkeypatch.setattr(World, "default", lambda _self, _tenant, _adapter: 3)
     monkeypatch.setattr(registry, "digest_of", lambda _tenant, _adapter, _number: "0" * 64)

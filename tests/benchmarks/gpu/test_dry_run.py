@@ -41,20 +41,20 @@ def test_every_part_is_listed_and_fits(card: str, tmp_path: Path) -> None:
     assert out.with_suffix(".md").read_text() == done.stdout[:-1]
 
 
-def test_what_does_not_fit_is_marked() -> None:
+def test_part_over_its_time_limit_is_marked() -> None:
     done = dry_run("--card", "h100", "--only", "ceilings", "--seconds", "1")
     assert done.returncode == 1
     assert "| **NO**: 6 s alone, of 1 s |" in done.stdout
 
 
-def test_rounds_end_where_measuring_ends() -> None:
+def test_measuring_seconds_respect_the_round_and_time_limits() -> None:
     assert measuring_seconds([0.01], 0.0) == pytest.approx((MIN_ROUNDS + 1) * 0.01)
     assert measuring_seconds([1e-6], 0.0) == pytest.approx((MAX_ROUNDS + 1) * 1e-6)
     # The fourth round begins just before the methods have used up their time, so it is the last.
     assert measuring_seconds([0.25 * MAX_SECONDS, 0.25 * MAX_SECONDS], 0.05) == pytest.approx(5 * 0.6)
 
 
-def test_bytes_of_tensors_without_memory() -> None:
+def test_meta_memory_counts_live_and_peak_bytes() -> None:
     memory = MetaMemory()
     with memory:
         kept = torch.empty(1000, device="meta")

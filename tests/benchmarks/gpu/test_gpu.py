@@ -147,7 +147,7 @@ needs_loops = pytest.mark.skipif(
 
 @pytest.mark.campaign
 @needs_loops
-def test_checks_pass_and_find_what_is_wrong(tmp_path: Path) -> None:
+def test_checks_accept_correct_answers_and_reject_doubled_deltas(tmp_path: Path) -> None:
     done = run_interpreted(TWO_RUNS, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     lora = rows_of(tmp_path / "right.json", "lora")
@@ -172,7 +172,7 @@ def test_checks_pass_and_find_what_is_wrong(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 @needs_loops
-def test_every_part_can_be_timed_but_no_wrong_engine(tmp_path: Path) -> None:
+def test_every_part_is_timed_unless_the_engine_is_wrong(tmp_path: Path) -> None:
     done = run_interpreted(REHEARSAL, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     path = tmp_path / "timed.json"
@@ -198,7 +198,7 @@ def test_every_part_can_be_timed_but_no_wrong_engine(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "wrong.json", "prefill")
 
 
-def test_a_case_that_fails_loses_its_own_rows_only(tmp_path: Path) -> None:
+def test_failed_case_keeps_the_other_cases_rows(tmp_path: Path) -> None:
     bench = Bench(
         device=torch.device("cpu"), is_tiny=True, is_quick=False, is_full=False, is_timed=True, is_warming=False,
         peers=tmp_path,
@@ -231,7 +231,7 @@ def test_a_case_that_fails_loses_its_own_rows_only(tmp_path: Path) -> None:
     assert [len(cases) for cases in kept] == [1, 2, 3, 4], "each row is saved when it is measured"
 
 
-def test_a_file_holds_one_card_and_one_commit(tmp_path: Path) -> None:
+def test_file_from_another_commit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "results" / "file.json"
     machine = {"gpu": "a card", "commit": "abc"}
     assert gpu_report.stored(path, machine) == {}
@@ -241,7 +241,7 @@ def test_a_file_holds_one_card_and_one_commit(tmp_path: Path) -> None:
         gpu_report.stored(path, machine | {"commit": "def"})
 
 
-def test_goes_on_in_another_process_with_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_runs_the_remaining_parts_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced: list[list[str]] = []
     monkeypatch.setattr(os, "closerange", lambda first, end: None)
     monkeypatch.setattr(os, "execv", lambda _, command: replaced.append(command))
@@ -268,7 +268,7 @@ def answers(*logprobs: tuple[int, float, float]) -> dict[str, Answer]:
     return {"one": Answer([token for token, _, _ in logprobs], listed)}
 
 
-def test_answers_may_part_where_two_tokens_are_as_likely() -> None:
+def test_answers_may_differ_only_at_nearly_tied_tokens() -> None:
     expected = answers((5, -1.0, -2.0), (6, -1.0, -2.0), (7, -1.0, -1.0005), (8, -1.0, -2.0))
     worst, num_compared = compare(answers((5, -1.0, -2.0), (6, -1.0002, -2.0), (9, -1.0, -1.0), (3, 0, -9)), expected)
     assert worst == pytest.approx(2e-4)
@@ -298,7 +298,7 @@ def test_one_wrong_element_is_found(spoil: float) -> None:
         require_close(out, expected)
 
 
-def test_goals_bound_from_above_or_below() -> None:
+def test_goal_is_an_upper_or_lower_bound() -> None:
     figures = {"over_floor": 1.2, "faster_than_peers": 1.2}
     assert Goal("over_floor", 1.35).is_met(figures)
     assert not Goal("faster_than_peers", 1.5, is_upper=False).is_met(figures)

@@ -28,7 +28,7 @@ def total(step: dict[str, Any], kernel: str, figure: str) -> float:
     return float(sum(row[figure] for row in step["rows"] if row["kernel"] == kernel))
 
 
-def test_launches_that_can_be_hidden(table: dict[str, Any], text: str) -> None:
+def test_gains_from_hidden_launches_match_the_table(table: dict[str, Any], text: str) -> None:
     step = table["steps"]["decode, batch 64, context 1024: 16 adapters, rank 16"]
     base = table["steps"]["decode, batch 64, context 1024: base only"]
     bandwidth, node_us = table["card"]["bandwidth"] / 1e12, table["card"]["node_s"] * 1e6
@@ -47,7 +47,7 @@ def test_launches_that_can_be_hidden(table: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.parametrize("batch", [64, 256])
-def test_what_one_split_saves(batch: int, table: dict[str, Any], text: str) -> None:
+def test_savings_of_one_split_match_the_table(batch: int, table: dict[str, Any], text: str) -> None:
     step = table["steps"][f"decode, batch {batch}, context 1024: 16 adapters, rank 16"]
     answers = LAYERS * batch * HEADS * HEAD_DIM * ITEMSIZE / 1e6
     kv = LAYERS * batch * 1024 * 2 * KV_HEADS * HEAD_DIM * ITEMSIZE / 1e6
@@ -61,7 +61,7 @@ def test_what_one_split_saves(batch: int, table: dict[str, Any], text: str) -> N
     assert f"{saved_us:.1f} us, {share:.1%}".replace("%", " %") in text
 
 
-def test_what_another_attention_could_gain(table: dict[str, Any], text: str) -> None:
+def test_bound_of_another_attention_backend_matches_the_table(table: dict[str, Any], text: str) -> None:
     step = table["steps"]["decode, batch 64, context 1024: 16 adapters, rank 16"]
     floor = total(step, "_attend", "floor_us") + total(step, "_combine", "floor_us")
     assert f"= {floor:,.1f} us, {floor / step['floor_us']:.1%}".replace("%", " %") in text

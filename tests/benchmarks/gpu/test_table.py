@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
         pytest.param("l4", 255, 99 << 10, 8, 1, id="everything"),
     ],
 )
-def test_programs_of_a_multiprocessor(
+def test_scarcest_resource_limits_programs_per_multiprocessor(
     card: str, registers: int, shared_bytes: int, num_warps: int, expected: int
 ) -> None:
     assert CARDS[card].resident_programs(registers, shared_bytes, num_warps) == expected
@@ -35,7 +35,7 @@ def test_programs_of_a_multiprocessor(
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("card", ["a100", "h200", "b200", "5090"])
-def test_a_tiny_model_is_counted_for_every_generation_of_cards(card: str, tmp_path: Path) -> None:
+def test_tiny_model_table_is_complete_for_every_card_generation(card: str, tmp_path: Path) -> None:
     """Every kernel of a step compiles, and the counts match the model's two layers."""
     out = tmp_path / "table.json"
     command = [sys.executable, "-m", "benchmarks.gpu.table", "--model", "tiny", "--card", card, "--out", str(out)]

@@ -48,12 +48,12 @@ def files(tmp_path: Path) -> ModelFiles:
 
 
 @pytest.mark.parametrize("text", ["64", "0/32", "64/0", "64/32/1", "a/b", "400/200"])
-def test_a_load_that_no_server_is_started_for_is_refused(text: str) -> None:
+def test_invalid_load_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a load|is impossible"):
         Load.parse(text)
 
 
-def test_work_is_the_same_for_a_seed_and_shares_no_prompt_with_another() -> None:
+def test_same_seed_draws_the_same_work_and_other_work_shares_no_prompt() -> None:
     drawn = draw_work(DISTINCT, SHORT, 4, 32000, "round 0")
     assert drawn == draw_work(DISTINCT, SHORT, 4, 32000, "round 0")
     others = [draw_work(DISTINCT, SHORT, 4, 32000, "round 1"), draw_work(SAME, SHORT, 4, 32000, "round 0")]
@@ -64,7 +64,7 @@ def test_work_is_the_same_for_a_seed_and_shares_no_prompt_with_another() -> None
     assert drawn.num_tokens == 4 * 32
 
 
-def test_a_kind_says_which_adapters_are_named() -> None:
+def test_kind_determines_the_requested_adapters() -> None:
     assert adapters_of(BASE, 2) == [None, None]
     assert adapters_of(DISTINCT, 2) == ["a0", "a1"]
     assert adapters_of(SAME, 2) == ["a0", "a0"]
@@ -73,7 +73,7 @@ def test_a_kind_says_which_adapters_are_named() -> None:
         adapters_of("unheard of", 2)
 
 
-def test_each_token_has_a_spelling_of_its_own_from_which_its_id_comes_back(tmp_path: Path) -> None:
+def test_each_token_has_a_unique_spelling_that_maps_back_to_its_id(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 400)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == 400
@@ -90,7 +90,7 @@ def test_each_token_has_a_spelling_of_its_own_from_which_its_id_comes_back(tmp_p
         token_id_of("two words")
 
 
-def test_a_completion_asks_greedily_for_a_fixed_length() -> None:
+def test_completion_body_requests_greedy_decoding_of_a_fixed_length() -> None:
     assert completion_body(Question((5, 6), None), 32, "base") == {
         "model": "base",
         "prompt": [5, 6],
@@ -100,14 +100,14 @@ def test_a_completion_asks_greedily_for_a_fixed_length() -> None:
     }
 
 
-def test_an_answer_of_another_length_is_an_error() -> None:
+def test_answer_of_the_wrong_length_is_an_error() -> None:
     work = draw_work(BASE, SHORT, 2, 32000, "x")
     require_lengths("a server", [32, 32], work)
     with pytest.raises(SystemFailed, match="a server answered"):
         require_lengths("a server", [32, 31], work)
 
 
-def test_speed_is_by_the_median_and_the_best_peer_is_taken_over_all_dtypes() -> None:
+def test_speed_is_the_median_and_the_best_peer_can_have_any_dtype() -> None:
     fast, slow, own = plain("vLLM", "bfloat16"), plain("vLLM"), plain(LORAMUX)
     samples = {
         Cell(fast, SHORT, BASE): [1.0, 2.0, 9.0],
@@ -120,7 +120,7 @@ def test_speed_is_by_the_median_and_the_best_peer_is_taken_over_all_dtypes() -> 
     assert best_peer(speeds, LONG, BASE) is None
 
 
-def test_ratios_are_over_the_best_peer_and_overheads_over_our_own_base() -> None:
+def test_ratios_compare_with_the_best_peer_and_overheads_with_our_own_base() -> None:
     own, peft, vllm = plain(LORAMUX, "bfloat16"), plain("peft"), plain("vLLM")
     own_speeds = {BASE: 110.0, DISTINCT: 100.0, SAME: 90.0, ATTENTION: 99.0}
     speeds = {Cell(own, SHORT, kind): speed for kind, speed in own_speeds.items()}
@@ -146,13 +146,13 @@ def test_overhead_has_the_target_of_its_load(load: Load, target: float | None) -
     assert all(ratio.value is None and ratio.is_met is None for ratio in found.values())
 
 
-def test_what_is_far_behind_the_best_of_its_kind_is_left_out() -> None:
+def test_near_the_best_omits_slow_cells_of_the_same_kind() -> None:
     fast, near, far = (Cell(plain(name), SHORT, BASE) for name in ("fast", "near", "far"))
     alone = Cell(plain("far"), SHORT, SAME)
     assert near_the_best({fast: 100.0, near: 71.0, far: 69.0, alone: 1.0}) == {fast, near, alone}
 
 
-def test_the_check_gives_every_kind_the_same_prompts(files: ModelFiles) -> None:
+def test_check_uses_the_same_prompts_for_every_kind(files: ModelFiles) -> None:
     prompts = {tuple(question.prompt for question in check_work(kind, files).questions) for kind in KINDS}
     assert len(prompts) == 1
 
@@ -165,13 +165,13 @@ def test_equal_answers_are_counted_by_kind() -> None:
     assert compare(reference, reference).is_whole
 
 
-def test_a_check_in_which_an_adapter_changes_nothing_is_refused() -> None:
+def test_adapter_that_changes_no_answer_fails_the_check() -> None:
     require_effect({BASE: ((1, 2), (3, 4)), SAME: ((1, 3), (5, 4))})
     with pytest.raises(CheckFailed, match="base's own"):
         require_effect({BASE: ((1, 2), (3, 4)), SAME: ((1, 3), (3, 4))})
 
 
-def test_only_the_same_peer_at_the_same_work_makes_a_dtype_hopeless() -> None:
+def test_dtype_is_hopeless_only_relative_to_the_same_peer_and_work() -> None:
     slow = Cell(plain("peft", "bfloat16"), SHORT, BASE)
     samples = {slow: [10.0], Cell(plain("vLLM"), SHORT, BASE): [1.0], Cell(plain("peft"), SHORT, SAME): [1.0]}
     assert not is_hopeless(slow, samples)
@@ -179,7 +179,7 @@ def test_only_the_same_peer_at_the_same_work_makes_a_dtype_hopeless() -> None:
     assert is_hopeless(slow, {**samples, Cell(plain("peft"), SHORT, BASE): [3.4]})
 
 
-def test_a_picture_has_a_bar_for_each_figure_and_none_for_what_is_missing() -> None:
+def test_picture_has_one_bar_per_measured_figure() -> None:
     panels = {"64/32": {BASE: {"ours": 100.0, "theirs": 50.0}, SAME: {"ours": 80.0}}}
     drawn = ElementTree.fromstring(draw_bars("a & b", panels, ["ours", "theirs"]))
     rectangles = [element for element in drawn.iter() if element.tag.endswith("rect")]

@@ -1,4 +1,4 @@
-"""Tests of the rounds: how often each system runs, which systems are rejected, and the final report."""
+"""Tests of the rounds: the order of the systems, the rejected systems, and the final report."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def flat(seconds: float) -> Scripted:
     return Scripted(dict.fromkeys(KINDS, seconds))
 
 
-def test_rounds_turn_the_order_round_and_ask_every_system_the_same(files: ModelFiles) -> None:
+def test_rounds_alternate_the_order_and_send_every_system_the_same_prompts(files: ModelFiles) -> None:
     own, peer = flat(1.0), flat(1.2)
     order: list[str] = []
     run = measurement(files, system(LORAMUX, "bfloat16", own), system("peft", "float32", peer))
@@ -89,7 +89,7 @@ def test_rounds_turn_the_order_round_and_ask_every_system_the_same(files: ModelF
     run.look = look
     saved: list[int] = []
     run.run(lambda: saved.append(len(run.samples)))
-    # Before each session, `look` recorded how often each system had been opened.
+    # Before each session, `look` recorded the number of times that each system had been opened.
     assert order == ["0/0", "1/0", "1/1", "1/2"]
     assert saved == [4, 7, 7, 7]
     assert {len(seconds) for seconds in run.samples.values()} == {2}
@@ -100,7 +100,7 @@ def test_rounds_turn_the_order_round_and_ask_every_system_the_same(files: ModelF
     assert asked[1] < asked[0]
 
 
-def test_loramux_does_its_work_there_and_back(files: ModelFiles) -> None:
+def test_loramux_runs_its_cells_forwards_then_backwards(files: ModelFiles) -> None:
     """The second pass counts in comparisons with loramux's own base, but not in comparisons with peers."""
     own = flat(1.0)
     run = measurement(files, system(LORAMUX, "bfloat16", own), repeats=1)
@@ -112,7 +112,7 @@ def test_loramux_does_its_work_there_and_back(files: ModelFiles) -> None:
     assert {len(seconds) for seconds in run.own_samples.values()} == {2}
 
 
-def test_overheads_are_of_all_turns_and_what_is_over_peers_of_the_first(files: ModelFiles) -> None:
+def test_overheads_use_all_turns_and_peer_ratios_the_first(files: ModelFiles) -> None:
     own, peer = system(LORAMUX, "bfloat16", flat(1.0)), system("peft", "float32", flat(1.0))
     speeds = {Cell(one, SHORT, kind): 10.0 for one in (own, peer) for kind in one.kinds}
     all_turns = {cell: 8.0 if cell.kind == DISTINCT else 10.0 for cell in speeds}
@@ -121,7 +121,7 @@ def test_overheads_are_of_all_turns_and_what_is_over_peers_of_the_first(files: M
     assert found["overhead of distinct adapters, all seven linears"] == 0.25
 
 
-def test_a_dtype_far_behind_is_tried_and_not_timed(files: ModelFiles) -> None:
+def test_slow_dtype_is_tried_but_not_timed(files: ModelFiles) -> None:
     fast, slow = flat(1.0), flat(2.0)
     run = measurement(
         files, system(LORAMUX, "bfloat16", flat(1.0)), system("peft", "float32", fast), system("peft", "bfloat16", slow)
@@ -133,7 +133,7 @@ def test_a_dtype_far_behind_is_tried_and_not_timed(files: ModelFiles) -> None:
     assert slow.num_opened == 1
 
 
-def test_a_dtype_that_is_hopeless_at_the_first_kind_is_tried_at_no_other(files: ModelFiles) -> None:
+def test_dtype_hopeless_on_the_base_is_not_tried_with_adapters(files: ModelFiles) -> None:
     slow = flat(3.0)
     run = measurement(
         files,
@@ -147,7 +147,7 @@ def test_a_dtype_that_is_hopeless_at_the_first_kind_is_tried_at_no_other(files: 
     assert {cell.system.dtype for cell in run.samples if cell.system.name == "peft"} == {"float32"}
 
 
-def test_a_peer_far_behind_is_run_once_and_loramux_in_every_round(files: ModelFiles) -> None:
+def test_slow_peer_runs_once_and_loramux_in_every_round(files: ModelFiles) -> None:
     own = flat(5.0)
     run = measurement(
         files,
@@ -167,7 +167,7 @@ def test_a_peer_far_behind_is_run_once_and_loramux_in_every_round(files: ModelFi
     }
 
 
-def test_a_peer_that_fails_is_left_alone_and_told(files: ModelFiles) -> None:
+def test_failed_peer_is_reported_and_not_run_again(files: ModelFiles) -> None:
     broken = Scripted({BASE: 1.0})
     run = measurement(files, system(LORAMUX, "bfloat16", flat(1.0)), system("vLLM", "float32", broken))
     run.run(lambda: None)
@@ -176,14 +176,12 @@ def test_a_peer_that_fails_is_left_alone_and_told(files: ModelFiles) -> None:
     assert notes([], {}, run) == [f"vLLM, float32: cannot do {DISTINCT}"]
 
 
-def test_a_failure_of_loramux_ends_the_run(files: ModelFiles) -> None:
+def test_failure_of_loramux_ends_the_run(files: ModelFiles) -> None:
     with pytest.raises(SystemFailed, match="cannot do"):
         measurement(files, system(LORAMUX, "bfloat16", Scripted({}))).run(lambda: None)
 
 
-def test_a_machine_that_stays_busy_ends_the_run_unless_that_is_allowed(
-    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_busy_machine_ends_the_run_unless_allowed(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.peers.measurement.PATIENCE_S", 0.0)
     own = flat(1.0)
     with pytest.raises(MachineBusy, match="50% busy"):
@@ -198,14 +196,14 @@ def test_a_machine_that_stays_busy_ends_the_run_unless_that_is_allowed(
     ]
 
 
-def test_a_busy_machine_is_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_busy_machine_is_refused_before_files_are_created(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("benchmarks.machine.busy_share", lambda: 0.5)
     with pytest.raises(SystemExit, match="50% busy"):
         peers_main.main(["--size", "small", "--scratch", str(tmp_path / "scratch")])
     assert not (tmp_path / "scratch").exists()
 
 
-def test_a_report_tells_figures_targets_and_who_is_missing(files: ModelFiles) -> None:
+def test_report_contains_figures_targets_and_missing_peers(files: ModelFiles) -> None:
     run = measurement(files, system(LORAMUX, "bfloat16", flat(1.0)), system("peft", "float32", flat(2.0)))
     run.run(lambda: None)
     absent = missing_peer("vLLM", "set a variable")

@@ -66,7 +66,7 @@ def flag(command: list[str], name: str) -> str:
     return command[command.index(name) + 1]
 
 
-def test_a_peer_whose_variable_is_not_set_says_how_to_set_it(tmp_path: Path) -> None:
+def test_unset_variable_explains_how_to_set_it(tmp_path: Path) -> None:
     vllm, llama = find_vllm({}, 1, tmp_path), find_llama({}, 1, tmp_path, print)
     assert vllm.missing is not None
     assert VARIABLE in vllm.missing
@@ -75,7 +75,7 @@ def test_a_peer_whose_variable_is_not_set_says_how_to_set_it(tmp_path: Path) -> 
     assert vllm.systems == llama.systems == ()
 
 
-def test_a_variable_that_names_nothing_is_told_with_what_it_names(tmp_path: Path) -> None:
+def test_variable_with_a_missing_path_reports_the_path(tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     found = find_vllm({VARIABLE: str(absent)}, 1, tmp_path)
     assert found.missing is not None
@@ -86,7 +86,7 @@ def test_a_variable_that_names_nothing_is_told_with_what_it_names(tmp_path: Path
     assert str(absent / LORA_SCRIPT) in llama.missing
 
 
-def test_an_environment_without_vllm_is_told_by_its_own_words(tmp_path: Path) -> None:
+def test_environment_without_vllm_reports_the_import_error(tmp_path: Path) -> None:
     python = script(tmp_path / "python", "raise SystemExit('No module named vllm')")
     found = find_vllm({VARIABLE: str(python)}, 1, tmp_path)
     assert found.missing is not None
@@ -114,7 +114,7 @@ def test_found_peers_have_a_version_and_run_in_every_dtype(tmp_path: Path) -> No
     assert llama.check.dtype == "float32"
 
 
-def test_vllm_is_given_every_adapter_and_named_cores(files: ModelFiles, tmp_path: Path) -> None:
+def test_vllm_command_lists_every_adapter_and_core(files: ModelFiles, tmp_path: Path) -> None:
     command = vllm_command(Path("python"), files, "bfloat16", 8123, has_lora=True)
     assert command[command.index("--lora-modules") + 1 :] == [f"a{i}={files.adapters[f'a{i}']}" for i in range(2)]
     assert (flag(command, "--dtype"), flag(command, "--port"), flag(command, "--max-loras")) == (
@@ -134,7 +134,7 @@ def test_vllm_is_given_every_adapter_and_named_cores(files: ModelFiles, tmp_path
     assert vllm_environment(python, [0])["LD_PRELOAD"] == str(library)
 
 
-def test_llama_server_has_a_slot_for_each_request_and_rounds_nothing_in_the_check(files: ModelFiles) -> None:
+def test_llama_server_has_one_slot_per_request_and_checks_in_float32(files: ModelFiles) -> None:
     found = LlamaFiles(Path("llama-server"), Path("scripts"), Path("python"))
     command = llama_command(found, files, "bf16", 2, 8123, is_check=False)
     assert flag(command, "--parallel") == "2"
@@ -149,13 +149,13 @@ def test_llama_server_has_a_slot_for_each_request_and_rounds_nothing_in_the_chec
 @pytest.mark.parametrize(
     ("adapter", "lora"), [(None, {"id": 0, "scale": 0.0}), ("a1", {"id": 1, "scale": 1.0})], ids=["base", "adapter"]
 )
-def test_a_question_to_llama_server_names_its_adapter_or_none(adapter: str | None, lora: dict[str, float]) -> None:
+def test_llama_server_question_enables_only_its_adapter(adapter: str | None, lora: dict[str, float]) -> None:
     body = question_body(Question((7, 8), adapter), 32, {"a0": 0, "a1": 1})
     assert body["lora"] == [lora]
     assert (body["prompt"], body["n_predict"], body["cache_prompt"]) == ([7, 8], 32, False)
 
 
-def test_a_conversion_that_fails_tells_why_and_leaves_nothing(files: ModelFiles, tmp_path: Path) -> None:
+def test_failed_conversion_reports_the_error_and_leaves_no_files(files: ModelFiles, tmp_path: Path) -> None:
     for name in ("convert_hf_to_gguf.py", LORA_SCRIPT):
         (tmp_path / name).write_text("raise SystemExit('no sentencepiece')")
     found = LlamaFiles(Path("llama-server"), tmp_path, Path(sys.executable))
@@ -164,7 +164,7 @@ def test_a_conversion_that_fails_tells_why_and_leaves_nothing(files: ModelFiles,
     assert list((files.directory / "gguf").iterdir()) == []
 
 
-def test_conversion_makes_each_file_once(files: ModelFiles, tmp_path: Path) -> None:
+def test_conversion_creates_each_file_once(files: ModelFiles, tmp_path: Path) -> None:
     writes = "import sys; open(sys.argv[sys.argv.index('--outfile') + 1], 'x').write(' '.join(sys.argv))"
     for name in ("convert_hf_to_gguf.py", LORA_SCRIPT):
         (tmp_path / name).write_text(writes)
@@ -178,7 +178,7 @@ def test_conversion_makes_each_file_once(files: ModelFiles, tmp_path: Path) -> N
     assert [path.stat().st_mtime_ns for path in made] == times
 
 
-def test_loramux_is_started_by_this_interpreter_on_loopback(files: ModelFiles, tmp_path: Path) -> None:
+def test_loramux_runs_with_this_interpreter_on_loopback(files: ModelFiles, tmp_path: Path) -> None:
     command = loramux_command(files, tmp_path, "bfloat16", 8123, 8124)
     assert command[0] == sys.executable
     assert (flag(command, "--host"), flag(command, "--port"), flag(command, "--admin-port")) == (
@@ -189,7 +189,7 @@ def test_loramux_is_started_by_this_interpreter_on_loopback(files: ModelFiles, t
     assert flag(command, "--dtype") == "bfloat16"
 
 
-def test_servers_do_not_see_the_variables_that_name_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_environment_omits_the_variables_that_locate_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "anything")
     monkeypatch.setenv("HOME", "/somewhere")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -198,7 +198,7 @@ def test_servers_do_not_see_the_variables_that_name_peers(monkeypatch: pytest.Mo
     assert (environment["HOME"], environment["LORAMUX_NUM_THREADS"]) == ("/somewhere", "2")
 
 
-def test_a_server_is_waited_for_asked_and_ended_with_its_children(tmp_path: Path) -> None:
+def test_server_becomes_ready_answers_and_stops_with_its_children(tmp_path: Path) -> None:
     port = free_port()
     program = tmp_path / "echo.py"
     program.write_text(ECHO)
@@ -224,7 +224,7 @@ def test_a_server_is_waited_for_asked_and_ended_with_its_children(tmp_path: Path
         post_all(url, [{"status": 200}])
 
 
-def test_a_server_that_ends_at_once_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_server_that_exits_early_reports_its_last_output(tmp_path: Path) -> None:
     server = ChildServer(
         "a peer", [sys.executable, "-c", "raise SystemExit('no AVX512 here')"], os.environ, tmp_path / "log"
     )
@@ -233,7 +233,7 @@ def test_a_server_that_ends_at_once_is_told_with_its_last_words(tmp_path: Path) 
     server.stop()
 
 
-def test_a_server_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
+def test_server_that_is_never_ready_times_out(tmp_path: Path) -> None:
     sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
     with (
         child_server("a peer", sleeping, os.environ, tmp_path / "log") as server,
@@ -242,7 +242,7 @@ def test_a_server_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
         server.wait_until_ready(f"http://127.0.0.1:{free_port()}/health", 0.3)
 
 
-def test_a_server_that_does_not_listen_ends_even_where_waiting_for_it_is_broken_off(
+def test_server_that_ignores_sigterm_is_killed_even_if_the_wait_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_deaf = tmp_path / "is_deaf"

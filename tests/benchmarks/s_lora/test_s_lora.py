@@ -51,7 +51,7 @@ def _no_look_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s_lora, "busy_share", lambda: 0.5)
 
 
-def test_a_run_checks_answers_evicts_and_leaves_figures(
+def test_run_checks_answers_evicts_adapters_and_writes_figures(
     scratch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, plot = tmp_path / "results" / "s_lora.json", tmp_path / "s_lora.svg"
@@ -82,7 +82,7 @@ def test_a_run_checks_answers_evicts_and_leaves_figures(
     assert "commit:" in said
 
 
-def test_a_drift_between_rounds_is_not_taken_for_what_adapters_cost() -> None:
+def test_drift_between_rounds_does_not_change_the_ratio_by_round() -> None:
     """Each round is half as fast as the previous one, and 2,000 adapters always reduce throughput by 10 %."""
     few = [{"tokens_s": speed} for speed in (400.0, 200.0, 100.0)]
     many = [{"tokens_s": speed * 0.9} for speed in (400.0, 200.0, 100.0)]
@@ -95,7 +95,7 @@ def test_a_drift_between_rounds_is_not_taken_for_what_adapters_cost() -> None:
     assert found[1]["throughput"]["over_fewest_by_round"] == pytest.approx(0.9)
 
 
-def test_nothing_is_measured_where_an_answer_is_wrong(
+def test_wrong_answer_stops_the_run_before_measuring(
     scratch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone = s_lora_check.answer_alone
@@ -112,7 +112,7 @@ def test_nothing_is_measured_where_an_answer_is_wrong(
     assert "nothing was measured: " in capsys.readouterr().out
 
 
-def test_requests_keep_their_lengths_whatever_the_number_of_adapters() -> None:
+def test_request_lengths_are_the_same_for_every_number_of_adapters() -> None:
     few, many = (draw_requests(1000, count, LENGTHS, Lengths(4, 5)) for count in (5, 2000))
     assert [(one.num_prompt, one.num_output) for one in few] == [(one.num_prompt, one.num_output) for one in many]
     assert {one.num_prompt for one in few} == set(range(8, 32))
@@ -127,7 +127,7 @@ def test_popularity_follows_alpha(alpha: float, wanted: float) -> None:
 
 
 @pytest.mark.parametrize("cv", [0.5, 1.0, 3.0])
-def test_arrivals_have_their_rate_and_variation(cv: float) -> None:
+def test_arrivals_have_the_given_rate_and_variation(cv: float) -> None:
     times = list(draw_arrivals(50.0, cv, 400.0))
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     mean = sum(gaps) / len(gaps)
@@ -176,7 +176,7 @@ class SteadyEngine:
         self._left.clear()
 
 
-def test_the_clock_of_an_engine_stands_still_while_others_have_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_clock_stops_during_other_engines_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     now = SimpleNamespace(perf_counter=lambda: clock[0], process_time=lambda: 2 * clock[0])
     monkeypatch.setattr(s_lora_run, "time", now)
@@ -196,7 +196,7 @@ def test_the_clock_of_an_engine_stands_still_while_others_have_the_machine(monke
     assert clock == [3.0]
 
 
-def test_goodput_counts_who_keeps_both_goals() -> None:
+def test_goodput_counts_requests_that_meet_both_limits() -> None:
     journeys = [
         Journey(0.0, True, first_s=0.1, latest_s=0.5, end_s=0.5, num_tokens=5),
         Journey(1.0, True, first_s=1.9, latest_s=2.0, end_s=2.0, num_tokens=5),
@@ -214,11 +214,11 @@ def test_goodput_counts_who_keeps_both_goals() -> None:
     assert figures["ttft_ms_p99"] is None
 
 
-def test_medians_stand_over_rounds() -> None:
+def test_figures_are_medians_over_rounds() -> None:
     assert median_of([{"a": 3.0, "b": None}, {"a": 1.0, "b": None}, {"a": 2.0, "b": 1.0}]) == {"a": 2.0, "b": None}
 
 
-def test_a_plot_has_a_line_a_policy() -> None:
+def test_plot_has_one_line_per_policy() -> None:
     drawn = ElementTree.fromstring(draw_plot("a < b", {"lru": [(5, 100.0), (2000, 96.0)], "other": [(5, 99.0)]}))
     kinds = [element.tag.rsplit("}", 1)[-1] for element in drawn]
     assert kinds.count("polyline") == 2
@@ -228,6 +228,6 @@ def test_a_plot_has_a_line_a_policy() -> None:
 @pytest.mark.parametrize(
     "arguments", [("--plot", "figure.png"), ("--alpha", "0"), ("--input", "9-8"), ("--policy", "fifo")]
 )
-def test_refuses_what_it_cannot_do(arguments: tuple[str, ...]) -> None:
+def test_invalid_arguments_are_refused(arguments: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit):
         s_lora.parse(arguments)

@@ -50,7 +50,7 @@ def run(main: Callable[[Sequence[str]], int], scratch: Path, *arguments: str) ->
 
 
 @pytest.mark.campaign
-def test_a_flood_leaves_figures_of_polite_requests(
+def test_flood_writes_figures_of_polite_requests(
     scratch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, plot = tmp_path / "flood.json", tmp_path / "flood.svg"
@@ -74,7 +74,7 @@ def test_a_flood_leaves_figures_of_polite_requests(
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("source", ["disk", "blobs"])
-def test_a_storm_loads_new_adapters_beside_resident_streams(
+def test_storm_loads_new_adapters_during_resident_streams(
     scratch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str
 ) -> None:
     out, plot = tmp_path / "storm.json", tmp_path / "storm.svg"
@@ -104,7 +104,7 @@ def test_a_storm_loads_new_adapters_beside_resident_streams(
     [(flood, FLOOD), (cold_storm, (*COLD_STORM, *SMALL_POOL))],
     ids=["flood", "cold storm"],
 )
-def test_nothing_is_measured_where_an_answer_is_wrong(
+def test_wrong_answer_stops_the_run_before_measuring(
     scratch: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -127,7 +127,7 @@ def a_measurement(scratch: Path, *arguments: str) -> flood.Measurement:
     return flood.Measurement(parsed, s_lora_setting.open_files(parsed, 5, open_console()))
 
 
-def test_the_flood_and_the_crowd_ask_for_the_same(scratch: Path) -> None:
+def test_flood_and_full_crowd_send_the_same_requests(scratch: Path) -> None:
     measurement = a_measurement(scratch)
 
     def first(streams: Sequence[Stream], count: int) -> list[Add]:
@@ -142,7 +142,7 @@ def test_the_flood_and_the_crowd_ask_for_the_same(scratch: Path) -> None:
     assert [sum(stream.num_open for stream in measurement.streams(way)) for way in flood.WAYS] == [12, 12, 0]
 
 
-def test_polite_requests_are_the_same_beside_each_load(scratch: Path) -> None:
+def test_polite_requests_are_the_same_under_every_load(scratch: Path) -> None:
     measurement = a_measurement(scratch, "--seconds", "20")
     beside = {way: measurement.timed(way, 50.0, 1) for way in flood.WAYS}
     polite = {way: [one for one in timed if one.is_counted] for way, timed in beside.items()}
@@ -154,7 +154,7 @@ def test_polite_requests_are_the_same_beside_each_load(scratch: Path) -> None:
     assert load[0].at_s < 0
 
 
-def test_a_storms_adapters_are_new_each_time(scratch: Path) -> None:
+def test_every_storm_uses_new_adapters(scratch: Path) -> None:
     parsed = cold_storm.parse([*COMMON, *COLD_STORM, *SMALL_POOL, "--scratch", str(scratch)])
     measurement = cold_storm.Measurement(parsed, s_lora_setting.open_files(parsed, 5 + 16, open_console()))
     named = [
@@ -168,7 +168,7 @@ def test_a_storms_adapters_are_new_each_time(scratch: Path) -> None:
     assert {one.message.digest for one in measurement.timed("warm", 1)} <= set(measurement.warm)
 
 
-def test_ratios_are_of_all_rounds_together() -> None:
+def test_ratio_compares_the_p99_over_all_rounds() -> None:
     samples = {"a": [[0.1] * 99 + [0.3], [0.1] * 98 + [0.5] * 2], "b": [[0.1] * 100, [0.2] * 100]}
     comparison = compare(samples, Target("a", "b", 1.6))
     assert comparison.ratio == pytest.approx(percentile([0.1] * 197 + [0.3, 0.5, 0.5], 99) / 0.2)
@@ -176,19 +176,19 @@ def test_ratios_are_of_all_rounds_together() -> None:
     assert comparison.document["met"] is (comparison.ratio <= 1.6)
 
 
-def test_a_request_without_an_answer_misses_every_target() -> None:
+def test_unanswered_request_misses_every_target() -> None:
     comparison = compare({"a": [[0.1] * 10 + [math.inf]], "b": [[0.1]]}, Target("a", "b", 1000.0))
     assert not comparison.is_met
     assert comparison.document["p99_over_reference"] is None
     assert "missed" in str(comparison)
 
 
-def test_nothing_measured_is_nothing_met() -> None:
+def test_target_without_samples_is_missed() -> None:
     assert not compare({"a": [[]], "b": [[]]}, Target("a", "b", 1.0)).is_met
     assert spread([[]]) == {"samples": 0, "p50_ms": None, "p90_ms": None, "p99_ms": None}
 
 
-def test_a_plot_draws_nothing_that_is_infinite() -> None:
+def test_plot_omits_infinite_samples() -> None:
     drawn = ElementTree.fromstring(draw_tails("a < b", "gaps", {"one": [0.1, 0.2], "none": [], "cut": [0.1, math.inf]}))
     points = [element.get("points", "") for element in drawn if element.tag.endswith("polyline")]
     assert len(points) == 3
@@ -196,7 +196,7 @@ def test_a_plot_draws_nothing_that_is_infinite() -> None:
     assert "inf" not in " ".join(points)
 
 
-def test_what_others_took_of_the_core_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine_without_a_whole_core_triggers_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     class Snapshot:
         def __init__(self, cpu_s: float) -> None:
             self.cpu_s = cpu_s
@@ -222,6 +222,6 @@ def test_what_others_took_of_the_core_is_said(capsys: pytest.CaptureFixture[str]
         (cold_storm, ("--resident-adapters", "46")),
     ],
 )
-def test_refuses_what_it_cannot_do(module: ModuleType, arguments: tuple[str, ...]) -> None:
+def test_invalid_arguments_are_refused(module: ModuleType, arguments: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit):
         module.parse(arguments)
