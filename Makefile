@@ -79,7 +79,7 @@ format: $(READY) ## Format the code
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-# Two test files run at a time, since many tests wait for a process, a disk or a clock. Tests of one file share fixtures.
+# Run two test files at a time, because many tests wait for a process, disk or clock. Tests in a file share fixtures.
 test: $(WARM) ## Run the tests, under 10 minutes on two cores
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 

@@ -1,4 +1,4 @@
-"""`docs/architecture.svg`: each folder's packages, in the order of its import contract, and their imports."""
+"""`docs/architecture.svg`: a picture of each folder's packages, in the order of its import contract."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def script_of(page: Path) -> str:
 
 
 def type_page(page: Path, directory: Path, ports: Mapping[int, int], environment: Mapping[str, str]) -> Typed:
-    """Run a page in `directory`, with its port numbers replaced by free ports; stop processes left running."""
+    """Run a page in `directory`, with its port numbers replaced by free ports. Stop processes left running."""
     script = script_of(page)
     for said, free in ports.items():
         script = re.sub(rf"(?<![0-9]){said}(?![0-9])", str(free), script)

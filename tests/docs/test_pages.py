@@ -46,7 +46,7 @@ def test_files_named_in_the_contributing_guide_exist() -> None:
 
 
 def type_in_place(page: Path, directory: Path) -> Typed:
-    """Run a page in a directory with a base and two adapters, like a reader's."""
+    """Run a page in a directory with a base and two adapters, as a reader would have."""
     shutil.copytree(DEMO / "base", directory / "my-base")
     shutil.copytree(DEMO / "adapters" / "pirate", directory / "my-adapter")
     shutil.copytree(DEMO / "adapters" / "formal", directory / "my-better-adapter")
