@@ -98,5 +98,5 @@ def database(migrated_url: str) -> Iterator[Database]:
 
 @pytest.fixture(scope="session")
 def demo_base() -> Path:
-    """The directory of the demo base model."""
+    """The directory that contains the demo base model."""
     return DEMO_BASE

@@ -12,7 +12,7 @@ from tests.admin.admin_side import AdminSide
 def begin_request(
     admin_side: AdminSide, tenant_id: str, key_id: str, model: str, prompt: int, completion: int = 16
 ) -> str:
-    """Reserve quota for a request, so that it counts as running, and return its identifier."""
+    """Reserve quota for a request, which then counts as running, and return the request's identifier."""
     request_id = new_id("req")
     Admission(admin_side.services.database).reserve(
         ReservationRequest(

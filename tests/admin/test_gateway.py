@@ -98,7 +98,8 @@ def test_two_gateways_share_an_engine_a_database_and_a_limit(
         assert http.get(f"{metrics_url}/admin/v1/tenants").status_code == 404
         assert ask(server_url, key, 5)[0] == ask(gateway_url, key, 5)[0] == 200
 
-        # A request uses at most 21 tokens, and the burst is 210 with almost no refill, so 10 of 40 requests succeed.
+        # Each request reserves 21 tokens, and the burst is 210 tokens with almost no refill, so 10 of 40 requests
+        # succeed.
         policy = {"tenant": "acme", "metric": "tokens_per_minute", "limit": 1, "burst": 210}
         made = http.post(f"{admin_url}/admin/v1/quotas", json=policy)
         assert made.status_code < 300, made.text

@@ -71,7 +71,7 @@ Note = Callable[[Finding], None]
 async def polite_tenant(
     stand: Stand, seed: int, dice: random.Random, bystanders: ThreadPoolExecutor, asked: list[Asked]
 ) -> AsyncIterator[None]:
-    """Run the polite tenant for the duration of the block and add its requests to `asked`."""
+    """Run the polite tenant during the block, and add its requests to `asked`."""
     settings = PoliteSettings(
         port=stand.deployment.port,
         key=stand.polite.key,

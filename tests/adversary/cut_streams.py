@@ -34,7 +34,7 @@ async def cut(stand: Stand, dice: random.Random, num_calls: int) -> Counter[str]
 
 
 async def race(stand: Stand, dice: random.Random, num_calls: int) -> Counter[str]:
-    """Send concurrent calls that need more than twice the token quota; the quota must not be exceeded."""
+    """Send concurrent calls that together need more than twice the token quota, and check that it is not exceeded."""
     outcomes: Counter[str] = Counter()
     per_call = 11
     limit = num_calls * per_call * 4 // 9

@@ -34,11 +34,11 @@ class Asked:
     """One request as seen by its client."""
 
     status: int
-    """HTTP status; 0 if the connection failed."""
+    """HTTP status, or 0 if the connection failed."""
     first_token_s: float | None
     """Seconds from opening the connection to receiving the first text."""
     is_complete: bool
-    """Whether the stream ended with `[DONE]`."""
+    """True if the stream ended with `[DONE]`."""
 
 
 async def ask_at_a_steady_rate(settings: PoliteSettings, over: asyncio.Event) -> None:

@@ -141,7 +141,8 @@ class RawCalls:
         if method != "get":
             document = {name: dice.choice(VALUES) for name in dice.sample(FIELDS, 5)}
             if "completions" in path:
-                # Send no stop strings: an answer cut at one is billed for fewer tokens than the engine committed.
+                # Send no stop strings, because an answer cut at a stop string is billed for fewer tokens than the
+                # engine committed.
                 changed = dice.choice([name for name in FIELDS if name != "stop"])
                 document = {"model": ADAPTER, "prompt": "Hello", "max_tokens": 2, changed: dice.choice(VALUES)}
             body = json.dumps(document).encode()
@@ -182,7 +183,7 @@ async def attack(stand: Stand, dice: random.Random, num_calls: int) -> Counter[s
 
 
 async def send(port: int, data: bytes) -> bytes:
-    """Send raw bytes and return all data received before the server closes the connection, or a `hung` response."""
+    """Send raw bytes and return the server's response, or a response with the invented status 598 after a timeout."""
     received = b""
     try:
         async with asyncio.timeout(ANSWER_S):

@@ -27,7 +27,7 @@ class FloodCounts:
     closed: int
     """Connections that the server closed."""
     refused: int
-    """Connections answered with a 503, even if still open."""
+    """Connections answered with a 503, including open ones."""
     failed: int
     """Connections that could not be opened."""
 
@@ -147,7 +147,7 @@ async def _one(target: Target, attack: Attack, hold_s: float) -> Outcome:
             return "failed"
         attacking = asyncio.ensure_future(attack(connection))
         end_s = loop.time() + hold_s
-        # Check for a disconnect regularly, because an idle attack does not notice one.
+        # Check regularly for a disconnect, because an idle attack does not notice it.
         while not attacking.done() and (left_s := end_s - loop.time()) > 0 and _outcome(connection) == "held":
             await asyncio.wait({attacking}, timeout=min(left_s, AGAIN_S))
         attacking.cancel()

@@ -120,7 +120,7 @@ class Stand:
         return found
 
     def _num_database_descriptors(self) -> int:
-        """Open SQLite files or PostgreSQL connections, whose number grows with concurrency and never shrinks."""
+        """Number of open SQLite files or PostgreSQL connections, which grows with concurrency and never shrinks."""
         if not self.database.is_sqlite:
             query = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()")
             with self.database.read() as connection:

@@ -25,7 +25,7 @@ CHAT: Any = {
 
 
 class Fact(BaseModel):
-    """What a structured answer is made of."""
+    """The fields of a structured answer."""
 
     city: Literal["Paris", "Rome"]
     is_capital: bool

@@ -20,7 +20,7 @@ CHAT: Any = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens
 
 
 class Fact(BaseModel):
-    """What a structured answer is made of."""
+    """The fields of a structured answer."""
 
     city: Literal["Paris", "Rome"]
     is_capital: bool
@@ -57,7 +57,7 @@ def limited(max_retries: int) -> OpenAI:
 
 
 def retried() -> dict[str, Any]:
-    """A client with retries meets a limit of one request per five seconds."""
+    """Send three requests with a retrying client under a limit of one request per five seconds."""
     patient = limited(5)
     begun = time.monotonic()
     answers = [patient.chat.completions.create(**CHAT) for _ in range(3)]

@@ -60,7 +60,7 @@ def stand(tmp_path_factory: pytest.TempPathFactory, demo_base: Path) -> Iterator
         pushed = made.json("adapters", "push", str(PIRATE), "--tenant", "harbour", "--name", "pirate")
         assert pushed["model"] == MODEL
         made.command("grants", "add", MODEL, "--tenant", "limited")
-        # One request per five seconds, because a request takes less than that even on a busy machine.
+        # Allow one request per five seconds, because a request is faster than that even on a busy machine.
         limit = ("--metric", "requests_per_minute", "--limit", "12", "--burst", "1")
         assert made.command("quotas", "set", "--tenant", "limited", *limit).returncode == 0
         yield Stand(made, *keys)

@@ -19,7 +19,10 @@ def documented() -> dict[str, tuple[str, frozenset[str]]]:
 
 
 def exposed(scrape: str) -> dict[str, tuple[str, set[str]]]:
-    """Each exposed metric's type and labels, by name. No labels are found without samples. Skips `_created` series."""
+    """The type and labels of each exposed metric, by name. Metrics without samples have no labels.
+
+    `_created` series are skipped.
+    """
     found: dict[str, tuple[str, set[str]]] = {}
     for family in text_string_to_metric_families(scrape):
         if family.name.endswith("_created"):

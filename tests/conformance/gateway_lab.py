@@ -44,7 +44,7 @@ class LabGateway:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """The tokens that the engine committed for one request, by its own account."""
+    """The numbers of tokens for one request, as recorded by the engine."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -65,7 +65,7 @@ CREATE OR REPLACE TRIGGER see_reservation AFTER INSERT OR UPDATE OF reserved_tok
 
 
 class GatewayLab:
-    """Starts and kills gateways; `truths` returns the tokens that their engine committed.
+    """Starts and kills gateways. `truths` returns their engine's token counts.
 
     The gateways' data and logs are under `disk`, and everything else is under `directory`.
     """
@@ -136,7 +136,7 @@ class GatewayLab:
     def wait_ready(self, gateway: LabGateway) -> None:
         def is_ready() -> bool:
             if not Path(f"/proc/{gateway.pid}").exists():
-                # On a busy machine the engine may answer too late, so that the gateway exits. An init system would
+                # On a busy machine, the gateway may exit because the engine answers too late. An init system would
                 # restart it.
                 self.start(gateway)
             try:
@@ -147,7 +147,7 @@ class GatewayLab:
         until(is_ready, lambda: Path(gateway.settings["log"]).read_text()[-2000:])
 
     def stop(self, gateway: LabGateway) -> None:
-        """Ask a gateway to stop, and wait for its end."""
+        """Ask a gateway to stop, and wait until its process has exited."""
         os.kill(gateway.pid, signal.SIGTERM)
         until(lambda: not Path(f"/proc/{gateway.pid}").exists())
 
@@ -160,7 +160,7 @@ class GatewayLab:
         return tenant, ApiKeys(self.database).create(tenant.id, "key").secret
 
     def truths(self) -> defaultdict[str, Truth]:
-        """The tokens that the engine committed for each request; zero for requests that never reached the engine."""
+        """The engine's token counts for each request, or zero for requests that never reached the engine."""
         found: defaultdict[str, Truth] = defaultdict(lambda: Truth(0, 0))
         for line in self._ends.read_text().splitlines():
             sequence_id, num_prompt, num_completion, _ = json.loads(line)
@@ -173,7 +173,7 @@ class GatewayLab:
             connection.exec_driver_sql(_SEE_RESERVATIONS)
 
     def reserved_tokens(self, tenant_id: str) -> dict[str, int]:
-        """The tokens last reserved for each of a tenant's requests, including settled requests."""
+        """The last number of tokens reserved for each of a tenant's requests, including settled requests."""
         query = text("SELECT id, reserved_tokens FROM seen_reservations WHERE tenant_id = :tenant_id")
         with self.database.read() as connection:
             return {row.id: row.reserved_tokens for row in connection.execute(query, {"tenant_id": tenant_id})}

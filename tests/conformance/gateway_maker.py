@@ -1,7 +1,7 @@
 """Forks gateway processes with everything already imported: `python -m tests.conformance.gateway_maker`.
 
-Each line on standard input is one gateway's settings as JSON; the answer is the gateway's process ID. This process
-reaps its children, so that a killed gateway disappears completely.
+Each line on standard input contains one gateway's settings as JSON. The answer is the gateway's process ID. This
+process reaps its children, so that a killed gateway disappears completely.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def run(engine: Engine) -> None:
 
 
 def assert_parity(subject: Subject, name: str | None, add: Add, recorded: list[torch.Tensor]) -> None:
-    """Compare the logits and the greedy choice of each step with the reference's, after the same tokens."""
+    """Compare each step's logits and greedy choice with the reference's after the same tokens."""
     assert len(recorded) == add.max_tokens
     generated = [int(row.argmax()) for row in recorded]
     expected = subject.reference_logits(name, [*add.prompt, *generated[:-1]])[len(add.prompt) - 1 :]

@@ -26,7 +26,7 @@ _START_S = 30
 
 
 class PrometheusMissing(Exception):
-    """Prometheus is missing and cannot be installed; the message says how."""
+    """Prometheus is missing and cannot be installed automatically. The message says how to install it."""
 
 
 class Prometheus:

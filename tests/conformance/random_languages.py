@@ -1,4 +1,4 @@
-"""Random constraints, each with an equal regular expression over bytes, which decides what may follow a prefix."""
+"""Random constraints, each with an equivalent regular expression over bytes that can check prefixes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ MULTIBYTE = (
 """One character beyond ASCII as valid UTF-8 (RFC 3629, section 4)."""
 
 STRING_CHARACTER = rf'(?:[^"\\\x00-\x1f\x7f-\xff]|{MULTIBYTE}|\\["\\bfnrt]|\\u00[01][0-9a-fA-F]|\\u007[fF])'
-"""One character of a JSON string. Escapes are those that JSON needs, and the short ones."""
+"""One character of a JSON string. Only the escapes that JSON requires and the short escapes are allowed."""
 
 LITERALS = ("a", "ab", "abc", '"', '{"', '"}', '": "', "true", "[{", "}]", "\n", "é", "x y")
 CLASSES = ("[a-c]", "[0-9]", '["}]', "[^a-z\\x00-\\x1f\\x7f-\\U0010ffff]", "[ab]")
 REPEATS = ("*", "+", "?", "{2}", "{1,3}", "{0,2}", "{2,}")
 MAX_NESTING = 9
-"""Deepest nesting that a walk of as many tokens can reach."""
+"""Deepest nesting in a pattern. A walk of fewer tokens cannot exceed it."""
 
 
 @dataclass(frozen=True)
 class Language:
-    """A constraint as a request states it, and the same language as a pattern over bytes."""
+    """A constraint as written in a request, and an equivalent pattern over bytes."""
 
     kind: Kind
     text: str
@@ -46,19 +46,19 @@ class Language:
         return self._compiled.fullmatch(text) is not None
 
     def may_continue(self, prefix: bytes) -> bool:
-        """Whether the language contains a text that begins with `prefix`."""
+        """Return whether the language contains a text that begins with `prefix`."""
         return self._compiled.fullmatch(prefix, partial=True) is not None
 
 
 def languages(count: int, seed: int = 0) -> Iterator[Language]:
-    """Equal shares of regular expressions, choices, schemas, and context-free grammars."""
+    """Yield regular expressions, choices, schemas and context-free grammars in equal numbers."""
     makers = (_regex, _choice, _schema, _grammar)
     for number in range(count):
         yield makers[number % len(makers)](random.Random(seed * count + number))
 
 
 def _as_bytes(pattern: str) -> bytes:
-    # Characters beyond ASCII appear only as literals, which are groups of their own.
+    # UTF-8 is correct here, because characters beyond ASCII appear only as literals inside groups.
     return pattern.encode()
 
 
@@ -85,7 +85,7 @@ def _choice(generator: random.Random) -> Language:
 
 
 def _grammar(generator: random.Random) -> Language:
-    """Lists of lists, which no regular expression describes but up to a depth."""
+    """A grammar of nested lists. A regular expression can describe them only up to a fixed depth."""
     leaf = generator.choice(('"a"', '"ab" | "abc"', "/[0-9]{1,3}/", '"\\"" /[a-c]*/ "\\""'))
     leaf_pattern = {
         '"a"': "a",
@@ -125,7 +125,6 @@ def _value(generator: random.Random, depth: int) -> tuple[Any, str]:
         return {"type": "integer", "minimum": 0, "maximum": high}, f"(?:0|[1-9][0-9]{{0,{len(str(high)) - 1}}})"
     if kind == 5:
         first, second = _value(generator, depth - 1), _value(generator, 0)
-        # Alternatives of different types: a common beginning would be another language for a parser with lookahead.
         return {"anyOf": [first[0], {"type": "null"}, second[0]]}, f"(?:{first[1]}|null|{second[1]})"
     if kind == 6:
         item, pattern = _value(generator, depth - 1)
@@ -137,7 +136,7 @@ def _value(generator: random.Random, depth: int) -> tuple[Any, str]:
 
 
 def _object(generator: random.Random, depth: int) -> tuple[Any, str]:
-    """The first property is required; the others may be left out."""
+    """An object schema and its pattern. Only the first property is required."""
     names = generator.sample(["a", "ab", "b", 'q"'], generator.randint(1, 3))
     values = [_value(generator, depth - 1) for _ in names]
     schema = {

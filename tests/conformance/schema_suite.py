@@ -1,8 +1,8 @@
 """JSON Schema's own test suite against structured output: `make campaign-schemas`.
 
-Every schema of the suite is checked as a request's would be. For each that is accepted, random tokens are chosen under
-its grammar. Answers that end must satisfy the schema by the `jsonschema` package. Answers that are cut must be the
-beginning of one that does, which is shown by completing them. The suite comes with that package's source distribution.
+Every schema in the suite is checked like a request's schema. For each accepted schema, random answers are generated
+under its grammar. The `jsonschema` package must accept every answer. An answer that reaches the token limit is first
+completed with closing tokens. The suite comes from that package's source distribution.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ VALIDATORS: dict[str, Any] = {
 VOCAB_SIZE, EOS = 1024, 1
 MAX_TOKENS = 200
 END_BIAS = 0.3
-"""How often a random answer ends where its grammar lets it end."""
+"""Probability that a random answer ends at a position where its grammar allows the end."""
 MAX_COMPLETING_TOKENS = 2000
-"""Tokens within which a cut answer must be completed."""
+"""Maximum number of tokens for completing a cut answer."""
 CLOSING = (b"}", b"]", b'"')
-"""Tokens that bring an answer closer to its end where no string is open, in the order of preference."""
+"""Tokens that bring an answer closer to its end, in order of preference. Inside a string, only the last one is used."""
 
 
 @dataclass
 class Counts:
-    """The schemas of one keyword's file, and the answers of those that were accepted."""
+    """Counts of one keyword's schemas and of the answers generated for the accepted schemas."""
 
     schemas: int = 0
     accepted: int = 0
@@ -64,11 +64,11 @@ class Counts:
     cut: int = 0
     refusals: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
-    """Answers that break their schema."""
+    """Answers that violate their schema."""
 
 
 def suite(folder: Path = FOLDER) -> Path:
-    """The suite's directory of drafts, downloaded once."""
+    """Return the directory with the suite's drafts; download it if it is missing."""
     drafts = next(folder.glob("*/json/tests"), None)
     if drafts is None:
         wanted = f"jsonschema=={version('jsonschema')}"
@@ -81,7 +81,7 @@ def suite(folder: Path = FOLDER) -> Path:
 
 
 def cases(draft: str) -> Iterator[tuple[str, Any]]:
-    """The keyword and the schema of each group of the draft's tests."""
+    """Yield the keyword and the schema of each test group in a draft."""
     for path in sorted((suite() / draft).glob("*.json")):
         for group in json.loads(path.read_text()):
             yield path.stem, group["schema"]
@@ -91,11 +91,11 @@ def cases(draft: str) -> Iterator[tuple[str, Any]]:
 class Answer:
     text: str
     was_cut: bool
-    """Whether MAX_TOKENS random tokens did not end the answer, so that it was completed."""
+    """True if the answer had not ended after MAX_TOKENS random tokens and was then completed."""
 
 
 class Writer:
-    """Writes answers of random tokens under a grammar."""
+    """Generates an answer of random tokens under a grammar."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer, generator: random.Random) -> None:
         self._grammar = Grammar(VOCAB_SIZE)
@@ -107,7 +107,7 @@ class Writer:
         self._has_ended = False
 
     def answer(self) -> Answer:
-        """A random answer; one that is cut at MAX_TOKENS is completed. Raises RuntimeError if it cannot be."""
+        """Generate an answer; if it is cut at MAX_TOKENS, complete it or raise RuntimeError."""
         self._write(MAX_TOKENS, is_closing=False)
         was_cut = not self._has_ended
         self._write(MAX_COMPLETING_TOKENS, is_closing=True)
@@ -145,7 +145,7 @@ class Writer:
 
 
 async def run(num_answers: int, drafts: list[str]) -> dict[str, dict[str, Counts]]:
-    """Check every schema of the drafts; counts by draft and keyword."""
+    """Check every schema of the drafts, and return the counts by draft and keyword."""
     vocabulary = load_vocabulary(DEMO_BASE, VOCAB_SIZE, (EOS,))
     checker = GrammarChecker(DEMO_BASE, VOCAB_SIZE, (EOS,))
     found: dict[str, dict[str, Counts]] = {}

@@ -55,7 +55,7 @@ class Deployment:
 
     @contextmanager
     def running(self, log_file: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-        """Serve until the block ends, then stop the server if it still runs. With `log_file`, log to that file."""
+        """Run the server during the block, and stop it afterwards. Append its log to `log_file`, if given."""
         log = subprocess.STDOUT if log_file is None else os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         server = subprocess.Popen(
             [

@@ -132,7 +132,7 @@ def usage(stand: Stand, tenant: str) -> tuple[int, int, int]:
 
 
 def ask(stand: Stand, tenant: str, model: str, prompt: str, stream: bool) -> tuple[str, int, int]:
-    """A greedy chat answer, and the token usage that the server reports for it."""
+    """A greedy chat answer and its reported token usage."""
     client = stand.deployment.client(stand.keys[tenant])
     messages: Any = [{"role": "user", "content": prompt}]
     if not stream:
@@ -241,7 +241,7 @@ def test_a_bad_key_opens_nothing(stand: Stand) -> None:
 
 
 def spoil(kind: str, directory: Path) -> None:
-    """Damage a copy of an adapter, as `kind` says."""
+    """Damage a copy of an adapter in the way that `kind` names."""
     config_path, tensors_path = directory / "adapter_config.json", directory / "adapter_model.safetensors"
     config = json.loads(config_path.read_text())
     match kind:

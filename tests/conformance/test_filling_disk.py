@@ -89,7 +89,7 @@ async def run_once(lab: GatewayLab, disk: FillingDisk, key: str, dice: random.Ra
 
 
 def num_in_memory(lab: GatewayLab) -> int:
-    """Number of settlements that wait in the gateways' memory."""
+    """Number of settlements waiting in the gateways' memory."""
     ports = [gateway.settings["admin_port"] for gateway in lab.gateways]
     texts = [httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text for port in ports]
     return sum(int(float(re.findall(r"^loramux_held_settlements (\S+)$", text, re.MULTILINE)[0])) for text in texts)

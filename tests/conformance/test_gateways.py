@@ -38,7 +38,7 @@ REFUSED = {"guided_json": {"type": "array", "contains": {"type": "null"}}}
 
 
 def constraint(dice: random.Random) -> dict[str, Any]:
-    """Fields of a request: half of all requests choose freely, and a few have a constraint that is refused."""
+    """Return a request's constraint fields: none for half of all requests, and a refused constraint for a few."""
     if dice.random() < 0.5:
         return {}
     if dice.random() < 0.1:
@@ -55,7 +55,7 @@ def constraint(dice: random.Random) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def lab(request: pytest.FixtureRequest, postgres_server: str, demo_base: Path) -> Iterator[GatewayLab]:
-    """Four gateways, or two if only the small tests run."""
+    """A lab with four gateways in the campaign and two otherwise."""
     num_gateways = 4 if "campaign" in (request.config.getoption("-m") or "").replace("not campaign", "") else 2
     admin = create_engine(
         postgres_server.replace("postgresql://", "postgresql+psycopg://", 1), isolation_level="AUTOCOMMIT"
@@ -80,7 +80,7 @@ def events_of(lab: GatewayLab, tenant_id: str) -> list[Any]:
 @pytest.mark.parametrize("num_racers", [40, pytest.param(NUM_RACERS, marks=campaign)], ids=["few", "many"])
 def test_clients_that_race_for_the_last_tokens_overspend_none(lab: GatewayLab, num_racers: int) -> None:
     tenant, key = lab.account(f"race-{num_racers}")
-    # The quota is enough for slightly less than half of the racers, and hardly refills during the race.
+    # The quota covers slightly less than half of the racers, and hardly refills during the race.
     burst = num_racers * (MAX_TOKENS + 1) * 4 // 9
     QuotaPolicies(lab.database).set(tenant.id, "tokens_per_minute", 1, burst)
     QuotaPolicies(lab.database).set(tenant.id, "concurrent_requests", 200)
@@ -128,7 +128,8 @@ def test_streams_cut_at_random_points_are_charged_what_the_engine_committed(lab:
                 port = lab.gateways[number % len(lab.gateways)].port
                 fields = constraint(dice)
                 status, answer = await ask(port, key, 12, dice.randrange(16), fields)
-                # A client that left early saw no status. 429: too many of the tenant's grammars wait for their check.
+                # 0: the client left before it received a status. 429: too many of the tenant's grammars are waiting to
+                # be checked.
                 assert status in ((0, 400, 429) if fields is REFUSED else (0, 200, 429)), answer
                 num_cut += status in (0, 200) and b"[DONE]" not in answer
 

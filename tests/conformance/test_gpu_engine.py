@@ -232,7 +232,7 @@ def test_shapes_of_few_modules_drop_no_graphs(subject: Subject, monkeypatch: pyt
             assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
         assert set(executor._graphs) >= warmed
         assert len(executor._graphs) == len(warmed) + room
-    # With room for one more graph, a shape was captured at its first decode.
+    # With room for one more graph, the new shape was captured at its first decode.
     (narrow,) = set(executor._graphs) - warmed
     assert (narrow.groups, narrow.is_decode) == (LayerGroups.QKV, True)
     assert len(launched) == 1

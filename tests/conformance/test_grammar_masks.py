@@ -1,7 +1,7 @@
-"""Masks equal a brute-force oracle over the whole vocabulary.
+"""Masks equal those of a brute-force oracle over the whole vocabulary.
 
-Where the grammar leaves only one text, a mask may allow only that text's usual next token: models have rarely seen
-the other ways to spell it.
+Where the grammar allows only one text, a mask may allow only the first token of that text's usual tokenization, because
+models have rarely seen the alternatives.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ NUM_STEPS = MAX_NESTING - 1
 
 
 def oracle(language: Language, prefix: bytes, tokens: list[bytes]) -> set[int]:
-    """Every token after which the language still contains a text, tried one by one."""
+    """Return all tokens allowed after `prefix`, found by trying each token of the vocabulary."""
     allowed = {index for index, token in enumerate(tokens) if index != EOS and language.may_continue(prefix + token)}
     return allowed | ({EOS} if language.contains(prefix) else set())
 
 
 def forced_text(language: Language, prefix: bytes) -> bytes:
-    """The bytes that must follow `prefix`, at most as many as the longest token has."""
+    """Return the bytes that must follow `prefix`, up to the length of the longest token."""
     forced = b""
     while len(forced) < max(map(len, TOKENS)) and not language.contains(prefix + forced):
         following = [byte for byte in BYTES[:EOS] if language.may_continue(prefix + forced + byte)]
@@ -40,7 +40,7 @@ def forced_text(language: Language, prefix: bytes) -> bytes:
 
 
 def check_walk(language: Language, vocabulary: LLTokenizer, tokens: list[bytes], generator: random.Random) -> int:
-    """Compare the masks of one random answer with the oracle; the number of masks."""
+    """Compare the masks of one random answer with the oracle, and return the number of masks."""
     text = checked_grammar(language.kind, language.text, vocabulary)
     grammar = Grammar(VOCAB_SIZE)
     grammar.begin(LLMatcher(vocabulary, text, log_level=0, limits=parser_limits()))
@@ -62,7 +62,7 @@ def check_walk(language: Language, vocabulary: LLTokenizer, tokens: list[bytes],
         goes_on = sorted(expected - {EOS})
         if not goes_on:
             break
-        # Half of the steps take a long token where there is one.
+        # Prefer a token of several bytes in half of the steps.
         long = [index for index in goes_on if len(tokens[index]) > 1]
         token = generator.choice(long if long and generator.random() < 0.5 else goes_on)
         grammar.accept(token)

@@ -109,7 +109,7 @@ class Life:
         assert self.num_answers == self.num_calls
 
     def check(self) -> None:
-        """Check that each token is the reference's choice after the previous tokens, or as likely within rounding."""
+        """Check that each token is the reference's choice after the previous tokens, apart from rounding."""
         for sequence_id, (name, add) in self.asked.items():
             tokens = self.tokens[sequence_id]
             if self.ends[sequence_id].reason == "length":

@@ -228,7 +228,7 @@ def test_a_batch_without_such_adapters_launches_nothing_for_them(
 def test_longrope_follows_the_longest_context_that_is_served(
     max_model_len: int, num_prompt: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers chooses the factors by a sequence's current length; where both choose the same, the logits agree."""
+    """transformers chooses the factors by a sequence's current length. Logits agree where both choose the same."""
     make_base("phi3-longrope", tmp_path)
     untouched = Phi3ForCausalLM.from_pretrained(tmp_path).eval()
     assembled = Subject(tmp_path, untouched, {}, {}, {}).assemble(max_model_len=max_model_len)

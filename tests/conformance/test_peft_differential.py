@@ -43,7 +43,7 @@ FEW, MANY = 6, 300
 
 
 def random_name(chance: random.Random) -> str:
-    """A name that matches one or several modules, in one of the forms that a configuration may use."""
+    """A name for one or several modules, in any form that a configuration can use."""
     module = chance.choice(ALL_LINEARS)
     below = f"{PARENTS[module]}.{module}"
     layer = chance.randrange(NUM_LAYERS)

@@ -166,7 +166,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any], int], PreTrainedModel]] = {
     "phi3-window": _phi3,
     "phi3-longrope": _phi3_longrope,
 }
-"""A function for each family that makes a random model from a shape and a window."""
+"""Functions by family that make a random model from a shape and a window."""
 
 FUSED_MODULES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),

@@ -11,7 +11,7 @@ from tests.engine.simulated_engine import Simulate, Simulation, simulate_engine
 
 @pytest.fixture(params=[False, True], ids=["at once", "lookahead"])
 def lookahead(request: pytest.FixtureRequest) -> bool:
-    """Whether the engine submits the next step before it reads the current step's tokens."""
+    """True if the engine submits the next step before it reads the current step's tokens."""
     return bool(request.param)
 
 

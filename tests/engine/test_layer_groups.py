@@ -1,4 +1,4 @@
-"""Changed modules are mapped to the groups that contain them."""
+"""The modules that an adapter changes are mapped to their groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invalid times are refused and do not stop other timers."""
+"""A timer with an invalid time is refused and does not stop other timers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""If an answer is not streamed, its tokens are sent in groups, and none is lost."""
+"""If an answer is not streamed, its tokens are sent in groups, and no token is lost."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def gpu_module() -> ModuleType:
 
 @pytest.fixture(params=CPU_KERNELS)
 def make_cpu_kernels(request: pytest.FixtureRequest) -> Callable[[PoolViews], Kernels]:
-    """Creates kernels over a pool; once per implementation that stores K and V in the CPU's layout."""
+    """Creates kernels over a pool. Tests run once per implementation that stores K and V in the CPU's layout."""
     return cpu_kernels(request.param)
 
 
@@ -67,7 +67,7 @@ def make_cpu_kernels(request: pytest.FixtureRequest) -> Callable[[PoolViews], Ke
 def make_kernels(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[PoolViews], Kernels]]:
-    """Creates kernels over a pool; once per implementation. New tensors are on the kernels' device."""
+    """Creates kernels over a pool. Tests run once per implementation, with new tensors on the kernels' device."""
     if request.param != "gpu":
         yield cpu_kernels(request.param)
         return

@@ -153,7 +153,7 @@ def overwrite(old: Step, new: Step) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """An implementation of the kernels over its own pool. Both implementations use the same weights and adapters."""
+    """One of two kernel implementations, each with its own pool. Both use the same weights and adapters."""
 
     kernels: Kernels
     weights: Weights

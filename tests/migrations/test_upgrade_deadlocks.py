@@ -1,4 +1,4 @@
-"""An upgrade that deadlocks with running gateways retries, but only a limited number of times."""
+"""An upgrade that deadlocks with running gateways is retried a limited number of times."""
 
 from __future__ import annotations
 

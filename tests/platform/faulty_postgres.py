@@ -58,7 +58,7 @@ class FaultyPostgres:
         assert self._server.get_uri() == self.url
 
     def fill_disk(self) -> None:
-        """Fill the server's disk, which nothing else may use."""
+        """Fill the server's disk, which must not be used by anything else."""
         fill(self._server.pgdata)
 
     def free_disk(self) -> None:
@@ -85,7 +85,7 @@ def _lives(pid: int) -> bool:
 
 
 def _state(pid: int) -> str:
-    """The process state as a letter of `proc(5)`; `Z` also if the process is gone."""
+    """The process state as a letter from `proc(5)`, or `Z` if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -94,7 +94,7 @@ def _state(pid: int) -> str:
 
 @contextlib.contextmanager
 def faulty_postgres(disk_mb: int | None = None) -> Iterator[FaultyPostgres]:
-    """A server, on its own small disk if `disk_mb` is given; the test is skipped if no disk can be mounted."""
+    """Run a server, on its own small disk if `disk_mb` is given. Skip the test if no disk can be mounted."""
     directory = tempfile.mkdtemp(prefix="loramux-postgres-")
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Waits until PostgreSQL connections are blocked on locks, so that no test has to guess how long this takes."""
+"""Waits until PostgreSQL connections are blocked on locks, so that no test has to guess a delay."""
 
 from __future__ import annotations
 

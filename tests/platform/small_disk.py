@@ -1,4 +1,4 @@
-"""A disk that a test fills and empties: a real one of a few megabytes where it can be mounted, or an imitation."""
+"""A disk that a test fills and empties: a real disk of a few megabytes if it can be mounted, or else an imitation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SmallDisk(Protocol):
 
 @contextlib.contextmanager
 def mounted(directory: Path | str, size_mb: int) -> Iterator[None]:
-    """Mount a small disk at the directory; the test is skipped if that is not permitted."""
+    """Mount a small disk at the directory, or skip the test if that is not permitted."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "none", str(directory)]
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("mounting a small disk is not permitted")

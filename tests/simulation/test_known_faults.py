@@ -84,7 +84,7 @@ def test_adapter_without_a_free_slot_waits_and_runs(num_slots: int, lookahead: b
 
 @pytest.mark.parametrize("end", ["runs out", "is aborted"])
 def test_unload_completes_after_a_request_with_several_choices(end: str, lookahead: bool) -> None:
-    """Reported fault: one use too many was counted for requests with n > 1, so unloading waited forever."""
+    """Reported fault: requests with n > 1 counted one use too many, so unloading waited forever."""
     simulation = simulate_engine(adapters={"a": 3}, lookahead=lookahead)
     for choice in range(4):
         simulation.add(f"choice{choice}", digest="a", max_tokens=5 + choice)

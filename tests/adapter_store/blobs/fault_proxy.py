@@ -59,7 +59,7 @@ class SeededPlan:
 
 
 class ListedPlan:
-    """Injects the listed faults, in order, into requests with `method`. None and the end of the list mean no fault."""
+    """Injects the listed faults, in order, into requests with `method`. None means no fault."""
 
     def __init__(self, method: str, *faults: Fault | None, part_of_path: str = "") -> None:
         self._method = method

@@ -27,7 +27,7 @@ PROGRAMS = ("setpriv", "monmaptool", "ceph", "ceph-mon", "ceph-osd", "radosgw", 
 ACCESS_KEY, SECRET_KEY = "LORAMUXTEST", "loramux-test-secret"
 
 IS_RADOSGW = os.environ.get("LORAMUX_TEST_S3") == "radosgw"
-"""Whether the S3 tests use Ceph's radosgw (`make test-s3`) instead of moto."""
+"""True if the S3 tests use Ceph's radosgw (`make test-s3`) instead of moto."""
 
 _START_S = 120
 _CONFIG = """

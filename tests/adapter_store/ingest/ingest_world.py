@@ -37,7 +37,7 @@ class DirectValidator:
         self.is_broken = False
         self.num_calls = 0
         self.meanwhile: Callable[[], None] = lambda: None
-        """Called once, during the next validation."""
+        """Function to call once, during the next validation."""
 
     def validate(self, job: ValidationJob, target: PackTarget) -> Accepted:
         self.num_calls += 1

@@ -58,7 +58,7 @@ class ProcessMaker:
         self._ask(do="signal", process=process, signal=number)
 
     def wait(self, process: int, is_stop_enough: bool = False) -> int:
-        """Wait for a process. Return its exit status, or minus the number of the signal that killed or stopped it."""
+        """Wait for a process. Return its exit status, or the negated number of the signal that killed or stopped it."""
         return int(self._ask(do="wait", process=process, is_stop_enough=is_stop_enough)["end"])
 
     def _ask(self, **command: Any) -> dict[str, Any]:

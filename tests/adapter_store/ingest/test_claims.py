@@ -263,7 +263,7 @@ def test_version_keeps_its_own_files_despite_an_equal_adapter(
     upload = world.upload(files.config_bytes, files.tensor_bytes)
     second = world.ingest.create_version(world.adapter_id, upload.id)
     # A server dies after recording that validation passed. The canonical file already exists, because `first` has the
-    # same one.
+    # same content.
     dead = VersionClaims(database)
     assert dead.claim_version(second.id) is not None
     assert first.digest is not None

@@ -1,4 +1,4 @@
-"""Aliases on both databases: valid targets, how weights split requests, and rollbacks."""
+"""Aliases on both databases: valid targets, weighted traffic splitting, and rollbacks."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Bench:
             waiting.result(10)
 
     def joined(self, digest: str) -> bool:
-        """Whether a fetch has joined the running download of this adapter."""
+        """Return whether a fetch has joined the running download of this adapter."""
         return not self.source._running[digest][0].cancellation.is_cancelled
 
     def files(self) -> list[str]:
@@ -117,7 +117,7 @@ def test_abandoned_download_goes_to_disk_but_not_to_memory(bench: Bench) -> None
     bench.blobs.may_answer.set()
     wait_until(lambda: bench.files() == [stored.digest])
     assert taken == []
-    # The file was not verified when it was downloaded, so it is verified now.
+    # Verify the file now, because it was not verified when it was downloaded.
     assert_right(fetch(bench.source, stored.digest), stored)
     assert bench.blobs.num_gets == {"packed": 1}
 

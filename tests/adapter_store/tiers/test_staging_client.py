@@ -445,7 +445,7 @@ def test_dead_process_is_replaced_and_its_requests_are_repeated(
     after = client.counts()
     assert after.num_loaded == before.num_loaded + 1
     assert [tier.used_bytes for tier in after.tiers] == [tier.used_bytes for tier in before.tiers]
-    # Memory allocated by the dead process is returned to the new process.
+    # The new process can reuse memory allocated by the dead process once that memory is released.
     places = {place(client, one) for one in held}
     for released in held:
         released.release()
@@ -609,7 +609,7 @@ def test_look_reports_the_contents_of_the_disk_tier(bench: Bench) -> None:
     host, disk = client.contents()
     assert (host.tier, disk.tier) == ("host", "disk")
     assert [one.digest for one in disk.adapters] == [one.digest for one in reversed(held)]
-    # If no process can answer, a look reports the last known state.
+    # If no process can answer, `look` reports the last known state.
     looked.clear()
     stop(client)
     client.look(looked.set)

@@ -35,7 +35,7 @@ def good_files(**adapter: Any) -> AdapterFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Hostile:
-    """A catalogue entry: its name, the expected refusal, and how to make its files.
+    """A catalogue entry: its name, the expected refusal, and the source of its files.
 
     `change` corrupts a valid adapter. `config` or `tensors`, if set, replaces a whole file. `place`, if set, is called
     to create the tensors file.

@@ -56,7 +56,7 @@ def _swapped(files: AdapterFiles) -> None:
 
 
 def _cut(rank: int) -> Change:
-    """Give the tensors a different rank than the configuration."""
+    """Give the tensors a different rank from the configuration's."""
 
     def change(files: AdapterFiles) -> None:
         for name, tensor in files.tensors.items():

@@ -68,7 +68,7 @@ def assert_it_passes(target: PackTarget, directory: Path) -> None:
     )
     assert accepted.num_pages == target.max_pages
     assert usage["max_rss_bytes"] < usage["max_address_bytes"] < limits.memory_bytes
-    # The specification allows 512 MiB more than the maximum size of the inputs.
+    # The specified memory limit is 512 MiB plus the maximum size of the inputs.
     assert limits.memory_bytes == (512 << 20) + max(target.max_tensors_bytes, target.max_payload_bytes)
 
 

@@ -229,9 +229,7 @@ result = [outcome, len(files) < 32]
 
 
 def test_process_dies_with_the_server(scratch: Path) -> None:
-    """The kernel kills the process when the thread that started it exits, because no one waits for the verdict any
-    more.
-    """
+    """The kernel kills the process when the thread that started it exits, because no one needs the verdict any more."""
     child = (
         "import sys, time; from loramux.adapter_store import sandbox; from pathlib import Path; sandbox.confine([]);"
         " print('ready', flush=True); time.sleep(60)"

@@ -134,7 +134,7 @@ def test_only_errors_from_the_process_limits_are_verdicts(
 
 
 def test_huge_sparse_file_takes_little_memory(job: ValidationJob, target: PackTarget) -> None:
-    """The header matches the size of the file, a sparse terabyte."""
+    """The header matches the size of the file, which is a sparse terabyte."""
     shape = (1 << 20, 1 << 18)
     header = json.dumps({"kilroy": {"dtype": "F32", "shape": shape, "data_offsets": [0, 1 << 40]}}).encode()
     with job.tensors.open("wb") as file:
@@ -235,7 +235,7 @@ def test_all_processes_of_the_group_are_killed(
 
 
 def test_cpu_time_is_limited(job: ValidationJob, target: PackTarget) -> None:
-    """The kernel also limits the process's CPU time, even if the wall-clock limit is far away."""
+    """The kernel also limits the process's CPU time, however long the wall-clock limit is."""
     code = (
         "from loramux.adapter_store.validation.sandbox import limit_resources\n"
         "limit_resources(1 << 32, 1 << 20, 1)\n"

@@ -1,4 +1,4 @@
-"""`loramux usage`, `costs`, `prices` and `audit` against a real listener, including report formats and errors."""
+"""`loramux usage`, `costs`, `prices` and `audit` against a real listener, with report formats and errors."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from loramux.admin.cli import app
 
 WITHOUT_JSON = {"serve", "demo", "gateway"}
-"""Commands without `--json`, because they run until stopped."""
+"""Commands that run until stopped and therefore have no `--json`."""
 
 
 def verbs(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -23,12 +23,12 @@ from schemathesis.generation import GenerationMode
 MEANT_OTHERWISE = [*range(200, 300), 400, 401, 403, 404, 409, 412, 413, 422, 429]
 
 Known = Callable[[str], Mapping[str, Any]]
-"""Returns names of existing objects, by parameter, for the operation with the given path."""
+"""Maps an operation's path to names of existing objects, by parameter."""
 
 
 @dataclass(slots=True)
 class Cases:
-    """The number of generated cases, and the statuses of the server's responses."""
+    """The number of generated cases, and the number of responses with each status."""
 
     num_generated: int = 0
     statuses: Counter[int] = field(default_factory=Counter)

@@ -146,7 +146,7 @@ def answer(connection: socket.socket) -> tuple[int, bytes]:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Return whether the connection is still open; discard all data received from the server."""
+    """Discard all data received from the server, and return whether the connection is still open."""
     connection.settimeout(0.1)
     try:
         while connection.recv(65536):

@@ -1,4 +1,4 @@
-"""A listener limits the number of its connections and how long a slow client can keep one open."""
+"""A listener limits its number of connections and the time that a slow client can keep one open."""
 
 from __future__ import annotations
 

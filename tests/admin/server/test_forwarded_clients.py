@@ -1,4 +1,4 @@
-"""Client addresses behind proxies, and which proxies are trusted to forward them."""
+"""Client addresses behind proxies: only trusted proxies can forward them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Calls:
         return str(self.num_calls)
 
     def outcome(self, call_id: str) -> str | None:
-        """The error code if the call failed, otherwise the adapter's state; None if the call has not been answered."""
+        """The error code of a failed call, the adapter's state after any other call, or None without an answer."""
         answers = [one for one in self.simulation.answers if one.call_id == call_id]
         assert len(answers) <= 1, "answered twice"
         return answers[0].code or answers[0].state if answers else None

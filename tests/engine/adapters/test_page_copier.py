@@ -48,7 +48,7 @@ class NumberedFence:
 
 
 class SteppingAccelerator(HostAccelerator):
-    """Counts steps. An upload waits for `may_upload` and records how many steps preceded it."""
+    """Counts steps. An upload waits for `may_upload` and records the number of steps before it."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -95,7 +95,7 @@ class Bench:
         return self.pool.poll(Demand({digest: position for position, digest in enumerate(wanted)}))
 
     def begin(self, digest: str) -> AdapterLoad:
-        """Request an adapter, stage it and start its copy."""
+        """Request an adapter, stage it, and start copying it."""
         load = self.pool.prefetch(digest)
         assert self.poll(digest) == []
         assert load.phase is AdapterPhase.COPYING

@@ -290,7 +290,7 @@ def test_masked_rows_match_the_host_and_do_not_affect_others(sampler: DeviceSamp
             mask[token // 8] |= 1 << token % 8
     found = sampler.choose(logits.clone().to(DEVICE), rows, inputs_of(rows), masks).tokens()
     host_rows = [SamplingRow(one, seed, 0, logit_penalties(one, [0, 1], 2)) for seed, one in enumerate(params)]
-    # Compare the greedy rows, which are the even ones. Random rows may differ, because the host draws in another order.
+    # Compare only the greedy (even) rows. Random rows may differ, because the host draws in another order.
     assert found[::2] == sample(logits.clone(), host_rows, EOS, masks)[::2]
     for row in masks:
         assert found[row].token_id in (row, 2 * row + 1, VOCAB_SIZE - 1)

@@ -77,7 +77,7 @@ class Definition:
     logits: Floats
     params: SamplingParams
     keeps_ties: bool
-    """Whether all tokens tied with the last token inside top_k or top_p are kept, as on the device."""
+    """True if all tokens tied with the last token inside top_k or top_p are kept, as on the device."""
 
     def shares(self, slack: float = 0.0) -> Floats:
         """The probability of each distinct logit, largest logit first. With positive `slack`, top_p and min_p keep more

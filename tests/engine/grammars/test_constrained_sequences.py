@@ -1,4 +1,4 @@
-"""Constrained sequences follow their grammars to the end, next to sequences that choose freely."""
+"""Constrained sequences follow their grammars to the end, next to unconstrained sequences."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add(name: str, grammar: str = "", prompt: str = "Tell me", max_tokens: int =
 
 
 def run(simulation: Simulation) -> tuple[dict[str, list[int]], dict[str, Finished]]:
-    """Step until nothing is left; each sequence's tokens and its end."""
+    """Step until no work is left. Return the tokens and the final message of each sequence."""
     tokens: dict[str, list[int]] = defaultdict(list)
     ends: dict[str, Finished] = {}
     deadline_s = time.monotonic() + 60
@@ -78,7 +78,7 @@ def test_free_sequences_choose_the_same_tokens_next_to_constrained_ones(simulate
 
 
 def test_a_preempted_sequence_continues_its_grammar(simulate: Simulate) -> None:
-    """Too few pages for all answers, so some are computed again."""
+    """The pool has too few pages for all answers, so some sequences are preempted and recomputed."""
     grammar = LLMatcher.grammar_from_regex("([a-f]{5} ){20}end")
     simulation = simulate(num_pages=16, eos=(EOS,))
     for index in range(4):

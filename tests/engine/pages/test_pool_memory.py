@@ -1,4 +1,4 @@
-"""How much of a device's memory the pool takes, with fake devices."""
+"""The pool's share of a device's memory, with fake devices."""
 
 from __future__ import annotations
 

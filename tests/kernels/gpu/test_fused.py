@@ -25,7 +25,7 @@ TOLERANCE = {
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The GPU, or the host in interpreter mode. Parts of Triton read the mode when a kernel runs."""
+    """The GPU, or the host with the interpreter enabled, because parts of Triton read the mode when a kernel runs."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -25,7 +25,7 @@ ALONE = "LORAMUX_TEST_ALONE"
 """Environment variable that is set when a test runs in its own process."""
 
 EDGE = 2e-5
-"""Distance of a uniform number from the border between two tokens. Much larger than the error of float32 sums."""
+"""Distance of a uniform number from the border between two tokens, much larger than the error of float32 sums."""
 
 LARGEST_UNIFORM = 1 - 2.0**-24
 

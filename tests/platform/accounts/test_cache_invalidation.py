@@ -57,7 +57,7 @@ def two_gateways(database_url: str) -> Iterator[tuple[OneGateway, OneGateway]]:
 
 
 def until(is_so: object) -> float:
-    """Wait until a condition holds and return how many seconds that took."""
+    """Wait until a condition holds and return the number of seconds waited."""
     started = time.monotonic()
     while not is_so():  # type: ignore[operator]
         assert time.monotonic() - started < WITHIN_S
@@ -123,7 +123,7 @@ def test_watching_resumes_after_a_lost_connection(migrated_postgres_url: str) ->
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
                 " WHERE datname = current_database() AND pid <> pg_backend_pid()"
             )
-        # A new connection invalidates immediately, since it cannot know what it missed.
+        # A new connection clears the caches immediately, because it may have missed notifications.
         until(lambda: other.num_told > told)
         settle(one, other)
         assert other.keys.authenticate(key.secret) is not None

@@ -86,7 +86,7 @@ async def test_user_keeps_one_version_of_a_split_alias(gateway: Any) -> None:
     drawn = {user: await version(user=user) for user in map(str, range(32))}
     assert set(drawn.values()) == {"acme/support@1", "acme/support@2"}
     assert {user: await version(user=user) for user in drawn} == drawn
-    # The version for a request without a user is drawn at random; 32 equal draws are practically impossible.
+    # The version for a request without a user is drawn at random, and 32 equal draws are practically impossible.
     assert len({await version() for _ in range(32)}) == 2
     assert len({await version(user="one") for _ in range(6)}) == 1
     aliases.rollback(adapter_id, "default")

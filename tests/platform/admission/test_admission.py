@@ -314,7 +314,7 @@ def test_expired_reservation_is_recovered_then_corrected_once(
     assert admission.recover_expired() == 0
     assert counter(clocked).reserved == 30, "only the other request holds quota"
     level = counter(clocked).level
-    # The gateway was only slow, and its own figures are correct.
+    # The gateway was only slow, and its own token counts are correct.
     assert admission.settle(dead.request_id, used(10, 20))
     assert counter(clocked).level == level - 20 * UNITS
     assert not admission.settle(dead.request_id, used(10, 30))
@@ -477,7 +477,7 @@ def test_request_waiting_for_a_counter_obeys_a_changed_limit(
 ) -> None:
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 100)
     admission = Admission(clocked)
-    # The rule is cached from here on.
+    # This call caches the rule.
     admission.settle(admission.reserve(make_request()).request_id, used(10, 0))
     policies, counters = schema.quota_policies, schema.quota_counters
     with ThreadPoolExecutor(1) as other:

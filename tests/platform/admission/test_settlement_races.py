@@ -1,4 +1,4 @@
-"""Two callers end one request at the same moment, on PostgreSQL: the second waits for the first and sees its result."""
+"""On PostgreSQL, two callers end one request simultaneously. The second waits and sees the first one's result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A database that silently blocks all writes: every caller gets an answer, even if it waits indirectly."""
+"""With a database that silently blocks all writes, every caller gets an answer, even one that waits indirectly."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The real engine process on a fake GPU: `fake_card_engine.py full|lost SOCKET RECORD`.
 
-`full`: the card has no memory for a context. `lost`: a step with the token LOSING_TOKEN loses the card.
+With `full`, the GPU has no memory for a context. With `lost`, a step with the token LOSING_TOKEN fails as if the GPU
+were lost.
 """
 
 from __future__ import annotations

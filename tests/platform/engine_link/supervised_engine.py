@@ -11,7 +11,7 @@ from loramux.engine.messages import Add, Finished, SamplingParams, SequenceOutpu
 from loramux.platform.engine_link.local_engine import LocalEngine
 
 PATIENCE_S = 60
-"""Time limit for operations that take a moment on an idle machine, in seconds."""
+"""Time limit, in seconds, for operations that are almost instant on an idle machine."""
 
 
 def add(name: str, *prompt: int, max_tokens: int = 4, **more: Any) -> Add:

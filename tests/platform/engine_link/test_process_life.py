@@ -73,7 +73,7 @@ class Server:
         raise AssertionError("there is no engine")
 
     def ask(self, *prompts: str) -> Any:
-        """A streamed call that takes seconds; its prompts run one after another."""
+        """A streamed call that takes seconds, because its prompts run one after another."""
         body = {"model": "base", "prompt": prompts, "max_tokens": 900, "ignore_eos": True, "stream": True}
         return self.http.stream("POST", f"{self.url}/v1/completions", json=body)
 

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.anyio
 
 EVERYTHING = tuple(table.name for table in schema.metadata.sorted_tables)
 MAX_UNTIL_FULL = 200
-"""Number of small requests that is sure to fill the database's partly used pages."""
+"""Number of small requests, more than enough to fill the database's partly used pages."""
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def read_only(url: str) -> Iterator[None]:
 
 @contextmanager
 def no_more_pages(database: Database) -> Iterator[None]:
-    """Limit SQLite's size to its current pages, so that it returns a real SQLITE_FULL."""
+    """Limit the database to its current number of pages, so that SQLite itself returns SQLITE_FULL."""
     with database.read() as connection:
         num_pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
 
@@ -176,7 +176,7 @@ async def full_and_free_again(gateway: Gateway, begin: Callable[[], None], end: 
 
 
 async def test_sqlite_on_a_full_disk(tokenizer: ModelTokenizer, tmp_path: Path, anyio_backend: str) -> None:
-    # A new file: in a shared one, other tests' deletions would have left free pages.
+    # Use a new file, because other tests' deletions leave free pages in the shared file.
     database = Database(migrated_sqlite(tmp_path / "loramux.db"))
     fault = no_more_pages(database)
     async with maintained(database, tokenizer, tmp_path / "spool") as gateway:
@@ -243,7 +243,7 @@ async def test_deadlock_is_retried_transparently(migrated_postgres_url: str, any
             connection.exec_driver_sql("SET LOCAL deadlock_timeout = '10s'")
             touch(connection, last)
             has_last.set()
-            # By now the committer holds the first counter and waits for the last.
+            # Wait until the committer holds the first counter and is blocked on the last.
             until_wait(migrated_postgres_url, 1)
             touch(connection, first)
 

@@ -70,7 +70,7 @@ def overrun(postgres: FaultyPostgres) -> Fault:
         first = taken.enter_context(psycopg.connect(postgres.url, autocommit=True))
         num_places = int(first.execute("SHOW max_connections").fetchone()[0])  # type: ignore[index]
         num_taken, ends_s = 1, time.monotonic() + PATIENCE_S
-        # Holding all connections is the only proof that the gateway has none.
+        # The test must hold all connections itself, because nothing else proves that the gateway has none.
         while num_taken < num_places:
             assert time.monotonic() < ends_s, f"strangers have {num_taken} of {num_places} connections"
             try:
@@ -96,7 +96,7 @@ async def trouble_under_streams(gateway: Gateway, begin: Callable[[], None], end
     assert not any(stream.done() for stream in streams), "the trouble took too long to begin"
     started = time.monotonic()
     assert all(map(is_whole, await asyncio.gather(*streams)))
-    # 20 tokens take three seconds. The rest is the time that a settlement can wait before it is spooled.
+    # Generating 20 tokens takes three seconds. The rest is the time that a settlement can wait before it is spooled.
     assert time.monotonic() - started < 12
     assert is_refused(await ask(gateway))
     await until_ready(gateway, False)

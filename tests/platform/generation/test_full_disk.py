@@ -200,7 +200,7 @@ STEPS = [
     at_a_fold,
 ]
 EACH = [("mounted", "memory"), ("imitated", "memory")]
-"""Disks on which the spool cannot reserve space, so settlements wait in memory."""
+"""Kinds of disk on which the spool cannot reserve space, so that settlements wait in memory."""
 SETTLES_BEFORE = (before_the_reservation, at_the_reservation, at_a_fold)
 """Steps after which no settlement is waiting."""
 

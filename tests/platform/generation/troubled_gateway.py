@@ -41,12 +41,12 @@ async def ask(gateway: Gateway, max_tokens: int = NUM_TOKENS, model: str = "base
 
 
 def is_whole(answer: Any) -> bool:
-    """Whether a stream is complete."""
+    """Return whether a stream is complete."""
     return answer.status_code == 200 and answer.text.rstrip().endswith("data: [DONE]")
 
 
 def is_refused(answer: Any) -> bool:
-    """Whether a request got the refusal that gateways send while the database is in trouble."""
+    """Return whether a request got the refusal that gateways send while the database is in trouble."""
     return (
         answer.status_code == 503
         and answer.json()["error"]["code"] == "quota_unavailable"
@@ -86,7 +86,7 @@ async def until_spool_is_empty(gateway: Gateway) -> None:
 
 
 def assert_all_is_settled(gateway: Gateway) -> None:
-    """Check that no quota is held and no reservation is left."""
+    """Check that no quota is reserved and no reservation is left."""
     with gateway.database.read() as connection:
         left = connection.execute(select(schema.reservations.c.id, schema.reservations.c.state)).all()
         held = connection.execute(select(schema.quota_counters.c.reserved)).scalars().all()

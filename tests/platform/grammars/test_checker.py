@@ -1,4 +1,4 @@
-"""Constraints are checked in a process that can die over one of them, and tenants neither wait for nor see others'."""
+"""Constraints are checked in a separate process, which one of them can crash. Tenants are isolated from each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Observed(list[tuple[str, tuple[str, ...]]]):
-    """The outcome and the unsupported keywords of each check."""
+    """Records the outcome and the unsupported keywords of each check."""
 
     def note(self, outcome: str, seconds: float, keywords: tuple[str, ...]) -> None:
         assert seconds >= 0
@@ -58,7 +58,7 @@ CHAIN = {
 ALTERNATIVES = {
     "allOf": [{"anyOf": [{"type": "string", "pattern": f"a{i}"}, {"type": "integer", "minimum": i}]} for i in range(22)]
 }
-"""2**22 combinations."""
+"""A schema with 2**22 combinations of alternatives."""
 
 
 @pytest.mark.parametrize(

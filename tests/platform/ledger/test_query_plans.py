@@ -1,4 +1,4 @@
-"""SQLite looks up a tenant's sums by tenant and pages of requests by request, whatever its statistics say."""
+"""Whatever its statistics say, SQLite uses an index for a tenant's sums and for pages of requests."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class OldGateway(threading.Thread):
         with self._database.write() as connection:
             connection.exec_driver_sql("SELECT id FROM reservations WHERE id = '' FOR UPDATE")
             connection.exec_driver_sql(event)
-            # Give the migration time to start here.
+            # Give the migration time to start during this settlement.
             time.sleep(0.002)
             connection.exec_driver_sql(f"INSERT INTO usage_batches (id, at_us) VALUES ({batch_id}, {at_us})")
 

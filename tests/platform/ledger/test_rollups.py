@@ -387,7 +387,7 @@ def test_batch_announced_twice_is_folded_once(clocked: Database, clock: Any) -> 
     ledgers = Ledgers(clocked, clock, 5)
     ledgers.settle()
     ledgers.rollups.fold_all()
-    # A batch announced again, as by a restored backup of one table, contains nothing new.
+    # A batch that is added again, as by restoring a backup of one table, contains nothing new.
     with clocked.write() as connection:
         connection.execute(insert(schema.usage_batches).values(id=1, at_us=clock.now_us))
     facts = Counter({"requests": 0})

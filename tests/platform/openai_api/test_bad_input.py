@@ -288,7 +288,7 @@ async def test_sql_and_health_checks_do_not_wait_for_tokenization(
         return encode(*arguments)
 
     monkeypatch.setattr(ModelTokenizer, "encode", slow)
-    # Bodies of this length are tokenized on a thread; there are more of them than threads.
+    # Bodies of this length are tokenized on a thread. Send more of them than there are threads.
     body = json.dumps({"model": "base", "prompt": "Hello", "max_tokens": 1}) + " " * MAX_TOKENISED_AT_ONCE
     asking = [asyncio.create_task(gateway.http.post(TEXT, content=body)) for _ in range(8)]
     await asyncio.sleep(0.3)

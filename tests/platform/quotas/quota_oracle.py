@@ -13,7 +13,7 @@ from zoneinfo import ZoneInfo
 MINUTE_US = 60_000_000
 LEASE_US = 30_000_000
 PROMPT, CACHED, COMPLETION = 1_234_567, 345_678, 7_654_321
-"""Nanos per million tokens; odd, so that rounding shows."""
+"""Prices in nanos per million tokens, which are not round numbers, so that rounding errors show."""
 
 
 def cost(prompt: int, cached: int, completion: int) -> int:
@@ -23,7 +23,7 @@ def cost(prompt: int, cached: int, completion: int) -> int:
 
 @dataclass
 class Policy:
-    """One limit, and whether it was changed; after a change, more than the limit can be held."""
+    """One limit. After it has changed, reservations can exceed it."""
 
     id: str
     subject: str
@@ -44,7 +44,7 @@ class Policy:
 
 @dataclass
 class Bucket:
-    """A rate's level in units of 1/60,000,000, and the time of its last refill."""
+    """A rate's level in 1/60,000,000 of a token or request, and the time of its last refill."""
 
     level: int
     at_us: int
@@ -61,7 +61,7 @@ class Bucket:
 
 
 Count = tuple[str, str, tuple[int, ...]]
-"""Policy, subject, and the local date or month; an empty tuple if the policy has no window."""
+"""Policy, subject, and the local date or month, which is an empty tuple if the policy has no window."""
 
 
 @dataclass
@@ -205,7 +205,7 @@ class QuotaOracle:
         was_recovered, before = request.state == "recovered", request.charged
         for policy, count in self.holding(request):
             if policy.metric == "requests_per_minute" and has_run:
-                # The request was charged at admission, and nothing is written now.
+                # The request was already charged to this limit at admission.
                 continue
             self.touch(policy, count, now_us)
             if not policy.is_rate:
@@ -222,7 +222,7 @@ class QuotaOracle:
             request.corrected_nanos = cost(*charged) - cost(*before)
 
     def expired(self, now_us: int) -> list[Request]:
-        """Open requests whose lease has expired, or is further ahead than this clock could have written."""
+        """Open requests whose lease has expired, or ends so late that it was set by a wrong clock."""
         return [
             request
             for request in self.requests.values()

@@ -1,4 +1,4 @@
-"""A rate's bucket on a clock that jumps: no jump refills it twice, and none stops it."""
+"""A rate's bucket when the clock jumps: no jump refills it twice or stops refilling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rules and windows apply to a request: hand-written cases that do not rely on the oracle."""
+"""The rules and windows that apply to a request, in hand-written cases that do not rely on the oracle."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_tenants_policy_replaces_the_platforms_unless_in_shadow_mode(mode: str, 
 
 
 class SlowDict(dict[str, Any]):
-    """A dictionary whose updates pause after writing."""
+    """A dictionary that pauses after each update."""
 
     def __init__(self) -> None:
         self.is_resting, self.may_go_on = threading.Event(), threading.Event()

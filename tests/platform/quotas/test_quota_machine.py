@@ -1,7 +1,7 @@
 """A property-based state machine: admission on each database compared with plain dictionaries after every step.
 
-Requests are reserved, extended, checkpointed, settled twice, recovered and settled late. Limits of every scope
-and mode are set, changed and deleted. Clocks jump both ways over windows of time zones with daylight saving.
+Requests are reserved, extended, checkpointed, settled twice, recovered and settled late. Limits of every scope and mode
+are set, changed and deleted. Clocks jump forwards and backwards across windows in time zones with daylight saving.
 Transactions die at any of their statements, or at the commit.
 """
 
@@ -206,7 +206,7 @@ class QuotaMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.oracle.policies)
     @rule(data=st.data())
     def delete_policy(self, data: st.DataObject) -> None:
-        # In the order in which they were set, because identifiers differ between runs.
+        # Keep the policies in the order in which they were set, because identifiers differ between runs.
         subject, metric = data.draw(st.sampled_from(list(self.oracle.policies)))
         assert self.policies.delete(self.oracle.policies[subject, metric].id)
         self.oracle.delete_policy(subject, metric)

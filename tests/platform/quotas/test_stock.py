@@ -42,7 +42,7 @@ class Shelf:
 
     @property
     def standing(self) -> tuple[int, int, int, int]:
-        """The used, reserved and remaining amounts of the limit, and how often a soft limit was exceeded."""
+        """The used, reserved and remaining amounts of the limit, and the number of excesses of a soft limit."""
         (limit,) = QuotaOverview(self.database).effective(QuotaCaller(tenant_id=self.tenant.id))
         return limit.used, limit.reserved, limit.remaining, limit.num_exceeded
 

@@ -59,7 +59,7 @@ ELSEWHERE = {
     ("POST", "/admin/v1/requests/{request_id}/cancel"): "request.cancel",
 }
 CHANGES_NOTHING = {
-    # Upload routes (creating a version from the upload is audited), a cache hint, and a dry run.
+    # Not audited: upload routes (only creating the version is audited), a cache hint, and a dry run.
     ("POST", f"{_ADAPTER}/uploads"),
     ("DELETE", f"{_ADAPTER}/uploads/{{upload_id}}"),
     ("PUT", f"{_ADAPTER}/uploads/{{upload_id}}/files/{{name}}"),

@@ -174,7 +174,7 @@ async def test_grants_are_added_by_the_operator_and_removed_by_the_owner(http: h
     granted = (await http.put(f"{base}/grants/globex")).json()
     assert (granted["tenant_id"], granted["tenant"]) == (globex, "globex")
     assert (await http.get(f"{base}/grants", headers=owner)).json()["data"] == [granted]
-    # A tenant that may call an adapter cannot administer it; admin routes answer as if the adapter did not exist.
+    # A tenant that can only call an adapter cannot administer it. Admin routes respond as if the adapter did not exist.
     for path in ("", "/grants", "/aliases", "/aliases/default", "/versions"):
         assert (await http.get(base + path, headers=foreign)).status_code == 404, path
     assert (await http.delete(f"{base}/grants/globex", headers=owner)).status_code == 204
