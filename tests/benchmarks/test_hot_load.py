@@ -45,7 +45,7 @@ def test_run_compares_every_byte_and_writes_figures(tmp_path: Path, capsys: pyte
         assert all(way["MB_s"] > 0 and len(way["over_plain_rounds"]) == 2 for way in case["ways"].values())
         assert {"disk read", "disk verify", "pool copy"} <= case["stage_s_per_GB"].keys()
         assert case["meets_target"] == (case["ways"]["pool"]["over_plain"] >= 0.8)
-    assert "over a plain read" in capsys.readouterr().out
+    assert "relative to a plain read" in capsys.readouterr().out
 
 
 def test_wrong_bytes_in_the_pool_stop_the_run(
