@@ -64,7 +64,7 @@ def print_usage(console: Console, billed: Mapping[tuple[str, str], tuple[int, in
 def print_directions(console: Console, server: DemoServer, api_key: str, model: str) -> None:
     """Print suggestions for next steps."""
     lines = (
-        "The server runs until Ctrl-C.",
+        "Press Ctrl-C to stop the server.",
         f"  OpenAI API   {server.url}/v1",
         f"  console      {server.admin_url}/console/    (open it in a browser, and sign in with the key below)",
         f"  metrics      {server.admin_url}/metrics",

@@ -119,7 +119,7 @@ def _cell(cell: Cell, seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def picture(title: str, speeds: Mapping[Cell, float]) -> str:
-    """Each system in its fastest dtype, for each load and kind of work."""
+    """Draw each system in its fastest dtype: one panel per load, one group of bars per kind of work."""
     panels: dict[str, dict[str, dict[str, float]]] = {}
     for cell, speed in speeds.items():
         bars = panels.setdefault(f"prompt/output {cell.load}, tokens/s", {}).setdefault(cell.kind, {})

@@ -92,8 +92,8 @@ class WallClock:
 class ProcessorClock:
     """CPU time of the calling thread, plus the idle time that is skipped.
 
-    Other processes on the machine barely affect this clock. It suits only an engine with a single thread, because it
-    does not count time spent waiting for other threads.
+    Other processes on the machine barely affect this clock. Use it only with a single-threaded engine, because it does
+    not count time spent waiting for other threads.
     """
 
     def __init__(self) -> None:

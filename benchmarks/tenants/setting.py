@@ -1,4 +1,4 @@
-"""Arguments, the initial check, and output files, shared by the measurements with several tenants."""
+"""The arguments, initial check and output files that the multi-tenant measurements share."""
 
 from __future__ import annotations
 

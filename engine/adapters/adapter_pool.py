@@ -252,7 +252,7 @@ class AdapterPool:
     def _place(self) -> None:
         """Place staged adapters in queue order; the first adapter that does not fit blocks the rest.
 
-        An adapter that no sequence near the front is waiting for is not placed, because it would be evicted before use.
+        A staged adapter that no sequence near the front needs is unloaded, because it would be evicted before use.
         """
         for load in [one for one in self._staged if one.digest not in self._demand.queue_positions]:
             self.unload(load.digest)

@@ -244,7 +244,7 @@ class EngineConnection:
             self._dispatch(message)
 
     def _take_what_arrived(self) -> None:
-        """Handle the engine's last messages: delivered tokens are billed, and finished sequences have succeeded."""
+        """Handle messages that already arrived, so that their tokens are billed and finished sequences succeed."""
         socket: Any = zmq.Socket.shadow(self._socket.underlying)
         while True:
             try:

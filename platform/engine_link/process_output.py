@@ -67,7 +67,7 @@ class ProcessOutput:
         except BlockingIOError:
             return False
         if not data:
-            # A pipe at its end stays readable, so the event loop would call this function again and again.
+            # A pipe stays readable at end of file, so without this the event loop would call this method forever.
             self._loop.remove_reader(self._read_fd)
             return False
         self._kept = (self._kept + data)[-MAX_KEPT_BYTES:]

@@ -17,7 +17,7 @@ from loramux.platform.quotas.metrics import COLD_LOADS_PER_MINUTE
 T = TypeVar("T")
 
 REPORT_INTERVAL_S = 1.0
-"""Interval between the engine's reports while there are requests for adapters, in seconds."""
+"""Interval, in seconds, between the engine's reports while requests for adapters arrive."""
 
 REPORT_WAIT_S = 1.0
 

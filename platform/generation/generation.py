@@ -115,7 +115,7 @@ class Generation:
             self._stop()
 
     def cancel(self) -> None:
-        """End the request for an administrator; the client gets an error, and committed tokens are charged."""
+        """End the request on an administrator's behalf. The client gets an error, and committed tokens are charged."""
         if self.status == "open" and not self._is_stopping.is_set():
             self._fail(RequestCancelled("an administrator cancelled this request"))
 

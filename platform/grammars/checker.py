@@ -135,7 +135,7 @@ class GrammarChecker:
         waiting = self._waiting.setdefault(tenant_id, _Waiting())
         if waiting.num_requests >= MAX_WAITING_PER_TENANT:
             raise RateLimited(
-                "too many new grammars of this tenant wait to be checked",
+                "this tenant already has too many new grammars waiting to be checked",
                 code="too_many_grammars",
                 retry_after_s=RETRY_S,
             )

@@ -28,7 +28,7 @@ async def list_models(caller: Caller, services: Services) -> Response:
 # A model's name can contain a slash.
 @router.get("/v1/models/{name:path}", tags=["models"], response_model=ModelDocument)
 async def retrieve_model(name: str, caller: Caller, services: Services) -> Response:
-    """Retrieve one model by any name that a request can use; `root` is the version that it resolves to."""
+    """Retrieve one model by any name that a request can use; `root` is the version that the name resolves to."""
     model = await services.call(services.resolver.resolve, caller, name)
     return json_response(_body(services, model, name))
 

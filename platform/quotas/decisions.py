@@ -128,7 +128,7 @@ def refusal(judged: Sequence[Verdict], now_us: int) -> QuotaExceeded | RequestTo
 def decide(
     bindings: Sequence[Binding], counters: Mapping[CounterKey, Counter], demand: Demand, now_us: int
 ) -> Decision:
-    """Admit a request under every policy. Raises RequestTooLarge or QuotaExceeded."""
+    """Admit a request if every policy allows it. Raises RequestTooLarge or QuotaExceeded."""
     judged = verdicts(bindings, counters, demand, now_us)
     refused = refusal(judged, now_us)
     if refused is not None:

@@ -67,7 +67,7 @@ ALL_LINEARS = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 
 WINDOW = 96
 SMALL_WINDOW = 12
-"""Sliding window of the models that get short prompts, in tokens."""
+"""Sliding window, in tokens, of the models that get short prompts."""
 
 PHI3_ORIGINAL_LEN = 256
 

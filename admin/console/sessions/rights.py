@@ -20,7 +20,7 @@ _PLATFORM_SCOPES = {
 
 
 class SessionRights:
-    """Finds a session's rights: a key's in the database, a single sign-on's in this process's settings. Blocking."""
+    """Finds a session's rights: in the database for a key, in this process's settings for single sign-on. Blocking."""
 
     def __init__(self, api_keys: ApiKeys, tenants: Tenants, rules: Sequence[RoleRule] = ()) -> None:
         self._api_keys = api_keys

@@ -43,7 +43,7 @@ class Session:
 
     @property
     def csrf(self) -> str:
-        """The token that each form of the session must send."""
+        """The token that every form submitted in this session must include."""
         return self.seal.csrf
 
     @property

@@ -38,7 +38,7 @@ class UsageBucket(TypedDict):
 
 
 class UsagePage(TypedDict):
-    """A report, bucket by bucket. With `top`, `num_results` and `total` still cover all groups."""
+    """A report, bucket by bucket. Even if `top` limits the groups, `num_results` and `total` cover all of them."""
 
     object: Literal["page"]
     data: list[UsageBucket]
@@ -77,7 +77,7 @@ class CostsBucket(TypedDict):
 
 
 class CostsPage(TypedDict):
-    """A cost report, bucket by bucket. With `top`, `num_results` and `total` still cover all groups."""
+    """A cost report, bucket by bucket. Even if `top` limits the groups, `num_results` and `total` cover all of them."""
 
     object: Literal["page"]
     data: list[CostsBucket]

@@ -280,8 +280,8 @@ def test_a_damaged_module_is_named(make_adapter: Any, target: PackTarget, tmp_pa
 def test_another_adapters_file_is_refused(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
     packed = packed_of(make_adapter(), target, tmp_path / "c")
     write_packed(tmp_path / "p", packed, target)
-    with pytest.raises(AdapterCorrupt, match="holds adapter"):
+    with pytest.raises(AdapterCorrupt, match="contains adapter"):
         read_packed(tmp_path / "p", digest="0" * 64)
     other = replace(target, geometry=replace(target.geometry, page_tokens=32))
-    with pytest.raises(AdapterCorrupt, match="holds adapter"):
+    with pytest.raises(AdapterCorrupt, match="contains adapter"):
         read_packed(tmp_path / "p", other)

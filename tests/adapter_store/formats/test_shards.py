@@ -139,7 +139,7 @@ def test_each_rank_has_its_own_pack_key(tmp_path: Path, adapter_maker: Any) -> N
     packed = pack(canonical_of(files, targets[0], tmp_path / "c"), targets[1])
     write_packed(tmp_path / "p", packed, targets[1])
     np.testing.assert_array_equal(read_packed(tmp_path / "p", targets[1]).payload, packed.payload)
-    with pytest.raises(AdapterCorrupt, match="holds adapter"):
+    with pytest.raises(AdapterCorrupt, match="contains adapter"):
         read_packed(tmp_path / "p", targets[2])
 
 

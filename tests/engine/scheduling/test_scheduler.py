@@ -291,7 +291,7 @@ def test_adapter_misses_do_not_block_base_traffic(simulate: Simulate) -> None:
     for _ in range(5):
         simulation.step()
     assert simulation.tokens["base"] == simulation.expected(base)
-    # The engine fetches no more adapters in advance than can run next.
+    # The engine prefetches only as many adapters as can run next.
     assert simulation.stager.num_requests <= 5
     simulation.let_loads_go()
     simulation.run()
