@@ -79,7 +79,7 @@ def test_two_gateways_share_an_engine_a_database_and_a_limit(
             "gateway", "--model", demo_base, "--engine", "/none", "--database-url", url, *ports
         ),
         "needs its server's database": start("gateway", "--model", demo_base, "--engine", engine[1], *ports),
-        "give --engine": start("gateway", "--model", demo_base, "--database-url", url, *ports),
+        "set --engine": start("gateway", "--model", demo_base, "--database-url", url, *ports),
         "run 'loramux db upgrade'": start(
             *("gateway", "--model", demo_base, "--engine", engine[1], *ports),
             *("--data-dir", tmp_path / "third", "--database-url", f"sqlite:///{tmp_path / 'empty.db'}"),
