@@ -132,7 +132,7 @@ class Database:
         """Let this process's threads write to SQLite one at a time.
 
         A thread that waits here continues as soon as the lock is free, whereas SQLite's own wait sleeps for up to a
-        tenth of a second at a time. Only separate processes need that wait.
+        tenth of a second at a time. That sleep remains only between processes.
         """
         is_held = self.is_sqlite and self._writing.acquire(timeout=SQLITE_WAIT_S)
         try:

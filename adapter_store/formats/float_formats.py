@@ -27,7 +27,7 @@ def to_bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = np.empty(bits.shape, np.uint16)
     into, source = rounded.reshape(-1), bits.reshape(-1)
-    # Work in blocks, to avoid several copies of a head, each of which can take hundreds of megabytes.
+    # Work in blocks, because a head can take hundreds of megabytes, and several copies of it would be needed.
     for begin in range(0, source.size, _BLOCK_ELEMENTS):
         block = source[begin : begin + _BLOCK_ELEMENTS]
         rounding = np.uint32(0x7FFF) + ((block >> 16) & 1)

@@ -76,8 +76,3 @@ def problem_of(matcher: LLMatcher) -> str:
     # A regex's error comes last, after the pattern.
     reason = next((line for line in reversed(rest) if line.startswith("error: ")), "")
     return f"{first.rstrip(':')}: {reason}" if reason else first
-
-
-def allowed_tokens(mask: Mask, vocab_size: int) -> npt.NDArray[np.bool_]:
-    """Convert a mask to one bool per token, `[vocab_size]`."""
-    return np.unpackbits(mask, count=vocab_size, bitorder="little").view(np.bool_)

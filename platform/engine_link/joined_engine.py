@@ -133,12 +133,14 @@ def _check_listening(path: Path) -> None:
         raise JoinRefused(f"{path} is too long for a Unix socket's path: {MAX_SOCKET_PATH} bytes at most")
     try:
         if not stat.S_ISSOCK(path.stat().st_mode):
-            raise JoinRefused(f"{path} is not a socket: give --engine the path that 'loramux serve' prints")
+            raise JoinRefused(f"{path} is not a socket: set --engine to the path that 'loramux serve' prints")
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(2.0)
             probe.connect(str(path))
     except FileNotFoundError:
-        raise JoinRefused(f"there is no engine at {path}: give --engine the path that 'loramux serve' prints") from None
+        raise JoinRefused(
+            f"there is no engine at {path}: set --engine to the path that 'loramux serve' prints"
+        ) from None
     except ConnectionRefusedError:
         raise JoinRefused(f"the engine at {path} is gone: start its server, 'loramux serve', first") from None
     except PermissionError:

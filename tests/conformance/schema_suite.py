@@ -22,20 +22,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jsonschema import Draft7Validator, Draft201909Validator, Draft202012Validator, ValidationError
 from llguidance import LLMatcher, LLTokenizer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from loramux.engine.grammars.grammar import Grammar, allowed_tokens
+from loramux.engine.grammars.grammar import Grammar
 from loramux.engine.grammars.limits import parser_limits
 from loramux.engine.grammars.vocabulary import load_vocabulary
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.grammars.constraint import Constraint
 from tests.demo_base import DEMO_BASE
+from tests.engine.grammars.masks import allowed_tokens
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".venv" / "schema-suite"
@@ -130,7 +130,7 @@ class Writer:
     def _choose(self, is_closing: bool) -> int:
         mask = self._grammar.mask()
         assert mask is not None, self._grammar.failure
-        allowed = np.flatnonzero(allowed_tokens(mask, VOCAB_SIZE)).tolist()
+        allowed = allowed_tokens(mask)
         if EOS in allowed and (is_closing or len(allowed) == 1 or self._random.random() < END_BIAS):
             return EOS
         closing = next((token for token in self._closing_tokens() if token in allowed), None) if is_closing else None

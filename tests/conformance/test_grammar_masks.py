@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from loramux.engine.grammars.grammar import Grammar, allowed_tokens
+from loramux.engine.grammars.grammar import Grammar
 from loramux.engine.grammars.limits import parser_limits
 from loramux.platform.grammars.check import checked_grammar
 from tests.conformance.random_languages import MAX_NESTING, Language, languages
 from tests.engine.byte_vocabulary import BYTES, EOS, TOKENS, VOCAB_SIZE, byte_vocabulary, tokenized
+from tests.engine.grammars.masks import allowed_tokens
 
 NUM_LANGUAGES = 200
 NUM_STEPS = MAX_NESTING - 1
@@ -52,7 +52,7 @@ def check_walk(language: Language, vocabulary: LLTokenizer, tokens: list[bytes],
         else:
             mask = grammar.mask()
             assert mask is not None, (language, prefix, grammar.failure)
-            allowed = set(np.flatnonzero(allowed_tokens(mask, VOCAB_SIZE)).tolist())
+            allowed = set(allowed_tokens(mask))
         if allowed != expected:
             forced = forced_text(language, prefix)
             usual = tokenized(forced, tokens)[:1]
