@@ -378,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     machine = describe()
     busy_before = require_idle(arguments.allow_busy)
-    # Use the engine's switch interval, so that a thread that waits for the interpreter lock gets it soon.
+    # Use the engine's switch interval, so that a thread waiting for the interpreter lock gets it quickly.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     target = target_of(SHAPES[arguments.model])
     cases: list[dict[str, Any]] = []

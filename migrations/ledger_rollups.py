@@ -1,7 +1,7 @@
 """SQL that rebuilds all rollups from the ledger, as step 0011 does.
 
 Nothing else may write while these statements run; step 0011 ensures this. The statements have been released and must
-not change. A later step that needs other sums adds its own statements, as `model_spans.py` does.
+not change. A later step that needs different sums adds its own statements, as `model_spans.py` does.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class IngestTurns:
     def next(self, but: Collection[str] = ()) -> str | None:
         """Return the next version to process that is not in `but`, or None if there is none.
 
-        The call counts as the tenant's turn.
+        The call counts as a turn of that version's tenant.
         """
         candidates = self._candidates(but)
         never = 0

@@ -149,8 +149,8 @@ def frame(request: Request, visit: Visit | None) -> dict[str, Any]:
         "visit": visit,
         "path": request.scope["path"].removeprefix(request.scope["root_path"]),
         "theme": theme if theme in ("light", "dark") else "auto",
-        # Only whole pages call this, because a live part of a page must not consume the notices.
         "now": time.time(),
+        # Only full pages call this, because a live part of a page must not consume the notices.
         "take_notices": visit.session.take_notices if visit is not None else list,
     }
 

@@ -33,7 +33,7 @@ STAGES = 5
 """Pipeline depth of the tile loop; one stage loads the page-table entry from which the next computes an address."""
 
 LARGE_STAGES = 4
-"""Pipeline depth if tiles are large, so that several programs fit in a multiprocessor's shared memory."""
+"""Pipeline depth for large tiles, reduced so that several programs fit in a multiprocessor's shared memory."""
 
 
 @triton.jit

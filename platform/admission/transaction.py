@@ -92,7 +92,10 @@ class AdmissionTransaction:
     def _lock_counters(
         self, callers: Collection[_Caller], rows: Sequence[ReservationRow], others: Sequence[Extension | Closing]
     ) -> None:
-        """Lock the counters that the rules apply to, and check that the rules have not changed since."""
+        """Lock the counters that the rules apply to.
+
+        If the rules have changed by then, the new ones apply. Raises CountersMissing if they need further counters.
+        """
         self._read_rules(callers, rows)
         wanted = self._bind(callers, self._policies.latest_us)
         keys = {binding.key for binding in wanted}.union(self._changed_keys(others))

@@ -22,7 +22,7 @@ REPORT_INTERVAL_S = 1.0
 REPORT_WAIT_S = 1.0
 
 STALE_S = 2 * REPORT_INTERVAL_S
-"""Maximum age of a report used to call an adapter cold, in seconds. Without requests, reports are not refreshed."""
+"""Maximum age, in seconds, of a report that shows an adapter to be cold. Without requests, reports are not refreshed."""
 
 LOAD_S = 60.0
 """Time for which an adapter that is being loaded can be missing from the engine's reports, in seconds."""
@@ -65,7 +65,7 @@ class ColdLoads:
 
     @asynccontextmanager
     async def admitting(self, tenant_id: str, digest: str) -> AsyncIterator[bool]:
-        """Yield True if the request admitted inside the context makes the engine load the adapter.
+        """Yield True if the request that this context admits will make the engine load the adapter.
 
         If it does, the tenant's other requests for the same adapter wait for that request, and then count as warm
         unless an exception was raised.

@@ -120,7 +120,7 @@ class SettlementSpool:
         with self._lock:
             kept = [*map(msgspec.json.encode, refused), *self._damaged]
             if kept:
-                log.error("settlements could not be replayed and are kept", count=len(kept), file=REFUSED)
+                log.error("some settlements could not be replayed and were set aside", count=len(kept), file=REFUSED)
                 with (self._directory / REFUSED).open("ab") as file:
                     file.writelines(line + b"\n" for line in kept)
                     file.flush()

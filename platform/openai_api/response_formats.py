@@ -107,7 +107,7 @@ def _structured(wanted: StructuredOutputs, prefix: str) -> Iterator[Constraint]:
 
 
 def _schema(schema: Schema | str, param: str) -> Constraint:
-    """A schema as vLLM takes it: a document, or its JSON."""
+    """The constraint for a schema, which can be an object or, as in vLLM, a string of JSON."""
     if isinstance(schema, str):
         try:
             schema = parse_strict_json(schema.encode())

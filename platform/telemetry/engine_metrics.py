@@ -101,9 +101,7 @@ def _loading(counts: LoadCounts) -> Iterator[Metric]:
         "loramux_adapter_lookups", "Adapter lookups, by tier and result", labels=("tier", "result")
     )
     held = GaugeMetricFamily("loramux_adapter_tier_bytes", "Bytes of stored adapters, by tier", labels=("tier",))
-    evictions = CounterMetricFamily(
-        "loramux_adapter_tier_evictions", "Adapters evicted from a tier, by tier", labels=("tier",)
-    )
+    evictions = CounterMetricFamily("loramux_adapter_tier_evictions", "Adapters evicted, by tier", labels=("tier",))
     for tier in counts.tiers:
         lookups.add_metric((tier.tier, "hit"), tier.num_hits)
         lookups.add_metric((tier.tier, "miss"), tier.num_misses)

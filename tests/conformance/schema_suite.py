@@ -2,7 +2,7 @@
 
 Every schema in the suite is checked like a request's schema. For each accepted schema, random answers are generated
 under its grammar. The `jsonschema` package must accept every answer. An answer that reaches the token limit is first
-completed with closing tokens. The suite comes from that package's source distribution.
+completed with closing tokens. The suite comes from the source distribution of `jsonschema`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from loramux.admin.console.visit import Visit
 TIERS = ("pool", "host", "disk")
 EVERY_S = 2.0
 WIDTH = 1000.0
-"""Width of the picture, in SVG units."""
+"""Width of the bar, in SVG units."""
 MAX_SHOWN = 200
 
 

@@ -42,7 +42,7 @@ def import_kernels(*names: str) -> list[ModuleType]:
 def run_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switch Triton to interpreter mode for the rest of a test. Parts of Triton read the mode when a kernel runs.
 
-    Skips the test if the interpreter does not support loops up to a tensor's value.
+    Skips the test if the interpreter does not support loops whose bound is a tensor.
     """
     numbers = [int(part) for part in version("triton").split(".")[:2]]
     if numbers < [3, 7] and np.lib.NumpyVersion(np.__version__) >= "2.4.0":

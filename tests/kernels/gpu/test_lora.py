@@ -383,7 +383,7 @@ class CompiledForHopper:
         for i, argument in enumerate(arguments):
             is_tensor = isinstance(argument, torch.Tensor)
             signature[names[i]] = pointers[argument.dtype] if is_tensor else "i32"
-            # The launcher derives the same alignment from the arguments.
+            # Declare the alignment that Triton's launcher would derive from these arguments.
             if is_tensor or (names[i] != "layer" and argument % 16 == 0):
                 aligned[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned)

@@ -1,4 +1,4 @@
-"""The location of the engine's socket, and the leftovers of killed servers."""
+"""The location of the engine's socket, and what killed servers leave behind."""
 
 from __future__ import annotations
 

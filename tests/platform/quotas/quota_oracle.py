@@ -201,7 +201,7 @@ class QuotaOracle:
         return True
 
     def close(self, request: Request, state: str, charged: tuple[int, int, int], has_run: bool, now_us: int) -> None:
-        """Charge a request, or correct the charge from its recovery."""
+        """Charge a request or, if its recovery charged it already, correct that charge."""
         was_recovered, before = request.state == "recovered", request.charged
         for policy, count in self.holding(request):
             if policy.metric == "requests_per_minute" and has_run:
@@ -250,7 +250,7 @@ class QuotaOracle:
         return sum(request.charged[0] + request.charged[2] for request in closed)
 
     def late(self, policy: Policy, count: Count) -> int:
-        """Largest amount by which late settlements can have exceeded a limit."""
+        """Largest amount by which late settlements could have pushed usage over a limit."""
         requests = [request for request in self.requests.values() if count in request.held]
         if policy.metric.startswith("cost"):
             return sum(max(0, request.corrected_nanos) for request in requests)
