@@ -86,8 +86,8 @@ class EngineProcess:
             os.close(record_fd)
         output.close_write_end()
         assert process.stdin is not None
-        # Standard input stays open, so that the engine ends with this process. If the engine has died, this write fails,
-        # and `wait` reports the death.
+        # Standard input stays open, so that the engine ends with this process. If the engine has died, this write
+        # fails, and `wait` reports the death.
         with contextlib.suppress(ConnectionError):
             process.stdin.write(msgspec.json.encode(config) + b"\n")
             await process.stdin.drain()

@@ -22,7 +22,10 @@ REPORT_INTERVAL_S = 1.0
 REPORT_WAIT_S = 1.0
 
 STALE_S = 2 * REPORT_INTERVAL_S
-"""Maximum age, in seconds, of a report that shows an adapter to be cold. Without requests, reports are not refreshed."""
+"""Maximum age, in seconds, of a report that shows an adapter to be cold.
+
+Without requests, reports are not refreshed.
+"""
 
 LOAD_S = 60.0
 """Time for which an adapter that is being loaded can be missing from the engine's reports, in seconds."""
