@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loramux.engine.messages import Add, Finished, SequenceOutput, TokenLogprobs
+from loramux.platform.generation.plan import Thinking
 from loramux.platform.tokenizer.detokenizer import Detokenizer, StopStrings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
@@ -17,16 +18,21 @@ class ChoiceDelta:
     text: str
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: str | None
+    reasoning: str = ""
+    """New text of the model's reasoning, which precedes the answer's text."""
 
 
 class Choice:
     """Consumes tokens from the engine's stream until `is_done`."""
 
-    def __init__(self, index: int, add: Add, tokenizer: ModelTokenizer, stops: tuple[str, ...]) -> None:
+    def __init__(self, index: int, add: Add, tokenizer: ModelTokenizer, stops: tuple[str, ...], thinking: Thinking | None = None) -> None:
         self.index = index
         self.add = add
         self._detokenizer = Detokenizer(tokenizer, add.prompt)
         self._stops = StopStrings(stops)
+        self._reasoning = None if thinking is None else thinking.splitter()
+        self.num_reasoning = 0
+        """Number of received tokens that belong to the reasoning, including its markers."""
         self._min_tokens = add.sampling.min_tokens
         self.num_received = 0
         self.keep: int | None = None

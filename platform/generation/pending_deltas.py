@@ -63,14 +63,22 @@ class JoinedDeltas:
 
     def __init__(self) -> None:
         self._texts: list[str] = []
+        self._reasoning: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         self._last: ChoiceDelta | None = None
 
     def add(self, delta: ChoiceDelta) -> None:
         self._texts.append(delta.text)
+        self._reasoning.append(delta.reasoning)
         self._logprobs.extend(delta.logprobs)
         self._last = delta
 
     def delta(self) -> ChoiceDelta:
         assert self._last is not None
-        return ChoiceDelta(self._last.index, "".join(self._texts), tuple(self._logprobs), self._last.finish_reason)
+        return ChoiceDelta(
+            self._last.index,
+            "".join(self._texts),
+            tuple(self._logprobs),
+            self._last.finish_reason,
+            "".join(self._reasoning),
+        )

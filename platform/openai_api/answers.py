@@ -38,18 +38,22 @@ def merged(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
             text="".join(delta.text for delta in group),
             logprobs=tuple(entry for delta in group for entry in delta.logprobs),
             finish_reason=group[-1].finish_reason,
+            reasoning="".join(delta.reasoning for delta in group),
         )
         for index, group in sorted(groups.items())
     ]
 
 
 def usage_body(usage: Usage) -> Document:
-    return {
+    body: Document = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.reasoning_tokens is not None:
+        body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return body
 
 
 def shown_logprob(logprob: float) -> float:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from loramux.engine.messages import TokenLogprobs
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
 from loramux.platform.openai_api.answers import Document, merged, shown_logprob, usage_body
+from loramux.platform.openai_api.chat_message import MessageBuilder, whole_message
+from loramux.platform.openai_api.tools import ToolChoice
+from loramux.platform.tool_calls.parsers import ToolCallParser
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 
@@ -22,33 +26,51 @@ class ChatAnswer:
     tokenizer: ModelTokenizer
     has_logprobs: bool
     include_usage: bool
-    _begun: set[int] = field(default_factory=set)
+    tool_choice: ToolChoice
+    new_parser: Callable[[], ToolCallParser] | None = None
+    """Creates a parser of tool calls for a choice; None if the request offers no tools."""
+    _builders: dict[int, MessageBuilder] = field(default_factory=dict)
 
     def chunks(self, delta: ChoiceDelta) -> list[Document]:
         chunks = []
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
+        builder = self._builders.get(delta.index)
+        if builder is None:
+            builder = self._builders[delta.index] = self._builder()
             chunks.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
-        if delta.text or delta.logprobs:
-            chunks.append(self._chunk(delta.index, {"content": delta.text}, logprobs=delta.logprobs))
+        logprobs = delta.logprobs
+        for shown in builder.feed(delta):
+            chunks.append(self._chunk(delta.index, shown, logprobs=logprobs))
+            logprobs = ()
+        if logprobs:
+            chunks.append(self._chunk(delta.index, {"content": ""}, logprobs=logprobs))
         if delta.finish_reason is not None:
-            chunks.append(self._chunk(delta.index, {}, finish_reason=delta.finish_reason))
+            reason = self._finish_reason(delta.finish_reason, builder)
+            chunks.append(self._chunk(delta.index, {}, finish_reason=reason))
         return chunks
 
     def usage_chunk(self, usage: Usage) -> Document:
         return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage_body(usage)}
 
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
-        choices = [
-            {
-                "index": choice.index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": self._logprobs(choice.logprobs),
-                "finish_reason": choice.finish_reason,
-            }
-            for choice in merged(deltas)
-        ]
+        choices = [self._choice(choice) for choice in merged(deltas)]
         return {**self._head("chat.completion"), "choices": choices, "usage": usage_body(usage)}
+
+    def _choice(self, delta: ChoiceDelta) -> Document:
+        builder = self._builder()
+        return {
+            "index": delta.index,
+            "message": whole_message(builder.feed(delta)),
+            "logprobs": self._logprobs(delta.logprobs),
+            "finish_reason": self._finish_reason(delta.finish_reason, builder),
+        }
+
+    def _builder(self) -> MessageBuilder:
+        return MessageBuilder(None if self.new_parser is None else self.new_parser(), _call_ids())
+
+    def _finish_reason(self, reason: str | None, builder: MessageBuilder) -> str | None:
+        # As in OpenAI's API, a call that the request named ends with `stop`.
+        is_call = reason == "stop" and builder.has_calls and self.tool_choice.mode != "named"
+        return "tool_calls" if is_call else reason
 
     def _chunk(
         self,
@@ -84,3 +106,12 @@ class ChatAnswer:
             "logprob": shown_logprob(logprob),
             "bytes": list(spelled),
         }
+
+
+def _call_ids() -> Iterator[str]:
+    """Yield new ids for tool calls.
+
+    Templates of Mistral's models accept only ids of nine letters and digits.
+    """
+    while True:
+        yield secrets.token_hex(5)[:9]

@@ -17,8 +17,10 @@ from loramux.engine.messages import SamplingParams
 from loramux.engine.scheduling.request_limits import MAX_BIAS, MAX_BIASED_TOKENS, MAX_PENALTY, REPETITION_PENALTIES
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.grammars.constraint import Constraint
+from loramux.platform.openai_api.conversation import ChatMessage
 from loramux.platform.openai_api.response_formats import Choices, ResponseFormat, Schema, StructuredOutputs, constraints
 from loramux.platform.openai_api.strict_model import StrictModel
+from loramux.platform.openai_api.tools import AUTO, ToolChoice, ToolChoiceField, Tools
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 2048
@@ -249,45 +251,15 @@ class CompletionRequest(GenerationRequest):
             )
 
 
-def _content(value: Any) -> Any:
-    """Join the parts of a message into one string."""
-    if not isinstance(value, list):
-        return value
-    texts = []
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError('only parts {"type": "text", "text": ...} are supported')
-        if set(part) != {"type", "text"}:
-            raise ValueError("a text part has no fields other than type and text")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-class ChatMessage(StrictModel):
-    """One message. The null-only fields appear in our own answers, which clients send back."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_content)]
-    name: str | None = None
-    refusal: None = None
-    annotations: Annotated[list[None], Field(fail_fast=True, max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[None], Field(fail_fast=True, max_length=0)] | None = None
-
-
 class ChatRequest(GenerationRequest):
     """The body of `/v1/chat/completions`."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationRequest.NEUTRAL,
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
         "modalities": (None, ["text"]),
         "audio": (None,),
-        "reasoning_effort": (None,),
         "verbosity": (None,),
         "web_search_options": (None,),
     }
@@ -298,19 +270,26 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_CHAT_LOGPROBS)
 
-    tools: Any = None
-    tool_choice: Any = None
+    tools: Tools | None = None
+    tool_choice: ToolChoiceField = None
+    parallel_tool_calls: bool | None = None
+
+    # How the chat template is rendered. All but `reasoning_effort` are vLLM's extensions.
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    thinking_token_budget: int | None = Field(None, ge=0, lt=2**31)
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
-    reasoning_effort: Any = None
     verbosity: Any = None
     web_search_options: Any = None
 
     # These fields cannot change the answer.
     metadata: Annotated[dict[str, str], BeforeValidator(_few_entries)] | None = None
-    parallel_tool_calls: bool | None = None
     prediction: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -329,6 +308,27 @@ class ChatRequest(GenerationRequest):
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_completion_tokens")
+        self._check_tools()
+        if self.continue_final_message and self.add_generation_prompt is not False:
+            raise InvalidRequest(
+                "continue_final_message needs add_generation_prompt: false", param="continue_final_message"
+            )
+
+    def _check_tools(self) -> None:
+        choice, names = self.choice_of_tools, {tool.name for tool in self.tools or ()}
+        if choice.mode == "named" and choice.name not in names:
+            raise InvalidRequest("tool_choice names a function that is not in tools", param="tool_choice")
+        if choice.is_forced and not names:
+            raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+
+    @property
+    def choice_of_tools(self) -> ToolChoice:
+        return self.tool_choice or AUTO
+
+    @property
+    def offered_tools(self) -> Tools:
+        """The tools that the model may call; none with `tool_choice` none."""
+        return [] if self.choice_of_tools.mode == "none" else self.tools or []
 
     @property
     def token_limit(self) -> int | None:

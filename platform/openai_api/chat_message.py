@@ -1,0 +1,65 @@
+"""Builds one choice's message in a chat completion: its content, its reasoning, and its tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from loramux.platform.generation.choice import ChoiceDelta
+from loramux.platform.openai_api.answers import Document
+from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, Event, TextEvent
+from loramux.platform.tool_calls.parsers import ToolCallParser
+
+
+class MessageBuilder:
+    """Turns a choice's deltas into deltas of OpenAI's messages.
+
+    `parser` finds tool calls in the text; without one, all text is content. `call_ids` has an id for each call.
+    """
+
+    def __init__(self, parser: ToolCallParser | None, call_ids: Iterator[str]) -> None:
+        self._parser = parser
+        self._call_ids = call_ids
+        self.has_calls = False
+
+    def feed(self, delta: ChoiceDelta) -> Iterator[Document]:
+        """Yield the message deltas that `delta` adds. Consume them all before the next call."""
+        if delta.reasoning:
+            # vLLM's newer and older names for the field.
+            yield {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
+        for event in self._events(delta):
+            match event:
+                case TextEvent(text):
+                    yield {"content": text}
+                case CallBegun(index, name):
+                    self.has_calls = True
+                    function = {"name": name, "arguments": ""}
+                    call = {"index": index, "id": next(self._call_ids), "type": "function", "function": function}
+                    yield {"tool_calls": [call]}
+                case ArgumentsEvent(index, text):
+                    yield {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+    def _events(self, delta: ChoiceDelta) -> Iterable[Event]:
+        if self._parser is None:
+            return [TextEvent(delta.text)] if delta.text else []
+        events = self._parser.feed(delta.text)
+        return events if delta.finish_reason is None else [*events, *self._parser.finish()]
+
+
+def whole_message(deltas: Iterable[Document]) -> Document:
+    """Join message deltas into one message, as a non-streamed response contains it."""
+    content, reasoning = "", ""
+    calls: list[Document] = []
+    for delta in deltas:
+        content += delta.get("content", "")
+        reasoning += delta.get("reasoning", "")
+        for piece in delta.get("tool_calls", ()):
+            if piece["index"] == len(calls):
+                calls.append({"id": piece["id"], "type": "function", "function": dict(piece["function"])})
+            else:
+                calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
+    message: Document = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if reasoning:
+        message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    if calls:
+        message["tool_calls"] = calls
+    return message

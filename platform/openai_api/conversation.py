@@ -1,0 +1,115 @@
+"""The messages of a chat request, in the form that chat templates expect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_json
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.openai_api.strict_model import StrictModel
+from loramux.platform.openai_api.tools import MAX_TOOLS, Name
+
+MAX_ID_CHARACTERS = 256
+
+
+def _content(value: Any) -> Any:
+    """Join the parts of a message into one string."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError('only parts {"type": "text", "text": ...} are supported')
+        if set(part) != {"type", "text"}:
+            raise ValueError("a text part has no fields other than type and text")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class CalledFunction(StrictModel):
+    name: Name
+    arguments: str
+
+
+class ToolCall(StrictModel):
+    id: str = Field(min_length=1, max_length=MAX_ID_CHARACTERS)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(StrictModel):
+    """One message. The null-only fields appear in our own answers, which clients send back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_content)] = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = Field(None, max_length=MAX_ID_CHARACTERS)
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: None = None
+    annotations: Annotated[list[None], Field(fail_fast=True, max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Convert messages to dicts for a chat template, with parsed arguments of tool calls.
+
+    Raises InvalidRequest for fields that do not suit a message's role, and for tool messages without a call.
+    """
+    names: dict[str, str] = {}
+    return [_message(message, f"messages[{index}]", names) for index, message in enumerate(messages)]
+
+
+def _message(message: ChatMessage, param: str, names: dict[str, str]) -> dict[str, Any]:
+    """Convert one message; `names` has the function's name of each earlier call, by the call's id."""
+    # "developer" is OpenAI's newer name for the system role; chat templates use the older one.
+    role = "system" if message.role == "developer" else message.role
+    if message.content is None and not (role == "assistant" and message.tool_calls):
+        raise InvalidRequest(
+            f"{param}.content is required", param=f"{param}.content", code="missing_required_parameter"
+        )
+    _check_role(message, param)
+    shown: dict[str, Any] = {"role": role, "content": message.content or ""}
+    if message.name is not None:
+        shown["name"] = message.name
+    if role == "tool":
+        call_id = message.tool_call_id
+        if call_id not in names:
+            raise InvalidRequest(
+                "no earlier message has a tool call with this id",
+                param=f"{param}.tool_call_id",
+                code="missing_required_parameter" if call_id is None else "invalid_value",
+            )
+        # Some templates show the function's name with its result.
+        shown |= {"tool_call_id": call_id, "name": names[call_id]}
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    if reasoning is not None:
+        shown["reasoning_content"] = reasoning
+    if message.tool_calls:
+        shown["tool_calls"] = [_call(call, f"{param}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+        names |= {call.id: call.function.name for call in message.tool_calls}
+    return shown
+
+
+def _check_role(message: ChatMessage, param: str) -> None:
+    """Raise InvalidRequest for a field that belongs to another role."""
+    for role, fields in (("assistant", ("tool_calls", "reasoning_content", "reasoning")), ("tool", ("tool_call_id",))):
+        found = next((name for name in fields if getattr(message, name) not in (None, [])), None)
+        if found is not None and message.role != role:
+            raise InvalidRequest(f"only {role} messages have {found}", param=f"{param}.{found}", code="invalid_value")
+
+
+def _call(call: ToolCall, param: str) -> dict[str, Any]:
+    param += ".function.arguments"
+    try:
+        arguments = parse_strict_json(call.function.arguments.encode() or b"{}")
+    except InvalidJson as error:
+        raise InvalidRequest(f"the arguments are not valid JSON: {error}", param=param) from None
+    if not isinstance(arguments, dict):
+        raise InvalidRequest("the arguments must be a JSON object", param=param)
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

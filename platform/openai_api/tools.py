@@ -1,0 +1,79 @@
+"""The tools that a chat request offers, and its choice among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from loramux.platform.openai_api.strict_model import StrictModel
+
+MAX_TOOLS = 128
+"""Maximum number of tools per request, as in OpenAI's API."""
+
+NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+"""Pattern of a function's name, as in OpenAI's API."""
+
+Name = Annotated[str, Field(pattern=NAME)]
+
+
+class FunctionDefinition(StrictModel):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """The JSON schema of the arguments; without `parameters`, a function takes none."""
+        return self.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _different(tools: list[Tool]) -> list[Tool]:
+    names = [tool.name for tool in tools]
+    if len(names) > len(set(names)):
+        raise ValueError("two tools have the same name")
+    return tools
+
+
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS), AfterValidator(_different)]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """`mode` is `named` if the request names the function to call."""
+
+    mode: Literal["none", "auto", "required", "named"]
+    name: str | None = None
+
+    @property
+    def is_forced(self) -> bool:
+        return self.mode in ("required", "named")
+
+
+AUTO = ToolChoice("auto")
+
+
+def _tool_choice(value: Any) -> ToolChoice | None:
+    match value:
+        case None:
+            return None
+        case "none" | "auto" | "required":
+            return ToolChoice(value)
+        case {"type": "function", "function": {"name": str(name), **more}, **others} if not more and not others:
+            return ToolChoice("named", name)
+        case _:
+            raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}')
+
+
+ToolChoiceField = Annotated[Any, AfterValidator(_tool_choice)]
