@@ -1,20 +1,18 @@
-"""A model's own chat template, rendered in a sandbox as Hugging Face renders it."""
+"""A model's own chat templates, rendered in a sandbox as Hugging Face renders them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
-
-from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 from loramux.platform.errors import InvalidRequest
+from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused, reason, render
+from loramux.platform.tokenizer.jinja_sandbox import COMPILE_ERRORS, ChatEnvironment
+from loramux.platform.tokenizer.template_kwargs import SPECIAL_TOKENS, check_kwargs
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+DEFAULT, TOOL_USE = "default", "tool_use"
 
 
 class ModelFilesError(Exception):
@@ -22,38 +20,79 @@ class ModelFilesError(Exception):
 
 
 class ChatTemplate:
-    """Renders messages as the text of a prompt, including special tokens."""
+    """Renders messages as the text of a prompt, including special tokens. Thread-safe."""
 
-    def __init__(self, template: Template, special_tokens: Mapping[str, str]) -> None:
-        self._template = template
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        """Compile the templates `default` and `tool_use` of `sources`. Raises one of COMPILE_ERRORS."""
+        self._environment = ChatEnvironment()
+        self._sources = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
+        self._templates = {
+            name: self._environment.template(self._environment.compiled(source))
+            for name, source in self._sources.items()
+        }
         self._special_tokens = dict(special_tokens)
 
     @staticmethod
     def load(model_dir: Path) -> ChatTemplate | None:
-        """The template of a Hugging Face directory, or None if it has none. Raises ModelFilesError."""
+        """The templates of a Hugging Face directory, or None if it has none. Raises ModelFilesError."""
         config = read_json(model_dir / "tokenizer_config.json")
-        source = _source(model_dir, config)
-        if source is None:
+        sources = _sources(model_dir, config)
+        if DEFAULT not in sources and TOOL_USE not in sources:
             return None
-        try:
-            template = _environment().from_string(source)
-        except TemplateError as error:
-            raise ModelFilesError(f"the chat template of {model_dir} is malformed: {error}") from error
         names = read_json(model_dir / "special_tokens_map.json") | config
-        return ChatTemplate(template, {name: _text(names[name]) for name in SPECIAL_TOKENS if names.get(name)})
-
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt up to the start of the assistant's turn. Raises InvalidRequest if the template rejects it."""
+        special_tokens = {name: _text(names[name]) for name in SPECIAL_TOKENS if names.get(name)}
         try:
-            return self._template.render(
-                messages=list(messages),
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
+            return ChatTemplate(sources, special_tokens)
+        except COMPILE_ERRORS as error:
+            raise ModelFilesError(f"the chat template of {model_dir} is malformed: {reason(error)}") from error
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The special tokens that templates can name, such as `bos_token`."""
+        return self._special_tokens
+
+    def source(self, *, has_tools: bool) -> str:
+        """The template for a conversation with or without tools. Raises InvalidRequest if there is none."""
+        return self._sources[self._name(has_tools)]
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt of a conversation. Raises InvalidRequest if a limit or the template rejects it.
+
+        `tools` are OpenAI's, or None if the request has none. `kwargs` are further variables of the template.
+        `add_generation_prompt` opens the assistant's turn; `continue_final_message` leaves the last message open.
+        """
+        check_kwargs(kwargs or {})
+        name = self._name(tools is not None)
+        try:
+            conversation = Conversation(
+                messages=messages,
+                tools=tools,
+                kwargs=kwargs or {},
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
             )
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            raise InvalidRequest(f"the chat template rejects these messages: {error}", param="messages") from None
+            return render(
+                self._environment, self._templates[name], self._sources[name], self._special_tokens, conversation
+            )
+        except TemplateRefused as refused:
+            raise InvalidRequest(refused.message, param=refused.param) from None
+
+    def _name(self, has_tools: bool) -> str:
+        if has_tools and TOOL_USE in self._templates:
+            return TOOL_USE
+        if DEFAULT not in self._templates:
+            raise InvalidRequest(
+                "this model has a chat template only for requests with tools", param="tools", code="no_chat_template"
+            )
+        return DEFAULT
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -69,37 +108,26 @@ def read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def _source(model_dir: Path, config: Mapping[str, Any]) -> str | None:
-    file = model_dir / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text("utf-8")
+def _sources(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The templates by name. Files go before the configuration, as in transformers."""
+    files = {
+        DEFAULT: model_dir / "chat_template.jinja",
+        **{path.stem: path for path in sorted((model_dir / "additional_chat_templates").glob("*.jinja"))},
+    }
+    if read := {name: path.read_text("utf-8") for name, path in files.items() if path.is_file()}:
+        return read
     declared = config.get("chat_template")
-    if isinstance(declared, list):
-        # If there are several named templates, `default` is the one for plain chat.
-        declared = next((item["template"] for item in declared if item.get("name") == "default"), None)
-    return declared if isinstance(declared, str) else None
+    if isinstance(declared, str):
+        return {DEFAULT: declared}
+    if not isinstance(declared, list):
+        return {}
+    named = [item for item in declared if isinstance(item, dict)]
+    return {
+        item["name"]: item["template"]
+        for item in named
+        if isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
+    }
 
 
 def _text(token: Any) -> str:
     return str(token["content"]) if isinstance(token, dict) else str(token)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _tojson(value: Any, indent: int | None = None) -> str:
-    # Jinja's own filter escapes HTML characters, which would change the prompt.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

@@ -1,0 +1,114 @@
+"""One conversation as a chat template sees it, rendered as transformers' `apply_chat_template` renders it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import Template
+
+from loramux.platform.tokenizer.jinja_sandbox import RENDER_ERRORS, ChatEnvironment
+
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which a message's reasoning is passed; the first is the one that most templates read."""
+
+_TAG = "LORAMUX_FINAL_MESSAGE_ENDS_HERE "
+"""Marks the end of the message to continue. The space shows whether the template strips messages."""
+
+_MAX_REASON_CHARS = 500
+
+
+class TemplateRefused(Exception):
+    """The template does not render the conversation; the message says why, and `param` names the field."""
+
+    def __init__(self, message: str, param: str = "messages") -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Everything that a prompt is rendered from, as JSON values, but for the template and its special tokens."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template, already checked with `check_kwargs`."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises TemplateRefused."""
+        if not self.messages:
+            raise TemplateRefused("there are no messages")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise TemplateRefused(
+                "continue_final_message needs add_generation_prompt to be false", "continue_final_message"
+            )
+
+
+def render(
+    environment: ChatEnvironment,
+    template: Template,
+    source: str,
+    special_tokens: Mapping[str, str],
+    conversation: Conversation,
+) -> str:
+    """The prompt of a conversation. Raises TemplateRefused."""
+    messages = [_message(message) for message in conversation.messages]
+    final = _tag_final(messages, source) if conversation.continue_final_message else None
+    variables = {
+        "documents": None,
+        **conversation.kwargs,
+        **special_tokens,
+        "messages": messages,
+        "tools": None if conversation.tools is None else list(conversation.tools),
+        "add_generation_prompt": conversation.add_generation_prompt,
+    }
+    try:
+        text = environment.text(template, variables)
+    except RENDER_ERRORS as error:
+        raise TemplateRefused(f"the chat template rejects these messages: {reason(error)}") from None
+    return text if final is None else _cut_after(final, text)
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, or its kind if it says nothing."""
+    return str(error)[:_MAX_REASON_CHARS] or type(error).__name__
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message without null fields, which many templates would print, and with its reasoning under each name."""
+    shown = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((shown[name] for name in _REASONING_FIELDS if name in shown), None)
+    return shown if reasoning is None else {"thinking": reasoning, **shown, "reasoning_content": reasoning}
+
+
+def _tag_final(messages: list[dict[str, Any]], source: str) -> str:
+    """Append the tag to the text of the last message, and return the text without it."""
+    content = messages[-1].get("content")
+    if "content" not in source:
+        raise TemplateRefused("the chat template reads no content to continue", "continue_final_message")
+    if isinstance(content, str):
+        messages[-1]["content"] = content + _TAG
+        return content
+    if isinstance(content, list):
+        for i, part in reversed(list(enumerate(content))):
+            if isinstance(part, dict) and isinstance(text := part.get("text"), str):
+                messages[-1]["content"] = [*content[:i], {**part, "text": text + _TAG}, *content[i + 1 :]]
+                return text
+    raise TemplateRefused("the last message has no text to continue", "continue_final_message")
+
+
+def _cut_after(final: str, text: str) -> str:
+    """The rendered text up to the end of the final message."""
+    end = text.rfind(_TAG.strip())
+    if end < 0 or final.strip() not in text:
+        raise TemplateRefused(
+            "the chat template does not render the whole final message, so it cannot be continued",
+            "continue_final_message",
+        )
+    # A template that strips the message also strips the space before its end.
+    return text[:end] if text.startswith(_TAG, end) else text[:end].rstrip()

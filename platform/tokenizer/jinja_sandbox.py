@@ -1,0 +1,167 @@
+"""The Jinja environment of chat templates: what Hugging Face's templates can use, and limits on what they do.
+
+Templates read values and build text. They cannot change a message, reach Python's internals, or import anything.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from datetime import datetime
+from types import CodeType
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+MAX_PROMPT_CHARS = 16 << 20
+"""Longest text that a template may render, in characters."""
+
+MAX_RENDER_S = 0.5
+"""Processor time of one rendering, in seconds."""
+
+RENDER_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    MemoryError,
+    # Also RecursionError and "generator already executing".
+    RuntimeError,
+)
+"""What a template can raise while it renders."""
+
+COMPILE_ERRORS = (TemplateError, SyntaxError, ValueError, OverflowError, MemoryError, RecursionError)
+"""What a malformed template can raise while it is compiled."""
+
+_STEPS_PER_LOOK = 64
+"""Number of attributes, items and calls between two readings of the clock."""
+
+
+class ChatEnvironment(ImmutableSandboxedEnvironment):
+    """Renders templates within limits on processor time and on the length of the text. Thread-safe."""
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
+        self.filters["tojson"] = _tojson
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+            "dict": _Dict(),
+            "namespace": _Namespace,
+        }
+        self._clock = _Clock()
+
+    def compiled(self, source: str) -> CodeType:
+        """Compile a template. Raises one of COMPILE_ERRORS."""
+        return self.compile(source)
+
+    def template(self, code: CodeType) -> Template:
+        return self.template_class.from_code(self, code, self.make_globals(None))
+
+    def text(self, template: Template, variables: dict[str, Any]) -> str:
+        """Render a template of this environment. Raises one of RENDER_ERRORS."""
+        self._clock.start()
+        parts, num_chars = [], 0
+        for part in template.generate(variables):
+            parts.append(part)
+            num_chars += len(part)
+            if num_chars > MAX_PROMPT_CHARS:
+                raise TemplateError(f"it renders more than {MAX_PROMPT_CHARS} characters")
+        return "".join(parts)
+
+    # A loop that does anything with a conversation goes through one of these.
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self._clock.step()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self._clock.step()
+        return super().getitem(obj, argument)
+
+    def call(self, /, *args: Any, **kwargs: Any) -> Any:
+        self._clock.step()
+        return super().call(*args, **kwargs)
+
+
+class _Clock(threading.local):
+    """The processor time left to this thread's rendering."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self._num_steps = 0
+        self._end_s = time.thread_time() + MAX_RENDER_S
+
+    def step(self) -> None:
+        self._num_steps += 1
+        if self._num_steps % _STEPS_PER_LOOK == 0 and time.thread_time() > self._end_s:
+            raise TemplateError(f"it takes more than {MAX_RENDER_S:g} s")
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}`, which marks the assistant's text for training, renders its body as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno)
+
+
+class _Dict:
+    """`dict` without the attributes of Python's type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """`namespace` without names that begin with an underscore, which the sandbox could not read back."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # As in Jinja, `self` is a name that a template may use.
+        namespace, *values = args
+        attributes = dict(*values, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(namespace, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace has no attribute that begins with an underscore: {name[:100]!r}")
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML characters, which would change the prompt.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
