@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loramux.engine.messages import Add, Finished, SequenceOutput, TokenLogprobs
-from loramux.platform.generation.plan import Thinking
 from loramux.platform.tokenizer.detokenizer import Detokenizer, StopStrings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.platform.tool_calls.reasoning import ReasoningSplitter
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,19 @@ class ChoiceDelta:
 class Choice:
     """Consumes tokens from the engine's stream until `is_done`."""
 
-    def __init__(self, index: int, add: Add, tokenizer: ModelTokenizer, stops: tuple[str, ...], thinking: Thinking | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        add: Add,
+        tokenizer: ModelTokenizer,
+        stops: tuple[str, ...],
+        reasoning: ReasoningSplitter | None = None,
+    ) -> None:
         self.index = index
         self.add = add
         self._detokenizer = Detokenizer(tokenizer, add.prompt)
         self._stops = StopStrings(stops)
-        self._reasoning = None if thinking is None else thinking.splitter()
+        self._reasoning = reasoning
         self.num_reasoning = 0
         """Number of received tokens that belong to the reasoning, including its markers."""
         self._min_tokens = add.sampling.min_tokens
@@ -46,29 +53,32 @@ class Choice:
         """The text and log-probabilities that these tokens add, or None. Tokens after a stop string add nothing."""
         if self.is_done:
             return None
-        text = ""
+        reasoning = text = ""
         for position, token_id in enumerate(output.token_ids):
             self.num_received += 1
-            text += self._shown(self._detokenizer.feed(token_id))
+            was_reasoning = self._is_reasoning
+            more_reasoning, more_text = self._split(self._shown(self._detokenizer.feed(token_id)))
+            if was_reasoning or self._is_reasoning:
+                # Reasoning can only come first.
+                self.num_reasoning = self.num_received
+            reasoning, text = reasoning + more_reasoning, text + more_text
             if self._stops.is_found:
                 self.keep = self.num_received
-                self.is_done = True
-                return ChoiceDelta(self.index, text, output.logprobs[: position + 1], "stop")
-        if not text and not output.logprobs:
+                return self._last(reasoning, text, output.logprobs[: position + 1], "stop")
+        if not reasoning and not text and not output.logprobs:
             return None
-        return ChoiceDelta(self.index, text, output.logprobs, None)
+        return ChoiceDelta(self.index, text, output.logprobs, None, reasoning)
 
     def finish(self, finished: Finished) -> ChoiceDelta | None:
         """The last delta, with the text held back so far, or None if it was already produced or the choice failed."""
         self.finished = finished
         if self.is_done or finished.reason not in ("stop", "length"):
             return None
-        self.is_done = True
-        text = self._shown(self._detokenizer.finish())
+        shown = self._shown(self._detokenizer.finish())
         if self._stops.is_found:
             self.keep = self.num_received
-            return ChoiceDelta(self.index, text, (), "stop")
-        return ChoiceDelta(self.index, text + self._stops.flush(), (), finished.reason)
+            return self._last(*self._split(shown), (), "stop")
+        return self._last(*self._split(shown + self._stops.flush()), (), finished.reason)
 
     def give_up(self) -> None:
         """Record that the engine never reported the end; the prompt and the received tokens are charged."""
@@ -112,3 +122,17 @@ class Choice:
         if self.num_received <= self._min_tokens:
             return self._stops.flush() + text
         return self._stops.feed(text)
+
+    @property
+    def _is_reasoning(self) -> bool:
+        return self._reasoning is not None and self._reasoning.is_thinking
+
+    def _split(self, shown: str) -> tuple[str, str]:
+        """Divide new text into reasoning and answer."""
+        return ("", shown) if self._reasoning is None else self._reasoning.feed(shown)
+
+    def _last(self, reasoning: str, text: str, logprobs: tuple[TokenLogprobs, ...], finish_reason: str) -> ChoiceDelta:
+        """The last delta, with all text that the splitter still holds back."""
+        self.is_done = True
+        held_reasoning, held_text = ("", "") if self._reasoning is None else self._reasoning.flush()
+        return ChoiceDelta(self.index, text + held_text, logprobs, finish_reason, reasoning + held_reasoning)

@@ -45,6 +45,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int | None = None
+    """Completion tokens that belong to the reasoning; None if the model does not reason."""
 
 
 class Generation:
@@ -72,7 +74,9 @@ class Generation:
         self._clock = clock
         self._span = begin_span("generate")
         traceparent = None if self._span is None else self._span.traceparent
-        self._choices = [Choice(i, add, tokenizer, plan.stops) for i, add in enumerate(plan.adds(traceparent))]
+        self._choices = [
+            Choice(i, add, tokenizer, plan.stops, plan.splitter()) for i, add in enumerate(plan.adds(traceparent))
+        ]
         self._events = PendingDeltas()
         self._is_stopping = asyncio.Event()
         self.is_abandoned = False
@@ -134,7 +138,12 @@ class Generation:
                 if reader in late:
                     choice.give_up()
         settlement = self._settlement()
-        self.usage = Usage(settlement.prompt_tokens, settlement.completion_tokens, settlement.cached_tokens)
+        self.usage = Usage(
+            settlement.prompt_tokens,
+            settlement.completion_tokens,
+            settlement.cached_tokens,
+            None if self.plan.reasoning is None else sum(choice.num_reasoning for choice in self._choices),
+        )
         if self._span is not None:
             self._span.set("loramux.completion_tokens", settlement.completion_tokens)
             self._span.end(None if self._failure is None else self._failure.code)

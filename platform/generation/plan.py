@@ -9,6 +9,7 @@ import msgspec
 from loramux.engine.messages import Add, SamplingParams
 from loramux.platform.accounts.model_names import ResolvedModel
 from loramux.platform.accounts.tenants import Share
+from loramux.platform.tool_calls.reasoning import Markers, ReasoningSplitter
 
 CHUNK_TOKENS = 1024
 """Tokens granted to a choice at a time if the request sets no max_tokens."""
@@ -25,6 +26,14 @@ class Target:
     api_key_id: str
     model: ResolvedModel
     share: Share
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """How an answer's reasoning is marked. `is_open` is True if the prompt ends inside the reasoning."""
+
+    markers: Markers
+    is_open: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +54,8 @@ class Plan:
     grammar: str
     """The grammar that each choice must follow, in llguidance's format; empty if there is none."""
     stops: tuple[str, ...]
+    reasoning: Reasoning | None = None
+    """None if all text belongs to the answer."""
     tokens_at_once: int
     """Maximum number of tokens reported together; 1 if the client or a stop string needs each one immediately."""
     base: str
@@ -61,6 +72,15 @@ class Plan:
     @property
     def num_sequences(self) -> int:
         return len(self.prompts) * self.num_choices
+
+    def splitter(self) -> ReasoningSplitter | None:
+        """A new splitter for one choice's text."""
+        wanted = self.reasoning
+        return (
+            None
+            if wanted is None
+            else ReasoningSplitter(wanted.markers.begin, wanted.markers.end, is_open=wanted.is_open)
+        )
 
     def adds(self, traceparent: str | None = None) -> list[Add]:
         """One sequence per choice, in the order of the choices' indices; `traceparent` is the parent of their spans."""

@@ -7,14 +7,17 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.openai_api.authentication import Caller, Services
 from loramux.platform.openai_api.chat_answer import ChatAnswer
-from loramux.platform.openai_api.endpoint import Endpoint, Prompts, Received
+from loramux.platform.openai_api.chat_prompt import answer_format, reasoning_after, render_chat
+from loramux.platform.openai_api.endpoint import Endpoint, Prepared, Received
 from loramux.platform.openai_api.openapi import GENERATION_ERRORS, answers, errors, takes
 from loramux.platform.openai_api.openapi_schemas import ChatDocument
 from loramux.platform.openai_api.request_life import serve
-from loramux.platform.openai_api.schemas import ChatMessage, ChatRequest
+from loramux.platform.openai_api.schemas import ChatRequest
 from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.tool_calls.parsers import PARSERS
 
 router = APIRouter()
 
@@ -30,12 +33,19 @@ async def create_chat_completion(request: Request, caller: Caller, services: Ser
     return await serve(request, services, caller, CHAT)
 
 
-def _tokenise(services: GatewayServices, body: ChatRequest) -> Prompts:
-    messages = [_message(message) for message in body.messages]
-    return (services.tokenizer.encode_chat(messages, services.max_model_len),)
+def _prepare(services: GatewayServices, body: ChatRequest) -> Prepared:
+    template = services.tokenizer.chat_template
+    text = render_chat(template, body)
+    style = answer_format(template.source(has_tools=bool(body.offered_tools)))
+    prompt = services.tokenizer.encode_rendered(text, services.max_model_len)
+    return Prepared((prompt,), reasoning_after(text, style), style.tool_format if body.offered_tools else None)
 
 
-async def _shape(services: GatewayServices, received: Received[ChatRequest]) -> ChatAnswer:
+def _constraint(body: ChatRequest, prepared: Prepared) -> Constraint | None:
+    return body.constraint()
+
+
+async def _shape(services: GatewayServices, received: Received[ChatRequest], prepared: Prepared) -> ChatAnswer:
     body = received.body
     return ChatAnswer(
         id=f"chatcmpl-{received.request_id.removeprefix('req_')}",
@@ -44,14 +54,9 @@ async def _shape(services: GatewayServices, received: Received[ChatRequest]) -> 
         tokenizer=services.tokenizer,
         has_logprobs=bool(body.logprobs),
         include_usage=body.include_usage,
+        tool_choice=body.choice_of_tools,
+        new_parser=None if prepared.tool_format is None else PARSERS[prepared.tool_format],
     )
 
 
-CHAT = Endpoint(name="chat", body=ChatRequest, tokenise=_tokenise, shape=_shape)
-
-
-def _message(message: ChatMessage) -> dict[str, str]:
-    # "developer" is OpenAI's newer name for the system role; chat templates use the older one.
-    role = "system" if message.role == "developer" else message.role
-    shown = {"role": role, "content": message.content}
-    return {**shown, "name": message.name} if message.name is not None else shown
+CHAT = Endpoint(name="chat", body=ChatRequest, prepare=_prepare, constraint=_constraint, shape=_shape)

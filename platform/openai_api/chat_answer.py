@@ -12,8 +12,8 @@ from loramux.platform.generation.generation import Usage
 from loramux.platform.openai_api.answers import Document, merged, shown_logprob, usage_body
 from loramux.platform.openai_api.chat_message import MessageBuilder, whole_message
 from loramux.platform.openai_api.tools import ToolChoice
-from loramux.platform.tool_calls.parsers import ToolCallParser
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.platform.tool_calls.call_parser import CallParser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class ChatAnswer:
     has_logprobs: bool
     include_usage: bool
     tool_choice: ToolChoice
-    new_parser: Callable[[], ToolCallParser] | None = None
+    new_parser: Callable[[], CallParser] | None = None
     """Creates a parser of tool calls for a choice; None if the request offers no tools."""
     _builders: dict[int, MessageBuilder] = field(default_factory=dict)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.openai_api.answers import Document
+from loramux.platform.tool_calls.call_parser import CallParser
 from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, Event, TextEvent
-from loramux.platform.tool_calls.parsers import ToolCallParser
 
 
 class MessageBuilder:
@@ -16,7 +16,7 @@ class MessageBuilder:
     `parser` finds tool calls in the text; without one, all text is content. `call_ids` has an id for each call.
     """
 
-    def __init__(self, parser: ToolCallParser | None, call_ids: Iterator[str]) -> None:
+    def __init__(self, parser: CallParser | None, call_ids: Iterator[str]) -> None:
         self._parser = parser
         self._call_ids = call_ids
         self.has_calls = False

@@ -8,9 +8,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from loramux.platform.errors import InvalidRequest
+from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.openai_api.authentication import Caller, Services
 from loramux.platform.openai_api.completion_answer import CompletionAnswer
-from loramux.platform.openai_api.endpoint import Endpoint, Prompts, Received
+from loramux.platform.openai_api.endpoint import Endpoint, Prepared, Received
 from loramux.platform.openai_api.openapi import GENERATION_ERRORS, answers, errors, takes
 from loramux.platform.openai_api.openapi_schemas import CompletionDocument
 from loramux.platform.openai_api.request_life import serve
@@ -31,16 +32,23 @@ async def create_completion(request: Request, caller: Caller, services: Services
     return await serve(request, services, caller, COMPLETIONS)
 
 
-def _tokenise(services: GatewayServices, body: CompletionRequest) -> Prompts:
-    return tuple(
+def _prepare(services: GatewayServices, body: CompletionRequest) -> Prepared:
+    prompts = tuple(
         services.tokenizer.encode(prompt, services.max_model_len)
         if isinstance(prompt, str)
         else _known(prompt, services.model.vocab_size)
         for prompt in body.prompt
     )
+    return Prepared(prompts)
 
 
-async def _shape(services: GatewayServices, received: Received[CompletionRequest]) -> CompletionAnswer:
+def _constraint(body: CompletionRequest, prepared: Prepared) -> Constraint | None:
+    return body.constraint()
+
+
+async def _shape(
+    services: GatewayServices, received: Received[CompletionRequest], prepared: Prepared
+) -> CompletionAnswer:
     body = received.body
     return CompletionAnswer(
         id=f"cmpl-{received.request_id.removeprefix('req_')}",
@@ -53,7 +61,9 @@ async def _shape(services: GatewayServices, received: Received[CompletionRequest
     )
 
 
-COMPLETIONS = Endpoint(name="completions", body=CompletionRequest, tokenise=_tokenise, shape=_shape)
+COMPLETIONS = Endpoint(
+    name="completions", body=CompletionRequest, prepare=_prepare, constraint=_constraint, shape=_shape
+)
 
 
 def _known(prompt: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:

@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from loramux.platform.generation.plan import Reasoning
+from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.openai_api.answers import Answer
 from loramux.platform.openai_api.schemas import GenerationRequest
 from loramux.platform.openai_api.services import GatewayServices
@@ -14,6 +16,17 @@ B = TypeVar("B", bound=GenerationRequest)
 
 Prompts = tuple[tuple[int, ...], ...]
 """The token ids of each prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request's prompts, and how to read the answers to them."""
+
+    prompts: Prompts
+    reasoning: Reasoning | None = None
+    """None if the model does not reason before it answers."""
+    tool_format: str | None = None
+    """The format of tool calls; None if the request offers no tools, or if calls are not parsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +45,9 @@ class Endpoint(Generic[B]):
     name: str
     """The endpoint's name in the ledger and the metrics."""
     body: type[B]
-    tokenise: Callable[[GatewayServices, B], Prompts]
+    prepare: Callable[[GatewayServices, B], Prepared]
     """Tokenises a body's prompts, which is slow if they are long. Raises InvalidRequest."""
-    shape: Callable[[GatewayServices, Received[B]], Awaitable[Answer]]
+    constraint: Callable[[B, Prepared], Constraint | None]
+    """The constraint on the answer. Raises InvalidRequest."""
+    shape: Callable[[GatewayServices, Received[B], Prepared], Awaitable[Answer]]
     """Creates the builder of response bodies, before generation starts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from loramux.platform.accounts.end_users import end_user_label
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import CHUNK_TOKENS, Plan, Target
-from loramux.platform.openai_api.endpoint import B, Endpoint, Prompts, Received
+from loramux.platform.openai_api.endpoint import B, Endpoint, Prepared, Prompts, Received
 from loramux.platform.openai_api.schemas import GenerationRequest
 from loramux.platform.openai_api.services import GatewayServices
 
@@ -25,11 +25,11 @@ def make_plan(
     endpoint: Endpoint[B],
     received: Received[B],
     target: Target,
-    prompts: Prompts,
+    prepared: Prepared,
     grammar: str = "",
 ) -> Plan:
     """The plan for a request. Raises InvalidRequest if the request exceeds a limit."""
-    body = received.body
+    body, prompts = received.body, prepared.prompts
     sampling, stops = body.sampling(), tuple(body.stop or ())
     max_tokens = _max_tokens(services.max_model_len, body, prompts)
     # In the engine, each choice is a sequence with its own copy of the prompt.
@@ -50,6 +50,7 @@ def make_plan(
         sampling=sampling,
         grammar=grammar,
         stops=stops,
+        reasoning=prepared.reasoning,
         tokens_at_once=1 if body.stream or stops else TOKENS_AT_ONCE,
         base=services.model.served_name,
         end_user=end_user_label(body.user),

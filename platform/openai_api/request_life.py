@@ -15,10 +15,11 @@ from loramux.platform.errors import ApiError
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Generation
 from loramux.platform.generation.plan import Plan, Target
+from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.openai_api import sse
 from loramux.platform.openai_api.answers import Answer
-from loramux.platform.openai_api.endpoint import B, Endpoint, Prompts, Received
+from loramux.platform.openai_api.endpoint import B, Endpoint, Prepared, Received
 from loramux.platform.openai_api.error_responses import engine_unavailable, json_response, request_id_of
 from loramux.platform.openai_api.planning import check_untokenised, make_plan
 from loramux.platform.openai_api.request_body import parse_body_on, read_body
@@ -39,10 +40,10 @@ async def serve(request: Request, services: GatewayServices, caller: Principal, 
     """
     received = await read(request, services, endpoint)
     target = await resolve(services, caller, received.body)
-    prompts = await tokenise(services, endpoint, received)
-    grammar = await constrain(services, target, received.body)
-    plan = make_plan(services, endpoint, received, target, prompts, grammar)
-    shape = await endpoint.shape(services, received)
+    prepared = await prepare(services, endpoint, received)
+    grammar = await constrain(services, target, endpoint.constraint(received.body, prepared))
+    plan = make_plan(services, endpoint, received, target, prepared, grammar)
+    shape = await endpoint.shape(services, received, prepared)
     started_s = time.monotonic()
     headers = await reserve(services, plan, received.body)
     generation = services.running.start(plan, partial(run_and_settle, services))
@@ -91,18 +92,17 @@ async def resolve(services: GatewayServices, caller: Principal, body: Generation
         return await services.call(find)
 
 
-async def tokenise(services: GatewayServices, endpoint: Endpoint[B], received: Received[B]) -> Prompts:
-    """The prompts' token ids. Raises InvalidRequest."""
+async def prepare(services: GatewayServices, endpoint: Endpoint[B], received: Received[B]) -> Prepared:
+    """The tokenised prompts. Raises InvalidRequest."""
     check_untokenised(services, received.body)
     with traced("tokenise"):
         if received.num_bytes <= MAX_TOKENISED_AT_ONCE:
-            return endpoint.tokenise(services, received.body)
-        return await services.compute(endpoint.tokenise, services, received.body)
+            return endpoint.prepare(services, received.body)
+        return await services.compute(endpoint.prepare, services, received.body)
 
 
-async def constrain(services: GatewayServices, target: Target, body: GenerationRequest) -> str:
+async def constrain(services: GatewayServices, target: Target, constraint: Constraint | None) -> str:
     """The checked grammar that the answer must follow; empty if there is none. Raises InvalidRequest or RateLimited."""
-    constraint = body.constraint()
     if constraint is None:
         return ""
     with traced("constrain"):

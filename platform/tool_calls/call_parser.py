@@ -1,0 +1,124 @@
+"""What the parsers of all formats share: text up to a block of calls, then the block."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, Event, TextEvent
+from loramux.platform.tool_calls.reader import Malformed, Reader, Steps
+
+MAX_GAP = 64
+"""Maximum number of whitespace characters before a block that are dropped with it."""
+
+_GAP = re.compile(rf"\s{{1,{MAX_GAP}}}\Z")
+
+
+class CallParser(ABC):
+    """Finds the calls in an answer that arrives in pieces of any length.
+
+    A block of calls begins at one of the format's `markers`, or at the start of the answer with one of its `openers`.
+    Whitespace around a block is dropped. A call begins once its name and the start of its arguments have been read.
+    Output that is malformed before that comes back as text, as it was written; afterwards it is the text of the
+    arguments, as it was written. Nothing raises, and the time is linear in the length of the answer.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = ()
+    openers: ClassVar[str] = ""
+
+    def __init__(self) -> None:
+        self._reader = Reader()
+        self._events: list[Event] = []
+        self._num_calls = 0
+        self._marker = re.compile("|".join(map(re.escape, self.markers))) if self.markers else None
+        self._beginnings = {marker[:length] for marker in self.markers for length in range(1, len(marker))}
+        self._steps = self._parse()
+
+    def feed(self, text: str) -> list[Event]:
+        """The events that are certain after another piece of the answer."""
+        self._reader.add(text)
+        next(self._steps)
+        return self._found()
+
+    def finish(self) -> list[Event]:
+        """The remaining events; the answer is over."""
+        self._reader.is_ended = True
+        for _ in self._steps:
+            pass
+        return self._found()
+
+    @abstractmethod
+    def _block(self, marker: str) -> Steps[None]:
+        """Read the calls after a marker, or from an opener if there is no marker. Raises Malformed."""
+
+    def _parse(self) -> Steps[None]:
+        reader = self._reader
+        if self.openers:
+            yield from self._block_at_start()
+        while True:
+            marker = yield from self._text()
+            if marker is None:
+                return
+            yield from self._tried(marker)
+
+    def _block_at_start(self) -> Steps[None]:
+        reader = self._reader
+        while not reader.text.strip() and len(reader.text) <= MAX_GAP:
+            if not (yield from reader.more()):
+                return
+        num_spaces = len(reader.text) - len(reader.text.lstrip())
+        if num_spaces <= MAX_GAP and reader.text[num_spaces : num_spaces + 1] in tuple(self.openers):
+            reader.take(num_spaces)
+            yield from self._tried("")
+
+    def _tried(self, marker: str) -> Steps[None]:
+        reader = self._reader
+        try:
+            yield from self._block(marker)
+            yield from reader.spaces()
+        except Malformed:
+            self._say(reader.taken())
+        reader.mark()
+
+    def _text(self) -> Steps[str | None]:
+        """Read text up to and with the next marker, or to the end of the answer."""
+        reader = self._reader
+        while True:
+            found = self._marker.search(reader.text, reader.at) if self._marker else None
+            end = found.start() if found else len(reader.text) - self._num_held(reader.text)
+            if found or not reader.is_ended:
+                gap = _GAP.search(reader.text, max(reader.at, end - MAX_GAP), end)
+                certain = gap.start() if gap else end
+            else:
+                certain = len(reader.text)
+            self._say(reader.take(certain))
+            reader.mark()
+            if found:
+                reader.take(found.end())
+                return found.group()
+            if not (yield from reader.more()):
+                self._say(reader.take(len(reader.text)))
+                return None
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of `text` with which a marker can begin."""
+        longest = max(map(len, self._beginnings), default=0)
+        return next((n for n in range(min(longest, len(text)), 0, -1) if text[-n:] in self._beginnings), 0)
+
+    def _begin(self, name: str) -> None:
+        self._events.append(CallBegun(self._num_calls, name))
+        self._num_calls += 1
+        self._reader.mark()
+
+    def _argue(self, text: str) -> None:
+        self._events.append(ArgumentsEvent(self._num_calls - 1, text))
+        self._reader.mark()
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._events.append(TextEvent(text))
+
+    def _found(self) -> list[Event]:
+        found, self._events = self._events, []
+        return found

@@ -1,0 +1,38 @@
+"""Which parser and which thinking markers a chat template calls for."""
+
+from __future__ import annotations
+
+from loramux.platform.tool_calls.reasoning import ALL_MARKERS, Markers
+
+_SIGNS = (
+    # Templates with another call syntax inside the same markers, which no parser here reads, come first.
+    ("<function=", None),
+    ("<arg_key>", None),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call>call:", "gemma4"),
+    ("<|tool_call|>", "phi"),
+    ("<|tool|>", "phi"),
+    ("functools", "phi"),
+    ("<tool_call>", "hermes"),
+    ("tool_code", "gemma"),
+    ('{"name": function name, "parameters":', "llama3_json"),
+    ("<|python_tag|>", "llama3_json"),
+    ("<|python_start|>", "pythonic"),
+    ("[func_name1(", "pythonic"),
+)
+"""Texts in a template and the parser's name; the first that occurs decides."""
+
+
+def parser_name_of(template_source: str) -> str | None:
+    """The parser for what a model with this template writes, or None if its calls cannot be read."""
+    return next((name for sign, name in _SIGNS if sign in template_source), None)
+
+
+def reasoning_markers_of(template_source: str) -> Markers | None:
+    """The markers of the model's thinking, or None if its template knows none."""
+    return next((one for one in ALL_MARKERS if one.begin in template_source or one.end in template_source), None)
+
+
+def is_thinking_open(prompt: str, markers: Markers) -> bool:
+    """True if a prompt ends inside the thinking, so that the answer continues it."""
+    return prompt.rstrip().endswith(markers.begin)

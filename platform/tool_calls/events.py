@@ -1,0 +1,31 @@
+"""What a parser finds in an answer, in the order of the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TextEvent:
+    """A piece of the answer outside calls."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """A call whose name is known; `index` counts the answer's calls from 0."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsEvent:
+    """A piece of the JSON text of a call's arguments, as the model wrote it."""
+
+    index: int
+    text: str
+
+
+Event = TextEvent | CallBegun | ArgumentsEvent

@@ -1,0 +1,87 @@
+"""Calls as JSON objects with a name and arguments, alone or in an array."""
+
+from __future__ import annotations
+
+from loramux.platform.tool_calls.call_parser import CallParser
+from loramux.platform.tool_calls.reader import JSON_SYNTAX, MAX_NAME_LENGTH, Malformed, Steps
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+class JsonCallParser(CallParser):
+    """Reads objects such as `{"name": "f", "arguments": {"x": 1}}`, with `parameters` for `arguments` as well."""
+
+    def _call_object(self, *, is_marked: bool) -> Steps[None]:
+        """Read one object. Raises Malformed.
+
+        An object after a marker may have any further members, and no arguments. Any other object must have arguments
+        and at most a type and an ID besides, because it may be an answer in JSON.
+        """
+        reader = self._reader
+        name: str | None = None
+        arguments: str | None = None
+        yield from reader.expect("{")
+        is_first, has_begun = True, False
+        while True:
+            yield from reader.spaces()
+            if (yield from reader.literal("}")):
+                break
+            if not is_first and not (yield from reader.literal(",")):
+                if has_begun:
+                    return  # only the bracket is missing
+                raise Malformed
+            is_first = False
+            yield from reader.spaces()
+            key = yield from reader.json_string()
+            yield from reader.spaces()
+            yield from reader.expect(":")
+            yield from reader.spaces()
+            if key == "name" and name is None:
+                name = yield from reader.json_string()
+                if not 0 < len(name) <= MAX_NAME_LENGTH:
+                    raise Malformed
+            elif key in _ARGUMENTS and arguments is None:
+                if name is not None and not has_begun and (yield from reader.peek()) == "{":
+                    self._begin(name)
+                    has_begun, arguments = True, ""
+                    yield from reader.enclosed(JSON_SYNTAX, self._argue)
+                    continue
+                arguments = yield from self._held_arguments()
+            elif is_marked or key in ("id", "type"):
+                yield from reader.json_value()
+            else:
+                raise Malformed
+            if name is not None and arguments is not None and not has_begun:
+                self._begin(name)
+                self._argue(arguments)
+                has_begun = True
+        if not has_begun:
+            if name is None or not is_marked:
+                raise Malformed
+            self._begin(name)
+            self._argue("{}")
+
+    def _held_arguments(self) -> Steps[str]:
+        """Arguments before the name, as a string that contains JSON, or null. Raises Malformed."""
+        reader = self._reader
+        first = yield from reader.peek()
+        if first == '"':
+            return (yield from reader.json_string())
+        if first == "{":
+            pieces: list[str] = []
+            yield from reader.enclosed(JSON_SYNTAX, pieces.append)
+            return "".join(pieces)
+        yield from reader.expect("null")
+        return "{}"
+
+    def _call_array(self) -> Steps[None]:
+        """Read an array of at least one object. Raises Malformed."""
+        reader = self._reader
+        yield from reader.expect("[")
+        while True:
+            yield from reader.spaces()
+            yield from self._call_object(is_marked=True)
+            yield from reader.spaces()
+            if not (yield from reader.literal(",")):
+                yield from reader.literal("]")
+                return

@@ -1,0 +1,22 @@
+"""The parsers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from loramux.platform.tool_calls.call_parser import CallParser
+from loramux.platform.tool_calls.hermes import HermesParser
+from loramux.platform.tool_calls.llama3_json import Llama3JsonParser
+from loramux.platform.tool_calls.mistral import MistralParser
+from loramux.platform.tool_calls.phi import PhiParser
+
+PARSERS: Mapping[str, Callable[[], CallParser]] = MappingProxyType(
+    {
+        "hermes": HermesParser,
+        "llama3_json": Llama3JsonParser,
+        "mistral": MistralParser,
+        "phi": PhiParser,
+    }
+)
+"""One parser reads one answer."""

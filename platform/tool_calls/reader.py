@@ -1,0 +1,158 @@
+"""Text that arrives in pieces, read by generators that wait for more."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+_T = TypeVar("_T")
+Steps = Generator[None, None, _T]
+"""A step of a parser: it yields where it needs more text."""
+
+MAX_NAME_LENGTH = 256
+"""Longest name of a function, in characters."""
+
+JSON_SYNTAX = re.compile(r'["\[\]{}]')
+"""The characters that open and close a JSON value and its strings."""
+
+PYTHON_SYNTAX = re.compile(r"""["'\[\](){}]""")
+
+_IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
+_SPACE = re.compile(r"\s*")
+_SCALAR = re.compile(r"[\w.+-]*")
+
+
+class Malformed(Exception):
+    """The text is not in the parser's format."""
+
+
+class Reader:
+    """Reads forward only; `taken` is what it has read since the last `mark`."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        """The text that has not been read, from `at`."""
+        self.at = 0
+        self.is_ended = False
+        self._taken: list[str] = []
+
+    def add(self, text: str) -> None:
+        self.text = self.text[self.at :] + text
+        self.at = 0
+
+    def mark(self) -> None:
+        """Forget what has been read."""
+        self._taken = []
+
+    def taken(self) -> str:
+        return "".join(self._taken)
+
+    def take(self, end: int) -> str:
+        """Read up to the position `end` of `text`."""
+        piece = self.text[self.at : end]
+        self._taken.append(piece)
+        self.at = end
+        return piece
+
+    def more(self) -> Steps[bool]:
+        """Wait for more text; False if the answer is over."""
+        if self.is_ended:
+            return False
+        yield
+        return True
+
+    def peek(self) -> Steps[str]:
+        """The next character, or nothing at the end of the answer."""
+        while self.at >= len(self.text):
+            if not (yield from self.more()):
+                return ""
+        return self.text[self.at]
+
+    def literal(self, expected: str) -> Steps[bool]:
+        """Read `expected` if it comes next, else nothing."""
+        while True:
+            found = self.text[self.at : self.at + len(expected)]
+            if found == expected:
+                self.take(self.at + len(expected))
+                return True
+            if not expected.startswith(found) or not (yield from self.more()):
+                return False
+
+    def expect(self, expected: str) -> Steps[None]:
+        """Raises Malformed if anything else comes next."""
+        if not (yield from self.literal(expected)):
+            raise Malformed
+
+    def span(self, pattern: re.Pattern[str], max_length: int | None = None) -> Steps[str]:
+        """Read the characters that match a pattern of the form `[...]*`. Raises Malformed if they are too many."""
+        pieces: list[str] = []
+        length = 0
+        while True:
+            match = pattern.match(self.text, self.at)
+            assert match is not None
+            pieces.append(self.take(match.end()))
+            length += len(pieces[-1])
+            if max_length is not None and length > max_length:
+                raise Malformed
+            if self.at < len(self.text) or not (yield from self.more()):
+                return "".join(pieces)
+
+    def spaces(self) -> Steps[str]:
+        return (yield from self.span(_SPACE))
+
+    def enclosed(self, syntax: re.Pattern[str], on_piece: Callable[[str], None]) -> Steps[None]:
+        """Read a value from its opening bracket or quote to the closing one, piece by piece. Raises Malformed if it is
+        cut off.
+
+        Brackets are counted without regard to their kinds, so any nesting takes constant memory.
+        """
+        depth, quote, is_escaped = 0, "", False
+        while True:
+            text, at, is_closed = self.text, self.at, False
+            while at < len(text) and not is_closed:
+                if is_escaped:
+                    at, is_escaped = at + 1, False
+                    continue
+                match = (_IN_STRING[quote] if quote else syntax).search(text, at)
+                if match is None:
+                    at = len(text)
+                    continue
+                at, found = match.end(), match.group()
+                if found == "\\":
+                    is_escaped = True
+                elif quote:
+                    quote, is_closed = "", depth == 0
+                elif found in "\"'":
+                    quote = found
+                else:
+                    depth += 1 if found in "([{" else -1
+                    is_closed = depth <= 0
+            if at > self.at:
+                on_piece(self.take(at))
+            if is_closed:
+                return
+            if not (yield from self.more()):
+                raise Malformed
+
+    def json_string(self) -> Steps[str]:
+        """Read a JSON string and decode it. Raises Malformed."""
+        if (yield from self.peek()) != '"':
+            raise Malformed
+        pieces: list[str] = []
+        yield from self.enclosed(JSON_SYNTAX, pieces.append)
+        try:
+            decoded = json.loads("".join(pieces), strict=False)
+            decoded.encode()
+        except ValueError as error:  # malformed, or a lone surrogate
+            raise Malformed from error
+        return str(decoded)
+
+    def json_value(self) -> Steps[None]:
+        """Read any JSON value. Raises Malformed."""
+        first = yield from self.peek()
+        if first and first in '"[{':
+            yield from self.enclosed(JSON_SYNTAX, lambda _: None)
+        elif not (yield from self.span(_SCALAR)):
+            raise Malformed

@@ -1,0 +1,115 @@
+"""Separates thinking from the rest of an answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_LEADING_SPACE = 64
+"""Maximum number of whitespace characters between the start of an answer and its begin marker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """The texts that enclose a model's thinking."""
+
+    begin: str
+    end: str
+
+
+THINK = Markers("<think>", "</think>")
+"""Qwen3, QwQ, and the DeepSeek-R1 models over Llama and Qwen."""
+
+BRACKETED_THINK = Markers("[THINK]", "[/THINK]")
+"""Magistral and Ministral."""
+
+CHANNEL = Markers("<|channel>thought", "<channel|>")
+"""Gemma 4."""
+
+ALL_MARKERS = (THINK, BRACKETED_THINK, CHANNEL)
+
+
+class ReasoningSplitter:
+    """Splits text that arrives in pieces of any length.
+
+    An answer thinks if the prompt ended inside the thinking (`is_open`) or if the answer starts with the begin marker,
+    after whitespace; the thinking ends at the first end marker. A begin marker that repeats an open one is dropped, and
+    any other marker is text. The markers and the newlines next to them belong to neither part. Thinking that is cut off
+    stays thinking.
+    """
+
+    def __init__(self, begin: str = THINK.begin, end: str = THINK.end, *, is_open: bool) -> None:
+        self._begin = begin
+        self._end = end
+        self._is_open = is_open
+        self._is_starting = True
+        """True while the answer may still turn out to start with the begin marker."""
+        self._is_thinking = is_open
+        self._is_trimming = is_open
+        """True while newlines are dropped."""
+        self._num_newlines = 0
+        """Newlines at the end of the thinking so far, which are dropped if the end marker follows."""
+        self._held = ""
+
+    @property
+    def is_thinking(self) -> bool:
+        """True while the answer is inside the thinking."""
+        return self._is_thinking
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """The thinking and the content that are certain now."""
+        return self._split(self._held + text, is_last=False)
+
+    def flush(self) -> tuple[str, str]:
+        """The thinking and the content that were held back; the answer is over."""
+        reasoning, content = self._split(self._held, is_last=True)
+        reasoning += "\n" * self._num_newlines
+        self._num_newlines = 0
+        return reasoning, content
+
+    def _split(self, text: str, *, is_last: bool) -> tuple[str, str]:
+        self._held = ""
+        if self._is_starting:
+            stripped = text.lstrip()
+            is_short = len(text) - len(stripped) <= MAX_LEADING_SPACE
+            if is_short and not is_last and len(stripped) < len(self._begin) and self._begin.startswith(stripped):
+                self._held = text
+                return "", ""
+            self._is_starting = False
+            if is_short and stripped.startswith(self._begin):
+                text = stripped[len(self._begin) :]
+                self._is_thinking = self._is_trimming = True
+        reasoning = ""
+        if self._is_thinking:
+            thought, end, text = text.partition(self._end)
+            if not end and not is_last:
+                certain = len(thought) - _overlap(thought, self._end)
+                thought, self._held = thought[:certain], thought[certain:]
+            reasoning = self._thinking(thought)
+            if not end:
+                return reasoning, ""
+            self._is_thinking = False
+            self._is_trimming = True
+            self._num_newlines = 0
+        return reasoning, self._trimmed(text)
+
+    def _thinking(self, text: str) -> str:
+        text = self._trimmed(text)
+        body = text.rstrip("\n")
+        before = self._num_newlines
+        self._num_newlines = len(text) - len(body)
+        if not body:
+            self._num_newlines += before
+            return ""
+        return "\n" * before + body
+
+    def _trimmed(self, text: str) -> str:
+        if self._is_trimming:
+            text = text.lstrip("\n")
+            self._is_trimming = not text
+        return text
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Length of the longest end of `text` with which `marker` can begin, short of the whole marker."""
+    lengths = range(min(len(text), len(marker) - 1), 0, -1)
+    return next((length for length in lengths if marker.startswith(text[-length:])), 0)

@@ -1,0 +1,222 @@
+"""Tool calls and reasoning in chat completions, through the official client, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from loramux.migrations.database import Database
+from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from tests.platform.gateways import Gateway, open_gateway
+from tests.platform.tool_base import make_tool_base
+
+pytestmark = pytest.mark.anyio
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "The weather now.", "parameters": PARAMETERS},
+}
+ASKED: list[Any] = [{"role": "user", "content": "How is the weather in Rome?"}]
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tool_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    return ModelTokenizer.load(make_tool_base(tmp_path_factory.mktemp("tool_base")))
+
+
+@pytest.fixture
+async def tools(
+    accounts: Database, tool_tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
+) -> AsyncIterator[Gateway]:
+    """A gateway whose model's template knows tools and thinking."""
+    async with open_gateway(accounts, tool_tokenizer, threads) as gateway:
+        gateway.engine.max_model_len = 1024
+        yield gateway
+
+
+def answers(gateway: Gateway, text: str) -> None:
+    """Let the engine answer every request with this text."""
+    token_ids = gateway.services.tokenizer.encode(text)[1:]
+    gateway.engine.script = lambda add: Script(token_ids=token_ids)
+
+
+def prompt_of(gateway: Gateway) -> str:
+    tokenizer = gateway.services.tokenizer
+    return b"".join(tokenizer.token_bytes(token) for token in gateway.engine.adds[-1].prompt).decode()
+
+
+async def streamed(gateway: Gateway, **fields: Any) -> Any:
+    """The completion that the official client's helper assembles from a stream."""
+    async with gateway.openai.chat.completions.stream(model="base", messages=ASKED, **fields) as stream:
+        return await stream.get_final_completion()
+
+
+async def test_call_is_answered_with_its_arguments(tools: Gateway) -> None:
+    answers(tools, "Let me look.\n" + CALL)
+    whole = await tools.openai.chat.completions.create(model="base", messages=ASKED, tools=[WEATHER])
+    for completion in (whole, await streamed(tools, tools=[WEATHER])):
+        [choice] = completion.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Let me look."
+        [call] = choice.message.tool_calls
+        assert (call.type, call.function.name) == ("function", "get_weather")
+        assert json.loads(call.function.arguments) == {"city": "Rome"}
+        assert call.id
+
+
+async def test_message_with_only_calls_has_no_content(tools: Gateway) -> None:
+    answers(tools, CALL + "\n" + CALL.replace("Rome", "Oslo"))
+    completion = await tools.openai.chat.completions.create(model="base", messages=ASKED, tools=[WEATHER])
+    message = completion.choices[0].message
+    assert message.content is None
+    assert [json.loads(call.function.arguments)["city"] for call in message.tool_calls] == ["Rome", "Oslo"]
+    assert len({call.id for call in message.tool_calls}) == 2
+
+
+async def test_arguments_are_streamed_piece_by_piece(tools: Gateway) -> None:
+    answers(tools, CALL)
+    stream = await tools.openai.chat.completions.create(model="base", messages=ASKED, tools=[WEATHER], stream=True)
+    pieces = [piece for chunk in [c async for c in stream] for piece in chunk.choices[0].delta.tool_calls or []]
+    assert (pieces[0].id is not None, pieces[0].function.name) == (True, "get_weather")
+    assert all(piece.id is None and piece.function.name is None for piece in pieces[1:])
+    assert len(pieces) > 3
+    assert "".join(piece.function.arguments for piece in pieces) == '{"city": "Rome"}'
+
+
+async def test_prompt_shows_tools_calls_and_results(tools: Gateway) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+    messages: list[Any] = [
+        *ASKED,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "21 degrees"},
+    ]
+    await tools.openai.chat.completions.create(model="base", messages=messages, tools=[WEATHER], max_tokens=1)
+    prompt = prompt_of(tools)
+    assert '{"name": "get_weather", "description": "The weather now.", "parameters": {"type": "object"' in prompt
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>' in prompt
+    assert "21 degrees" in prompt
+
+
+async def test_tool_choice_none_hides_the_tools(tools: Gateway) -> None:
+    answers(tools, CALL)
+    completion = await tools.openai.chat.completions.create(
+        model="base", messages=ASKED, tools=[WEATHER], tool_choice="none"
+    )
+    assert "get_weather" not in prompt_of(tools)
+    assert completion.choices[0].message.content == CALL
+    assert completion.choices[0].finish_reason == "stop"
+
+
+async def test_broken_call_is_text(tools: Gateway) -> None:
+    answers(tools, "<tool_call>oops</tool_call>")
+    for completion in (
+        await tools.openai.chat.completions.create(model="base", messages=ASKED, tools=[WEATHER]),
+        await streamed(tools, tools=[WEATHER]),
+    ):
+        assert completion.choices[0].message.content == "<tool_call>oops</tool_call>"
+        assert not completion.choices[0].message.tool_calls
+        assert completion.choices[0].finish_reason == "stop"
+
+
+async def test_call_that_was_cut_off_ends_with_length(tools: Gateway) -> None:
+    answers(tools, CALL)
+    num_tokens = len(tools.services.tokenizer.encode(CALL)) - 12
+    completion = await tools.openai.chat.completions.create(
+        model="base", messages=ASKED, tools=[WEATHER], max_tokens=num_tokens
+    )
+    assert completion.choices[0].finish_reason == "length"
+    [call] = completion.choices[0].message.tool_calls
+    assert '{"city": "Rome"}'.startswith(call.function.arguments)
+
+
+async def test_reasoning_is_separate_and_counted(tools: Gateway) -> None:
+    answers(tools, "<think>\nHot?\n</think>\n\nYes, hot.")
+    whole = await tools.openai.chat.completions.create(model="base", messages=ASKED)
+    for completion in (whole, await streamed(tools, stream_options={"include_usage": True})):
+        message = completion.choices[0].message
+        assert message.content == "Yes, hot."
+        assert message.reasoning_content == message.reasoning == "Hot?"
+        usage = completion.usage
+        expected = len(tools.services.tokenizer.encode("<think>\nHot?\n</think>")) - 1
+        assert usage.completion_tokens_details.reasoning_tokens == expected
+        assert usage.completion_tokens > expected
+
+
+async def test_thinking_can_be_turned_off(tools: Gateway) -> None:
+    answers(tools, "Yes.")
+    for fields in (
+        {"reasoning_effort": "none"},
+        {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+    ):
+        completion = await tools.openai.chat.completions.create(model="base", messages=ASKED, **fields)
+        assert prompt_of(tools).endswith("<|assistant|><think>\n\n</think>\n\n")
+        assert completion.choices[0].message.content == "Yes."
+        assert completion.usage.completion_tokens_details is None
+
+
+async def test_final_message_is_continued(tools: Gateway) -> None:
+    messages: list[Any] = [*ASKED, {"role": "assistant", "content": "It is"}]
+    await tools.openai.chat.completions.create(
+        model="base",
+        messages=messages,
+        max_tokens=1,
+        extra_body={"add_generation_prompt": False, "continue_final_message": True},
+    )
+    assert prompt_of(tools).endswith("<|assistant|>It is")
+
+
+CALLED = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def called(arguments: str) -> dict[str, Any]:
+    """A request whose history has a call with these arguments."""
+    function = {"name": "f", "arguments": arguments}
+    return {"messages": [{"role": "assistant", "tool_calls": [{**CALLED, "function": function}]}]}
+
+
+def offering(**function: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", **function}}]}
+
+
+def saying(**message: Any) -> dict[str, Any]:
+    return {"messages": [{"content": "x", **message}]}
+
+
+NAMED = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "param"),
+    [
+        ({"tools": [WEATHER] * 10_000}, "invalid_value", "tools"),
+        ({"tools": [WEATHER, WEATHER]}, "invalid_value", "tools"),
+        (offering(name="a\nb"), "invalid_value", "tools[0].function.name"),
+        (offering(parameters=1), "invalid_type", "tools[0].function.parameters"),
+        ({"tools": [{"type": "retrieval"}]}, "invalid_value", "tools[0].type"),
+        ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
+        ({"tool_choice": "always", "tools": [WEATHER]}, "invalid_value", "tool_choice"),
+        ({"tool_choice": NAMED, "tools": [WEATHER]}, "invalid_value", "tool_choice"),
+        (saying(role="tool"), "missing_required_parameter", "messages[0].tool_call_id"),
+        (saying(role="tool", tool_call_id="c1"), "invalid_value", "messages[0].tool_call_id"),
+        (saying(role="user", tool_calls=[CALLED]), "invalid_value", "messages[0].tool_calls"),
+        (saying(role="user", reasoning="y"), "invalid_value", "messages[0].reasoning"),
+        (called("{"), "invalid_value", "messages[0].tool_calls[0].function.arguments"),
+        (called("1"), "invalid_value", "messages[0].tool_calls[0].function.arguments"),
+        ({"chat_template_kwargs": {"messages": []}}, "invalid_value", "chat_template_kwargs"),
+        ({"continue_final_message": True}, "invalid_value", "continue_final_message"),
+        ({"thinking_token_budget": -1}, "invalid_value", "thinking_token_budget"),
+        ({"reasoning_effort": "most"}, "invalid_value", "reasoning_effort"),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+async def test_bad_tools_are_refused(tools: Gateway, change: dict[str, Any], code: str, param: str) -> None:
+    response = await tools.http.post("/v1/chat/completions", json={"model": "base", "messages": ASKED, **change})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, code, param), error
