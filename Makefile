@@ -166,6 +166,9 @@ campaign-processes: $(WARM) ## Servers and engines that hang, die, restart or st
 campaign-schemas: $(WARM) ## JSON Schema's own test suite against structured output (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m tests.conformance.schema_suite $(ARGS)
 
+campaign-templates: $(WARM) ## The chat templates of 71 models, compared with transformers (ARGS='--out FILE' for the counts)
+	$(VENV)/bin/python -m tests.conformance.chat_templates $(ARGS)
+
 campaign-validation: $(WARM) ## The whole catalogue of hostile uploads, 20,000 headers, 300 peft configurations
 	$(VENV)/bin/python -m pytest tests/adapter_store tests/conformance/test_peft_differential.py \
 		-m campaign -k 'hostile or header or largest or peft' --timeout 3600 -s $(ARGS)

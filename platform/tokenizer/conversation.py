@@ -13,8 +13,10 @@ from loramux.platform.tokenizer.jinja_sandbox import RENDER_ERRORS, ChatEnvironm
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which a message's reasoning is passed; the first is the one that most templates read."""
 
-_TAG = "LORAMUX_FINAL_MESSAGE_ENDS_HERE "
-"""Marks the end of the message to continue. The space shows whether the template strips messages."""
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks the end of the message to continue: transformers' mark, which some templates look for.
+
+The space shows whether the template strips messages."""
 
 _MAX_REASON_CHARS = 500
 
