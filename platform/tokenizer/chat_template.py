@@ -9,7 +9,7 @@ from typing import Any
 
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused, reason, render
-from loramux.platform.tokenizer.jinja_sandbox import COMPILE_ERRORS, ChatEnvironment
+from loramux.platform.tokenizer.jinja_sandbox import ChatEnvironment
 from loramux.platform.tokenizer.template_kwargs import SPECIAL_TOKENS, check_kwargs
 
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -23,7 +23,7 @@ class ChatTemplate:
     """Renders messages as the text of a prompt, including special tokens. Thread-safe."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """Compile the templates `default` and `tool_use` of `sources`. Raises one of COMPILE_ERRORS."""
+        """Compile the templates `default` and `tool_use` of `sources`. A malformed one can raise any exception."""
         self._environment = ChatEnvironment()
         self._sources = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
         self._templates = {
@@ -43,7 +43,7 @@ class ChatTemplate:
         special_tokens = {name: _text(names[name]) for name in SPECIAL_TOKENS if names.get(name)}
         try:
             return ChatTemplate(sources, special_tokens)
-        except COMPILE_ERRORS as error:
+        except Exception as error:  # a malformed template can raise anything
             raise ModelFilesError(f"the chat template of {model_dir} is malformed: {reason(error)}") from error
 
     @property

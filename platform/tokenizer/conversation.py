@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Template
 
-from loramux.platform.tokenizer.jinja_sandbox import RENDER_ERRORS, ChatEnvironment
+from loramux.platform.tokenizer.jinja_sandbox import ChatEnvironment
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which a message's reasoning is passed; the first is the one that most templates read."""
@@ -71,14 +71,14 @@ def render(
     }
     try:
         text = environment.text(template, variables)
-    except RENDER_ERRORS as error:
+    except Exception as error:  # a template can raise anything
         raise TemplateRefused(f"the chat template rejects these messages: {reason(error)}") from None
     return text if final is None else _cut_after(final, text)
 
 
 def reason(error: BaseException) -> str:
     """What an error says, or its kind if it says nothing."""
-    return str(error)[:_MAX_REASON_CHARS] or type(error).__name__
+    return str(error)[:_MAX_REASON_CHARS].encode(errors="replace").decode() or type(error).__name__
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,22 +25,6 @@ MAX_PROMPT_CHARS = 16 << 20
 MAX_RENDER_S = 0.5
 """Processor time of one rendering, in seconds."""
 
-RENDER_ERRORS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    ArithmeticError,
-    LookupError,
-    AttributeError,
-    MemoryError,
-    # Also RecursionError and "generator already executing".
-    RuntimeError,
-)
-"""What a template can raise while it renders."""
-
-COMPILE_ERRORS = (TemplateError, SyntaxError, ValueError, OverflowError, MemoryError, RecursionError)
-"""What a malformed template can raise while it is compiled."""
-
 _STEPS_PER_LOOK = 64
 """Number of attributes, items and calls between two readings of the clock."""
 
@@ -60,14 +44,14 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self._clock = _Clock()
 
     def compiled(self, source: str) -> CodeType:
-        """Compile a template. Raises one of COMPILE_ERRORS."""
+        """Compile a template. A malformed one can raise any exception."""
         return self.compile(source)
 
     def template(self, code: CodeType) -> Template:
         return self.template_class.from_code(self, code, self.make_globals(None))
 
     def text(self, template: Template, variables: dict[str, Any]) -> str:
-        """Render a template of this environment. Raises one of RENDER_ERRORS."""
+        """Render a template of this environment, which can raise any exception."""
         self._clock.start()
         parts, num_chars = [], 0
         for part in template.generate(variables):
@@ -75,7 +59,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             num_chars += len(part)
             if num_chars > MAX_PROMPT_CHARS:
                 raise TemplateError(f"it renders more than {MAX_PROMPT_CHARS} characters")
-        return "".join(parts)
+        text = "".join(parts)
+        # A template can write unpaired surrogates, which no tokenizer encodes.
+        text.encode()
+        return text
 
     # A loop that does anything with a conversation goes through one of these.
     def getattr(self, obj: Any, attribute: str) -> Any:

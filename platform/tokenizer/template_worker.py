@@ -1,0 +1,94 @@
+"""The process that renders tenants' templates: `python -m loramux.platform.tokenizer.template_worker`.
+
+Each fork confines itself, reads one request from standard input, and answers on standard output. A template that takes
+too much time or memory ends its fork, and nothing else.
+"""
+
+from __future__ import annotations
+
+import gc
+import marshal
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from loramux.adapter_store.validation.fork_server import fork_for_each_request
+from loramux.adapter_store.validation.sandbox import confine, limit_resources
+from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused, reason, render
+from loramux.platform.tokenizer.jinja_sandbox import MAX_RENDER_S, ChatEnvironment
+from loramux.platform.tokenizer.template_check import TemplateFeatures, check_template
+
+CPU_S = 1.5 * MAX_RENDER_S
+"""Processor time of a fork, in seconds. The kernel ends a fork that exceeds it, whatever the fork is doing."""
+
+MEMORY_BYTES = 256 << 20
+"""Additional memory that one rendering can use, in bytes."""
+
+ANSWER_BYTES = 4 << 20
+"""Longest answer, in bytes."""
+
+_FIRST_REQUEST = b'{"source": "{{ messages[0].content }}", "code": null, "special_tokens": {}, "conversation": null}'
+
+
+class TemplateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A template, and the conversation to render with it; without a conversation, the template is checked."""
+
+    source: str
+    code: bytes | None
+    """The compiled template, if an earlier answer contained it."""
+    special_tokens: dict[str, str]
+    conversation: Conversation | None
+
+
+class TemplateAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The rendered text or the features, and the compiled template unless the request had it; or the refusal."""
+
+    text: str | None = None
+    features: TemplateFeatures | None = None
+    code: bytes | None = None
+    refused: str | None = None
+    param: str = "messages"
+
+
+def answer_to(request: TemplateRequest, environment: ChatEnvironment) -> TemplateAnswer:
+    try:
+        # An earlier fork made this code from the same tenant's template. Like the template, it runs only in forks.
+        code = marshal.loads(request.code) if request.code else environment.compiled(request.source)  # noqa: S302
+        template = environment.template(code)
+    except Exception as error:  # a malformed template can raise anything
+        return TemplateAnswer(refused=f"the chat template is malformed: {reason(error)}", param="chat_template")
+    compiled = None if request.code else marshal.dumps(code)
+    arguments = environment, template, request.source, request.special_tokens
+    try:
+        if request.conversation is None:
+            return TemplateAnswer(features=check_template(*arguments), code=compiled)
+        return TemplateAnswer(text=render(*arguments, request.conversation), code=compiled)
+    except TemplateRefused as refused:
+        return TemplateAnswer(refused=refused.message, param=refused.param, code=compiled)
+
+
+def main() -> int:
+    environment, decoder, encoder = ChatEnvironment(), msgspec.json.Decoder(TemplateRequest), msgspec.json.Encoder()
+    # The first use of each prepares what all forks then have.
+    encoder.encode(answer_to(decoder.decode(_FIRST_REQUEST), environment))
+    # Forks need not look at what exists now, which would copy it.
+    gc.freeze()
+    fork_for_each_request(idle_s=None)
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit_resources(used_bytes + MEMORY_BYTES, ANSWER_BYTES, 1)
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)
+    confine(())
+    answer = encoder.encode(answer_to(decoder.decode(sys.stdin.buffer.read()), environment))
+    if len(answer) > ANSWER_BYTES:
+        answer = encoder.encode(TemplateAnswer(refused=f"the prompt is longer than {ANSWER_BYTES} bytes"))
+    sys.stdout.buffer.write(answer)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""Renders the templates that tenants upload, each in a forked, confined process with limits on time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import structlog
+
+from loramux.adapter_store.validation.fork_server import ForkServer, ForkServerFailed, last_line
+from loramux.adapter_store.validation.validator import worker_environment
+from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
+from loramux.platform.threads import call_on
+from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused, reason
+from loramux.platform.tokenizer.template_check import TemplateFeatures
+from loramux.platform.tokenizer.template_kwargs import check_kwargs
+from loramux.platform.tokenizer.template_worker import TemplateAnswer, TemplateRequest
+
+MAX_TEMPLATE_CHARS = 64 * 1024
+"""Longest template, in characters. The longest of the served families has 17,000."""
+
+WALL_S = 3.0
+"""Longest rendering, in seconds of wall time, for a machine whose processors are busy."""
+
+NUM_PROCESSES = 4
+"""Maximum number of concurrent renderings; each tenant has at most one."""
+
+MAX_WAITING_PER_TENANT = 64
+"""Maximum number of a tenant's requests that are rendered or wait for it."""
+
+MAX_KEPT = 512
+"""Maximum number of compiled templates kept over all tenants."""
+
+MAX_KEPT_PER_TENANT = 16
+"""Maximum number of compiled templates kept per tenant."""
+
+MAX_CODE_BYTES = 512 * 1024
+"""Longest compiled template that is kept, in bytes. That of the longest template of the served families has 70,000."""
+
+NICENESS = 1
+"""Niceness of a rendering: the engine and the gateway go first, but the request waits."""
+
+RETRY_S = 1.0
+
+_WORKER = (sys.executable, "-P", "-m", "loramux.platform.tokenizer.template_worker")
+
+_TOO_COSTLY = TemplateAnswer(refused="the chat template takes too much time or memory")
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A tenant's requests that wait for a rendering; the lock admits one at a time."""
+
+    num_requests: int = 0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class TenantTemplates:
+    """Renders and checks tenants' templates. A tenant waits only for its own renderings. Belongs to the event loop."""
+
+    def __init__(self, special_tokens: Mapping[str, str], command: Sequence[str] = _WORKER) -> None:
+        self._special_tokens = dict(special_tokens)
+        self._all = [ForkServer(command, worker_environment(), NICENESS) for _ in range(NUM_PROCESSES)]
+        # Last in, first out: few requests at a time start few processes.
+        self._idle: queue.LifoQueue[ForkServer] = queue.LifoQueue()
+        for processes in self._all:
+            self._idle.put(processes)
+        self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="templates")
+        self._codes: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._waiting: dict[str, _Waiting] = {}
+
+    async def render(
+        self,
+        tenant_id: str,
+        source: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """Do what `ChatTemplate.render` does. Raises InvalidRequest, RateLimited and Unavailable."""
+        check_kwargs(kwargs or {})
+        try:
+            conversation = Conversation(
+                messages=messages,
+                tools=tools,
+                kwargs=kwargs or {},
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+        except TemplateRefused as refused:
+            raise InvalidRequest(refused.message, param=refused.param) from None
+        answer = await self._answer(tenant_id, source, conversation)
+        assert answer.text is not None
+        return answer.text
+
+    async def check(self, tenant_id: str, source: str) -> TemplateFeatures:
+        """What a template supports. Raises InvalidRequest if it is not usable, RateLimited and Unavailable."""
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise InvalidRequest(
+                f"the chat template is longer than {MAX_TEMPLATE_CHARS} characters",
+                param="chat_template",
+                code="chat_template_refused",
+            )
+        try:
+            answer = await self._answer(tenant_id, source, None)
+        except InvalidRequest as refused:
+            raise InvalidRequest(refused.message, param="chat_template", code="chat_template_refused") from None
+        assert answer.features is not None
+        return answer.features
+
+    def preload(self) -> None:
+        """Start a process, so that the first request does not wait for it."""
+        self._threads.submit(self._run, TemplateRequest(source="", code=None, special_tokens={}, conversation=None))
+
+    def close(self) -> None:
+        """End the running renderings and start no more."""
+        for processes in self._all:
+            processes.close()
+        self._threads.shutdown(cancel_futures=True)
+
+    async def _answer(self, tenant_id: str, source: str, conversation: Conversation | None) -> TemplateAnswer:
+        """The answer of a process. Raises InvalidRequest if it is a refusal."""
+        waiting = self._waiting.setdefault(tenant_id, _Waiting())
+        if waiting.num_requests >= MAX_WAITING_PER_TENANT:
+            raise RateLimited(
+                "this tenant already has too many requests waiting for their chat template",
+                code="too_many_templates",
+                retry_after_s=RETRY_S,
+            )
+        waiting.num_requests += 1
+        try:
+            await waiting.turn.acquire()
+        except asyncio.CancelledError:
+            self._leave(tenant_id, waiting)
+            raise
+        key = (tenant_id, source)
+        request = TemplateRequest(
+            source=source,
+            code=self._codes.get(key),
+            special_tokens=self._special_tokens,
+            conversation=conversation,
+        )
+        running = asyncio.ensure_future(call_on(self._threads, self._run, request))
+
+        def end(_: object) -> None:
+            waiting.turn.release()
+            self._leave(tenant_id, waiting)
+
+        # A client that goes away does not end its rendering, so the turn ends with the rendering, not with the client.
+        running.add_done_callback(end)
+        answer = await asyncio.shield(running)
+        self._keep(key, answer.code)
+        if answer.refused is not None:
+            raise InvalidRequest(answer.refused, param=answer.param)
+        return answer
+
+    def _leave(self, tenant_id: str, waiting: _Waiting) -> None:
+        waiting.num_requests -= 1
+        if not waiting.num_requests:
+            del self._waiting[tenant_id]
+
+    def _keep(self, key: tuple[str, str], code: bytes | None) -> None:
+        if code is not None and len(code) <= MAX_CODE_BYTES:
+            of_tenant = [one for one in self._codes if one[0] == key[0]]
+            if len(of_tenant) >= MAX_KEPT_PER_TENANT:
+                del self._codes[of_tenant[0]]
+            elif len(self._codes) >= MAX_KEPT:
+                self._codes.popitem(last=False)
+            self._codes[key] = code
+        if key in self._codes:
+            self._codes.move_to_end(key)
+
+    def _run(self, request: TemplateRequest) -> TemplateAnswer:
+        """Blocking. Raises Unavailable if no process can render anything."""
+        try:
+            encoded = msgspec.json.encode(request)
+        except (RecursionError, UnicodeEncodeError) as error:
+            return TemplateAnswer(refused=f"the chat template cannot read these messages: {reason(error)}")
+        processes = self._idle.get()
+        try:
+            ended = processes.run(encoded, WALL_S)
+        except ForkServerFailed as error:
+            log.warning("template_rendering_failed", error=str(error))
+            raise Unavailable(
+                "chat templates of adapters are not available now",
+                code="templates_unavailable",
+                retry_after_s=RETRY_S,
+            ) from error
+        finally:
+            self._idle.put(processes)
+        if ended.returncode > 0:
+            log.warning("template_rendering_failed", error=last_line(ended.stderr))
+        if ended.took_too_long or ended.returncode != 0:
+            return _TOO_COSTLY
+        try:
+            return msgspec.json.decode(ended.stdout, type=TemplateAnswer)
+        except msgspec.MsgspecError:
+            return _TOO_COSTLY

@@ -1,0 +1,199 @@
+"""A tenant's template renders what the base's would, cannot cost others anything, and cannot leave its process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Iterator
+from typing import Any
+
+import pytest
+
+from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
+from loramux.platform.tokenizer.chat_template import ChatTemplate
+from loramux.platform.tokenizer.tenant_templates import (
+    MAX_KEPT_PER_TENANT,
+    MAX_TEMPLATE_CHARS,
+    MAX_WAITING_PER_TENANT,
+    NUM_PROCESSES,
+    TenantTemplates,
+)
+from tests.conformance.chat_templates import BOS, CASES, EOS
+from tests.platform.tokenizer.hostile_templates import COSTLY, ESCAPES, SLOW, UNUSABLE
+from tests.platform.tokenizer.templates import CHATML, TEMPLATES
+
+pytestmark = pytest.mark.anyio
+
+SPECIAL_TOKENS = {"bos_token": BOS, "eos_token": EOS}
+ASKED = [{"role": "user", "content": "Hello 🦊"}]
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+ENDLESS = COSTLY["endless loop"]
+
+
+@pytest.fixture(scope="module")
+def templates() -> Iterator[TenantTemplates]:
+    made = TenantTemplates(SPECIAL_TOKENS)
+    made.preload()
+    yield made
+    made.close()
+
+
+async def outcome(rendering: Awaitable[str]) -> str | tuple[str, str | None]:
+    """The text, or the refusal's message and parameter."""
+    try:
+        return await rendering
+    except InvalidRequest as refused:
+        return refused.message, refused.param
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_prompts_equal_those_of_the_same_template_in_process(templates: TenantTemplates, name: str) -> None:
+    ours = ChatTemplate({"default": TEMPLATES[name]}, SPECIAL_TOKENS)
+
+    async def in_process(messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        return ours.render(messages, **options)
+
+    for messages, options in CASES.values():
+        expected = await outcome(in_process(messages, options))
+        assert await outcome(templates.render("a", TEMPLATES[name], messages, **options)) == expected
+
+
+async def test_two_tenants_have_two_templates(templates: TenantTemplates) -> None:
+    prompts = await asyncio.gather(
+        *(templates.render(tenant, f"{tenant}: {PLAIN}", ASKED) for tenant in ("a", "b") * 10)
+    )
+    assert prompts == ["a: Hello 🦊", "b: Hello 🦊"] * 10
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.campaign if name in SLOW else ()) for name in COSTLY]
+)
+async def test_costly_template_is_refused_within_a_second(templates: TenantTemplates, name: str) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(InvalidRequest) as caught:
+        await templates.render("a", COSTLY[name], ASKED)
+    # The limit is on processor time, and other programs may be using the processors.
+    assert time.monotonic() - started_s < 2.5
+    assert caught.value.param in ("messages", "chat_template")
+    assert len(caught.value.message) < 700
+    assert await templates.render("a", PLAIN, ASKED) == "Hello 🦊"
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+async def test_template_reaches_nothing_outside_its_variables(templates: TenantTemplates, name: str) -> None:
+    given = await outcome(templates.render("a", ESCAPES[name], ASKED))
+    if isinstance(given, str):
+        assert not given.replace("Undefined", "").strip("[], '\n{}a:")
+    else:
+        assert given[1] in ("messages", "chat_template")
+    with pytest.raises(InvalidRequest):
+        await templates.check("a", ESCAPES[name])
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+async def test_template_that_renders_no_conversation_is_refused(templates: TenantTemplates, name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await templates.check("a", UNUSABLE[name])
+    assert (caught.value.param, caught.value.code) == ("chat_template", "chat_template_refused")
+    assert "template" in caught.value.message
+
+
+async def test_long_template_is_refused(templates: TenantTemplates) -> None:
+    with pytest.raises(InvalidRequest, match="longer than"):
+        await templates.check("a", PLAIN + "x" * MAX_TEMPLATE_CHARS)
+
+
+async def test_check_names_the_features(templates: TenantTemplates) -> None:
+    chatml = await templates.check("a", CHATML)
+    assert (chatml.system, chatml.several_turns, chatml.tools, chatml.tool_results) == (True, True, True, True)
+    assert (chatml.thinking_switch, chatml.reasoning_effort) == ("enable_thinking", False)
+    assert not chatml.arguments_as_text
+    text = await templates.check("a", CHATML.replace("arguments | tojson", "''"))
+    assert (text.tool_results, text.arguments_as_text) == (True, True)
+    single = await templates.check("a", "{{ messages[0].content }}{{ reasoning_effort }}{% if thinking %}!{% endif %}")
+    assert (single.several_turns, single.tools, single.tool_results) == (False, False, False)
+    assert (single.thinking_switch, single.reasoning_effort) == ("thinking", True)
+
+
+async def test_slow_template_delays_only_its_own_tenant(templates: TenantTemplates) -> None:
+    await templates.render("b", PLAIN, ASKED)
+    slow = [asyncio.ensure_future(templates.render("a", ENDLESS, ASKED)) for _ in range(NUM_PROCESSES)]
+    await asyncio.sleep(0.05)
+    for _ in range(5):
+        await templates.render("b", PLAIN, ASKED)
+    assert not any(one.done() for one in slow[1:])
+    for one in slow:
+        one.cancel()
+    # The next turn comes when the running rendering ends.
+    await templates.render("a", PLAIN, ASKED)
+
+
+async def test_requests_that_were_cancelled_do_not_free_their_tenants_turn(templates: TenantTemplates) -> None:
+    async def hang_up() -> None:
+        asking = asyncio.ensure_future(templates.render("a", ENDLESS, ASKED))
+        await asyncio.sleep(0.02)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+    for _ in range(2 * NUM_PROCESSES):
+        await hang_up()
+        assert templates._idle.qsize() >= NUM_PROCESSES - 1
+    assert await templates.render("b", PLAIN, ASKED) == "Hello 🦊"
+    # The next turn comes when the running rendering ends.
+    await templates.render("a", PLAIN, ASKED)
+
+
+async def test_the_event_loop_runs_while_templates_do(templates: TenantTemplates) -> None:
+    slow = asyncio.ensure_future(templates.render("a", ENDLESS, ASKED))
+    num_turns = 0
+    while not slow.done():
+        await asyncio.sleep(0.005)
+        num_turns += 1
+    assert num_turns > 20
+    assert isinstance(slow.exception(), InvalidRequest)
+
+
+async def test_a_tenant_cannot_queue_without_end(templates: TenantTemplates) -> None:
+    asked = [asyncio.ensure_future(templates.render("a", PLAIN, ASKED)) for _ in range(MAX_WAITING_PER_TENANT + 3)]
+    done = await asyncio.gather(*asked, return_exceptions=True)
+    assert [type(one) for one in done] == [str] * MAX_WAITING_PER_TENANT + [RateLimited] * 3
+    assert await templates.render("a", PLAIN, ASKED) == "Hello 🦊"
+
+
+async def test_compiled_templates_are_kept_for_each_tenant(templates: TenantTemplates) -> None:
+    for number in range(MAX_KEPT_PER_TENANT + 2):
+        await templates.render("c", f"{PLAIN}{number}", ASKED)
+    kept = [key for key in templates._codes if key[0] == "c"]
+    assert [source for _, source in kept] == [f"{PLAIN}{number}" for number in range(2, MAX_KEPT_PER_TENANT + 2)]
+    assert await templates.render("c", f"{PLAIN}2", ASKED) == "Hello 🦊2"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"messages": []}, "messages"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    ],
+    ids=["reserved variable", "no messages", "two endings", "unpaired surrogate"],
+)
+async def test_bad_request_is_refused_by_name(templates: TenantTemplates, options: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await templates.render("a", PLAIN, **{"messages": ASKED, **options})
+    assert caught.value.param == param
+
+
+async def test_deep_history_is_refused(templates: TenantTemplates) -> None:
+    deep: Any = 1
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(InvalidRequest):
+        await templates.render("a", PLAIN, [{"role": "user", "content": deep}])
+
+
+async def test_missing_process_is_a_temporary_failure() -> None:
+    templates = TenantTemplates({}, command=("/nonexistent",))
+    with pytest.raises(Unavailable):
+        await templates.render("a", PLAIN, ASKED)
+    templates.close()
