@@ -69,7 +69,7 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     isolation_key: bytes = b""
     """Sequences with the same key can share the K and V of equal prefixes; an empty key means no sharing."""
     priority: int = 0
-    """Higher priorities run first, regardless of fairness between shares."""
+    """Orders the sequences of one share: lower values run first. It never orders the sequences of different shares."""
     timeout_s: float | None = None
     """Seconds after which the sequence ends with `deadline_exceeded`; None means no deadline."""
     traceparent: str | None = None

@@ -36,12 +36,14 @@ _turn_of = itemgetter(0)
 class FairQueue:
     """Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", 2024), with weights.
 
-    A share's counter adds up the prices of its input and output tokens. Sequences with a higher priority go first.
-    Among sequences of equal priority, those of the share with the lowest counter go first; ties go to the share with
-    the fewest running sequences. When a share becomes active, its counter is raised to the lowest counter of the active
-    shares or, if there are none, to that of the share that was active last. When a share starts to wait again, its
-    counter is raised to the lowest counter of the waiting shares. No share can therefore save up credit while idle.
-    Within a share, a low-priority sequence can wait forever.
+    A share's counter adds up the prices of its input and output tokens. The share with the lowest counter goes first;
+    ties go to the share with the fewest running sequences. When a share becomes active, its counter is raised to the
+    lowest counter of the active shares or, if there are none, to that of the share that was active last. When a share
+    starts to wait again, its counter is raised to the lowest counter of the waiting shares. No share can therefore save
+    up credit while idle.
+
+    Within a share, sequences go by priority, then by arrival, so a sequence of low priority can wait forever. A
+    priority changes nothing for other shares.
 
     A share that has waited too long goes before all shares that have not. A wait is too long once two conditions are
     met. First, since the wait began, other shares have had K = max(MAX_ROUNDS, ROUNDS_PER_SHARE * number of waiting
@@ -206,7 +208,7 @@ class FairQueue:
         for share in waiting:
             never_run = [one for one in (*share.ready, *share.cold) if not one.has_run]
             if never_run:
-                return max(never_run, key=lambda one: (-one.add.priority, one.arrival))
+                return max(never_run, key=place)
         return None
 
     def sequences(self) -> list[Sequence]:
@@ -373,7 +375,7 @@ def _cold_turn(share: Share) -> Turn:
 
 def _turn(sequence: Sequence, served: float, num_running: int) -> Turn:
     # A share whose counter was just raised ties with another share, which may have many running sequences.
-    return 1, -sequence.add.priority, served, num_running, sequence.arrival
+    return 1, served, num_running, sequence.arrival
 
 
 def _turns(share: Share, is_ready: bool, rounds: int) -> Iterator[tuple[Turn, Sequence]]:
@@ -395,7 +397,7 @@ def _turns(share: Share, is_ready: bool, rounds: int) -> Iterator[tuple[Turn, Se
             rounds = 0
             before = next(passed, None)
         if rounds:
-            yield (0, -rounds, 0, 0, sequence.arrival), sequence
+            yield (0, -rounds, 0, sequence.arrival), sequence
         else:
             yield _turn(sequence, served, num_running), sequence
         served += INPUT_PRICE * sequence.num_tokens / weight

@@ -11,6 +11,7 @@ from loramux.engine.batch import ScheduledSequence
 from loramux.engine.cached_page import CachedPage
 from loramux.engine.pages.kv_pages import RUNNING, KvPages
 from loramux.engine.scheduling.fair_queue import FairQueue
+from loramux.engine.scheduling.shares import place
 from loramux.engine.sequence import Sequence, SequenceState
 
 NEW_SHARE = 4
@@ -38,8 +39,8 @@ class Scheduler:
     Decode rows come first, then chunks of running prompts, then new sequences by turn. Running prompts leave part of
     the step to new sequences, so that a short prompt does not wait for a long one. A sequence whose adapter is still
     loading is skipped and blocks no other. When a running sequence needs a page and none is left, a sequence is
-    preempted, to be recomputed later. The victim has the lowest priority; ties go to the share with the highest
-    counter, then to the youngest sequence.
+    preempted, to be recomputed later. The victim comes from the share with the highest counter; ties go to the share
+    with the youngest sequence. Within the share, it is the youngest of the sequences with the lowest priority.
     """
 
     def __init__(self, queue: FairQueue, kv: KvPages, adapters: AdapterPool, limits: SchedulerLimits) -> None:
@@ -185,15 +186,17 @@ class Scheduler:
                 # sequence.
                 self._is_short = True
                 return False
-            victim = max(self.running, key=self._expendability)
+            victim = self._victim()
             scheduled.pop(victim, None)
             self._preempt(victim)
             if victim is sequence:
                 return False
         return True
 
-    def _expendability(self, sequence: Sequence) -> tuple[float, ...]:
-        return -sequence.add.priority, self.queue.served(sequence), sequence.arrival
+    def _victim(self) -> Sequence:
+        """The running sequence to preempt."""
+        last = max(self.running, key=lambda one: (self.queue.served(one), one.arrival))
+        return max((one for one in self.running if one.add.share_key == last.add.share_key), key=place)
 
     def _num_free_slots(self) -> int:
         # A paused sequence needs no slot. If all slots are taken when it resumes, it waits for a free slot.

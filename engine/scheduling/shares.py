@@ -64,7 +64,7 @@ class Share:
 
 def place(sequence: Sequence) -> tuple[int, int]:
     """Sort key of a sequence within its share."""
-    return -sequence.add.priority, sequence.arrival
+    return sequence.add.priority, sequence.arrival
 
 
 class ShareHeap:

@@ -60,6 +60,8 @@ class Plan:
     """Maximum number of tokens reported together; 1 if the client or a stop string needs each one immediately."""
     base: str
     end_user: str | None
+    priority: int = 0
+    """Orders the requests of one share; lower values run first."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -104,6 +106,7 @@ class Plan:
             share_key=share.key,
             weight=share.weight,
             isolation_key=share.isolation_key,
+            priority=self.priority,
             traceparent=traceparent,
             host_floor_bytes=share.host_floor_bytes,
         )

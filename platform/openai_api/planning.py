@@ -54,6 +54,7 @@ def make_plan(
         tokens_at_once=1 if body.stream or stops else TOKENS_AT_ONCE,
         base=services.model.served_name,
         end_user=end_user_label(body.user),
+        priority=body.priority or 0,
     )
 
 

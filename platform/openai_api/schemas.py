@@ -30,6 +30,7 @@ MAX_CHAT_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 MAX_METADATA = 64
 MAX_MODEL_NAME = 256
+MAX_PRIORITY = 2**31 - 1
 INT64 = 2**63
 
 T = TypeVar("T")
@@ -108,6 +109,7 @@ class GenerationRequest(StrictModel):
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=64)] | None = None
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
     # Constraints on the answer: OpenAI's field, vLLM's field, and vLLM's older fields.
     response_format: ResponseFormat | None = None

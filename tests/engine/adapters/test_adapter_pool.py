@@ -372,7 +372,7 @@ def test_later_adapters_take_no_pages_from_the_first_sequence(simulate: Simulate
     simulation = simulate(num_pages=8, max_batch_tokens=128, adapters={"b": 2, "c": 2})
     simulation.add("b", digest="b", max_tokens=2)
     simulation.step()
-    head = simulation.add("head", num_prompt=110, max_tokens=2, priority=1)
+    head = simulation.add("head", num_prompt=110, max_tokens=2, priority=-1)
     simulation.add("c", digest="c", max_tokens=2)
     assert finishes(simulation, 100)
     assert simulation.tokens["head"] == simulation.expected(head)

@@ -1,4 +1,4 @@
-"""Queue order: by priority, then by the service that each share has received. No share waits forever."""
+"""Queue order: by the service that each share has received, then by priority. No share waits forever."""
 
 from __future__ import annotations
 
@@ -103,23 +103,48 @@ def test_brief_idleness_does_not_reset_service() -> None:
     assert [admit_next(queue).arrival for _ in range(3)] == [1, 3, 2]
 
 
-def test_priority_precedes_service() -> None:
+def test_lower_priority_value_goes_first_within_a_share() -> None:
     queue = FairQueue()
-    for arrival in range(3):
-        waiting(queue, arrival, "a")
-    waiting(queue, 3, "b", priority=1)
-    waiting(queue, 4, "b", priority=1)
-    waiting(queue, 5, "a", priority=2)
-    assert [one.arrival for one in queue.order(6, 0)] == [5, 3, 4, 0, 1, 2]
+    for arrival, priority in enumerate([0, 5, -1, 0, -1]):
+        waiting(queue, arrival, priority=priority)
+    assert [one.arrival for one in queue.order(5, 0)] == [2, 4, 0, 3, 1]
+
+
+def test_priority_changes_nothing_for_other_shares() -> None:
+    """Both shares run as many sequences at the same turns, whatever priorities one of them sets."""
+    plain, urgent = FairQueue(), FairQueue()
+    for queue, priority in ((plain, 0), (urgent, -9)):
+        for arrival in range(6):
+            waiting(queue, arrival, "a")
+        for arrival in range(6, 12):
+            waiting(queue, arrival, "b", priority=priority * arrival)
+    turns = [[admit_next(queue) for _ in range(12)] for queue in (plain, urgent)]
+    assert [one.add.share_key for one in turns[0]] == [one.add.share_key for one in turns[1]] == ["a", "b"] * 6
+    assert [one.arrival for one in turns[1] if one.add.share_key == "b"] == [11, 10, 9, 8, 7, 6]
+
+
+def test_full_queue_refuses_the_newest_of_a_shares_least_urgent_sequences() -> None:
+    queue = FairQueue()
+    for arrival, priority in enumerate([3, 7, 7, -2]):
+        waiting(queue, arrival, "large", priority=priority)
+    waiting(queue, 4, "small", priority=1000)
+    candidate = queue.shed_candidate()
+    assert candidate is not None
+    assert candidate.arrival == 2
 
 
 @pytest.mark.parametrize(("num_prompt", "bound"), [(1, MAX_ROUNDS), (5000, MAX_COST_RATIO * MAX_ROUNDS)])
 def test_wait_is_bounded_whatever_other_shares_do(num_prompt: int, bound: int) -> None:
     """The bound is MAX_ROUNDS admissions from other shares. Very costly requests have a higher bound."""
-    queue = FairQueue()
-    waiting(queue, 0, "patient", num_prompt=num_prompt)
-    for arrival in range(1, bound + 100):
-        waiting(queue, arrival, "pushy", num_prompt=1, priority=9)
+    queue, arrivals = FairQueue(), itertools.count()
+    for _ in range(2 * bound):
+        waiting(queue, next(arrivals), "pushy", num_prompt=1, digest="a")
+    # While the other share's adapter is loading, this share is served until its counter is far ahead.
+    for _ in range(1 + 2 * bound // num_prompt):
+        waiting(queue, next(arrivals), "patient", num_prompt=num_prompt)
+        admit_next(queue)
+    waiting(queue, next(arrivals), "patient", num_prompt=num_prompt)
+    queue.set_resident("a", True)
     order = [admit_next(queue).add.share_key for _ in range(bound + ROUNDS_BETWEEN_CHECKS + 1)]
     assert bound <= order.index("patient") <= bound + ROUNDS_BETWEEN_CHECKS
 
@@ -169,8 +194,8 @@ class PlainOrder:
         served, running = share.served, share.num_running
         for one in sorted(share.ready if is_ready else share.ready + share.cold, key=place):
             if one in share.line(is_ready):
-                late = (0, -rounds, 0, 0, one.arrival)
-                fair = (1, -one.add.priority, served, running, one.arrival)
+                late = (0, -rounds, 0, one.arrival)
+                fair = (1, served, running, one.arrival)
                 self.turns.append((late if rounds else fair, one.arrival))
             served += one.num_tokens / share.weight
             running += 1

@@ -99,7 +99,7 @@ def test_pause_timeout_ends_the_sequence_with_length(simulation: Simulation) -> 
 
 def test_preempted_paused_sequence_continues_after_extension(simulate: Simulate) -> None:
     simulation = simulate(num_pages=6)
-    paused = simulation.add("paused", num_prompt=20, max_tokens=4, pause_s=600.0, priority=-1)
+    paused = simulation.add("paused", num_prompt=20, max_tokens=4, pause_s=600.0, priority=1)
     for _ in range(6):
         simulation.step()
     long = simulation.add("long", num_prompt=30, max_tokens=50)

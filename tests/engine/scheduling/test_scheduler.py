@@ -134,7 +134,7 @@ def test_rows_of_an_adapter_are_adjacent() -> None:
 def test_sequence_with_a_loading_adapter_is_skipped() -> None:
     bench = Bench(sizes={"a": 1})
     bench.hold_loads()
-    bench.add("cold", digest="a", priority=9)
+    bench.add("cold", digest="a", priority=-9)
     bench.add("base")
     assert bench.step() == {"base": 3}
     bench.let_loads_go()
@@ -158,7 +158,7 @@ def test_demand_lists_adapters_in_queue_order() -> None:
     bench.hold_loads()
     bench.add("running")
     bench.step()
-    for name, digest, priority in [("1", "a", 0), ("2", "b", 1), ("3", "a", 2), ("4", None, 3)]:
+    for name, digest, priority in [("1", "a", 0), ("2", "b", -1), ("3", "a", -2), ("4", None, -3)]:
         bench.add(name, digest=digest, priority=priority)
     demand = bench.scheduler.order_waiting()
     assert list(demand.queue_positions.items()) == [("a", 1), ("b", 2)]
@@ -176,7 +176,7 @@ def begin_all(bench: Bench, *sequences: Sequence) -> None:
 
 
 @pytest.mark.parametrize(
-    ("priorities", "victim"), [((0, 0, 0), "c"), ((-1, 0, 0), "a"), ((0, -1, 1), "b")], ids=["youngest", "a", "b"]
+    ("priorities", "victim"), [((0, 0, 0), "c"), ((1, 0, 0), "a"), ((0, 1, -1), "b")], ids=["youngest", "a", "b"]
 )
 def test_victim_is_the_youngest_with_the_lowest_priority(priorities: tuple[int, ...], victim: str) -> None:
     bench = Bench(num_pages=4)
@@ -186,10 +186,10 @@ def test_victim_is_the_youngest_with_the_lowest_priority(priorities: tuple[int, 
     assert bench.running == set("abc") - {victim}
 
 
-def test_victim_comes_from_the_most_served_share_at_equal_priority() -> None:
+def test_victim_comes_from_the_most_served_share_whatever_the_priorities() -> None:
     bench = Bench(num_pages=6)
     shares = {"1": "greedy", "2": "greedy", "3": "x", "4": "y"}
-    begin_all(bench, *(bench.add(name, share_key=share) for name, share in shares.items()))
+    begin_all(bench, *(bench.add(name, share_key=share, priority=int(name)) for name, share in shares.items()))
     bench.step()
     assert bench.scheduler.num_preemptions == 1
     assert bench.running == {"1", "3", "4"}
@@ -199,7 +199,7 @@ def test_step_that_preempts_admits_no_sequence() -> None:
     """A sequence admitted in the same step, even the victim, would take the freed pages immediately."""
     bench = Bench(num_pages=4)
     bench.add("a")
-    victim = bench.add("victim", num_prompt=11, priority=-1)
+    victim = bench.add("victim", num_prompt=11, priority=1)
     for _ in range(2):
         bench.step()
     bench.add("waiting", num_prompt=2)
@@ -211,7 +211,7 @@ def test_step_that_preempts_admits_no_sequence() -> None:
 def test_victim_resumes_with_room_for_all_tokens_and_recomputes_them() -> None:
     bench = Bench(num_pages=4, max_batch_tokens=8)
     bench.add("a", max_tokens=6)
-    victim = bench.add("victim", num_prompt=11, priority=-1)
+    victim = bench.add("victim", num_prompt=11, priority=1)
     for _ in range(3):
         bench.step()
     assert (bench.running, victim.num_tokens) == ({"a"}, 12)
@@ -298,12 +298,12 @@ def test_adapter_misses_do_not_block_base_traffic(simulate: Simulate) -> None:
     assert len(simulation.finished) == 101
 
 
-def test_victim_has_the_lowest_priority_then_the_most_served_share(simulate: Simulate) -> None:
+def test_victim_is_the_least_urgent_of_the_most_served_share(simulate: Simulate) -> None:
     simulation = simulate(num_pages=9, max_sequences=3)
     simulation.add("greedy", num_prompt=60, max_tokens=60, share_key="greedy")
     simulation.step()
-    simulation.add("modest", num_prompt=20, max_tokens=80, share_key="modest")
-    simulation.add("urgent", num_prompt=20, max_tokens=60, share_key="greedy", priority=1)
+    simulation.add("modest", num_prompt=20, max_tokens=80, share_key="modest", priority=9)
+    simulation.add("urgent", num_prompt=20, max_tokens=60, share_key="greedy", priority=-1)
     while stats_of(simulation).num_preemptions == 0:
         simulation.step()
     assert {one.sequence_id for one in simulation.scheduler.running} == {"modest", "urgent"}
@@ -329,7 +329,7 @@ def test_rows_unused_by_new_prompts_go_to_the_running_prompt(simulate: Simulate)
     simulation.add("long", num_prompt=1000, max_tokens=2)
     simulation.step()
     for number in range(3):
-        simulation.add(f"waiting{number}", num_prompt=500, max_tokens=9, priority=-1)
+        simulation.add(f"waiting{number}", num_prompt=500, max_tokens=9, priority=1)
     steps = 1
     while not simulation.tokens["long"]:
         simulation.step()

@@ -10,7 +10,7 @@ from tests.engine.simulated_engine import Simulate, stats_of
 
 def test_extension_counts_while_a_preempted_sequence_lacks_its_adapter(simulate: Simulate) -> None:
     simulation = simulate(num_pages=8, adapters={"a": 2})
-    paused = simulation.add("paused", num_prompt=20, max_tokens=4, digest="a", pause_s=600.0, priority=-1)
+    paused = simulation.add("paused", num_prompt=20, max_tokens=4, digest="a", pause_s=600.0, priority=1)
     for _ in range(8):
         simulation.step()
     assert len(simulation.tokens["paused"]) == 4
