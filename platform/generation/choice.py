@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loramux.engine.messages import Add, Finished, SequenceOutput, TokenLogprobs
+from loramux.platform.generation.plan import TextRules
 from loramux.platform.tokenizer.detokenizer import Detokenizer, StopStrings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
-from loramux.platform.tool_calls.reasoning import ReasoningSplitter
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +25,12 @@ class ChoiceDelta:
 class Choice:
     """Consumes tokens from the engine's stream until `is_done`."""
 
-    def __init__(
-        self,
-        index: int,
-        add: Add,
-        tokenizer: ModelTokenizer,
-        stops: tuple[str, ...],
-        reasoning: ReasoningSplitter | None = None,
-    ) -> None:
+    def __init__(self, index: int, add: Add, tokenizer: ModelTokenizer, rules: TextRules) -> None:
         self.index = index
         self.add = add
-        self._detokenizer = Detokenizer(tokenizer, add.prompt)
-        self._stops = StopStrings(stops)
-        self._reasoning = reasoning
+        self._detokenizer = Detokenizer(tokenizer, add.prompt, skip_special_tokens=rules.skip_special_tokens)
+        self._stops = StopStrings(rules.stops, is_shown=rules.include_stop_str_in_output)
+        self._reasoning = rules.splitter()
         self.num_reasoning = 0
         """Number of received tokens that belong to the reasoning, including its markers."""
         self._min_tokens = add.sampling.min_tokens

@@ -74,9 +74,7 @@ class Generation:
         self._clock = clock
         self._span = begin_span("generate")
         traceparent = None if self._span is None else self._span.traceparent
-        self._choices = [
-            Choice(i, add, tokenizer, plan.stops, plan.splitter()) for i, add in enumerate(plan.adds(traceparent))
-        ]
+        self._choices = [Choice(i, add, tokenizer, plan.text_rules) for i, add in enumerate(plan.adds(traceparent))]
         self._events = PendingDeltas()
         self._is_stopping = asyncio.Event()
         self.is_abandoned = False
@@ -142,7 +140,7 @@ class Generation:
             settlement.prompt_tokens,
             settlement.completion_tokens,
             settlement.cached_tokens,
-            None if self.plan.reasoning is None else sum(choice.num_reasoning for choice in self._choices),
+            None if self.plan.text_rules.reasoning is None else sum(choice.num_reasoning for choice in self._choices),
         )
         if self._span is not None:
             self._span.set("loramux.completion_tokens", settlement.completion_tokens)

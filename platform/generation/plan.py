@@ -37,6 +37,24 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextRules:
+    """How the tokens of a choice become its text; names and defaults are those of vLLM."""
+
+    stops: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    reasoning: Reasoning | None = None
+    """None if all text belongs to the answer."""
+
+    def splitter(self) -> ReasoningSplitter | None:
+        """A new splitter for one choice's text."""
+        wanted = self.reasoning
+        if wanted is None:
+            return None
+        return ReasoningSplitter(wanted.markers.begin, wanted.markers.end, is_open=wanted.is_open)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A request, checked and tokenised. `max_tokens` and `granted_tokens` are per choice.
 
@@ -53,9 +71,7 @@ class Plan:
     sampling: SamplingParams
     grammar: str
     """The grammar that each choice must follow, in llguidance's format; empty if there is none."""
-    stops: tuple[str, ...]
-    reasoning: Reasoning | None = None
-    """None if all text belongs to the answer."""
+    text_rules: TextRules
     tokens_at_once: int
     """Maximum number of tokens reported together; 1 if the client or a stop string needs each one immediately."""
     base: str
@@ -74,15 +90,6 @@ class Plan:
     @property
     def num_sequences(self) -> int:
         return len(self.prompts) * self.num_choices
-
-    def splitter(self) -> ReasoningSplitter | None:
-        """A new splitter for one choice's text."""
-        wanted = self.reasoning
-        return (
-            None
-            if wanted is None
-            else ReasoningSplitter(wanted.markers.begin, wanted.markers.end, is_open=wanted.is_open)
-        )
 
     def adds(self, traceparent: str | None = None) -> list[Add]:
         """One sequence per choice, in the order of the choices' indices; `traceparent` is the parent of their spans."""

@@ -11,6 +11,7 @@ from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.openai_api.answers import Answer
 from loramux.platform.openai_api.schemas import GenerationRequest
 from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.tool_calls.parsers import PARSERS
 
 B = TypeVar("B", bound=GenerationRequest)
 
@@ -27,6 +28,12 @@ class Prepared:
     """None if the model does not reason before it answers."""
     tool_format: str | None = None
     """The format of tool calls; None if the request offers no tools, or if calls are not parsed."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The markers of tool calls and reasoning."""
+        calls = () if self.tool_format is None else PARSERS[self.tool_format].markers
+        return calls if self.reasoning is None else (*calls, self.reasoning.markers.begin, self.reasoning.markers.end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from loramux.platform.accounts.end_users import end_user_label
 from loramux.platform.errors import InvalidRequest
-from loramux.platform.generation.plan import CHUNK_TOKENS, Plan, Target
+from loramux.platform.generation.plan import CHUNK_TOKENS, Plan, Target, TextRules
 from loramux.platform.openai_api.endpoint import B, Endpoint, Prepared, Prompts, Received
 from loramux.platform.openai_api.schemas import GenerationRequest
 from loramux.platform.openai_api.services import GatewayServices
@@ -30,7 +32,7 @@ def make_plan(
 ) -> Plan:
     """The plan for a request. Raises InvalidRequest if the request exceeds a limit."""
     body, prompts = received.body, prepared.prompts
-    sampling, stops = body.sampling(), tuple(body.stop or ())
+    sampling, text_rules = body.sampling(), _text_rules(services, body, prepared)
     max_tokens = _max_tokens(services.max_model_len, body, prompts)
     # In the engine, each choice is a sequence with its own copy of the prompt.
     most = services.settings.max_request_tokens
@@ -49,13 +51,20 @@ def make_plan(
         granted_tokens=max_tokens if is_asked else min(max_tokens, max(CHUNK_TOKENS, sampling.min_tokens)),
         sampling=sampling,
         grammar=grammar,
-        stops=stops,
-        reasoning=prepared.reasoning,
-        tokens_at_once=1 if body.stream or stops else TOKENS_AT_ONCE,
+        text_rules=text_rules,
+        tokens_at_once=1 if body.stream or text_rules.stops else TOKENS_AT_ONCE,
         base=services.model.served_name,
         end_user=end_user_label(body.user),
         priority=body.priority or 0,
     )
+
+
+def _text_rules(services: GatewayServices, body: GenerationRequest, prepared: Prepared) -> TextRules:
+    """How tokens become text. Special tokens are shown where they mark calls or reasoning."""
+    rules = replace(body.text_rules(), reasoning=prepared.reasoning)
+    if any(services.tokenizer.special_token_id(marker) is not None for marker in prepared.markers):
+        rules = replace(rules, skip_special_tokens=False)
+    return rules
 
 
 def _max_tokens(max_model_len: int, body: GenerationRequest, prompts: Prompts) -> int:

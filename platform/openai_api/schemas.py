@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from loramux.engine.messages import SamplingParams
 from loramux.engine.scheduling.request_limits import MAX_BIAS, MAX_BIASED_TOKENS, MAX_PENALTY, REPETITION_PENALTIES
 from loramux.platform.errors import InvalidRequest
+from loramux.platform.generation.plan import TextRules
 from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.openai_api.conversation import ChatMessage
 from loramux.platform.openai_api.response_formats import Choices, ResponseFormat, Schema, StructuredOutputs, constraints
@@ -109,6 +110,8 @@ class GenerationRequest(StrictModel):
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=64)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
     # Constraints on the answer: OpenAI's field, vLLM's field, and vLLM's older fields.
@@ -186,6 +189,13 @@ class GenerationRequest(StrictModel):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             min_tokens=_or(self.min_tokens, 0),
+        )
+
+    def text_rules(self) -> TextRules:
+        return TextRules(
+            stops=tuple(self.stop or ()),
+            skip_special_tokens=_or(self.skip_special_tokens, True),
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
         )
 
 

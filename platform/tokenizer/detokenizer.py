@@ -20,17 +20,19 @@ class Detokenizer:
     of a character or U+FFFD itself.
     """
 
-    def __init__(self, tokenizer: ModelTokenizer, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skips_special_tokens = skip_special_tokens
         self._ids = list(prompt[-CONTEXT_TOKENS:])
         self._start = 0
         self._read = len(self._ids)
-        self._given = tokenizer.decode(self._ids)
+        self._given = self._decoded(self._ids)
         self._utf8 = _Utf8("replace")
 
     def feed(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
-        spelled = self._tokenizer.text_bytes(token_id)
+        tokenizer = self._tokenizer
+        spelled = tokenizer.text_bytes(token_id) if self._skips_special_tokens else tokenizer.token_bytes(token_id)
         if not spelled:
             # A special token between the parts of a character does not split the character.
             return ""
@@ -38,40 +40,48 @@ class Detokenizer:
         self._utf8.decode(spelled)
         begun, _ = self._utf8.getstate()
         # An incomplete character has at most three bytes, so no token is held back for long.
-        return "" if begun else self._give(self._tokenizer.decode(self._ids[self._start :]))
+        return "" if begun else self._give(self._decoded(self._ids[self._start :]))
 
     def finish(self) -> str:
         """The text of the tokens still held back, even if incomplete."""
-        return self._give(self._tokenizer.decode(self._ids[self._start :])) if self._read < len(self._ids) else ""
+        return self._give(self._decoded(self._ids[self._start :])) if self._read < len(self._ids) else ""
 
     def _give(self, text: str) -> str:
         new = text[len(self._given) :]
         self._start, self._read = self._read, len(self._ids)
-        self._given = self._tokenizer.decode(self._ids[self._start :])
+        self._given = self._decoded(self._ids[self._start :])
         return new
+
+    def _decoded(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special_tokens)
 
 
 class StopStrings:
-    """Holds back the longest suffix of the text that could still become a stop string."""
+    """Holds back the longest suffix of the text that could still become a stop string.
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    If several stop strings are complete, the one that begins first counts; of those, the shortest.
+    """
+
+    def __init__(self, stops: Sequence[str], *, is_shown: bool = False) -> None:
         self._stops = tuple(stops)
+        self._is_shown = is_shown
         self._held = ""
         self.is_found = False
 
     def feed(self, text: str) -> str:
         """Return the text that can be shown now.
 
-        If it completes a stop string, set `is_found` and stop before the string.
+        If it completes a stop string, set `is_found` and stop before the string, or after it if `is_shown`.
         """
         if not self._stops:
             return text
         text = self._held + text
-        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        if starts:
+        found = [(start, start + len(stop)) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
             self.is_found = True
             self._held = ""
-            return text[: min(starts)]
+            start, end = min(found)
+            return text[: end if self._is_shown else start]
         num_held = max(_overlap(text, stop) for stop in self._stops)
         shown = text[: len(text) - num_held]
         self._held = text[len(shown) :]

@@ -89,9 +89,9 @@ class ModelTokenizer:
         self._check_length(text, max_tokens, "messages")
         return self._ids(text, add_special_tokens=False)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the ids, without special tokens; an incomplete character at either end becomes U+FFFD."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the ids; an incomplete character at either end becomes U+FFFD."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; for a special token, its name."""
@@ -100,6 +100,11 @@ class ModelTokenizer:
     def text_bytes(self, token_id: int) -> bytes:
         """The bytes that one token adds to a text; a special token adds none."""
         return self._bytes.in_text(token_id)
+
+    def special_token_id(self, text: str) -> int | None:
+        """The id of a special token with this name; None if the model spells the text with ordinary tokens."""
+        token_id = self._tokenizer.token_to_id(text)
+        return token_id if token_id is not None and self._bytes.is_hidden(token_id) else None
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         if len(text) <= MAX_TOKENISED_AT_ONCE:
@@ -148,7 +153,10 @@ class TokenBytes:
         return token.replace("\u2581", " ").encode()
 
     def in_text(self, token_id: int) -> bytes:
-        return b"" if token_id in self._hidden else self.of(token_id)
+        return b"" if self.is_hidden(token_id) else self.of(token_id)
+
+    def is_hidden(self, token_id: int) -> bool:
+        return token_id in self._hidden
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from loramux.platform.tool_calls.call_parser import CallParser
@@ -11,7 +11,7 @@ from loramux.platform.tool_calls.llama3_json import Llama3JsonParser
 from loramux.platform.tool_calls.mistral import MistralParser
 from loramux.platform.tool_calls.phi import PhiParser
 
-PARSERS: Mapping[str, Callable[[], CallParser]] = MappingProxyType(
+PARSERS: Mapping[str, type[CallParser]] = MappingProxyType(
     {
         "hermes": HermesParser,
         "llama3_json": Llama3JsonParser,

@@ -134,6 +134,8 @@ async def refused(gateway: Any, path: str, status: int, code: str, param: str | 
         ({"echo": "yes"}, "invalid_type", "echo"),
         ({"echo": True, "logprobs": 0}, "unsupported_parameter", "echo"),
         ({"suffix": "x"}, "unsupported_parameter", "suffix"),
+        ({"skip_special_tokens": 1}, "invalid_type", "skip_special_tokens"),
+        ({"include_stop_str_in_output": "no"}, "invalid_type", "include_stop_str_in_output"),
         ({"priority": 2**31}, "invalid_value", "priority"),
         ({"priority": -(2**31)}, "invalid_value", "priority"),
         ({"priority": 1.5}, "invalid_type", "priority"),

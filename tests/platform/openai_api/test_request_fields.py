@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+
+from loramux.platform.engine_link.scripted_engine import Script
 
 pytestmark = pytest.mark.anyio
 
@@ -23,8 +26,20 @@ async def answer_of(gateway: Any, path: str, text: str = "Hello", **fields: Any)
     return dict(response.json())
 
 
+async def chunks_of(gateway: Any, path: str, text: str = "Hello", **fields: Any) -> list[dict[str, Any]]:
+    response = await gateway.http.post(path, json=body_for(path, text, stream=True, **fields))
+    *events, last = response.text.removesuffix("\n\n").split("\n\n")
+    assert last == "data: [DONE]", response.text
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
 def text_of(choice: dict[str, Any]) -> str:
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def streamed_text(chunks: list[dict[str, Any]]) -> str:
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
 
 
 @BOTH
@@ -34,3 +49,33 @@ async def test_priority_reaches_the_engine_within_the_tenants_share(gateway: Any
     adds = gateway.engine.adds
     assert [add.priority for add in adds] == [-5, 0, 2**31 - 1]
     assert {add.share_key for add in adds} == {adds[0].share_key}
+
+
+@BOTH
+async def test_special_tokens_are_shown_if_asked(gateway: Any, tokenizer: Any, path: str) -> None:
+    begin, *ids = tokenizer.encode("Hi 🦊")
+    name = tokenizer.token_bytes(begin).decode()
+    gateway.engine.script = lambda add: Script(token_ids=(begin, *ids, begin))
+    asked = {"max_tokens": 40, "stop": "never"}
+    for skips, shown in ((None, "Hi 🦊"), (True, "Hi 🦊"), (False, f"{name}Hi 🦊{name}")):
+        whole = await answer_of(gateway, path, skip_special_tokens=skips, **asked)
+        assert text_of(whole["choices"][0]) == shown
+        chunks = await chunks_of(gateway, path, skip_special_tokens=skips, **asked)
+        assert streamed_text(chunks) == shown
+
+
+@BOTH
+async def test_stop_string_is_shown_if_asked(gateway: Any, tokenizer: Any, path: str) -> None:
+    ids = tokenizer.encode("First. Second and third.")[1:]
+    gateway.engine.script = lambda add: Script(token_ids=ids, tokens_per_output=3)
+    asked = {"max_tokens": 60, "stop": [". Sec", ". S"]}
+    usages = []
+    for is_shown, text in ((None, "First"), (False, "First"), (True, "First. S")):
+        whole = await answer_of(gateway, path, include_stop_str_in_output=is_shown, **asked)
+        assert (text_of(whole["choices"][0]), whole["choices"][0]["finish_reason"]) == (text, "stop")
+        usages.append(whole["usage"]["completion_tokens"])
+        chunks = await chunks_of(gateway, path, include_stop_str_in_output=is_shown, **asked)
+        assert streamed_text(chunks) == text
+    # The bill is the same: the tokens up to the one that completed the string.
+    assert len(set(usages)) == 1
+    assert {event.completion_tokens for event in gateway.usage()} == set(usages)

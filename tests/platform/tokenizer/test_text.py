@@ -41,6 +41,18 @@ def test_arbitrary_tokens_decode_without_error(tokenizer: Any, ids: list[int]) -
     assert isinstance("".join(pieces(tokenizer, ids[:7], ids)), str)
 
 
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(max_size=20), places=st.lists(st.integers(0, 20), max_size=4))
+def test_pieces_with_special_tokens_join_to_the_text_with_them(tokenizer: Any, text: str, places: list[int]) -> None:
+    special, *ids = tokenizer.encode(text)
+    for place in places:
+        ids.insert(place, special)
+    detokenizer = Detokenizer(tokenizer, [special], skip_special_tokens=False)
+    joined = "".join([*(detokenizer.feed(token) for token in ids), detokenizer.finish()])
+    assert joined == tokenizer.decode(ids, skip_special_tokens=False)
+    assert joined.count(tokenizer.token_bytes(special).decode()) >= len(places)
+
+
 def test_character_is_emitted_once_complete(tokenizer: Any) -> None:
     ids = list(tokenizer.encode("🦊"))[1:]
     assert len(ids) == 4
@@ -141,9 +153,10 @@ def test_sentencepiece_spaces_survive_between_prompt_and_answer() -> None:
 @given(
     parts=st.lists(st.text("abST", max_size=4), max_size=12),
     stops=st.lists(st.text("abST", min_size=1, max_size=4), min_size=1, max_size=3),
+    is_shown=st.booleans(),
 )
-def test_stop_strings_cut_pieces_like_the_whole_text(parts: list[str], stops: list[str]) -> None:
-    finder = StopStrings(stops)
+def test_stop_strings_cut_pieces_like_the_whole_text(parts: list[str], stops: list[str], is_shown: bool) -> None:
+    finder = StopStrings(stops, is_shown=is_shown)
     shown, read = "", ""
     for part in parts:
         shown += finder.feed(part)
@@ -151,10 +164,11 @@ def test_stop_strings_cut_pieces_like_the_whole_text(parts: list[str], stops: li
         if finder.is_found:
             break
     # The first piece that completes a stop string decides; within that piece, the stop string that begins first wins.
-    found = [read.find(stop) for stop in stops if stop in read]
+    found = [(read.find(stop), len(stop)) for stop in stops if stop in read]
     assert finder.is_found == bool(found)
     if found:
-        assert shown == read[: min(found)]
+        start, length = min(found)
+        assert shown == read[: start + length if is_shown else start]
     else:
         assert shown + finder.flush() == read
 
