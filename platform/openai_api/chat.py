@@ -11,7 +11,7 @@ from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.openai_api.authentication import Caller, Services
 from loramux.platform.openai_api.chat_answer import ChatAnswer
 from loramux.platform.openai_api.chat_prompt import answer_format, reasoning_after, render_chat
-from loramux.platform.openai_api.endpoint import Endpoint, Prepared, Received
+from loramux.platform.openai_api.endpoint import Endpoint, Prepared, Received, longest_prompt
 from loramux.platform.openai_api.openapi import GENERATION_ERRORS, answers, errors, takes
 from loramux.platform.openai_api.openapi_schemas import ChatDocument
 from loramux.platform.openai_api.request_life import serve
@@ -37,7 +37,7 @@ def _prepare(services: GatewayServices, body: ChatRequest) -> Prepared:
     template = services.tokenizer.chat_template
     text = render_chat(template, body)
     style = answer_format(template.source(has_tools=bool(body.offered_tools)))
-    prompt = services.tokenizer.encode_rendered(text, services.max_model_len)
+    prompt = services.tokenizer.encode_rendered(text, longest_prompt(services, body))
     return Prepared((prompt,), reasoning_after(text, style), style.tool_format if body.offered_tools else None)
 
 

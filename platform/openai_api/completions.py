@@ -11,7 +11,7 @@ from loramux.platform.errors import InvalidRequest
 from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.openai_api.authentication import Caller, Services
 from loramux.platform.openai_api.completion_answer import CompletionAnswer
-from loramux.platform.openai_api.endpoint import Endpoint, Prepared, Received
+from loramux.platform.openai_api.endpoint import Endpoint, Prepared, Prompts, Received, longest_prompt
 from loramux.platform.openai_api.openapi import GENERATION_ERRORS, answers, errors, takes
 from loramux.platform.openai_api.openapi_schemas import CompletionDocument
 from loramux.platform.openai_api.request_life import serve
@@ -33,8 +33,9 @@ async def create_completion(request: Request, caller: Caller, services: Services
 
 
 def _prepare(services: GatewayServices, body: CompletionRequest) -> Prepared:
+    longest = longest_prompt(services, body)
     prompts = tuple(
-        services.tokenizer.encode(prompt, services.max_model_len)
+        services.tokenizer.encode(prompt, longest)
         if isinstance(prompt, str)
         else _known(prompt, services.model.vocab_size)
         for prompt in body.prompt
@@ -57,7 +58,7 @@ async def _shape(
         tokenizer=services.tokenizer,
         has_logprobs=body.logprobs is not None,
         include_usage=body.include_usage,
-        echoes=await services.compute(_echoes, services, body) if body.echo else (),
+        echoes=await services.compute(_echoes, services, body, prepared.prompts) if body.echo else (),
     )
 
 
@@ -73,7 +74,13 @@ def _known(prompt: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     return prompt
 
 
-def _echoes(services: GatewayServices, body: CompletionRequest) -> list[str]:
+def _echoes(services: GatewayServices, body: CompletionRequest, prompts: Prompts) -> list[str]:
     """Each choice's prompt as text."""
-    texts = [prompt if isinstance(prompt, str) else services.tokenizer.decode(prompt) for prompt in body.prompt]
+    skips = body.text_rules().skip_special_tokens
+    texts = [
+        given
+        if isinstance(given, str) and body.truncate_prompt_tokens is None
+        else services.tokenizer.decode(prompt, skip_special_tokens=skips)
+        for given, prompt in zip(body.prompt, prompts, strict=True)
+    ]
     return [text for text in texts for _ in range(body.num_choices)]

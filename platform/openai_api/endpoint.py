@@ -45,6 +45,11 @@ class Received(Generic[B]):
     num_bytes: int
 
 
+def longest_prompt(services: GatewayServices, body: GenerationRequest) -> int | None:
+    """Maximum length of a prompt in tokens, or None if longer prompts are truncated."""
+    return services.max_model_len if body.truncate_prompt_tokens is None else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint(Generic[B]):
     """One endpoint. The type of its body, in `schemas.py`, defines the fields that it accepts."""

@@ -20,6 +20,21 @@ def check_untokenised(services: GatewayServices, body: GenerationRequest) -> Non
     if body.num_prompts * body.num_choices > services.settings.max_choices:
         raise InvalidRequest(f"prompts times n must not exceed {services.settings.max_choices}", param="n")
     body.check_vocabulary(services.model.vocab_size)
+    if (body.truncate_prompt_tokens or 0) > services.max_model_len:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must not exceed the context of {services.max_model_len} tokens",
+            param="truncate_prompt_tokens",
+        )
+
+
+def truncated(max_model_len: int, body: GenerationRequest, prompts: Prompts) -> Prompts:
+    """The last `truncate_prompt_tokens` tokens of each prompt; -1 leaves room for the answer in the context."""
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return prompts
+    if limit == -1:
+        limit = max(1, max_model_len - (body.token_limit or body.DEFAULT_MAX_TOKENS or 1))
+    return tuple(prompt[-limit:] for prompt in prompts)
 
 
 def make_plan(

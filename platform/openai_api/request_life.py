@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 
 from fastapi import Request
@@ -21,7 +22,7 @@ from loramux.platform.openai_api import sse
 from loramux.platform.openai_api.answers import Answer
 from loramux.platform.openai_api.endpoint import B, Endpoint, Prepared, Received
 from loramux.platform.openai_api.error_responses import engine_unavailable, json_response, request_id_of
-from loramux.platform.openai_api.planning import check_untokenised, make_plan
+from loramux.platform.openai_api.planning import check_untokenised, make_plan, truncated
 from loramux.platform.openai_api.request_body import parse_body_on, read_body
 from loramux.platform.openai_api.schemas import GenerationRequest
 from loramux.platform.openai_api.services import GatewayServices
@@ -93,12 +94,14 @@ async def resolve(services: GatewayServices, caller: Principal, body: Generation
 
 
 async def prepare(services: GatewayServices, endpoint: Endpoint[B], received: Received[B]) -> Prepared:
-    """The tokenised prompts. Raises InvalidRequest."""
+    """The tokenised prompts, truncated if the body says so. Raises InvalidRequest."""
     check_untokenised(services, received.body)
     with traced("tokenise"):
         if received.num_bytes <= MAX_TOKENISED_AT_ONCE:
-            return endpoint.prepare(services, received.body)
-        return await services.compute(endpoint.prepare, services, received.body)
+            prepared = endpoint.prepare(services, received.body)
+        else:
+            prepared = await services.compute(endpoint.prepare, services, received.body)
+    return replace(prepared, prompts=truncated(services.max_model_len, received.body, prepared.prompts))
 
 
 async def constrain(services: GatewayServices, target: Target, constraint: Constraint | None) -> str:

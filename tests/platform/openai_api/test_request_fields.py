@@ -79,3 +79,39 @@ async def test_stop_string_is_shown_if_asked(gateway: Any, tokenizer: Any, path:
     # The bill is the same: the tokens up to the one that completed the string.
     assert len(set(usages)) == 1
     assert {event.completion_tokens for event in gateway.usage()} == set(usages)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("limit", "max_tokens", "num_kept"),
+    [(7, 5, 7), (-1, 56, 200), (-1, 255, 1), (200, 56, 200)],
+    ids=["some", "rest of the context", "one", "as many as fit"],
+)
+async def test_truncated_prompt_keeps_its_last_tokens_and_is_billed_as_such(
+    gateway: Any, path: str, limit: int, max_tokens: int, num_kept: int
+) -> None:
+    text = " ".join(map(str, range(5000)))
+    answer = await answer_of(gateway, path, text, truncate_prompt_tokens=limit, max_tokens=max_tokens)
+    [add] = gateway.engine.adds
+    assert len(add.prompt) == num_kept
+    # The conversation's last tokens are those of its template.
+    assert gateway.services.tokenizer.decode(add.prompt[-7:]).endswith("4999" if num_kept > 6 else "")
+    assert answer["usage"]["prompt_tokens"] == num_kept
+    [event] = gateway.usage()
+    assert (event.prompt_tokens, event.completion_tokens) == (num_kept, max_tokens)
+
+
+async def test_each_prompt_is_truncated_and_echoed_as_truncated(gateway: Any, tokenizer: Any) -> None:
+    prompts = ["One harbour in the north", "Two"]
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    for asked in (prompts, [list(one) for one in ids]):
+        gateway.engine.adds.clear()
+        answer = await gateway.openai.completions.create(
+            model="base", prompt=asked, max_tokens=1, echo=True, n=2, extra_body={"truncate_prompt_tokens": 3}
+        )
+        kept = [one[-3:] for one in ids]
+        assert [add.prompt for add in gateway.engine.adds] == [kept[0], kept[0], kept[1], kept[1]]
+        for choice in answer.choices:
+            assert choice.text.startswith(tokenizer.decode(kept[choice.index // 2]))
+        assert "One" not in answer.choices[0].text
+        assert answer.usage.prompt_tokens == sum(map(len, kept))
