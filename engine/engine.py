@@ -290,6 +290,7 @@ class Engine:
                 traces.committed(sequence)
             if token_id in sequence.stop_token_ids and sequence.num_completion > sequence.add.sampling.min_tokens:
                 ended.append((sequence, "stop"))
+                sequence.stop_token_id = token_id
                 if sequence.pending_output:
                     rest = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=sequence.take_pending_output())
                     outputs[sequence.owner].append(rest)
@@ -351,6 +352,7 @@ class Engine:
             prompt_tokens=num_prompt,
             completion_tokens=sequence.num_completion if num_billed is None else num_billed,
             cached_tokens=min(sequence.num_cached, num_prompt),
+            stop_token_id=sequence.stop_token_id,
             code=code,
             message=message,
         )

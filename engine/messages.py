@@ -162,7 +162,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New tokens of one sequence. `logprobs` has one entry per token if requested, and is empty otherwise.
 
-    A token that ends the sequence (end of sequence or stop id) is counted in Finished but not included here.
+    A token that ends the sequence (end of sequence or stop id) is reported in Finished and not included here.
     """
 
     sequence_id: str
@@ -191,6 +191,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    stop_token_id: int | None = None
+    """The token that ended the sequence, if `reason` is `stop`; None if its grammar was complete without one."""
     code: str | None = None
     message: str | None = None
 

@@ -41,6 +41,8 @@ class Sequence:
     seed: int
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the sequence, including the model's own end tokens."""
+    stop_token_id: int | None = None
+    """The one of these tokens that ended the sequence."""
     state: SequenceState = SequenceState.WAITING
     slot: int = -1
     """The adapter's slot while the sequence is running; -1 for the base."""

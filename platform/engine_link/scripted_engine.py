@@ -47,6 +47,8 @@ class Script:
     error: str | None = None
     """End with this code after the tokens."""
     cached_tokens: int = 0
+    stop_token_id: int | None = None
+    """The end-of-sequence token."""
 
 
 def echo(add: Add) -> Script:
@@ -271,6 +273,7 @@ class _Sequence:
             prompt_tokens=len(self.add.prompt),
             completion_tokens=committed,
             cached_tokens=self.script.cached_tokens,
+            stop_token_id=self.script.stop_token_id if reason == "stop" else None,
             code=code,
         )
 

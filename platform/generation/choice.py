@@ -18,6 +18,8 @@ class ChoiceDelta:
     text: str
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: str | None
+    token_ids: tuple[int, ...] = ()
+    """The new tokens, including one that ended the choice. Their text can be in a later delta."""
     reasoning: str = ""
     """New text of the model's reasoning, which precedes the answer's text."""
 
@@ -30,10 +32,13 @@ class Choice:
         self.add = add
         self._detokenizer = Detokenizer(tokenizer, add.prompt, skip_special_tokens=rules.skip_special_tokens)
         self._stops = StopStrings(rules.stops, is_shown=rules.include_stop_str_in_output)
+        self._shows_stop = rules.include_stop_str_in_output
         self._reasoning = rules.splitter()
         self.num_reasoning = 0
         """Number of received tokens that belong to the reasoning, including its markers."""
         self._min_tokens = add.sampling.min_tokens
+        # Tokens that no delta has reported yet, because their text was held back.
+        self._unreported: list[int] = []
         self.num_received = 0
         self.keep: int | None = None
         """Number of tokens up to and including the one that completed a stop string."""
@@ -49,6 +54,7 @@ class Choice:
         reasoning = text = ""
         for position, token_id in enumerate(output.token_ids):
             self.num_received += 1
+            self._unreported.append(token_id)
             was_reasoning = self._is_reasoning
             more_reasoning, more_text = self._split(self._shown(self._detokenizer.feed(token_id)))
             if was_reasoning or self._is_reasoning:
@@ -60,7 +66,7 @@ class Choice:
                 return self._last(reasoning, text, output.logprobs[: position + 1], "stop")
         if not reasoning and not text and not output.logprobs:
             return None
-        return ChoiceDelta(self.index, text, output.logprobs, None, reasoning)
+        return self._delta(reasoning, text, output.logprobs, None)
 
     def finish(self, finished: Finished) -> ChoiceDelta | None:
         """The last delta, with the text held back so far, or None if it was already produced or the choice failed."""
@@ -71,7 +77,12 @@ class Choice:
         if self._stops.is_found:
             self.keep = self.num_received
             return self._last(*self._split(shown), (), "stop")
-        return self._last(*self._split(shown + self._stops.flush()), (), finished.reason)
+        shown += self._stops.flush()
+        if finished.stop_token_id is not None:
+            self._unreported.append(finished.stop_token_id)
+            if self._shows_stop:
+                shown += self._detokenizer.feed(finished.stop_token_id) + self._detokenizer.finish()
+        return self._last(*self._split(shown), (), finished.reason)
 
     def give_up(self) -> None:
         """Record that the engine never reported the end; the prompt and the received tokens are charged."""
@@ -124,8 +135,15 @@ class Choice:
         """Divide new text into reasoning and answer."""
         return ("", shown) if self._reasoning is None else self._reasoning.feed(shown)
 
+    def _delta(
+        self, reasoning: str, text: str, logprobs: tuple[TokenLogprobs, ...], finish_reason: str | None
+    ) -> ChoiceDelta:
+        token_ids = tuple(self._unreported)
+        self._unreported.clear()
+        return ChoiceDelta(self.index, text, logprobs, finish_reason, token_ids, reasoning)
+
     def _last(self, reasoning: str, text: str, logprobs: tuple[TokenLogprobs, ...], finish_reason: str) -> ChoiceDelta:
         """The last delta, with all text that the splitter still holds back."""
         self.is_done = True
         held_reasoning, held_text = ("", "") if self._reasoning is None else self._reasoning.flush()
-        return ChoiceDelta(self.index, text + held_text, logprobs, finish_reason, reasoning + held_reasoning)
+        return self._delta(reasoning + held_reasoning, text + held_text, logprobs, finish_reason)

@@ -65,12 +65,14 @@ class JoinedDeltas:
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._token_ids: list[int] = []
         self._last: ChoiceDelta | None = None
 
     def add(self, delta: ChoiceDelta) -> None:
         self._texts.append(delta.text)
         self._reasoning.append(delta.reasoning)
         self._logprobs.extend(delta.logprobs)
+        self._token_ids.extend(delta.token_ids)
         self._last = delta
 
     def delta(self) -> ChoiceDelta:
@@ -80,5 +82,6 @@ class JoinedDeltas:
             "".join(self._texts),
             tuple(self._logprobs),
             self._last.finish_reason,
+            tuple(self._token_ids),
             "".join(self._reasoning),
         )

@@ -38,6 +38,7 @@ def merged(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
             text="".join(delta.text for delta in group),
             logprobs=tuple(entry for delta in group for entry in delta.logprobs),
             finish_reason=group[-1].finish_reason,
+            token_ids=tuple(token_id for delta in group for token_id in delta.token_ids),
             reasoning="".join(delta.reasoning for delta in group),
         )
         for index, group in sorted(groups.items())

@@ -18,7 +18,10 @@ from loramux.platform.tool_calls.call_parser import CallParser
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAnswer:
-    """Builds the bodies of one chat completion; `model` is the name that the client used."""
+    """Builds the bodies of one chat completion; `model` is the name that the client used.
+
+    If `prompt_token_ids` is set, the token ids of the prompt and of each choice are shown as vLLM does.
+    """
 
     id: str
     model: str
@@ -29,6 +32,7 @@ class ChatAnswer:
     tool_choice: ToolChoice
     new_parser: Callable[[], CallParser] | None = None
     """Creates a parser of tool calls for a choice; None if the request offers no tools."""
+    prompt_token_ids: Sequence[int] | None = None
     _builders: dict[int, MessageBuilder] = field(default_factory=dict)
 
     def chunks(self, delta: ChoiceDelta) -> list[Document]:
@@ -36,16 +40,20 @@ class ChatAnswer:
         builder = self._builders.get(delta.index)
         if builder is None:
             builder = self._builders[delta.index] = self._builder()
-            chunks.append(self._chunk(delta.index, {"role": "assistant", "content": ""}))
-        logprobs = delta.logprobs
+            first = self._chunk(delta.index, {"role": "assistant", "content": ""})
+            chunks.append({**first, **self._prompt_token_ids()})
+        # What belongs to the tokens is sent once, with the first chunk that they add.
+        logprobs, token_ids = delta.logprobs, delta.token_ids
         for shown in builder.feed(delta):
-            chunks.append(self._chunk(delta.index, shown, logprobs=logprobs))
-            logprobs = ()
-        if logprobs:
-            chunks.append(self._chunk(delta.index, {"content": ""}, logprobs=logprobs))
-        if delta.finish_reason is not None:
+            chunks.append(self._chunk(delta.index, shown, logprobs, token_ids=token_ids))
+            logprobs, token_ids = (), ()
+        is_last = delta.finish_reason is not None
+        if logprobs or (token_ids and self.prompt_token_ids is not None and not is_last):
+            chunks.append(self._chunk(delta.index, {"content": ""}, logprobs, token_ids=token_ids))
+            token_ids = ()
+        if is_last:
             reason = self._finish_reason(delta.finish_reason, builder)
-            chunks.append(self._chunk(delta.index, {}, finish_reason=reason))
+            chunks.append(self._chunk(delta.index, {}, finish_reason=reason, token_ids=token_ids))
         return chunks
 
     def usage_chunk(self, usage: Usage) -> Document:
@@ -53,7 +61,8 @@ class ChatAnswer:
 
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
         choices = [self._choice(choice) for choice in merged(deltas)]
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage_body(usage)}
+        head = {**self._head("chat.completion"), **self._prompt_token_ids()}
+        return {**head, "choices": choices, "usage": usage_body(usage)}
 
     def _choice(self, delta: ChoiceDelta) -> Document:
         builder = self._builder()
@@ -62,6 +71,7 @@ class ChatAnswer:
             "message": whole_message(builder.feed(delta)),
             "logprobs": self._logprobs(delta.logprobs),
             "finish_reason": self._finish_reason(delta.finish_reason, builder),
+            **self._token_ids(delta.token_ids),
         }
 
     def _builder(self) -> MessageBuilder:
@@ -78,14 +88,22 @@ class ChatAnswer:
         delta: Document,
         logprobs: tuple[TokenLogprobs, ...] = (),
         finish_reason: str | None = None,
+        token_ids: tuple[int, ...] = (),
     ) -> Document:
         shown = self._logprobs(logprobs) if logprobs else None
         choice = {"index": index, "delta": delta, "logprobs": shown, "finish_reason": finish_reason}
+        choice |= self._token_ids(token_ids)
         chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
         return {**chunk, "usage": None} if self.include_usage else chunk
 
     def _head(self, kind: str) -> Document:
         return {"id": self.id, "object": kind, "created": self.created_s, "model": self.model}
+
+    def _prompt_token_ids(self) -> Document:
+        return {} if self.prompt_token_ids is None else {"prompt_token_ids": list(self.prompt_token_ids)}
+
+    def _token_ids(self, token_ids: tuple[int, ...]) -> Document:
+        return {} if self.prompt_token_ids is None else {"token_ids": list(token_ids)}
 
     def _logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> Document | None:
         if not self.has_logprobs:

@@ -16,7 +16,8 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 class CompletionAnswer:
     """Builds the bodies of one text completion. `model` is the name that the client used.
 
-    `echoes` contains the prompt text to repeat before each choice.
+    `echoes` contains the prompt text to repeat before each choice. If `prompt_token_ids` is set, which has an entry for
+    each choice, the token ids of prompts and choices are shown as vLLM does.
     """
 
     id: str
@@ -26,6 +27,7 @@ class CompletionAnswer:
     has_logprobs: bool
     include_usage: bool
     echoes: Sequence[str] = ()
+    prompt_token_ids: Sequence[Sequence[int]] | None = None
     _begun: set[int] = field(default_factory=set)
     _offsets: dict[int, int] = field(default_factory=dict)
     """Number of characters of each choice whose log-probabilities have been sent."""
@@ -45,19 +47,21 @@ class CompletionAnswer:
         return {"id": self.id, "object": "text_completion", "created": self.created_s, "model": self.model}
 
     def _choice(self, delta: ChoiceDelta) -> Document:
+        is_first = delta.index not in self._begun
+        self._begun.add(delta.index)
         return {
-            "text": self._echo(delta.index) + delta.text,
+            "text": (self.echoes[delta.index] if self.echoes and is_first else "") + delta.text,
             "index": delta.index,
             "logprobs": self._logprobs(delta.index, delta.logprobs),
             "finish_reason": delta.finish_reason,
+            **self._token_ids(delta, is_first),
         }
 
-    def _echo(self, index: int) -> str:
-        """The prompt to prepend to a choice's first chunk; empty for later chunks."""
-        if not self.echoes or index in self._begun:
-            return ""
-        self._begun.add(index)
-        return self.echoes[index]
+    def _token_ids(self, delta: ChoiceDelta, is_first: bool) -> Document:
+        if self.prompt_token_ids is None:
+            return {}
+        prompt = list(self.prompt_token_ids[delta.index]) if is_first else None
+        return {"token_ids": list(delta.token_ids), "prompt_token_ids": prompt}
 
     def _logprobs(self, index: int, logprobs: tuple[TokenLogprobs, ...]) -> Document | None:
         if not self.has_logprobs:

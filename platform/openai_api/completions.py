@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -17,6 +19,8 @@ from loramux.platform.openai_api.openapi_schemas import CompletionDocument
 from loramux.platform.openai_api.request_life import serve
 from loramux.platform.openai_api.schemas import CompletionRequest
 from loramux.platform.openai_api.services import GatewayServices
+
+T = TypeVar("T")
 
 router = APIRouter()
 
@@ -58,6 +62,7 @@ async def _shape(
         tokenizer=services.tokenizer,
         has_logprobs=body.logprobs is not None,
         include_usage=body.include_usage,
+        prompt_token_ids=_for_each_choice(body, prepared.prompts) if body.return_token_ids else None,
         echoes=await services.compute(_echoes, services, body, prepared.prompts) if body.echo else (),
     )
 
@@ -83,4 +88,8 @@ def _echoes(services: GatewayServices, body: CompletionRequest, prompts: Prompts
         else services.tokenizer.decode(prompt, skip_special_tokens=skips)
         for given, prompt in zip(body.prompt, prompts, strict=True)
     ]
-    return [text for text in texts for _ in range(body.num_choices)]
+    return _for_each_choice(body, texts)
+
+
+def _for_each_choice(body: CompletionRequest, prompts: Iterable[T]) -> list[T]:
+    return [prompt for prompt in prompts for _ in range(body.num_choices)]

@@ -60,6 +60,8 @@ class CompletionChoice(TypedDict):
     index: int
     logprobs: dict[str, Any] | None
     finish_reason: str | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class CompletionDocument(TypedDict):
@@ -88,6 +90,7 @@ class ChatChoice(TypedDict):
     message: AnswerMessage
     logprobs: dict[str, Any] | None
     finish_reason: str | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatDocument(TypedDict):
@@ -99,3 +102,4 @@ class ChatDocument(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: UsageDocument
+    prompt_token_ids: NotRequired[list[int]]

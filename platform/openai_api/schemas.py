@@ -113,6 +113,7 @@ class GenerationRequest(StrictModel):
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=INT64)
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
     # Constraints on the answer: OpenAI's field, vLLM's field, and vLLM's older fields.

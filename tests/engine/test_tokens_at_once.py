@@ -38,6 +38,7 @@ def test_first_token_is_sent_alone_and_the_rest_in_groups(
     assert sizes == expected
     assert tokens == simulation.expected(add)
     assert (finished.reason, finished.completion_tokens) == ("length", max_tokens)
+    assert finished.stop_token_id is None
 
 
 def test_pending_tokens_are_sent_before_a_stop_token_ends_the_sequence(simulate: Simulate) -> None:
@@ -50,6 +51,7 @@ def test_pending_tokens_are_sent_before_a_stop_token_ends_the_sequence(simulate:
     _, tokens, finished = told(simulation)
     assert tokens == whole[:num_told]
     assert (finished.reason, finished.completion_tokens) == ("stop", num_told + 1)
+    assert finished.stop_token_id == stop
 
 
 def test_abort_sends_all_billed_tokens(simulation: Simulation) -> None:

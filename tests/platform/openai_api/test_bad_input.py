@@ -139,6 +139,7 @@ async def refused(gateway: Any, path: str, status: int, code: str, param: str | 
         ({"truncate_prompt_tokens": 257}, "invalid_value", "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": True}, "invalid_type", "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": -1, "max_tokens": 256}, "context_length_exceeded", "max_tokens"),
+        ({"return_token_ids": "yes"}, "invalid_type", "return_token_ids"),
         ({"skip_special_tokens": 1}, "invalid_type", "skip_special_tokens"),
         ({"include_stop_str_in_output": "no"}, "invalid_type", "include_stop_str_in_output"),
         ({"priority": 2**31}, "invalid_value", "priority"),

@@ -115,3 +115,45 @@ async def test_each_prompt_is_truncated_and_echoed_as_truncated(gateway: Any, to
             assert choice.text.startswith(tokenizer.decode(kept[choice.index // 2]))
         assert "One" not in answer.choices[0].text
         assert answer.usage.prompt_tokens == sum(map(len, kept))
+
+
+@BOTH
+@pytest.mark.parametrize("is_shown", [False, True], ids=["stop hidden", "stop shown"])
+async def test_token_ids_are_those_of_the_prompt_and_of_the_bill(
+    gateway: Any, tokenizer: Any, path: str, is_shown: bool
+) -> None:
+    ids, stop = tokenizer.encode("Hi é 🦊")[1:], tokenizer.encode("!")[-1]
+    gateway.engine.script = lambda add: Script(token_ids=ids, tokens_per_output=2, stop_token_id=stop)
+    asked = {"n": 2, "return_token_ids": True, "include_stop_str_in_output": is_shown, "max_tokens": 40}
+    whole = await answer_of(gateway, path, **asked)
+    prompt = list(gateway.engine.adds[0].prompt)
+    for choice in whole["choices"]:
+        assert choice["token_ids"] == [*ids, stop]
+        assert choice.get("prompt_token_ids", prompt) == prompt
+        assert text_of(choice) == ("Hi é 🦊!" if is_shown else "Hi é 🦊")
+    assert ("prompt_token_ids" in whole) == (path == CHAT)
+    assert whole["usage"]["completion_tokens"] == 2 * (len(ids) + 1)
+    streamed: dict[int, list[int]] = {0: [], 1: []}
+    prompts = []
+    for chunk in await chunks_of(gateway, path, **asked):
+        for choice in chunk["choices"]:
+            streamed[choice["index"]] += choice["token_ids"]
+            prompts.append(chunk.get("prompt_token_ids") or choice.get("prompt_token_ids"))
+    assert streamed == {0: [*ids, stop], 1: [*ids, stop]}
+    assert [shown for shown in prompts if shown] == [prompt, prompt]
+
+
+async def test_token_ids_end_with_the_token_that_completed_a_stop_string(gateway: Any, tokenizer: Any) -> None:
+    ids = tokenizer.encode("First. Second and third.")[1:]
+    gateway.engine.script = lambda add: Script(token_ids=ids, tokens_per_output=4)
+    answer = await answer_of(gateway, TEXT, max_tokens=60, stop=". Sec", return_token_ids=True)
+    shown = answer["choices"][0]["token_ids"]
+    assert shown == list(ids[: len(shown)])
+    assert ". Sec" in tokenizer.decode(shown)
+    assert len(shown) == answer["usage"]["completion_tokens"] == gateway.usage()[0].completion_tokens
+
+
+@BOTH
+async def test_no_token_ids_are_shown_unless_asked(gateway: Any, path: str) -> None:
+    answer = await answer_of(gateway, path, max_tokens=2, return_token_ids=False)
+    assert "token_ids" not in json.dumps([answer, await chunks_of(gateway, path, max_tokens=2)])
