@@ -45,6 +45,22 @@ def merged(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
     ]
 
 
+class UsageSoFar:
+    """The usage that each chunk of a stream reports if the client asks for it: the tokens of the request until then."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._completion_tokens = 0
+
+    def after(self, delta: ChoiceDelta) -> Document:
+        self._completion_tokens += len(delta.token_ids)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+        }
+
+
 def usage_body(usage: Usage) -> Document:
     body: Document = {
         "prompt_tokens": usage.prompt_tokens,

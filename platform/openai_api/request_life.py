@@ -19,7 +19,7 @@ from loramux.platform.generation.plan import Plan, Target
 from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.openai_api import sse
-from loramux.platform.openai_api.answers import Answer
+from loramux.platform.openai_api.answers import Answer, UsageSoFar
 from loramux.platform.openai_api.endpoint import B, Endpoint, Prepared, Received
 from loramux.platform.openai_api.error_responses import engine_unavailable, json_response, request_id_of
 from loramux.platform.openai_api.planning import check_untokenised, make_plan, truncated
@@ -147,7 +147,7 @@ async def answer(
     if first is not None:
         services.metrics.first_token_seconds.labels(generation.plan.endpoint).observe(time.monotonic() - started_s)
     if body.stream and first is not None:
-        return sse.EventStream(_events(first, deltas, generation, shape, body.include_usage), headers)
+        return sse.EventStream(_events(first, deltas, generation, shape, body), headers)
     collected = [] if first is None else [first, *[delta async for delta in deltas]]
     if generation.is_abandoned:
         return Response(status_code=CLIENT_CLOSED)
@@ -165,25 +165,27 @@ async def _events(
     deltas: AsyncIterator[ChoiceDelta],
     generation: Generation,
     shape: Answer,
-    include_usage: bool,
+    body: GenerationRequest,
 ) -> AsyncIterator[bytes]:
     """The events of a stream: chunks, then usage and `[DONE]` once settled. A failed stream ends with an error."""
-    yield _chunks(shape, first)
+    so_far = UsageSoFar(generation.plan.prompt_tokens) if body.continuous_usage else None
+    yield _chunks(shape, first, so_far)
     try:
         async for delta in deltas:
-            yield _chunks(shape, delta)
+            yield _chunks(shape, delta, so_far)
     except ApiError as error:
         yield sse.event(error.envelope())
         return
     if generation.is_abandoned:
         return
-    if include_usage:
+    if body.include_usage:
         yield sse.event(shape.usage_chunk(generation.usage))
     yield sse.DONE
 
 
-def _chunks(shape: Answer, delta: ChoiceDelta) -> bytes:
-    return b"".join(sse.event(chunk) for chunk in shape.chunks(delta))
+def _chunks(shape: Answer, delta: ChoiceDelta, so_far: UsageSoFar | None) -> bytes:
+    usage = {} if so_far is None else {"usage": so_far.after(delta)}
+    return b"".join(sse.event({**chunk, **usage}) for chunk in shape.chunks(delta))
 
 
 async def _disconnected(receive: Receive) -> None:

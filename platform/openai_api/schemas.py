@@ -75,6 +75,7 @@ def _usable_bias(value: Any) -> Any:
 
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -150,6 +151,10 @@ class GenerationRequest(StrictModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
     def check(self) -> None:
         """Raise InvalidRequest for a well-formed but unsupported body."""
         for name, neutral in self.NEUTRAL.items():
@@ -159,6 +164,10 @@ class GenerationRequest(StrictModel):
             raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+        if self.continuous_usage and not self.include_usage:
+            raise InvalidRequest(
+                "continuous_usage_stats needs include_usage: true", param="stream_options.continuous_usage_stats"
+            )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidRequest for a token id that is not in the vocabulary."""

@@ -84,6 +84,11 @@ async def refused(gateway: Any, path: str, status: int, code: str, param: str | 
         ({"min_tokens": 17}, "invalid_value", "min_tokens"),
         ({"stream": "yes"}, "invalid_type", "stream"),
         ({"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "invalid_value",
+            "stream_options.continuous_usage_stats",
+        ),
         ({"stream": True, "stream_options": {"usage": 1}}, "unknown_parameter", "stream_options.usage"),
         ({"logprobs": 6}, "invalid_value", "logprobs"),
         ({"logprobs": -1}, "invalid_value", "logprobs"),

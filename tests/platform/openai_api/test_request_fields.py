@@ -157,3 +157,35 @@ async def test_token_ids_end_with_the_token_that_completed_a_stop_string(gateway
 async def test_no_token_ids_are_shown_unless_asked(gateway: Any, path: str) -> None:
     answer = await answer_of(gateway, path, max_tokens=2, return_token_ids=False)
     assert "token_ids" not in json.dumps([answer, await chunks_of(gateway, path, max_tokens=2)])
+
+
+@BOTH
+async def test_every_chunk_reports_the_usage_so_far(gateway: Any, tokenizer: Any, path: str) -> None:
+    ids, stop = tokenizer.encode("Hi 🦊")[1:], tokenizer.encode("!")[-1]
+    gateway.engine.script = lambda add: Script(token_ids=ids, stop_token_id=stop)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = await chunks_of(gateway, path, n=2, stream_options=options, return_token_ids=True, max_tokens=40)
+    num_prompt, num_sent = len(gateway.engine.adds[0].prompt), 0
+    for chunk in chunks:
+        num_sent += sum(len(choice["token_ids"]) for choice in chunk["choices"])
+        usage = chunk["usage"]
+        assert usage["prompt_tokens"] == num_prompt
+        assert usage["total_tokens"] == num_prompt + usage["completion_tokens"]
+        if any(choice.get("delta", {}).get("role") is None for choice in chunk["choices"]):
+            assert usage["completion_tokens"] == num_sent
+    assert num_sent == 2 * (len(ids) + 1) == last["usage"]["completion_tokens"]
+    assert not last["choices"]
+
+
+async def test_openai_client_reads_the_usage_of_each_chunk(gateway: Any) -> None:
+    stream = await gateway.openai.chat.completions.create(
+        model="base",
+        messages=[{"role": "user", "content": "Hello"}],
+        max_tokens=5,
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )
+    totals = [chunk.usage.total_tokens async for chunk in stream]
+    assert totals == sorted(totals)
+    assert totals[-1] == len(gateway.engine.adds[0].prompt) + 5
+    assert len(set(totals)) > 1
