@@ -49,6 +49,8 @@ class Script:
     cached_tokens: int = 0
     stop_token_id: int | None = None
     """The end-of-sequence token."""
+    logprob: float = -0.5
+    """The log-probability of each token."""
 
 
 def echo(add: Add) -> Script:
@@ -199,7 +201,7 @@ class ScriptedEngine:
                 yield SequenceOutput(
                     sequence_id=add.sequence_id,
                     token_ids=tokens,
-                    logprobs=tuple(_logprobs(add, token) for token in tokens)
+                    logprobs=tuple(_logprobs(add, token, script.logprob) for token in tokens)
                     if add.sampling.num_logprobs is not None
                     else (),
                 )
@@ -278,10 +280,10 @@ class _Sequence:
         )
 
 
-def _logprobs(add: Add, token_id: int) -> TokenLogprobs:
+def _logprobs(add: Add, token_id: int, logprob: float) -> TokenLogprobs:
     """The chosen token first, then ids from 0 up, so that tests can predict the result."""
     others = [other for other in range((add.sampling.num_logprobs or 0) + 1) if other != token_id]
     ranked = [token_id, *others][: add.sampling.num_logprobs or 0]
     return TokenLogprobs(
-        token_id=token_id, logprob=-0.5, top=tuple((other, -0.5 * (i + 1)) for i, other in enumerate(ranked))
+        token_id=token_id, logprob=logprob, top=tuple((other, logprob * (i + 1)) for i, other in enumerate(ranked))
     )

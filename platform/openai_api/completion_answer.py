@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 
 from loramux.engine.messages import TokenLogprobs
 from loramux.platform.generation.choice import ChoiceDelta
@@ -17,7 +18,8 @@ class CompletionAnswer:
     """Builds the bodies of one text completion. `model` is the name that the client used.
 
     `echoes` contains the prompt text to repeat before each choice. If `prompt_token_ids` is set, which has an entry for
-    each choice, the token ids of prompts and choices are shown as vLLM does.
+    each choice, the token ids of prompts and choices are shown as vLLM does. Of the `num_generated` choices of each
+    prompt, the best `num_choices` are returned.
     """
 
     id: str
@@ -28,6 +30,8 @@ class CompletionAnswer:
     include_usage: bool
     echoes: Sequence[str] = ()
     prompt_token_ids: Sequence[Sequence[int]] | None = None
+    num_choices: int = 1
+    num_generated: int = 1
     _begun: set[int] = field(default_factory=set)
     _offsets: dict[int, int] = field(default_factory=dict)
     """Number of characters of each choice whose log-probabilities have been sent."""
@@ -40,8 +44,18 @@ class CompletionAnswer:
         return {**self._head(), "choices": [], "usage": usage_body(usage)}
 
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
-        choices = [self._choice(choice) for choice in merged(deltas)]
+        choices = [self._choice(choice) for choice in self._best(merged(deltas))]
         return {**self._head(), "choices": choices, "usage": usage_body(usage)}
+
+    def _best(self, choices: list[ChoiceDelta]) -> list[ChoiceDelta]:
+        """The choices of each prompt with the highest mean log-probability, best first; all if none is left out."""
+        if self.num_generated == self.num_choices:
+            return choices
+        best: list[ChoiceDelta] = []
+        for start in range(0, len(choices), self.num_generated):
+            ranked = sorted(choices[start : start + self.num_generated], key=_mean_logprob, reverse=True)
+            best += ranked[: self.num_choices]
+        return [replace(choice, index=index) for index, choice in enumerate(best)]
 
     def _head(self) -> Document:
         return {"id": self.id, "object": "text_completion", "created": self.created_s, "model": self.model}
@@ -93,3 +107,9 @@ class CompletionAnswer:
         except UnicodeDecodeError:
             # Parts of a character would all be shown as U+FFFD, so spell out their bytes as OpenAI does.
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _mean_logprob(choice: ChoiceDelta) -> float:
+    # A choice that ended at once has no token to judge it by.
+    logprobs = [entry.logprob for entry in choice.logprobs]
+    return sum(logprobs) / len(logprobs) if logprobs else -inf

@@ -62,6 +62,8 @@ async def _shape(
         tokenizer=services.tokenizer,
         has_logprobs=body.logprobs is not None,
         include_usage=body.include_usage,
+        num_choices=body.num_choices,
+        num_generated=body.num_generated,
         prompt_token_ids=_for_each_choice(body, prepared.prompts) if body.return_token_ids else None,
         echoes=await services.compute(_echoes, services, body, prepared.prompts) if body.echo else (),
     )

@@ -17,8 +17,11 @@ TOKENS_AT_ONCE = 16
 
 def check_untokenised(services: GatewayServices, body: GenerationRequest) -> None:
     """Raise InvalidRequest for errors that can be found before the prompts are tokenised."""
-    if body.num_prompts * body.num_choices > services.settings.max_choices:
-        raise InvalidRequest(f"prompts times n must not exceed {services.settings.max_choices}", param="n")
+    if body.num_prompts * body.num_generated > services.settings.max_choices:
+        raise InvalidRequest(
+            f"prompts times {_multiplier(body)} must not exceed {services.settings.max_choices}",
+            param=_multiplier(body),
+        )
     body.check_vocabulary(services.model.vocab_size)
     if (body.truncate_prompt_tokens or 0) > services.max_model_len:
         raise InvalidRequest(
@@ -51,8 +54,11 @@ def make_plan(
     max_tokens = _max_tokens(services.max_model_len, body, prompts)
     # In the engine, each choice is a sequence with its own copy of the prompt.
     most = services.settings.max_request_tokens
-    if body.num_choices * sum(len(prompt) + max_tokens for prompt in prompts) > most:
-        raise InvalidRequest(f"n times (tokens + max_tokens), over all prompts, must not exceed {most}", param="n")
+    if body.num_generated * sum(len(prompt) + max_tokens for prompt in prompts) > most:
+        raise InvalidRequest(
+            f"{_multiplier(body)} times (tokens + max_tokens), over all prompts, must not exceed {most}",
+            param=_multiplier(body),
+        )
     if sampling.min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens exceeds max_tokens, which is {max_tokens}", param="min_tokens")
     is_asked = body.token_limit is not None
@@ -61,7 +67,7 @@ def make_plan(
         target=target,
         endpoint=endpoint.name,
         prompts=prompts,
-        num_choices=body.num_choices,
+        num_choices=body.num_generated,
         max_tokens=max_tokens,
         granted_tokens=max_tokens if is_asked else min(max_tokens, max(CHUNK_TOKENS, sampling.min_tokens)),
         sampling=sampling,
@@ -80,6 +86,11 @@ def _text_rules(services: GatewayServices, body: GenerationRequest, prepared: Pr
     if any(services.tokenizer.special_token_id(marker) is not None for marker in prepared.markers):
         rules = replace(rules, skip_special_tokens=False)
     return rules
+
+
+def _multiplier(body: GenerationRequest) -> str:
+    """The field that says how many choices to generate for each prompt."""
+    return "n" if body.num_generated == body.num_choices else "best_of"
 
 
 def _max_tokens(max_model_len: int, body: GenerationRequest, prompts: Prompts) -> int:

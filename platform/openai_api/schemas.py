@@ -134,6 +134,11 @@ class GenerationRequest(StrictModel):
         return self.n or 1
 
     @property
+    def num_generated(self) -> int:
+        """Number of choices to generate for each prompt, of which `num_choices` are returned."""
+        return self.num_choices
+
+    @property
     def num_prompts(self) -> int:
         return 1
 
@@ -260,16 +265,21 @@ class CompletionRequest(GenerationRequest):
         return len(self.prompt)
 
     @property
+    def num_generated(self) -> int:
+        return max(self.num_choices, self.best_of or 1)
+
+    @property
     def num_logprobs(self) -> int | None:
-        return self.logprobs
+        # Ranking needs the log-probability of each token, even if the client does not.
+        return 0 if self.logprobs is None and self.num_generated > self.num_choices else self.logprobs
 
     def check(self) -> None:
         GenerationRequest.check(self)
-        # OpenAI's clients send 1 by default. With best_of = n, there is nothing to choose between.
-        if self.best_of not in (None, 1, self.num_choices):
-            raise InvalidRequest(
-                "best_of is not supported: ask for n choices", param="best_of", code="unsupported_parameter"
-            )
+        # OpenAI's clients send 1 by default, whatever n is.
+        if self.best_of not in (None, 1) and self.best_of < self.num_choices:
+            raise InvalidRequest("best_of must be at least n", param="best_of")
+        if self.stream and self.num_generated > self.num_choices:
+            raise InvalidRequest("best_of greater than n cannot be streamed", param="best_of")
         if self.echo and self.logprobs is not None:
             raise InvalidRequest(
                 "echo is not supported together with logprobs", param="echo", code="unsupported_parameter"

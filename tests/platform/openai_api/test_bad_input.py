@@ -132,8 +132,10 @@ async def refused(gateway: Any, path: str, status: int, code: str, param: str | 
         ({"stop_token_ids": [True]}, "invalid_type", "stop_token_ids[0]"),
         ({"ignore_eos": 1}, "invalid_type", "ignore_eos"),
         ({"min_tokens": -1}, "invalid_value", "min_tokens"),
-        ({"best_of": 3}, "unsupported_parameter", "best_of"),
-        ({"best_of": 3, "n": 2}, "unsupported_parameter", "best_of"),
+        ({"best_of": 2, "n": 3}, "invalid_value", "best_of"),
+        ({"best_of": 3, "stream": True}, "invalid_value", "best_of"),
+        ({"best_of": 129}, "invalid_value", "best_of"),
+        ({"best_of": 65, "prompt": ["a", "b"]}, "invalid_value", "best_of"),
         ({"best_of": 0}, "invalid_value", "best_of"),
         ({"best_of": True}, "invalid_type", "best_of"),
         ({"echo": "yes"}, "invalid_type", "echo"),
@@ -332,15 +334,16 @@ async def test_compute_threads_end_with_the_services(gateway: Any) -> None:
         ({"n": 9, "prompt": [5] * 100, "max_tokens": 11}, 200),
         ({"n": 9, "prompt": [5] * 100, "max_tokens": 12}, 400),
         ({"n": 4, "prompt": [[5] * 200, [5] * 50], "max_tokens": 1}, 400),
+        ({"best_of": 9, "prompt": [5] * 100, "max_tokens": 12}, 400),
         ({"n": 3, "prompt": [[5] * 200, [5] * 50], "max_tokens": 1}, 200),
     ],
-    ids=["fits", "one more", "long prompts", "fewer choices"],
+    ids=["fits", "one more", "long prompts", "best of many", "fewer choices"],
 )
 async def test_total_tokens_of_a_request_are_capped(gateway: Any, change: dict[str, Any], status: int) -> None:
     gateway.app.state.services = replace(gateway.services, settings=GatewaySettings(max_request_tokens=999))
     body = {"model": "base", **change}
     if status == 400:
-        await refused(gateway, TEXT, 400, "invalid_value", "n", json=body)
+        await refused(gateway, TEXT, 400, "invalid_value", "best_of" if "best_of" in change else "n", json=body)
     else:
         assert (await gateway.http.post(TEXT, json=body)).status_code == 200
 

@@ -181,12 +181,6 @@ async def test_bias_and_penalties_reach_the_engine(gateway: Any) -> None:
     assert all(sampling_problem(one, 1024) is None for one in (sampling, plain, biased))
 
 
-@pytest.mark.parametrize(("n", "best_of"), [(None, 1), (2, 2), (2, 1), (None, None)])
-async def test_best_of_without_effect_is_accepted(gateway: Any, n: int | None, best_of: int | None) -> None:
-    answer = await gateway.openai.completions.create(model="base", prompt="a", max_tokens=1, n=n, best_of=best_of)
-    assert len(answer.choices) == (n or 1)
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_echo_begins_each_choice_with_its_prompt(gateway: Any, tokenizer: Any, stream: bool) -> None:
     ids = tokenizer.encode(" and on.")[1:]
