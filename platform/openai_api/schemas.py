@@ -82,7 +82,11 @@ class StreamOptions(StrictModel):
 class GenerationRequest(StrictModel):
     """The fields shared by chat and completions."""
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "use_beam_search": (None, False),
+        "length_penalty": (None, 1),
+        "early_stopping": (None, False),
+    }
     """Unsupported fields, and the values with which they have no effect."""
     PROMPT: ClassVar[str]
     """The name of the field that holds the prompt."""
@@ -116,6 +120,11 @@ class GenerationRequest(StrictModel):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+
+    # Beam search.
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    early_stopping: Any = None
 
     # Constraints on the answer: OpenAI's field, vLLM's field, and vLLM's older fields.
     response_format: ResponseFormat | None = None

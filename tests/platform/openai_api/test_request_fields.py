@@ -189,3 +189,8 @@ async def test_openai_client_reads_the_usage_of_each_chunk(gateway: Any) -> None
     assert totals == sorted(totals)
     assert totals[-1] == len(gateway.engine.adds[0].prompt) + 5
     assert len(set(totals)) > 1
+
+
+@BOTH
+async def test_beam_search_that_is_switched_off_is_accepted(gateway: Any, path: str) -> None:
+    await answer_of(gateway, path, use_beam_search=False, length_penalty=1.0, early_stopping=False, max_tokens=1)
