@@ -31,7 +31,7 @@ MEMORY_BYTES = 256 << 20
 ANSWER_BYTES = 4 << 20
 """Longest answer, in bytes."""
 
-_FIRST_REQUEST = b'{"source": "{{ messages[0].content }}", "code": null, "special_tokens": {}, "conversation": null}'
+_FIRST_TEMPLATE = "{{ messages[0].content }}{{ strftime_now('%c') }}"
 
 
 class TemplateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,8 +73,9 @@ def answer_to(request: TemplateRequest, environment: ChatEnvironment) -> Templat
 
 def main() -> int:
     environment, decoder, encoder = ChatEnvironment(), msgspec.json.Decoder(TemplateRequest), msgspec.json.Encoder()
-    # The first use of each prepares what all forks then have.
-    encoder.encode(answer_to(decoder.decode(_FIRST_REQUEST), environment))
+    # The first use prepares what all forks then have, such as the time zone, which a confined process cannot read.
+    first = TemplateRequest(source=_FIRST_TEMPLATE, code=None, special_tokens={}, conversation=None)
+    encoder.encode(answer_to(decoder.decode(encoder.encode(first)), environment))
     # Forks need not look at what exists now, which would copy it.
     gc.freeze()
     fork_for_each_request(idle_s=None)

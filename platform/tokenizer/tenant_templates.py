@@ -32,8 +32,8 @@ WALL_S = 3.0
 NUM_PROCESSES = 4
 """Maximum number of concurrent renderings; each tenant has at most one."""
 
-MAX_WAITING_PER_TENANT = 64
-"""Maximum number of a tenant's requests that are rendered or wait for it."""
+MAX_WAITING_PER_TENANT = 256
+"""Maximum number of a tenant's requests that are being rendered or wait for it: about 1.5 s of renderings."""
 
 MAX_KEPT = 512
 """Maximum number of compiled templates kept over all tenants."""
@@ -67,8 +67,14 @@ class _Waiting:
 class TenantTemplates:
     """Renders and checks tenants' templates. A tenant waits only for its own renderings. Belongs to the event loop."""
 
-    def __init__(self, special_tokens: Mapping[str, str], command: Sequence[str] = _WORKER) -> None:
+    def __init__(
+        self,
+        special_tokens: Mapping[str, str],
+        max_waiting_per_tenant: int = MAX_WAITING_PER_TENANT,
+        command: Sequence[str] = _WORKER,
+    ) -> None:
         self._special_tokens = dict(special_tokens)
+        self._max_waiting_per_tenant = max_waiting_per_tenant
         self._all = [ForkServer(command, worker_environment(), NICENESS) for _ in range(NUM_PROCESSES)]
         # Last in, first out: few requests at a time start few processes.
         self._idle: queue.LifoQueue[ForkServer] = queue.LifoQueue()
@@ -133,7 +139,7 @@ class TenantTemplates:
     async def _answer(self, tenant_id: str, source: str, conversation: Conversation | None) -> TemplateAnswer:
         """The answer of a process. Raises InvalidRequest if it is a refusal."""
         waiting = self._waiting.setdefault(tenant_id, _Waiting())
-        if waiting.num_requests >= MAX_WAITING_PER_TENANT:
+        if waiting.num_requests >= self._max_waiting_per_tenant:
             raise RateLimited(
                 "this tenant already has too many requests waiting for their chat template",
                 code="too_many_templates",
