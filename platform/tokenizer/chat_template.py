@@ -10,6 +10,7 @@ from typing import Any
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused, reason, render
 from loramux.platform.tokenizer.jinja_sandbox import ChatEnvironment
+from loramux.platform.tokenizer.template_check import TemplateFeatures, check_template
 from loramux.platform.tokenizer.template_kwargs import SPECIAL_TOKENS, check_kwargs
 
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -39,20 +40,13 @@ class ChatTemplate:
         sources = _sources(model_dir, config)
         if DEFAULT not in sources and TOOL_USE not in sources:
             return None
-        names = read_json(model_dir / "special_tokens_map.json") | config
-        special_tokens = {name: _text(names[name]) for name in SPECIAL_TOKENS if names.get(name)}
         try:
-            return ChatTemplate(sources, special_tokens)
+            return ChatTemplate(sources, read_special_tokens(model_dir))
         except Exception as error:  # a malformed template can raise anything
             raise ModelFilesError(f"the chat template of {model_dir} is malformed: {reason(error)}") from error
 
-    @property
-    def special_tokens(self) -> Mapping[str, str]:
-        """The special tokens that templates can name, such as `bos_token`."""
-        return self._special_tokens
-
     def source(self, *, has_tools: bool) -> str:
-        """The template for a conversation with or without tools. Raises InvalidRequest if there is none."""
+        """The template for a conversation with or without tools. Raises TemplateRefused if there is none."""
         return self._sources[self._name(has_tools)]
 
     def render(
@@ -70,7 +64,6 @@ class ChatTemplate:
         `add_generation_prompt` opens the assistant's turn; `continue_final_message` leaves the last message open.
         """
         check_kwargs(kwargs or {})
-        name = self._name(tools is not None)
         try:
             conversation = Conversation(
                 messages=messages,
@@ -79,20 +72,30 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
-            return render(
-                self._environment, self._templates[name], self._sources[name], self._special_tokens, conversation
-            )
+            return self._render(conversation)
         except TemplateRefused as refused:
             raise InvalidRequest(refused.message, param=refused.param) from None
+
+    def features(self) -> TemplateFeatures:
+        """What the templates support. Raises TemplateRefused if they do not render a plain conversation."""
+        return check_template(self._render)
+
+    def _render(self, conversation: Conversation) -> str:
+        name = self._name(conversation.tools is not None)
+        return render(self._environment, self._templates[name], self._sources[name], self._special_tokens, conversation)
 
     def _name(self, has_tools: bool) -> str:
         if has_tools and TOOL_USE in self._templates:
             return TOOL_USE
         if DEFAULT not in self._templates:
-            raise InvalidRequest(
-                "this model has a chat template only for requests with tools", param="tools", code="no_chat_template"
-            )
+            raise TemplateRefused("this model has a chat template only for requests with tools", "tools")
         return DEFAULT
+
+
+def read_special_tokens(model_dir: Path) -> dict[str, str]:
+    """The special tokens that templates can name, such as `bos_token`. Raises ModelFilesError."""
+    names = read_json(model_dir / "special_tokens_map.json") | read_json(model_dir / "tokenizer_config.json")
+    return {name: _text(names[name]) for name in SPECIAL_TOKENS if names.get(name)}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
-from jinja2 import Template
 
-from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused, render
-from loramux.platform.tokenizer.jinja_sandbox import ChatEnvironment
+from loramux.platform.tokenizer.conversation import Conversation, TemplateRefused
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Names of the variable that turns thinking on and off."""
@@ -51,14 +49,14 @@ class TemplateFeatures(msgspec.Struct, frozen=True, kw_only=True):
     """The variable `reasoning_effort` changes the prompt."""
 
 
-def check_template(
-    environment: ChatEnvironment, template: Template, source: str, special_tokens: Mapping[str, str]
-) -> TemplateFeatures:
-    """The template's features. Raises TemplateRefused if it does not render a plain conversation."""
+def check_template(render: Callable[[Conversation], str]) -> TemplateFeatures:
+    """The features of the template that `render` uses. Raises TemplateRefused if a plain conversation is not rendered.
+
+    `render` must raise TemplateRefused for a conversation that the template rejects.
+    """
 
     def prompt(*messages: Mapping[str, Any], tools: bool = False, **kwargs: Any) -> str:
-        conversation = Conversation(messages=messages, tools=[_TOOL] if tools else None, kwargs=kwargs)
-        return render(environment, template, source, special_tokens, conversation)
+        return render(Conversation(messages=messages, tools=[_TOOL] if tools else None, kwargs=kwargs))
 
     def shows(expected: list[str], *messages: Mapping[str, Any], tools: bool = False) -> bool:
         try:
@@ -84,7 +82,7 @@ def check_template(
     reads_objects = shows_call(_ARGUMENTS)
     reads_text = not reads_objects and shows_call(json.dumps(_ARGUMENTS))
     return TemplateFeatures(
-        system=shows([_SYSTEM["content"]], _SYSTEM, _USER),
+        system=shows([_SYSTEM["content"], _USER["content"]], _SYSTEM, _USER),
         several_turns=shows([one["content"] for one in (_USER, _ANSWER, _AGAIN)], _USER, _ANSWER, _AGAIN),
         tools=shows([_NAME], _USER, tools=True),
         tool_results=reads_objects or reads_text,

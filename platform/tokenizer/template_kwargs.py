@@ -15,7 +15,7 @@ MAX_NAME_CHARS = 64
 MAX_DEPTH = 8
 """Deepest nesting of lists and objects in one value."""
 MAX_SIZE = 16 * 1024
-"""Most characters of strings, names and numbers in all values, where every value counts as at least one."""
+"""Most characters of strings and names in all values together, where every value counts as one more."""
 
 _PARAM = "chat_template_kwargs"
 _RESERVED = frozenset(

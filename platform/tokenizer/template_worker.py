@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -62,11 +63,11 @@ def answer_to(request: TemplateRequest, environment: ChatEnvironment) -> Templat
     except Exception as error:  # a malformed template can raise anything
         return TemplateAnswer(refused=f"the chat template is malformed: {reason(error)}", param="chat_template")
     compiled = None if request.code else marshal.dumps(code)
-    arguments = environment, template, request.source, request.special_tokens
+    rendered = partial(render, environment, template, request.source, request.special_tokens)
     try:
         if request.conversation is None:
-            return TemplateAnswer(features=check_template(*arguments), code=compiled)
-        return TemplateAnswer(text=render(*arguments, request.conversation), code=compiled)
+            return TemplateAnswer(features=check_template(rendered), code=compiled)
+        return TemplateAnswer(text=rendered(request.conversation), code=compiled)
     except TemplateRefused as refused:
         return TemplateAnswer(refused=refused.message, param=refused.param, code=compiled)
 

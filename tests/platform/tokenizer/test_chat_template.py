@@ -75,7 +75,15 @@ def test_template_for_tools_alone_refuses_requests_without_tools() -> None:
     assert template.render(ASKED, tools=[]) == "tools"
     with pytest.raises(InvalidRequest) as caught:
         template.render(ASKED)
-    assert (caught.value.param, caught.value.code) == ("tools", "no_chat_template")
+    assert caught.value.param == "tools"
+
+
+def test_features_of_the_base_come_from_the_template_for_each_request() -> None:
+    tool_use = "{{ messages[0].content }}{{ tools | tojson }}{{ messages | tojson }}"
+    template = ChatTemplate({"default": "{{ messages[0].content }}", "tool_use": tool_use}, {})
+    features = template.features()
+    assert (features.tools, features.tool_results, features.system) == (True, True, False)
+    assert template.source(has_tools=True) == tool_use
 
 
 @pytest.mark.parametrize(
