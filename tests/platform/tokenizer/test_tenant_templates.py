@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import marshal
 import time
 from collections.abc import Awaitable, Iterator
 from typing import Any
 
 import pytest
 
+from loramux.adapter_store.validation.sandbox import CALLS, FILES
+from loramux.adapter_store.validation.validator import missing_measures
 from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
 from loramux.platform.tokenizer.chat_template import ChatTemplate
 from loramux.platform.tokenizer.tenant_templates import (
@@ -87,6 +90,31 @@ async def test_template_reaches_nothing_outside_its_variables(templates: TenantT
         assert given[1] in ("messages", "chat_template")
     with pytest.raises(InvalidRequest):
         await templates.check("a", ESCAPES[name])
+
+
+ESCAPED = """
+import os, socket
+name, blocks, debug_info = None, {}, ""
+def root(context, missing=None, environment=environment):
+    for attempt in (os.fork, socket.socket, lambda: os.kill(os.getppid(), 0), lambda: open("/etc/passwd")):
+        try:
+            attempt()
+            yield "done "
+        except OSError:
+            yield "refused "
+"""
+"""A compiled template that has left the Jinja sandbox."""
+
+
+async def test_template_that_escapes_is_still_confined(templates: TenantTemplates) -> None:
+    lacking = missing_measures()
+    if CALLS in lacking or FILES in lacking:
+        pytest.skip(f"this machine has no {' and no '.join(lacking)}")
+    templates._codes["a", PLAIN] = marshal.dumps(compile(ESCAPED, "escaped", "exec"))
+    try:
+        assert await templates.render("a", PLAIN, ASKED) == "refused " * 4
+    finally:
+        del templates._codes["a", PLAIN]
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
