@@ -95,6 +95,8 @@ adapter_versions = Table(
     Column("state", String(16), nullable=False),
     # SHA-256 of the canonical file, hexadecimal; set once validation has passed.
     Column("digest", String(64), nullable=True),
+    # SHA-256 over `digest` and the checksums of the version's rows in adapter_version_files; NULL if it has none.
+    Column("version_digest", String(64), nullable=True),
     Column("max_rank", Integer, nullable=True),
     Column("num_pages", Integer, nullable=True),
     Column("canonical_bytes", BigInteger, nullable=True),
@@ -125,6 +127,17 @@ adapter_versions = Table(
     # statistics.
     Index("ix_adapter_versions_state_id", "state", "id", postgresql_where=text("state IN ('pending', 'validating')")),
     CheckConstraint("state IN ('pending', 'validating', 'ready', 'rejected', 'quarantined', 'archived')", name="state"),
+)
+
+# A version's chat template and generation settings, as uploaded. Written in the transaction that records the digest.
+adapter_version_files = Table(
+    "adapter_version_files",
+    metadata,
+    Column("version_id", ID, ForeignKey("adapter_versions.id"), primary_key=True),
+    Column("name", NAME, primary_key=True),
+    Column("size", Integer, nullable=False),
+    Column("sha256", String(64), nullable=False),
+    Column("content", LargeBinary, nullable=False),
 )
 
 adapter_aliases = Table(

@@ -1,8 +1,12 @@
-"""The two files of an adapter, as PEFT writes them."""
+"""The files of an adapter: the two that PEFT writes, and two optional ones that transformers writes."""
 
 from __future__ import annotations
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 UPLOAD_FILES = (CONFIG_FILE, TENSORS_FILE)
-"""The names of an upload's two files."""
+"""The names of an upload's two required files."""
+TEMPLATE_FILE = "chat_template.jinja"
+GENERATION_FILE = "generation_config.json"
+FURTHER_FILES = (TEMPLATE_FILE, GENERATION_FILE)
+"""The names of an upload's optional files."""

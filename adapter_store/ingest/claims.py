@@ -12,6 +12,7 @@ import structlog
 from sqlalchemy import Connection, select, update
 
 from loramux.adapter_store.errors import AdapterRejected, ClaimLost
+from loramux.adapter_store.formats.further_files import NO_FURTHER_FILES, FurtherFiles, version_digest
 from loramux.adapter_store.ingest.upload_rows import LEASE_US, files_sha256, identical_version, is_free, upload_of
 from loramux.adapter_store.registry.aliases import DEFAULT_WEIGHT, SYSTEM, change_alias
 from loramux.adapter_store.registry.records import (
@@ -23,6 +24,7 @@ from loramux.adapter_store.registry.records import (
     UploadFile,
 )
 from loramux.adapter_store.registry.registry import StockLimits, lock_adapter, select_versions, version_of
+from loramux.adapter_store.registry.version_files import delete_further_files, replace_further_files
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import adapter_aliases, adapter_versions, adapters, uploads
@@ -51,6 +53,7 @@ class Verdict:
     num_pages: int
     canonical_bytes: int
     report: Mapping[str, Any]
+    files: FurtherFiles = NO_FURTHER_FILES
 
 
 class VersionClaims:
@@ -112,6 +115,7 @@ class VersionClaims:
             lock_adapter(connection, adapter_id)
             # Reset any size that an earlier attempt counted.
             self._change(connection, claimed.version.id, {"canonical_bytes": None})
+            delete_further_files(connection, claimed.version.id)
             connection.execute(change.values(files=[]))
             if self._limits is not None:
                 owner = connection.execute(select(adapters.c.tenant_id).where(adapters.c.id == adapter_id)).scalar_one()
@@ -138,9 +142,14 @@ class VersionClaims:
             connection.execute(update(uploads).where(uploads.c.id == claimed.upload.id).values(files=declared))
 
     def accept(self, version: AdapterVersion, verdict: Verdict) -> None:
-        """Record that validation has passed. Raises ClaimLost, or AdapterRejected if these weights are quarantined."""
+        """Record that validation has passed, with the optional files.
+
+        Raises ClaimLost, or AdapterRejected if these weights are quarantined.
+        """
+        checksums = verdict.files.checksums
         facts = {
             "digest": verdict.digest,
+            "version_digest": version_digest(verdict.digest, checksums) if checksums else None,
             "max_rank": verdict.max_rank,
             "num_pages": verdict.num_pages,
             "canonical_bytes": verdict.canonical_bytes,
@@ -149,6 +158,8 @@ class VersionClaims:
         with self._database.write() as connection:
             _refuse_quarantined(connection, version.adapter_id, verdict.digest)
             self._change(connection, version.id, facts)
+            # An earlier attempt may have recorded other files from the same source.
+            replace_further_files(connection, version.id, verdict.files)
 
     def publish(self, version: AdapterVersion) -> None:
         """Make an accepted version ready, and the default if the adapter has none.
@@ -171,9 +182,10 @@ class VersionClaims:
 
     def reject(self, version_id: str, report: Mapping[str, Any]) -> None:
         """Reject a version permanently. Raises ClaimLost."""
-        nothing = {"digest": None, "max_rank": None, "num_pages": None, "canonical_bytes": None}
+        nothing = {"digest": None, "version_digest": None, "max_rank": None, "num_pages": None, "canonical_bytes": None}
         with self._database.write() as connection:
             self._change(connection, version_id, {"state": "rejected", "report": dict(report), **nothing, **_NO_CLAIM})
+            delete_further_files(connection, version_id)
 
     def _change(self, connection: Connection, version_id: str, values: Mapping[str, Any]) -> None:
         columns = adapter_versions.c

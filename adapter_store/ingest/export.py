@@ -17,10 +17,11 @@ from loramux.adapter_store.errors import (
     OriginalNotKept,
     VersionNotReady,
 )
-from loramux.adapter_store.formats.file_names import CONFIG_FILE
+from loramux.adapter_store.formats.file_names import CONFIG_FILE, FURTHER_FILES
 from loramux.adapter_store.ingest.originals import KeptHeader, config_key, header_key, sha256_of
 from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.registry.records import AdapterVersion, UploadFile
+from loramux.adapter_store.registry.version_files import read_further_files
 from loramux.migrations.database import Database
 
 _EXPORTABLE = ("ready", "archived")
@@ -29,16 +30,16 @@ _EXPORTABLE = ("ready", "archived")
 class ExportedFile:
     """One uploaded file, rebuilt and verified against its declaration. Close the file to free its disk space."""
 
-    def __init__(self, declared: UploadFile, config: bytes, header: KeptHeader | None, canonical: BinaryIO | None):
+    def __init__(self, declared: UploadFile, content: bytes, header: KeptHeader | None, canonical: BinaryIO | None):
         self.declared = declared
-        self._config = config
+        self._content = content
         self._header = header
         self._canonical = canonical
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the file's bytes; only one chunk is in memory at a time."""
         if self._header is None or self._canonical is None:
-            yield self._config
+            yield self._content
         else:
             yield from self._header.rebuild(self._canonical)
 
@@ -81,14 +82,7 @@ class VersionExport:
             raise FileNotFound("the version has no file of that name")
         if version.state not in _EXPORTABLE or version.digest is None:
             raise VersionNotReady(f"version {version.number} is {version.state}")
-        try:
-            kept = self.blobs.read_bytes(config_key(version.id) if name == CONFIG_FILE else header_key(version.id))
-        except BlobNotFound:
-            raise OriginalNotKept("the version was created before loramux kept uploaded files") from None
-        if name == CONFIG_FILE:
-            file = ExportedFile(declared, kept, None, None)
-        else:
-            file = ExportedFile(declared, b"", KeptHeader.decode(kept), self._canonical(version.digest))
+        file = self._file(version.id, version.digest, declared)
         try:
             if sha256_of(file.chunks()) != declared.sha256:
                 raise AdapterCorrupt("the uploaded file cannot be rebuilt: the stored bytes differ")
@@ -96,6 +90,22 @@ class VersionExport:
             file.close()
             raise
         return file
+
+    def _file(self, version_id: str, digest: str, declared: UploadFile) -> ExportedFile:
+        if declared.name in FURTHER_FILES:
+            content = read_further_files(self.database, version_id).get(declared.name)
+            if content is None:
+                raise AdapterCorrupt(f"the version's {declared.name} is missing")
+            return ExportedFile(declared, content, None, None)
+        try:
+            kept = self.blobs.read_bytes(
+                config_key(version_id) if declared.name == CONFIG_FILE else header_key(version_id)
+            )
+        except BlobNotFound:
+            raise OriginalNotKept("the version was created before loramux kept uploaded files") from None
+        if declared.name == CONFIG_FILE:
+            return ExportedFile(declared, kept, None, None)
+        return ExportedFile(declared, b"", KeptHeader.decode(kept), self._canonical(digest))
 
     def _canonical(self, digest: str) -> BinaryIO:
         path = self.scratch_dir / f"export-{uuid.uuid4().hex}"

@@ -13,7 +13,8 @@ from pathlib import Path
 from loramux.adapter_store.blobs.interface import BlobStore, PresignedParts, PresignedPut, upload_key
 from loramux.adapter_store.errors import BlobNotFound, BlobTooLarge, PartsMissing, UploadNotFound, UploadRefused
 from loramux.adapter_store.formats.canonical import digest_of
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE, UPLOAD_FILES
+from loramux.adapter_store.formats.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE, UPLOAD_FILES
+from loramux.adapter_store.formats.further_files import MAX_FURTHER_BYTES
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.ingest.claims import LEASE_S, VersionClaims
 from loramux.adapter_store.ingest.failpoints import Failpoint, FailpointHook, no_op
@@ -25,6 +26,7 @@ from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.ingest.version_processor import VersionProcessor
 from loramux.adapter_store.registry.records import AdapterVersion, Upload, UploadFile
 from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.validation.further_checks import TemplateCheck, check_template_syntax
 from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
 from loramux.adapter_store.validation.validator import Validator
 from loramux.migrations.paging import Page
@@ -44,7 +46,7 @@ class Ingest:
 
     Any number of servers may share a database and a blob store, each with its own scratch directory. With `sources`, an
     operator can create versions from a bucket. `is_presigning` lets clients put their files into the blob store
-    directly, if the store supports that.
+    directly, if the store supports that. `check_template` decides whether an uploaded chat template can be served.
     """
 
     def __init__(
@@ -58,9 +60,10 @@ class Ingest:
         lease_s: float = LEASE_S,
         sources: AdapterSources | None = None,
         is_presigning: bool = True,
+        check_template: TemplateCheck = check_template_syntax,
         at_failpoint: FailpointHook = no_op,
     ) -> None:
-        self._max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: target.max_tensors_bytes}
+        self._max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: target.max_tensors_bytes, **MAX_FURTHER_BYTES}
         caps = TenantCaps(max_open_bytes=MAX_OPEN_LARGEST * sum(self._max_bytes.values()))
         self._upload_rows = UploadRows(registry.database, registry.limits, caps)
         self._turns = IngestTurns(registry.database)
@@ -75,6 +78,7 @@ class Ingest:
             scratch_dir,
             validator,
             self._sources,
+            check_template,
             at_failpoint,
         )
         self._janitor = Janitor(self._upload_rows, blobs)
@@ -85,13 +89,17 @@ class Ingest:
         """Set when a version may need `process`. IngestWorker waits for this event."""
 
     def create_upload(self, adapter_id: str, files: Sequence[UploadFile]) -> Upload:
-        """Declare the two files of a version. Their sizes count against the quota immediately.
+        """Declare a version's two files, and its optional ones. Their sizes count against the quota immediately.
 
         Raises AdapterNotFound, UploadRefused, LimitReached, or the registry's limit errors.
         """
-        if sorted(file.name for file in files) != sorted(UPLOAD_FILES):
+        further = [file.name for file in files if file.name in FURTHER_FILES]
+        if sorted(file.name for file in files) != sorted({*UPLOAD_FILES, *further}):
             raise UploadRefused(
-                "invalid_files", f"an upload must have exactly the files {' and '.join(UPLOAD_FILES)}", "files"
+                "invalid_files",
+                f"an upload must have the files {' and '.join(UPLOAD_FILES)}, "
+                f"and can also have {' and '.join(FURTHER_FILES)}",
+                "files",
             )
         for file in files:
             if not 0 < file.size <= self._max_bytes[file.name]:
@@ -181,7 +189,7 @@ class Ingest:
         added = self._upload_rows.add_version(adapter_id, upload_id)
         self._at_failpoint(Failpoint.VERSION_ADDED)
         if added.upload_id != upload_id:
-            for name in UPLOAD_FILES:
+            for name in (*UPLOAD_FILES, *FURTHER_FILES):
                 self._blobs.delete(upload_key(upload_id, name))
         self.has_pending.set()
         return added.version

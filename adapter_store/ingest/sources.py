@@ -41,6 +41,11 @@ class AdapterSources:
             raise UploadRefused("source_not_allowed", "adapters may not be taken from this source", "source")
         return url.rstrip("/")
 
+    def has(self, url: str, name: str) -> bool:
+        """Return True if a source has a file of that name. Raises the same errors as `fetch_file`."""
+        with _told(name, 0):
+            return self._open_store(self.check(url)).exists(name)
+
     def size(self, url: str, name: str, max_bytes: int) -> int:
         """Return the size of a source's file in bytes, without copying it. Raises the same errors as `fetch_file`."""
         with _told(name, max_bytes):

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Row, delete, func, insert, not_, or_, select, update
 
 from loramux.adapter_store.errors import UploadNotFound, UploadRefused, VersionNotFound
-from loramux.adapter_store.formats.file_names import UPLOAD_FILES
+from loramux.adapter_store.formats.file_names import FURTHER_FILES, UPLOAD_FILES
 from loramux.adapter_store.ingest.tenant_caps import TenantCaps
 from loramux.adapter_store.registry.records import UNFINISHED, AdapterVersion, Upload, UploadFile
 from loramux.adapter_store.registry.registry import (
@@ -242,7 +242,10 @@ def files_sha256(files: Collection[UploadFile]) -> str | None:
     checksums = {file.name: file.sha256 for file in files}
     if not checksums:
         return None
-    return hashlib.sha256("".join(checksums[name] for name in UPLOAD_FILES).encode()).hexdigest()
+    named = [checksums[name] for name in UPLOAD_FILES]
+    # Optional files are tagged with their names, so that an upload without them keeps the checksum that it always had.
+    named += [f"{name} {checksums[name]}" for name in FURTHER_FILES if name in checksums]
+    return hashlib.sha256("".join(named).encode()).hexdigest()
 
 
 def identical_version(

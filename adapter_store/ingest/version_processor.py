@@ -17,14 +17,16 @@ from loramux.adapter_store.errors import (
     SourceUnavailable,
 )
 from loramux.adapter_store.formats.canonical import digest_of
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE, UPLOAD_FILES
+from loramux.adapter_store.formats.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE, UPLOAD_FILES
+from loramux.adapter_store.formats.further_files import MAX_FURTHER_BYTES
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.ingest.claims import ClaimedVersion, ClaimRenewal, Verdict, VersionClaims
 from loramux.adapter_store.ingest.failpoints import Failpoint, FailpointHook
 from loramux.adapter_store.ingest.originals import KeptHeader, config_key, header_key
 from loramux.adapter_store.ingest.sources import AdapterSources
 from loramux.adapter_store.ingest.upload_rows import UploadRows
-from loramux.adapter_store.registry.records import AdapterVersion, UploadFile
+from loramux.adapter_store.registry.records import AdapterVersion, Upload, UploadFile
+from loramux.adapter_store.validation.further_checks import TemplateCheck, check_further_files
 from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
 from loramux.adapter_store.validation.validator import Accepted, ValidationJob, Validator
 from loramux.migrations.database import Database
@@ -51,6 +53,7 @@ class VersionProcessor:
         scratch_dir: Path,
         validator: Validator,
         sources: AdapterSources,
+        check_template: TemplateCheck,
         at_failpoint: FailpointHook,
     ) -> None:
         self._database = database
@@ -61,6 +64,7 @@ class VersionProcessor:
         self._scratch_dir = scratch_dir
         self._validator = validator
         self._sources = sources
+        self._check_template = check_template
         self._at_failpoint = at_failpoint
 
     def process(self, version_id: str) -> AdapterVersion:
@@ -84,7 +88,7 @@ class VersionProcessor:
             self._give_back(version_id)
             raise
         else:
-            self._delete_files(claimed.upload.id)
+            self._delete_files(claimed.upload)
         return self._upload_rows.get_version(version_id)
 
     def _decide(self, claimed: ClaimedVersion) -> None:
@@ -115,6 +119,8 @@ class VersionProcessor:
         else:
             self._fetch_source(claimed, claimed.upload.source_url, scratch)
         self._at_failpoint(Failpoint.FILES_FETCHED)
+        further = {name: scratch / name for name in FURTHER_FILES if (scratch / name).exists()}
+        files = check_further_files({name: path.read_bytes() for name, path in further.items()}, self._check_template)
         accepted = self._validator.validate(job, self._target)
         # Do not trust the digest from a process that has parsed a tenant's bytes.
         if digest_of(job.canonical) != accepted.digest:
@@ -128,7 +134,8 @@ class VersionProcessor:
                 accepted.max_rank,
                 accepted.num_pages,
                 job.canonical.stat().st_size,
-                accepted.report,
+                accepted.report | files.report(),
+                files,
             ),
         )
         self._at_failpoint(Failpoint.ACCEPTED)
@@ -150,10 +157,11 @@ class VersionProcessor:
 
     def _fetch_source(self, claimed: ClaimedVersion, url: str, scratch: Path) -> None:
         found = []
-        max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: self._target.max_tensors_bytes}
-        num_bytes = {name: self._sources.size(url, name, max_bytes[name]) for name in UPLOAD_FILES}
+        max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: self._target.max_tensors_bytes, **MAX_FURTHER_BYTES}
+        names = (*UPLOAD_FILES, *(name for name in FURTHER_FILES if self._sources.has(url, name)))
+        num_bytes = {name: self._sources.size(url, name, max_bytes[name]) for name in names}
         self._claims.announce(claimed, num_bytes)
-        for name in UPLOAD_FILES:
+        for name in names:
             self._sources.fetch_file(url, name, scratch / name, num_bytes[name])
             found.append(UploadFile(name, (scratch / name).stat().st_size, digest_of(scratch / name)))
         self._claims.record_files(claimed, found)
@@ -215,13 +223,14 @@ class VersionProcessor:
             # expires.
             _log.warning("claim_left", version_id=version_id, error=str(error))
 
-    def _delete_files(self, upload_id: str) -> None:
+    def _delete_files(self, upload: Upload) -> None:
+        further = {file.name for file in upload.files}.intersection(FURTHER_FILES)
         try:
-            for name in UPLOAD_FILES:
-                self._blobs.delete(upload_key(upload_id, name))
+            for name in (*UPLOAD_FILES, *sorted(further)):
+                self._blobs.delete(upload_key(upload.id, name))
                 if name == UPLOAD_FILES[0]:
                     self._at_failpoint(Failpoint.FIRST_FILE_DELETED)
         except Exception as error:
             # The version has its verdict; the janitor deletes the files later.
-            _log.warning("upload_left", upload_id=upload_id, error=str(error))
+            _log.warning("upload_left", upload_id=upload.id, error=str(error))
         self._at_failpoint(Failpoint.FILES_DELETED)

@@ -32,11 +32,11 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterVersion:
-    """One immutable set of weights, or a record of why the weights were rejected.
+    """One immutable set of weights with its optional files, or a record of why they were rejected.
 
-    `digest`, `max_rank`, `num_pages` and `canonical_bytes` are set once validation has passed, `ready_us` once the
-    version is ready. `report` contains the findings of validation; for a rejected version, it includes `{"error":
-    {"code", "message", "param"}}`.
+    `digest`, `version_digest`, `max_rank`, `num_pages` and `canonical_bytes` are set once validation has passed,
+    `ready_us` once the version is ready. `report` contains the findings of validation; for a rejected version, it
+    includes `{"error": {"code", "message", "param"}}`.
     """
 
     id: str
@@ -52,6 +52,8 @@ class AdapterVersion:
     ready_us: int | None
     pinned_us: int | None
     """Time at which the version was pinned in the page pool, or None if it is not pinned."""
+    version_digest: str | None
+    """The digest of the weights and the optional files; equal to `digest` if there are no such files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,4 +137,7 @@ class AdapterRef:
     version_id: str
     version: int
     digest: str
+    """The digest of the weights, by which the engine knows the adapter."""
     max_rank: int
+    version_digest: str
+    """The digest of the weights and the optional files; equal to `digest` if there are no such files."""

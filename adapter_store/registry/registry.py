@@ -17,7 +17,13 @@ from loramux.adapter_store.errors import (
     TenantNotFound,
 )
 from loramux.adapter_store.registry.records import DEFAULT_ALIAS, Adapter, AdapterRef, AdapterVersion
-from loramux.adapter_store.registry.resolution import Suffix, default_models, draw, versions_named
+from loramux.adapter_store.registry.resolution import (
+    Suffix,
+    default_models,
+    draw,
+    version_digest_of,
+    versions_named,
+)
 from loramux.migrations.audit import audit
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
@@ -190,7 +196,7 @@ class AdapterRegistry:
         newest = found[0][0]
         if suffix == "alias":
             return draw(found, f"{newest.adapter_id}:{wanted}:{sticky}")
-        return None if any(ref.digest != newest.digest for ref, _ in found) else newest
+        return None if any(ref.version_digest != newest.version_digest for ref, _ in found) else newest
 
     def list_models(self, tenant_id: str) -> list[AdapterRef]:
         """List the adapters that a tenant may call, its own first, each with its default version of highest weight."""
@@ -255,6 +261,7 @@ def select_versions() -> Select[*tuple[Any, ...]]:
         columns.created_us,
         columns.ready_us,
         columns.pinned_us,
+        version_digest_of(columns),
     )
 
 

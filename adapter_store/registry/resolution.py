@@ -7,7 +7,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from sqlalchemy import BindParameter, ColumnElement, Select, bindparam, exists, literal, select
+from sqlalchemy import BindParameter, Column, ColumnElement, Select, bindparam, exists, func, literal, select
+from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
 from loramux.adapter_store.registry.records import AdapterRef
 from loramux.migrations.schema import adapter_alias_targets, adapter_grants, adapter_versions, adapters, tenants
@@ -34,7 +35,7 @@ def versions_named(suffix: Suffix, has_caller: bool) -> Select[*tuple[Any, ...]]
     if suffix == "number":
         return query.where(adapter_versions.c.number == bindparam("wanted"))
     # Use a range: for LIKE, PostgreSQL uses an index only under the C collation.
-    digest = adapter_versions.c.digest
+    digest = version_digest_of(adapter_versions.c)
     return query.where(digest >= bindparam("wanted"), digest < bindparam("end"))
 
 
@@ -65,6 +66,11 @@ def draw(targets: Sequence[tuple[AdapterRef, int]], sticky: str) -> AdapterRef:
     return ordered[-1][0]
 
 
+def version_digest_of(columns: ReadOnlyColumnCollection[str, Column[Any]]) -> ColumnElement[str]:
+    """The digest that names a version: without optional files, the digest of its weights."""
+    return func.coalesce(columns.version_digest, columns.digest)
+
+
 def _select_in_service() -> Select[*tuple[Any, ...]]:
     return (
         select(
@@ -76,6 +82,7 @@ def _select_in_service() -> Select[*tuple[Any, ...]]:
             adapter_versions.c.number,
             adapter_versions.c.digest,
             adapter_versions.c.max_rank,
+            version_digest_of(adapter_versions.c),
         )
         .select_from(adapter_versions)
         .join(adapters, adapters.c.id == adapter_versions.c.adapter_id)

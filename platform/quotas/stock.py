@@ -16,6 +16,7 @@ from loramux.platform.quotas.metrics import ADAPTERS
 from loramux.platform.quotas.policy_cache import PolicyCache
 
 _adapters, _versions, _uploads = schema.adapters, schema.adapter_versions, schema.uploads
+_files = schema.adapter_version_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class Stock:
 def stock_of(connection: Connection, tenant_id: str, metric: str, now_us: int) -> Stock:
     """Return a tenant's stock at `now_us`.
 
-    A version counts with its canonical bytes or, until it has a verdict, with the bytes that its upload declared.
+    A version counts with its canonical bytes and its optional files or, until it has a verdict, with the bytes that its
+    upload declared.
     """
     if metric == ADAPTERS:
         query = select(func.count()).select_from(_adapters).where(_adapters.c.tenant_id == tenant_id)
@@ -38,6 +40,10 @@ def stock_of(connection: Connection, tenant_id: str, metric: str, now_us: int) -
     of_tenant = _versions.join(_adapters, _adapters.c.id == _versions.c.adapter_id)
     known = select(func.coalesce(func.sum(_versions.c.canonical_bytes), 0)).select_from(of_tenant)
     num_bytes = int(connection.execute(known.where(_adapters.c.tenant_id == tenant_id)).scalar_one())
+    further = select(func.coalesce(func.sum(_files.c.size), 0)).select_from(
+        of_tenant.join(_files, _files.c.version_id == _versions.c.id)
+    )
+    num_bytes += int(connection.execute(further.where(_adapters.c.tenant_id == tenant_id)).scalar_one())
     announced = (
         select(_uploads.c.files)
         .select_from(of_tenant.join(_uploads, _uploads.c.id == _versions.c.upload_id))

@@ -15,6 +15,8 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import event, insert, select
 from sqlalchemy.exc import IntegrityError
 
+from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.registry.version_files import read_further_files
 from loramux.migrations.database import Database, DatabaseError
 from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import (
@@ -321,6 +323,27 @@ def test_settled_reservations_are_deleted_by_the_upgrade(database_url: str) -> N
         left = connection.execute(select(reservations).order_by(reservations.c.id)).mappings().all()
     assert [row["state"] for row in left] == ["open", "recovered"]
     assert {(row["tenant_id"], row["reserved_tokens"], row["lease_expires_us"]) for row in left} == {(owner, 2, 4)}
+    database.close()
+
+
+def test_existing_versions_keep_their_digests_after_the_upgrade(database_url: str) -> None:
+    database = Database(database_url)
+    database.upgrade("0014")
+    add_tenant(database, "acme")
+    with database.write() as connection:
+        owner = connection.execute(select(tenants.c.id)).scalar_one()
+        for statement in (
+            f"INSERT INTO adapters (id, tenant_id, name, created_us) VALUES ('ada_1', '{owner}', 'support', 1)",
+            "INSERT INTO adapter_versions (id, adapter_id, number, state, digest, max_rank, upload_id, report,"
+            f" created_us) VALUES ('adv_1', 'ada_1', 1, 'ready', '{'a' * 64}', 8, 'upl_1', '{{}}', 1)",
+        ):
+            connection.exec_driver_sql(statement)
+    database.upgrade()
+    database.check_schema()
+    ref = AdapterRegistry(database).resolve("acme", "support", digest_prefix="a" * 12)
+    assert ref is not None
+    assert (ref.digest, ref.version_digest) == ("a" * 64, "a" * 64)
+    assert read_further_files(database, "adv_1") == {}
     database.close()
 
 

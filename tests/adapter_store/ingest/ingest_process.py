@@ -24,7 +24,6 @@ from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.blobs.interface import BlobStore
 from loramux.adapter_store.blobs.local import LocalBlobStore
 from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
-from loramux.adapter_store.formats.file_names import UPLOAD_FILES
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.ingest.failpoints import Failpoint
 from loramux.adapter_store.ingest.ingest import Ingest
@@ -74,12 +73,12 @@ class Server:
         self._ingest.process(self._upload())
 
     def _upload(self) -> str:
-        contents = {name: (Path(self._job["files"]) / name).read_bytes() for name in UPLOAD_FILES}
-        declared = [UploadFile(name, self._job["sizes"][name], self._job["checksums"][name]) for name in UPLOAD_FILES]
+        contents = {name: (Path(self._job["files"]) / name).read_bytes() for name in self._job["sizes"]}
+        declared = [UploadFile(name, self._job["sizes"][name], self._job["checksums"][name]) for name in contents]
         upload = self._ingest.create_upload(self._job["adapter_id"], declared)
         self._acknowledge("upload", upload.id)
-        for name in UPLOAD_FILES:
-            self._ingest.put_file(upload.id, name, _chunks(contents[name]), len(contents[name]))
+        for name, content in contents.items():
+            self._ingest.put_file(upload.id, name, _chunks(content), len(content))
             self._acknowledge("file", name)
         version = self._ingest.create_version(self._job["adapter_id"], upload.id)
         self._acknowledge("version", version.id)

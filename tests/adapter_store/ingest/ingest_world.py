@@ -111,21 +111,22 @@ class IngestWorld:
         named = AdapterAliases(self.registry.database).of([self.adapter_id])[self.adapter_id]
         return {name: {target.number: target.weight for target in alias.targets} for name, alias in named.items()}
 
-    def announce(self, config: bytes, tensors: bytes) -> Upload:
+    def announce(self, config: bytes, tensors: bytes, **further: bytes) -> Upload:
         files = [
             UploadFile(name, len(data), hashlib.sha256(data).hexdigest())
-            for name, data in ((CONFIG_FILE, config), (TENSORS_FILE, tensors))
+            for name, data in {CONFIG_FILE: config, TENSORS_FILE: tensors, **further}.items()
         ]
         return self.ingest.create_upload(self.adapter_id, files)
 
-    def upload(self, config: bytes, tensors: bytes) -> Upload:
-        upload = self.announce(config, tensors)
-        for name, data in ((CONFIG_FILE, config), (TENSORS_FILE, tensors)):
+    def upload(self, config: bytes, tensors: bytes, **further: bytes) -> Upload:
+        upload = self.announce(config, tensors, **further)
+        for name, data in {CONFIG_FILE: config, TENSORS_FILE: tensors, **further}.items():
             self.ingest.put_file(upload.id, name, chunks(data))
         return upload
 
-    def push(self, files: Any, tensors: bytes | None = None) -> AdapterVersion:
-        upload = self.upload(files.config_bytes, files.tensor_bytes if tensors is None else tensors)
+    def push(self, files: Any, tensors: bytes | None = None, **further: bytes) -> AdapterVersion:
+        """Push an adapter; `further` has its optional files, by name."""
+        upload = self.upload(files.config_bytes, files.tensor_bytes if tensors is None else tensors, **further)
         version = self.ingest.create_version(self.adapter_id, upload.id)
         return self.ingest.process(version.id) if version.state == "pending" else version
 

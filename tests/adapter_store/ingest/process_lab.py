@@ -14,13 +14,14 @@ from typing import Any, Self
 
 from loramux.adapter_store.blobs.interface import BlobStore, canonical_key, packed_key
 from loramux.adapter_store.formats.canonical import digest_of
-from loramux.adapter_store.formats.file_names import UPLOAD_FILES
+from loramux.adapter_store.formats.file_names import FURTHER_FILES
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packing import pack
 from loramux.adapter_store.ingest.export import VersionExport
 from loramux.adapter_store.ingest.originals import config_key, header_key
 from loramux.adapter_store.registry.records import AdapterVersion
 from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.registry.version_files import read_further_files
 from loramux.migrations.database import Database
 
 REPOSITORY = Path(__file__).parents[3]
@@ -151,15 +152,21 @@ class Lab:
         assert version is not None
         assert version.state == "ready"
         export = VersionExport(self._database, self.blobs, self.directory / "export")
-        for name in UPLOAD_FILES:
+        for name in self.files:
             with export.open(version, name) as file:
                 assert b"".join(file.chunks()) == self.files[name], "exported files equal the uploaded files"
         return version
 
     def check_blobs(self) -> None:
-        """Check that the store contains the blobs that ready versions need and no others. Packed files are optional."""
+        """Check that the store contains the blobs that ready versions need and no others. Packed files are optional.
+
+        The database must have the optional files of ready versions and no others.
+        """
         needed, packed = set(), set()
         for version in self.versions():
+            kept = read_further_files(self._database, version.id)
+            further = [name for name in FURTHER_FILES if name in self.files and version.state == "ready"]
+            assert kept == {name: self.files[name] for name in further}
             if version.state == "ready":
                 assert version.digest is not None
                 needed |= {canonical_key(version.digest), config_key(version.id), header_key(version.id)}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from loramux.adapter_store.blobs.blob_url import open_blob_store
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.file_names import CONFIG_FILE, GENERATION_FILE, TEMPLATE_FILE, TENSORS_FILE
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.ingest.claims import LEASE_S
 from loramux.adapter_store.ingest.failpoints import Failpoint
@@ -112,7 +112,12 @@ def open_lab(
             target=target,
             directory=lab_directory,
             adapter_id=adapter_id,
-            files={CONFIG_FILE: files.config_bytes, TENSORS_FILE: files.tensor_bytes},
+            files={
+                CONFIG_FILE: files.config_bytes,
+                TENSORS_FILE: files.tensor_bytes,
+                TEMPLATE_FILE: b"{{ messages }}",
+                GENERATION_FILE: b'{"temperature": 0.5}',
+            },
             **details,
         )
         stack.callback(lab.close)

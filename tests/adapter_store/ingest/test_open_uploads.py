@@ -130,10 +130,7 @@ def test_default_cap_limits_open_uploads(world: IngestWorld) -> None:
 
 @pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
 def test_default_cap_allows_several_of_the_largest_adapters(world: IngestWorld) -> None:
-    largest = [
-        UploadFile(CONFIG_FILE, world.ingest._max_bytes[CONFIG_FILE], "0" * 64),
-        UploadFile(TENSORS_FILE, world.ingest._max_bytes[TENSORS_FILE], "0" * 64),
-    ]
+    largest = [UploadFile(name, num_bytes, "0" * 64) for name, num_bytes in world.ingest._max_bytes.items()]
     for _ in range(MAX_OPEN_LARGEST):
         world.ingest.create_upload(world.adapter_id, largest)
     assert refusal(lambda: world.announce(b"x", b"t")).code == "too_many_open_uploads"

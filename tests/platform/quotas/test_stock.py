@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.file_names import CONFIG_FILE, GENERATION_FILE, TEMPLATE_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.further_files import FurtherFiles
 from loramux.adapter_store.ingest.claims import Verdict, VersionClaims
 from loramux.adapter_store.ingest.upload_rows import UploadRows
 from loramux.adapter_store.registry.records import Upload, UploadFile
@@ -80,6 +81,18 @@ def test_an_upload_counts_once_on_its_way_to_a_version(shelf: Shelf) -> None:
     claims.accept(version, Verdict("a" * 64, 8, 3, 700, {}))
     claims.publish(version)
     assert shelf.standing == (700, 0, 300, 0)
+
+
+def test_optional_files_of_a_version_count(shelf: Shelf) -> None:
+    shelf.limit(1000)
+    upload = shelf.declare(999)
+    version = shelf.intake.add_version(upload.adapter_id, upload.id).version
+    claims = VersionClaims(shelf.database)
+    assert claims.claim_version(version.id) is not None
+    files = FurtherFiles({TEMPLATE_FILE: b"x" * 40, GENERATION_FILE: b"{}"})
+    claims.accept(version, Verdict("a" * 64, 8, 3, 700, {}, files))
+    claims.publish(version)
+    assert shelf.standing == (742, 0, 258, 0)
 
 
 def test_cancelled_and_expired_uploads_no_longer_count(shelf: Shelf) -> None:

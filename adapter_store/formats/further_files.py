@@ -1,0 +1,56 @@
+"""The optional files of a version, and the digest that tells versions with the same weights apart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from loramux.adapter_store.formats.file_names import FURTHER_FILES, GENERATION_FILE, TEMPLATE_FILE
+from loramux.adapter_store.formats.generation_config import SamplingDefaults
+
+MAX_FURTHER_BYTES: Mapping[str, int] = MappingProxyType({TEMPLATE_FILE: 64 << 10, GENERATION_FILE: 16 << 10})
+"""Largest size of each optional file, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class FurtherFiles:
+    """A version's optional files as uploaded, by name, and the sampling defaults among them. All are checked."""
+
+    contents: Mapping[str, bytes] = field(default_factory=dict)
+    defaults: SamplingDefaults | None = None
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """Each file's SHA-256, in hexadecimal."""
+        return {name: hashlib.sha256(content).hexdigest() for name, content in self.contents.items()}
+
+    def report(self) -> dict[str, Any]:
+        """The facts that are stored with a version."""
+        facts: dict[str, Any] = {}
+        if TEMPLATE_FILE in self.contents:
+            facts["chat_template"] = {
+                "sha256": self.checksums[TEMPLATE_FILE],
+                "size": len(self.contents[TEMPLATE_FILE]),
+            }
+        if self.defaults is not None:
+            facts["generation_config"] = self.defaults.document()
+        return facts
+
+
+NO_FURTHER_FILES = FurtherFiles()
+"""The optional files of a version that has none."""
+
+
+def version_digest(weights_digest: str, checksums: Mapping[str, str]) -> str:
+    """SHA-256 over the digest of the weights and the optional files' checksums.
+
+    Without optional files, it is the digest of the weights. Otherwise, the hashed text has one line for the weights and
+    one, `NAME SHA256`, for each file, in the order of FURTHER_FILES.
+    """
+    if not checksums:
+        return weights_digest
+    lines = [weights_digest, *(f"{name} {checksums[name]}" for name in FURTHER_FILES if name in checksums)]
+    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()

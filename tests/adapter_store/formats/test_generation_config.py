@@ -1,0 +1,59 @@
+"""Settings without effect are ignored; settings with an effect must be values that a request could send."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.generation_config import SamplingDefaults, parse_generation_config
+
+
+def test_known_settings_are_read_and_others_are_ignored() -> None:
+    document = {
+        "temperature": 0,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.0,
+        "repetition_penalty": 1.1,
+        "max_new_tokens": 512,
+        "do_sample": True,
+        "pad_token_id": None,
+        "suppress_tokens": [[1]],
+    }
+    defaults = parse_generation_config(json.dumps(document).encode())
+    assert defaults == SamplingDefaults(0.0, 0.9, 20, 0.0, 1.1, 512)
+    assert parse_generation_config(b'{"temperature": null}') == SamplingDefaults()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", True),
+        ("temperature", "1"),
+        ("temperature", 10**400),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_k", 1.5),
+        ("top_k", -2),
+        ("top_k", 2**31),
+        ("min_p", -1),
+        ("repetition_penalty", 0),
+        ("max_new_tokens", 0),
+        ("max_new_tokens", 2**63),
+        ("max_new_tokens", [1]),
+    ],
+)
+def test_bad_value_is_refused_with_the_setting(name: str, value: Any) -> None:
+    with pytest.raises(AdapterRejected, match=f"{name} must be") as refused:
+        parse_generation_config(json.dumps({name: value}).encode())
+    assert (refused.value.code, refused.value.param) == ("invalid_generation_config", name)
+
+
+def test_settings_complete_each_other() -> None:
+    own, base = SamplingDefaults(temperature=0.0, top_k=5), SamplingDefaults(temperature=1.0, min_p=0.1)
+    assert own.over(base) == SamplingDefaults(temperature=0.0, top_k=5, min_p=0.1)
