@@ -13,7 +13,9 @@ from sqlalchemy import inspect
 from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.adapter_store.blobs.blob_url import open_blob_store
-from loramux.adapter_store.errors import StoreError
+from loramux.adapter_store.errors import AdapterRejected, StoreError
+from loramux.adapter_store.formats.file_names import GENERATION_FILE
+from loramux.adapter_store.formats.generation_config import NO_DEFAULTS, parse_generation_config
 from loramux.adapter_store.ingest.export import VersionExport
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.jobs import IngestJobs
@@ -143,7 +145,7 @@ def assemble(
             executor=executor,
             metrics=metrics,
             spool=SettlementSpool(directory.spool, int(settings.spool_bytes)),
-            settings=GatewaySettings(logs_answers=settings.log_answers),
+            settings=gateway_settings(settings),
             tracing=open_tracing(settings),
         )
         stack.callback(gateway.close)
@@ -198,6 +200,22 @@ def assemble(
             api_keys,
             metrics,
         )
+
+
+def gateway_settings(settings: Settings) -> GatewaySettings:
+    """The gateway's settings, with the model's sampling defaults. Raises StartRefused if they cannot be used."""
+    path = settings.model / GENERATION_FILE
+    base_defaults = NO_DEFAULTS
+    if settings.generation_config == "auto" and path.is_file():
+        try:
+            base_defaults = parse_generation_config(path.read_bytes())
+        except AdapterRejected as error:
+            raise StartRefused(f"{path} cannot be used: {error}; correct it, or set generation_config to off") from None
+    return GatewaySettings(
+        logs_answers=settings.log_answers,
+        base_defaults=base_defaults,
+        applies_adapter_defaults=settings.adapter_generation_config == "auto",
+    )
 
 
 def open_tracing(settings: Settings) -> Tracing | None:

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.adapter_store.registry.registry import AdapterRegistry
-from loramux.admin.assembly import NUM_THREADS, open_tracing
+from loramux.admin.assembly import NUM_THREADS, gateway_settings, open_tracing
 from loramux.admin.errors import StartRefused
 from loramux.admin.server.data_directory import DataDirectory
 from loramux.admin.server.metrics_route import metrics_router
@@ -28,7 +28,7 @@ from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.openai_api.app import create_openai_app
 from loramux.platform.openai_api.error_responses import install_error_handling
 from loramux.platform.openai_api.health import health_router
-from loramux.platform.openai_api.services import GatewayServices, GatewaySettings, ModelInfo
+from loramux.platform.openai_api.services import GatewayServices, ModelInfo
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.tokenizer.chat_template import ModelFilesError
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
@@ -85,7 +85,7 @@ def assemble_gateway(
             ),
             executor=executor,
             metrics=metrics,
-            settings=GatewaySettings(logs_answers=settings.log_answers),
+            settings=gateway_settings(settings),
             tracing=open_tracing(settings),
             spool=SettlementSpool(directory.spool, int(settings.spool_bytes)),
         )

@@ -59,6 +59,9 @@ class SamplingDefaults:
         return SamplingDefaults(**{**base.document(), **self.document()})  # type: ignore[arg-type]
 
 
+NO_DEFAULTS = SamplingDefaults()
+
+
 def parse_generation_config(text: bytes) -> SamplingDefaults:
     """Read a `generation_config.json`. Raises AdapterRejected, whose `param` is the setting, or the file's name."""
     try:

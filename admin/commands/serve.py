@@ -27,6 +27,14 @@ AdminHost = Annotated[
 ServedName = Annotated[
     str | None, typer.Option(help="The base model's public name (default: last part of --model).", show_default=False)
 ]
+GenerationConfig = Annotated[
+    str | None,
+    typer.Option(help="auto or off: sampling defaults of the model's directory (default: auto).", show_default=False),
+]
+AdapterGenerationConfig = Annotated[
+    str | None,
+    typer.Option(help="auto or off: sampling defaults uploaded with adapters (default: auto).", show_default=False),
+]
 ReusePort = Annotated[
     bool | None,
     typer.Option("--reuse-port", help="Share --port with other gateways on this host.", show_default=False),
@@ -52,6 +60,8 @@ def serve(
         typer.Option(help="file://DIR or s3://BUCKET/PREFIX (default: in --data-dir).", show_default=False),
     ] = None,
     served_name: ServedName = None,
+    generation_config: GenerationConfig = None,
+    adapter_generation_config: AdapterGenerationConfig = None,
     reuse_port: ReusePort = None,
 ) -> None:
     """Serve a base model and its tenants' adapters until Ctrl-C.
@@ -83,6 +93,8 @@ def gateway(
     admin_port: AdminPort = None,
     database_url: DatabaseUrl = None,
     served_name: ServedName = None,
+    generation_config: GenerationConfig = None,
+    adapter_generation_config: AdapterGenerationConfig = None,
     reuse_port: ReusePort = None,
 ) -> None:
     """Serve the OpenAI API from another process, using a running server's engine and database, until Ctrl-C.

@@ -45,6 +45,8 @@ FLAGS = frozenset(
         "database_url",
         "blob_url",
         "served_name",
+        "generation_config",
+        "adapter_generation_config",
         "engine",
         "reuse_port",
     }
@@ -101,6 +103,10 @@ class Settings(DataSettings):
 
     model: Path
     served_name: str | None = None
+    generation_config: Literal["auto", "off"] = "auto"
+    """`auto`: fields that a request leaves out take their defaults from the model's `generation_config.json`."""
+    adapter_generation_config: Literal["auto", "off"] = "auto"
+    """`auto`: the `generation_config.json` uploaded with an adapter's version takes precedence over the model's."""
     host: str = "127.0.0.1"
     port: Port = 8000
     admin_host: str = "127.0.0.1"

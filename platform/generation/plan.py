@@ -9,6 +9,7 @@ import msgspec
 from loramux.engine.messages import Add, SamplingParams
 from loramux.platform.accounts.model_names import ResolvedModel
 from loramux.platform.accounts.tenants import Share
+from loramux.platform.accounts.version_settings import VersionSettings
 from loramux.platform.tool_calls.reasoning import Markers, ReasoningSplitter
 
 CHUNK_TOKENS = 1024
@@ -20,12 +21,13 @@ PAUSE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The caller, the requested model, and the tenant's share of the engine."""
+    """The caller, the requested model with its settings, and the tenant's share of the engine."""
 
     tenant_id: str
     api_key_id: str
     model: ResolvedModel
     share: Share
+    settings: VersionSettings
 
 
 @dataclass(frozen=True, slots=True)

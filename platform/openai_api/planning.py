@@ -49,9 +49,9 @@ def make_plan(
     grammar: str = "",
 ) -> Plan:
     """The plan for a request. Raises InvalidRequest if the request exceeds a limit."""
-    body, prompts = received.body, prepared.prompts
-    sampling, text_rules = body.sampling(), _text_rules(services, body, prepared)
-    max_tokens = _max_tokens(services.max_model_len, body, prompts)
+    body, prompts, defaults = received.body, prepared.prompts, target.settings.defaults
+    sampling, text_rules = body.sampling(defaults), _text_rules(services, body, prepared)
+    max_tokens = _max_tokens(services.max_model_len, body, prompts, defaults.max_new_tokens)
     # In the engine, each choice is a sequence with its own copy of the prompt.
     most = services.settings.max_request_tokens
     if body.num_generated * sum(len(prompt) + max_tokens for prompt in prompts) > most:
@@ -93,8 +93,11 @@ def _multiplier(body: GenerationRequest) -> str:
     return "n" if body.num_generated == body.num_choices else "best_of"
 
 
-def _max_tokens(max_model_len: int, body: GenerationRequest, prompts: Prompts) -> int:
-    """The token limit of each choice. Raises InvalidRequest if the longest prompt leaves no room for it."""
+def _max_tokens(max_model_len: int, body: GenerationRequest, prompts: Prompts, max_new_tokens: int | None) -> int:
+    """The token limit of each choice: the body's, the model's `max_new_tokens`, or the endpoint's.
+
+    Raises InvalidRequest if the longest prompt leaves no room for the body's limit.
+    """
     if not all(prompts):
         raise InvalidRequest("the prompt is empty", param=body.PROMPT)
     asked, longest = body.token_limit, max(len(prompt) for prompt in prompts)
@@ -108,4 +111,5 @@ def _max_tokens(max_model_len: int, body: GenerationRequest, prompts: Prompts) -
         )
     if asked is not None:
         return asked
-    return remaining if body.DEFAULT_MAX_TOKENS is None else min(body.DEFAULT_MAX_TOKENS, remaining)
+    default = body.DEFAULT_MAX_TOKENS if max_new_tokens is None else max_new_tokens
+    return remaining if default is None else min(default, remaining)

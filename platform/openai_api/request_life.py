@@ -84,7 +84,8 @@ async def resolve(services: GatewayServices, caller: Principal, body: Generation
     def find() -> Target:
         model = services.resolver.resolve(caller, body.model, body.user)
         assert caller.tenant_id is not None
-        return Target(caller.tenant_id, caller.key_id, model, recent or services.tenants.share(caller.tenant_id))
+        share = recent or services.tenants.share(caller.tenant_id)
+        return Target(caller.tenant_id, caller.key_id, model, share, services.version_settings.find(model))
 
     with traced("resolve"):
         # The base and a cached share are found without the database, so no thread is needed.

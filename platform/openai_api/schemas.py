@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from loramux.adapter_store.formats.generation_config import NO_DEFAULTS, SamplingDefaults
 from loramux.engine.messages import SamplingParams
 from loramux.engine.scheduling.request_limits import MAX_BIAS, MAX_BIASED_TOKENS, MAX_PENALTY, REPETITION_PENALTIES
 from loramux.platform.errors import InvalidRequest
@@ -199,15 +200,16 @@ class GenerationRequest(StrictModel):
             raise InvalidRequest("only one constraint on the answer is allowed", param=found[1].param)
         return found[0] if found else None
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, defaults: SamplingDefaults = NO_DEFAULTS) -> SamplingParams:
+        """The sampling parameters. A field that the body leaves out takes the model's default, or else the API's."""
         bias = sorted((int(key), value) for key, value in (self.logit_bias or {}).items())
         return SamplingParams(
-            temperature=_or(self.temperature, 1.0),
-            top_p=_or(self.top_p, 1.0),
+            temperature=_or(self.temperature, _or(defaults.temperature, 1.0)),
+            top_p=_or(self.top_p, _or(defaults.top_p, 1.0)),
             # In vLLM and Hugging Face, -1 or 0 means all tokens.
-            top_k=max(0, _or(self.top_k, 0)),
-            min_p=_or(self.min_p, 0.0),
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            top_k=max(0, _or(self.top_k, _or(defaults.top_k, 0))),
+            min_p=_or(self.min_p, _or(defaults.min_p, 0.0)),
+            repetition_penalty=_or(self.repetition_penalty, _or(defaults.repetition_penalty, 1.0)),
             presence_penalty=_or(self.presence_penalty, 0.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
             logit_bias=tuple((token, value) for token, value in bias if value),

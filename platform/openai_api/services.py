@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+from loramux.adapter_store.formats.generation_config import NO_DEFAULTS, SamplingDefaults
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.cache_invalidation import CacheInvalidation
 from loramux.platform.accounts.model_names import ModelResolver
 from loramux.platform.accounts.tenants import Tenants
+from loramux.platform.accounts.version_settings import VersionSettingsCache
 from loramux.platform.admission.admission import Admission
 from loramux.platform.admission.database_health import DatabaseHealth, DatabaseTrouble
 from loramux.platform.admission.group_commit import GroupCommit
@@ -56,13 +58,17 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """Limits on one request, each checked before any work is done for it."""
+    """Limits on one request, each checked before any work is done for it, and the defaults of its fields."""
 
     max_body_bytes: int = 2 * 1024 * 1024
     max_choices: int = 128
     """Maximum product of the number of prompts and n."""
     logs_answers: bool = False
     """Whether to log each response."""
+    base_defaults: SamplingDefaults = NO_DEFAULTS
+    """The sampling defaults of the base model's directory."""
+    applies_adapter_defaults: bool = True
+    """Whether the sampling defaults that adapters were uploaded with have an effect."""
     max_request_tokens: int = 1024 * 1024
     """Maximum total tokens of a request's sequences: n times (tokens + max_tokens), summed over all prompts."""
 
@@ -79,6 +85,7 @@ class GatewayServices:
     tenants: Tenants
     api_keys: ApiKeys
     resolver: ModelResolver
+    version_settings: VersionSettingsCache
     running: RunningRequests
     maintenance: Maintenance
     loads: AdapterLoads
@@ -118,6 +125,7 @@ class GatewayServices:
 
         Without a `spool`, settlements that the database rejects wait only in memory.
         """
+        settings = settings if settings is not None else GatewaySettings()
         metrics = metrics if metrics is not None else GatewayMetrics()
         admission = Admission(database, metrics.overdrawn.inc)
         health = DatabaseHealth()
@@ -135,6 +143,7 @@ class GatewayServices:
             tenants=tenants,
             api_keys=api_keys,
             resolver=ModelResolver(registry, model.served_name),
+            version_settings=VersionSettingsCache(database, settings.base_defaults, settings.applies_adapter_defaults),
             running=running,
             maintenance=Maintenance(
                 running, admission, settler, cold_loads, health, metrics, partial(call_on, executor)
@@ -152,7 +161,7 @@ class GatewayServices:
             grammars=grammars,
             model=model,
             metrics=metrics,
-            settings=settings if settings is not None else GatewaySettings(),
+            settings=settings,
             executor=executor,
             compute_executor=ThreadPoolExecutor(NUM_COMPUTE_THREADS, thread_name_prefix="compute"),
             tracing=tracing,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
 import threading
 from contextlib import AbstractContextManager, closing
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
+from loramux.adapter_store.formats.generation_config import SamplingDefaults
 from loramux.adapter_store.validation.sandbox import ESSENTIAL
 from loramux.admin import serve
-from loramux.admin.assembly import NUM_THREADS, Assembled, assemble
+from loramux.admin.assembly import NUM_THREADS, Assembled, assemble, gateway_settings
 from loramux.admin.errors import StartRefused
 from loramux.admin.serve import read_model
 from loramux.admin.server.data_directory import DataDirectory
@@ -190,3 +192,35 @@ def test_unsupported_model_is_refused(tmp_path: Path, config: str, said: str) ->
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(StartRefused, match=said):
         read_model(Settings(model=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("switch", "content", "expected"),
+    [
+        pytest.param("auto", '{"temperature": 0.5}', SamplingDefaults(temperature=0.5), id="auto"),
+        pytest.param("off", '{"temperature": 0.5}', SamplingDefaults(), id="off"),
+        pytest.param("off", '{"temperature": 3}', SamplingDefaults(), id="off, invalid"),
+        pytest.param("auto", None, SamplingDefaults(), id="no file"),
+    ],
+)
+def test_base_defaults_come_from_the_model_directory(
+    switch: str, content: str | None, expected: SamplingDefaults, demo_base: Path, tmp_path: Path
+) -> None:
+    settings = Settings(model=copied(demo_base, tmp_path, content), data_dir=tmp_path, generation_config=switch)
+    assert gateway_settings(settings).base_defaults == expected
+
+
+def test_invalid_generation_config_of_the_base_is_refused(demo_base: Path, tmp_path: Path) -> None:
+    model = copied(demo_base, tmp_path, '{"temperature": 3}')
+    with pytest.raises(StartRefused, match=r"temperature must be .*set generation_config to off"):
+        gateway_settings(Settings(model=model, data_dir=tmp_path))
+
+
+def copied(model: Path, directory: Path, generation_config: str | None) -> Path:
+    """A model directory with this generation_config.json, or without one."""
+    place = directory / "copy"
+    place.mkdir()
+    shutil.copyfile(model / "config.json", place / "config.json")
+    if generation_config is not None:
+        (place / "generation_config.json").write_text(generation_config)
+    return place

@@ -1,0 +1,77 @@
+"""The chat template and sampling defaults of the model that a request runs with, cached by the version's digest."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+from loramux.adapter_store.formats.file_names import GENERATION_FILE, TEMPLATE_FILE
+from loramux.adapter_store.formats.further_files import version_digest
+from loramux.adapter_store.formats.generation_config import NO_DEFAULTS, SamplingDefaults, parse_generation_config
+from loramux.adapter_store.registry.records import AdapterRef
+from loramux.adapter_store.registry.version_files import read_further_files
+from loramux.migrations.database import Database
+from loramux.platform.accounts.model_names import ResolvedModel
+from loramux.platform.errors import Unavailable
+
+MAX_CACHED_VERSIONS = 1024
+"""Largest number of versions whose files are kept; with templates of the largest size, 64 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSettings:
+    """The source of an adapter's own chat template, if it has one, and the defaults for fields that a request omits."""
+
+    template: str | None
+    defaults: SamplingDefaults
+
+
+class VersionSettingsCache:
+    """Finds the settings of resolved models. Thread-safe.
+
+    A version without optional files has those of the base, which costs nothing. For other versions, the database is
+    read on the first request only, because equal digests mean equal files. `applies_adapter_defaults` is whether
+    adapters' own generation settings have an effect.
+    """
+
+    def __init__(
+        self, database: Database, base: SamplingDefaults = NO_DEFAULTS, applies_adapter_defaults: bool = True
+    ) -> None:
+        self._database = database
+        self._base = VersionSettings(None, base)
+        self._applies_adapter_defaults = applies_adapter_defaults
+        self._lock = threading.Lock()
+        # Least recently used first.
+        self._recent: OrderedDict[str, VersionSettings] = OrderedDict()
+
+    def find(self, model: ResolvedModel) -> VersionSettings:
+        """Return a model's settings. Blocks only for an adapter. Raises Unavailable if its stored files are damaged."""
+        adapter = model.adapter
+        if adapter is None or adapter.version_digest == adapter.digest:
+            return self._base
+        with self._lock:
+            found = self._recent.get(adapter.version_digest)
+            if found is not None:
+                self._recent.move_to_end(adapter.version_digest)
+                return found
+        found = self._read(adapter)
+        with self._lock:
+            self._recent[adapter.version_digest] = found
+            if len(self._recent) > MAX_CACHED_VERSIONS:
+                self._recent.popitem(last=False)
+        return found
+
+    def _read(self, adapter: AdapterRef) -> VersionSettings:
+        contents = read_further_files(self._database, adapter.version_id)
+        checksums = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+        if version_digest(adapter.digest, checksums) != adapter.version_digest:
+            raise Unavailable("the adapter's files do not match its digest", code="adapter_unavailable")
+        template, config = contents.get(TEMPLATE_FILE), contents.get(GENERATION_FILE)
+        settings = self._base
+        if template is not None:
+            settings = replace(settings, template=template.decode("utf-8"))
+        if config is not None and self._applies_adapter_defaults:
+            settings = replace(settings, defaults=parse_generation_config(config).over(settings.defaults))
+        return settings
