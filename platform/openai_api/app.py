@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 from fastapi import Depends, FastAPI
 
-from loramux.platform.openai_api import chat, completions, models
+from loramux.platform.openai_api import chat, completions, models, tokenization
 from loramux.platform.openai_api.authentication import authenticated
 from loramux.platform.openai_api.error_responses import install_error_handling
 from loramux.platform.openai_api.health import health_router
@@ -15,7 +15,13 @@ from loramux.platform.openai_api.services import GatewayServices
 from loramux.platform.openai_api.trace_middleware import TraceMiddleware
 from loramux.platform.telemetry.http_metrics import HttpMetrics, counting_endpoints
 
-ENDPOINTS = {"/v1/completions": "completions", "/v1/chat/completions": "chat", "/v1/models": "models"}
+ENDPOINTS = {
+    "/v1/completions": "completions",
+    "/v1/chat/completions": "chat",
+    "/v1/models": "models",
+    "/tokenize": "tokenize",
+    "/detokenize": "detokenize",
+}
 
 OPENAI_DOCUMENT = ListenerDocument(
     description="""The OpenAI-compatible API of loramux.
@@ -42,8 +48,9 @@ def create_openai_app(services: GatewayServices) -> FastAPI:
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.services = services
-    for router in (completions.router, chat.router, models.router, OPENAI_DOCUMENT.router(Depends(authenticated))):
-        app.include_router(router)
+    for part in (completions, chat, models, tokenization):
+        app.include_router(part.router)
+    app.include_router(OPENAI_DOCUMENT.router(Depends(authenticated)))
     app.include_router(health_router(services.database, services.engine, services.trouble))
     count = counting_endpoints(services.metrics, ENDPOINTS, services.settings.logs_answers)
     app.add_middleware(HttpMetrics, count=count)

@@ -11,10 +11,10 @@ Handlers read bodies themselves, after authenticating the caller, so `takes` has
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Union
 
 from fastapi import FastAPI
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
 from loramux.platform.openai_api.openapi_examples import ERROR_EXAMPLES, example_of
 
@@ -52,9 +52,12 @@ _IDEMPOTENCY_KEY: Json = {
 }
 
 
-def takes(model: type[BaseModel]) -> Json:
-    """For `openapi_extra`: a JSON body that the handler reads."""
-    schema = model.model_json_schema(ref_template=_COMPONENTS + "{model}")
+def takes(model: type[BaseModel], *others: type[BaseModel]) -> Json:
+    """For `openapi_extra`: a JSON body that the handler reads, in one of several forms."""
+    forms: Any = Union[(model, *others)]
+    schema = TypeAdapter[Any](forms).json_schema(ref_template=_COMPONENTS + "{model}")
+    if others:
+        return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
     is_optional = not schema.get("required")
     return {"requestBody": {"required": not is_optional, "content": {"application/json": {"schema": schema}}}}
 
@@ -139,9 +142,9 @@ def _hoist_body(operation: Json, schemas: Json) -> None:
     """Move a body's models to the components, where FastAPI puts the response models."""
     for content in operation.get("requestBody", {}).get("content", {}).values():
         schema = content["schema"]
+        schemas.update(schema.pop("$defs", {}))
         if "title" not in schema:
             continue
-        schemas.update(schema.pop("$defs", {}))
         schemas[schema["title"]] = schema
         content["schema"] = {"$ref": _COMPONENTS + schema["title"]}
 

@@ -97,6 +97,7 @@ _BY_NAME: Mapping[str, Any] = {
     "error": None,
     "messages": [{"role": "user", "content": "What is the capital of France?"}],
     "prompt": "The capital of France is",
+    "tokens": [464, 3139, 286, 4881],
     "max_tokens": 16,
     "max_completion_tokens": 16,
     "group_by": "tenant,model",

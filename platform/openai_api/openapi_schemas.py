@@ -103,3 +103,18 @@ class ChatDocument(TypedDict):
     choices: list[ChatChoice]
     usage: UsageDocument
     prompt_token_ids: NotRequired[list[int]]
+
+
+class TokenizeDocument(TypedDict):
+    """The token ids of a prompt. `token_strs` spells the tokens as the vocabulary does, if the body asks for them."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeDocument(TypedDict):
+    """The text of token ids."""
+
+    prompt: str

@@ -63,6 +63,11 @@ async def parse_body_on(
 
 def parse_body(body: bytes, model: type[M]) -> M:
     """Parse and validate a body. Raises InvalidRequest with the offending field's name."""
+    return validated(parse_object(body), model)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Parse a body that must be a JSON object. Raises InvalidRequest."""
     try:
         document = parse_strict_json(body)
         _check_characters(body, document)
@@ -70,6 +75,11 @@ def parse_body(body: bytes, model: type[M]) -> M:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(document, dict):
         raise InvalidRequest("the body must be a JSON object", code="invalid_json")
+    return document
+
+
+def validated(document: dict[str, Any], model: type[M]) -> M:
+    """Validate a parsed body. Raises InvalidRequest with the offending field's name."""
     try:
         return model.model_validate(document)
     except ValidationError as error:

@@ -55,14 +55,14 @@ class ModelTokenizer:
             )
         return self._chat_template
 
-    def encode(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
-        """Encode a plain prompt, with the special tokens that the model expects around it.
+    def encode(self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Encode a plain prompt, by default with the special tokens that the model expects around it.
 
         Before tokenising, raises InvalidRequest for a text that is too long to fit in `max_tokens`. A text that passes
         this check can still have more tokens than that.
         """
         self._check_length(text, max_tokens, "prompt")
-        return self._ids(text, add_special_tokens=True)
+        return self._ids(text, add_special_tokens=add_special_tokens)
 
     def encode_chat(
         self,
@@ -92,6 +92,10 @@ class ModelTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids; an incomplete character at either end becomes U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """The spelling of each token in the vocabulary."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; for a special token, its name."""

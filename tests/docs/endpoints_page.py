@@ -115,6 +115,8 @@ def _shown(parameter: dict[str, Any]) -> str:
 
 def _body(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
     """List a body's fields, with required fields in bold."""
+    if "anyOf" in schema:
+        return ", or ".join(_body(form, schemas) for form in schema["anyOf"])
     if "$ref" in schema:
         schema = schemas[schema["$ref"].rpartition("/")[2]]
     required = schema.get("required", ())

@@ -1,0 +1,97 @@
+"""`/tokenize` and `/detokenize` have vLLM's bodies and answers, need a key, and charge nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Häfen 🦊?"}]
+
+
+async def called(gateway: Any, path: str, body: Any) -> dict[str, Any]:
+    response = await gateway.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+async def test_tokens_of_a_prompt_are_those_of_a_completion(gateway: Any, tokenizer: Any) -> None:
+    text = "One harbour — é 🦊"
+    answer = await called(gateway, "/tokenize", {"model": "base", "prompt": text})
+    await gateway.openai.completions.create(model="base", prompt=text, max_tokens=1)
+    ids = list(gateway.engine.adds[0].prompt)
+    assert answer == {"count": len(ids), "max_model_len": 256, "tokens": ids, "token_strs": None}
+    bare = await called(gateway, "/tokenize", {"prompt": text, "add_special_tokens": False, "return_token_strs": True})
+    assert bare["tokens"] == ids[1:]
+    assert len(bare["token_strs"]) == len(ids) - 1
+    assert bare["token_strs"][0].startswith("O")
+
+
+async def test_tokens_of_a_conversation_are_those_of_a_chat(gateway: Any) -> None:
+    body = {"model": "base", "messages": MESSAGES, "max_tokens": 3, "temperature": 0.5}
+    answer = await called(gateway, "/tokenize", {**body, "return_token_strs": True})
+    await gateway.http.post("/v1/chat/completions", json=body)
+    assert answer["tokens"] == list(gateway.engine.adds[0].prompt)
+    assert len(answer["token_strs"]) == answer["count"]
+    truncated = await called(gateway, "/tokenize", {"messages": MESSAGES, "truncate_prompt_tokens": 4})
+    assert truncated["tokens"] == answer["tokens"][-4:]
+
+
+async def test_text_of_tokens_is_what_was_tokenised(gateway: Any, tokenizer: Any) -> None:
+    text = "One harbour — é 🦊" * 3
+    ids = (await called(gateway, "/tokenize", {"model": "base", "prompt": text}))["tokens"]
+    begin = tokenizer.token_bytes(ids[0]).decode()
+    assert await called(gateway, "/detokenize", {"model": "base", "tokens": ids}) == {"prompt": begin + text}
+    assert await called(gateway, "/detokenize", {"tokens": []}) == {"prompt": ""}
+
+
+async def test_nothing_is_charged_or_run(gateway: Any) -> None:
+    gateway.limit("requests_per_minute", 0)
+    await called(gateway, "/tokenize", {"prompt": "Hello"})
+    await called(gateway, "/detokenize", {"tokens": [5]})
+    assert gateway.usage() == []
+    assert gateway.engine.adds == []
+
+
+async def test_model_is_resolved_like_that_of_a_completion(gateway: Any) -> None:
+    gateway.add_adapter("acme", "support")
+    gateway.add_adapter("other", "secret")
+    await called(gateway, "/tokenize", {"model": "support", "prompt": "Hello"})
+    for path, body in (("/tokenize", {"prompt": "Hello"}), ("/detokenize", {"tokens": [5]})):
+        for model in ("other/secret", "nothing"):
+            response = await gateway.http.post(path, json={"model": model, **body})
+            assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+        key = gateway.key_of("acme", "adapters")
+        response = await gateway.http.post(path, json=body, headers={"authorization": f"Bearer {key}"})
+        assert response.status_code == 404, "a key without the base's scope cannot use the base"
+        response = await gateway.http.post(path, content=b"{", headers={"authorization": ""})
+        assert response.status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code", "param"),
+    [
+        ("/tokenize", {"model": "base"}, "missing_required_parameter", "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, "invalid_type", "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "unknown_parameter", "prompt"),
+        ("/tokenize", {"messages": []}, "invalid_value", "messages"),
+        ("/tokenize", {"messages": MESSAGES, "use_beam_search": True}, "unsupported_parameter", "use_beam_search"),
+        ("/tokenize", {"prompt": "word " * 20_000}, "context_length_exceeded", "prompt"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": 1}, "invalid_type", "return_token_strs"),
+        ("/tokenize", {"prompt": "a", "model": "x" * 300}, "invalid_value", "model"),
+        ("/detokenize", {"model": "base"}, "missing_required_parameter", "tokens"),
+        ("/detokenize", {"tokens": [1024]}, "invalid_value", "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "invalid_value", "tokens"),
+        ("/detokenize", {"tokens": [10**30]}, "invalid_value", "tokens"),
+        ("/detokenize", {"tokens": [True]}, "invalid_type", "tokens[0]"),
+        ("/detokenize", {"tokens": ["x"] * 10_000}, "invalid_type", "tokens[0]"),
+        ("/detokenize", {"tokens": [5] * 257}, "context_length_exceeded", "tokens"),
+    ],
+    ids=lambda value: repr(value)[:50],
+)
+async def test_bad_bodies_are_refused_by_field(gateway: Any, path: str, body: Any, code: str, param: str) -> None:
+    response = await gateway.http.post(path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, code, param)
