@@ -89,6 +89,10 @@ class GenerationRequest(StrictModel):
         "early_stopping": (None, False),
     }
     """Unsupported fields, and the values with which they have no effect."""
+    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset(
+        {"guided_decoding_backend", "stream_options.include_obfuscation"}
+    )
+    """Fields that cannot change the answer, so that they are accepted with any value of their type."""
     PROMPT: ClassVar[str]
     """The name of the field that holds the prompt."""
     DEFAULT_MAX_TOKENS: ClassVar[int | None] = None
@@ -135,8 +139,8 @@ class GenerationRequest(StrictModel):
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
 
-    # These fields cannot change the answer.
     guided_decoding_backend: str | None = None
+
     user: str | None = None
 
     @property
@@ -309,6 +313,16 @@ class ChatRequest(GenerationRequest):
         "verbosity": (None,),
         "web_search_options": (None,),
     }
+    WITHOUT_EFFECT: ClassVar[frozenset[str]] = GenerationRequest.WITHOUT_EFFECT | {
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+    }
     PROMPT: ClassVar[str] = "messages"
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -334,7 +348,6 @@ class ChatRequest(GenerationRequest):
     verbosity: Any = None
     web_search_options: Any = None
 
-    # These fields cannot change the answer.
     metadata: Annotated[dict[str, str], BeforeValidator(_few_entries)] | None = None
     prediction: dict[str, Any] | None = None
     prompt_cache_key: str | None = None

@@ -1,0 +1,160 @@
+"""`docs/request-fields.md`, generated from the bodies that both endpoints accept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from loramux.platform.openai_api.schemas import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
+
+HEAD = """# Request fields
+
+`make docs` generates this page from the request bodies that the server accepts, and a test compares them. The page
+lists every field of this server, of OpenAI's chat and completions, and of vLLM's extensions to them.
+
+- **done**: the field works.
+- **no effect**: the field is accepted, and the answer is the same without it.
+- **refused**: the field gets 400 `unsupported_parameter` unless its value asks for nothing, or 400 `unknown_parameter`
+  if the server does not know the field. The error names the field. The last column says why.
+- **–**: the field belongs to the other call. It gets 400 `unknown_parameter`.
+
+| field | chat | completions | meaning, or reason for the refusal |
+|---|---|---|---|
+"""
+
+# Fields of vLLM's bodies that the server does not accept, as far as they are not in OpenAI's.
+VLLM = (
+    *("add_generation_prompt", "add_special_tokens", "allowed_token_ids", "bad_words", "cache_salt", "chat_template"),
+    *("chat_template_kwargs", "continue_final_message", "documents", "guided_whitespace_pattern", "include_reasoning"),
+    *("kv_transfer_params", "logits_processors", "mm_processor_kwargs", "prompt_embeds", "prompt_logprobs"),
+    *("request_id", "return_tokens_as_token_ids", "spaces_between_special_tokens", "thinking_token_budget"),
+    "vllm_xargs",
+)
+
+MEANINGS = {
+    "add_generation_prompt": "whether the rendered conversation ends with the start of an answer",
+    "add_special_tokens": "whether tokenizing the prompt adds special tokens",
+    "allowed_token_ids": "the only tokens that the answer may contain",
+    "audio": "the server generates text only",
+    "bad_words": "words that the answer must not contain",
+    "best_of": "generates this many choices and returns the `n` with the highest mean log-probability; all are billed",
+    "cache_salt": "prefix caches are separate for each tenant already",
+    "chat_template": "templates belong to models; a request cannot bring one",
+    "chat_template_kwargs": "values for the chat template",
+    "continue_final_message": "whether the answer continues the last message",
+    "documents": "documents for the chat template",
+    "early_stopping": "there is no beam search",
+    "echo": "repeats the prompt before each choice; not with `logprobs`",
+    "frequency_penalty": "lowers the probability of tokens by their number of occurrences in the answer",
+    "function_call": "the old form of `tool_choice`",
+    "functions": "the old form of `tools`",
+    "guided_choice": "the older name of `structured_outputs.choice`",
+    "guided_decoding_backend": "the server has one backend",
+    "guided_grammar": "the older name of `structured_outputs.grammar`",
+    "guided_json": "the older name of `structured_outputs.json`",
+    "guided_regex": "the older name of `structured_outputs.regex`",
+    "guided_whitespace_pattern": "the whitespace in JSON cannot be chosen",
+    "ignore_eos": "continues after the end-of-sequence token",
+    "include_reasoning": "whether the answer contains the reasoning",
+    "include_stop_str_in_output": "the text ends with the stop string or stop token that was found",
+    "kv_transfer_params": "prefill and decoding run in one engine",
+    "length_penalty": "there is no beam search",
+    "logit_bias": "adds to the logits of tokens",
+    "logits_processors": "requests cannot run code in the engine",
+    "logprobs": "log-probabilities of the answer's tokens",
+    "max_completion_tokens": "the most tokens in each choice",
+    "max_tokens": "the most tokens in each choice",
+    "messages": "the conversation",
+    "metadata": "up to 64 texts",
+    "min_p": "drops tokens whose probability is below this fraction of the highest",
+    "min_tokens": "the fewest tokens in each choice",
+    "mm_processor_kwargs": "the server accepts text only",
+    "modalities": "the server generates text only",
+    "model": "the base or an adapter",
+    "moderation": "the server does not moderate",
+    "n": "the number of choices for each prompt",
+    "parallel_tool_calls": "whether one answer may contain several tool calls",
+    "prediction": "an expected answer",
+    "presence_penalty": "lowers the probability of tokens that occur in the answer",
+    "priority": "orders the tenant's own waiting requests: lower values first, never before another tenant's",
+    "prompt": "one or more prompts, as text or token ids",
+    "prompt_cache_key": "prefixes are cached without it",
+    "prompt_cache_options": "prefixes are cached without it",
+    "prompt_cache_retention": "cached prefixes stay until their pages are needed",
+    "prompt_embeds": "prompts are text or token ids",
+    "prompt_logprobs": "log-probabilities of the prompt's tokens",
+    "reasoning_effort": "how much the model thinks",
+    "repetition_penalty": "lowers the probability of tokens in the prompt or the answer",
+    "request_id": "the server chooses the identifier, which `x-request-id` reports",
+    "response_format": "constrains the answer to a JSON schema or to JSON",
+    "return_token_ids": "answers and chunks contain the token ids of prompt and answer",
+    "return_tokens_as_token_ids": "log-probabilities name tokens by their text; use `return_token_ids`",
+    "safety_identifier": "an identifier of the end user; use `user`",
+    "seed": "makes sampling repeatable",
+    "service_tier": "there is one tier",
+    "skip_special_tokens": "whether the text hides special tokens",
+    "spaces_between_special_tokens": "the text has no spaces that the tokenizer does not add",
+    "stop": "texts that end the answer",
+    "stop_token_ids": "tokens that end the answer",
+    "store": "answers are not stored",
+    "stream": "sends the answer as it is generated",
+    "stream_options": "settings of a stream",
+    "stream_options.continuous_usage_stats": "every chunk reports the usage so far; needs `include_usage`",
+    "stream_options.include_obfuscation": "chunks are not padded",
+    "stream_options.include_usage": "the last chunk reports the usage",
+    "structured_outputs": "constrains the answer to a schema, a regex, choices or a grammar",
+    "suffix": "the base is not trained to fill in the middle",
+    "temperature": "scales the logits before sampling; 0 always takes the most likely token",
+    "thinking_token_budget": "the most tokens of reasoning",
+    "tool_choice": "which tools the answer must call",
+    "tools": "functions that the answer may call",
+    "top_k": "samples from this many of the most likely tokens",
+    "top_logprobs": "the number of alternatives reported for each token",
+    "top_p": "samples from the most likely tokens that together have this probability",
+    "truncate_prompt_tokens": "keeps the last tokens of each prompt, this many; -1 keeps what the context holds",
+    "use_beam_search": "there is no beam search; sample several choices with `n` or `best_of`",
+    "user": "the end user in usage reports; keeps the user on one version of an alias",
+    "verbosity": "only OpenAI's models know it",
+    "vllm_xargs": "the server has no plug-ins",
+    "web_search_options": "the server does not search the web",
+}
+
+
+def request_fields_page() -> str:
+    return HEAD + "".join(f"{row}\n" for row in _rows())
+
+
+def _rows() -> Iterator[str]:
+    for name in sorted(known_fields()):
+        chat, completions = _state(ChatRequest, name), _state(CompletionRequest, name)
+        if "–" in (chat, completions) and chat == completions:
+            chat = completions = "refused"
+        yield f"| `{name}` | {chat} | {completions} | {MEANINGS[name]}{_accepted(name)} |"
+
+
+def known_fields() -> set[str]:
+    return {
+        *ChatRequest.model_fields,
+        *CompletionRequest.model_fields,
+        *(f"stream_options.{name}" for name in StreamOptions.model_fields),
+        *chat_create_params.CompletionCreateParamsBase.__annotations__,
+        *completion_create_params.CompletionCreateParamsBase.__annotations__,
+        *VLLM,
+    }
+
+
+def _state(body: type[GenerationRequest], name: str) -> str:
+    if name in body.WITHOUT_EFFECT:
+        return "no effect"
+    if name in body.NEUTRAL:
+        return "refused"
+    return "done" if name.partition(".")[0] in body.model_fields else "–"
+
+
+def _accepted(name: str) -> str:
+    """The values with which a refused field is accepted."""
+    neutral = {**ChatRequest.NEUTRAL, **CompletionRequest.NEUTRAL}.get(name, ())
+    return f" (accepted: {', '.join(f'`{json.dumps(value)}`' for value in neutral)})" if neutral else ""

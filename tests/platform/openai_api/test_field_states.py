@@ -1,0 +1,84 @@
+"""Each field is in the state that the table of request fields shows: without effect, refused, or done."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+
+from loramux.engine.messages import Add
+from loramux.platform.openai_api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from tests.docs.request_fields_page import known_fields
+
+pytestmark = pytest.mark.anyio
+
+ENDPOINTS = pytest.mark.parametrize(
+    ("path", "body", "plain"),
+    [
+        ("/v1/completions", CompletionRequest, {"prompt": "Hello"}),
+        ("/v1/chat/completions", ChatRequest, {"messages": [{"role": "user", "content": "Hello"}]}),
+    ],
+    ids=["completions", "chat"],
+)
+VALUES: dict[str, Any] = {
+    "guided_decoding_backend": "outlines",
+    "metadata": {"a": "b"},
+    "parallel_tool_calls": True,
+    "prediction": {"type": "content", "content": "Bye"},
+    "prompt_cache_key": "a",
+    "prompt_cache_retention": "24h",
+    "safety_identifier": "ann",
+    "service_tier": "flex",
+    "store": True,
+}
+
+
+def example(name: str) -> dict[str, Any]:
+    if name.startswith("stream_options."):
+        return {"stream": True, "stream_options": {name.partition(".")[2]: True}}
+    return {name: VALUES[name]}
+
+
+@ENDPOINTS
+async def test_fields_without_effect_change_neither_the_answer_nor_the_work(
+    gateway: Any, path: str, body: type[GenerationRequest], plain: dict[str, Any]
+) -> None:
+    async def outcome(**fields: Any) -> tuple[str, Add]:
+        response = await gateway.http.post(path, json={"model": "base", "max_tokens": 3, **plain, **fields})
+        assert response.status_code == 200, response.text
+        text = response.text.replace(response.headers["x-request-id"].removeprefix("req_"), "")
+        add = msgspec.structs.replace(gateway.engine.adds[-1], sequence_id="")
+        return re.sub(r'"created":\d+', "", text), add
+
+    for name in sorted(body.WITHOUT_EFFECT):
+        fields = example(name)
+        without = {"stream": True} if "stream" in fields else {}
+        assert await outcome(**fields) == await outcome(**without), name
+
+
+@ENDPOINTS
+async def test_refused_fields_are_named_unless_they_ask_for_nothing(
+    gateway: Any, path: str, body: type[GenerationRequest], plain: dict[str, Any]
+) -> None:
+    for name, neutral in body.NEUTRAL.items():
+        for value in ("something", *neutral):
+            response = await gateway.http.post(path, json={"model": "base", "max_tokens": 1, **plain, name: value})
+            if value in neutral:
+                assert response.status_code == 200, (name, value)
+            else:
+                error = response.json()["error"]
+                assert (response.status_code, error["code"], error["param"]) == (400, "unsupported_parameter", name)
+
+
+@ENDPOINTS
+async def test_unknown_fields_are_named(
+    gateway: Any, path: str, body: type[GenerationRequest], plain: dict[str, Any]
+) -> None:
+    unknown = {name for name in known_fields() if name.partition(".")[0] not in body.model_fields}
+    assert unknown
+    for name in sorted(unknown):
+        response = await gateway.http.post(path, json={"model": "base", **plain, name: None})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (400, "unknown_parameter", name)
