@@ -10,7 +10,7 @@ from pathlib import Path
 from loramux.adapter_store.registry.records import DEFAULT_ALIAS
 from loramux.admin.client.client import AdminClient, AdminError
 from loramux.admin.client.named_adapter import NamedAdapter
-from loramux.admin.client.push import FILE_NAMES, Progress
+from loramux.admin.client.push import FILE_NAMES, FURTHER_NAMES, Progress
 
 
 class PullRefused(Exception):
@@ -24,6 +24,7 @@ class PulledVersion:
     model: str
     version: int
     digest: str
+    version_digest: str
     directory: Path
 
 
@@ -35,27 +36,33 @@ def pull_version(
     may_replace: bool = False,
     progress: Progress = lambda _what, _num_bytes: None,
 ) -> PulledVersion:
-    """Write both files of a version into `directory`; the default is the version that the bare name selects.
+    """Write the files of a version into `directory`; the default is the version that the bare name selects.
 
-    Each file is checked against its declared SHA-256 and appears complete or not at all. Raises PullRefused.
+    Each file is checked against its declared SHA-256 and appears complete or not at all. With `may_replace`, optional
+    files that the version does not have are deleted. Raises PullRefused.
     """
     number = named.version if named.version is not None else _default(named)
     report = client.get(f"{named.version_path(number)}/report")
     declared = {file["name"]: file for file in report["files"]}
-    taken = [name for name in FILE_NAMES if (directory / name).exists()]
+    names = [*FILE_NAMES, *(name for name in FURTHER_NAMES if name in declared)]
+    taken = [name for name in (*FILE_NAMES, *FURTHER_NAMES) if (directory / name).exists()]
     if taken and not may_replace:
         raise PullRefused(f"{directory} already has a {taken[0]}: choose another directory, or use --force")
     directory.mkdir(parents=True, exist_ok=True)
-    unfinished = {name: directory / f".{name}.{os.getpid()}" for name in FILE_NAMES}
+    unfinished = {name: directory / f".{name}.{os.getpid()}" for name in names}
     try:
         for name, path in unfinished.items():
             _download(client, f"{named.version_path(number)}/files/{name}", path, declared[name]["sha256"], progress)
         for name, path in unfinished.items():
             path.replace(directory / name)
+        # A file left over from another version would make a push of the directory a third version.
+        for name in set(FURTHER_NAMES).difference(names):
+            (directory / name).unlink(missing_ok=True)
     finally:
         for path in unfinished.values():
             path.unlink(missing_ok=True)
-    return PulledVersion(f"{named.document['model']}@{number}", number, report["digest"], directory)
+    model = f"{named.document['model']}@{number}"
+    return PulledVersion(model, number, report["digest"], report["version_digest"], directory)
 
 
 def _default(named: NamedAdapter) -> int:

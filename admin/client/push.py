@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,10 @@ from pathlib import Path
 from loramux.admin.client.client import AdminClient, AdminError, Document, ServerUnreachable
 
 FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
+TEMPLATE_NAME = "chat_template.jinja"
+GENERATION_NAME = "generation_config.json"
+FURTHER_NAMES = (TEMPLATE_NAME, GENERATION_NAME)
+"""The optional files of a version."""
 CHUNK_BYTES = 1 << 20
 
 _CAPS = ("too_many_open_uploads", "too_many_pending_versions")
@@ -42,6 +46,7 @@ class PushedVersion:
     model: str
     version: int
     digest: str
+    version_digest: str
     max_rank: int
 
 
@@ -52,13 +57,15 @@ def push_adapter(
     name: str,
     timeout_s: float = 300.0,
     progress: Progress = lambda _what, _num_bytes: None,
+    without: Collection[str] = (),
 ) -> PushedVersion:
     """Upload the adapter in `directory` as the next version of `tenant/name` and wait until it is ready.
 
-    `tenant` is a slug or an identifier. Raises PushRefused when the directory is not an adapter, the server rejects the
-    adapter, or `timeout_s` elapses. A push that fails or is interrupted cancels its upload.
+    Optional files in the directory are uploaded too, except those named in `without`. `tenant` is a slug or an
+    identifier. Raises PushRefused when the directory is not an adapter, the server rejects the adapter, or `timeout_s`
+    elapses. A push that fails or is interrupted cancels its upload.
     """
-    paths = [_file_of(directory, file_name) for file_name in FILE_NAMES]
+    paths = _paths(directory, without)
     files = [{"name": path.name, "size": path.stat().st_size, "sha256": _sha256(path, progress)} for path in paths]
     adapter = _adapter(client, tenant, name)
     path_of_uploads = f"adapters/{adapter['id']}/uploads"
@@ -117,12 +124,20 @@ def _ready(client: AdminClient, adapter: Document, version: Document, timeout_s:
     version = _settled(client, f"adapters/{adapter['id']}/versions/{version['number']}", timeout_s)
     _check_ready(version)
     # The caller may have given the tenant's identifier, but model names use its slug.
-    return PushedVersion(adapter["model"], version["number"], version["digest"], version["max_rank"])
+    return PushedVersion(
+        adapter["model"], version["number"], version["digest"], version["version_digest"], version["max_rank"]
+    )
 
 
-def num_bytes_of(directory: Path) -> int:
+def num_bytes_of(directory: Path, without: Collection[str] = ()) -> int:
     """Number of bytes read by a push of this directory: each file is read twice, for hashing and for the upload."""
-    return 2 * sum(_file_of(directory, file_name).stat().st_size for file_name in FILE_NAMES)
+    return 2 * sum(path.stat().st_size for path in _paths(directory, without))
+
+
+def _paths(directory: Path, without: Collection[str]) -> list[Path]:
+    """The files to upload. Raises PushRefused if a required one is missing."""
+    further = [directory / file_name for file_name in FURTHER_NAMES if file_name not in without]
+    return [_file_of(directory, file_name) for file_name in FILE_NAMES] + [path for path in further if path.is_file()]
 
 
 def _file_of(directory: Path, file_name: str) -> Path:

@@ -27,7 +27,7 @@ def print_versions(adapter: Document, versions: Sequence[Document]) -> None:
     """An adapter with its versions, newest first."""
     print(f"{adapter['model']} ({adapter['id']}, {adapter['state']})")
     print_table(
-        ("version", "state", "aliases", "rank", "pages", "bytes", "digest", "created", "error"),
+        ("version", "state", "aliases", "rank", "pages", "bytes", "digest", "files", "created", "error"),
         [
             (
                 version["number"],
@@ -36,7 +36,8 @@ def print_versions(adapter: Document, versions: Sequence[Document]) -> None:
                 version["max_rank"],
                 version["num_pages"],
                 version["size"],
-                version["digest"] and version["digest"][:12],
+                version["version_digest"] and version["version_digest"][:12],
+                _own_files(version),
                 shown_time(version["created_at"]),
                 version["error"] and version["error"]["code"],
             )
@@ -48,7 +49,11 @@ def print_versions(adapter: Document, versions: Sequence[Document]) -> None:
 def print_version(adapter: Document, version: Document) -> None:
     """One version with its complete validation report."""
     print(f"{adapter['model']}@{version['number']} ({version['id']}, {version['state']})")
-    rows: list[tuple[str, object]] = [(name, version[name]) for name in ("digest", "max_rank", "num_pages", "size")]
+    rows: list[tuple[str, object]] = [
+        (name, version[name]) for name in ("digest", "version_digest", "max_rank", "num_pages", "size", "chat_template")
+    ]
+    settings = version["generation_config"] or {}
+    rows += [(f"generation_config {name}", value) for name, value in settings.items()]
     rows.append(("aliases", " ".join(_naming(adapter, version["number"])) or None))
     rows += [("created", shown_time(version["created_at"])), ("ready", shown_time(version["ready_at"]))]
     if version["error"]:
@@ -57,6 +62,12 @@ def print_version(adapter: Document, version: Document) -> None:
         (f"report {name}", value) for name, value in version["report"].items() if not isinstance(value, list | dict)
     ]
     print_table(("fact", "value"), rows)
+
+
+def _own_files(version: Document) -> str | None:
+    """The optional files that the version has."""
+    own = {"template": version["chat_template"], "settings": version["generation_config"]}
+    return " ".join(name for name, value in own.items() if value is not None) or None
 
 
 def _naming(adapter: Document, number: int) -> list[str]:

@@ -43,33 +43,54 @@ def push(
     tenant: Tenant,
     name: Annotated[str, typer.Option(help="The adapter's name within the tenant.", show_default=False)],
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for validation.")] = 300.0,
+    no_template: Annotated[
+        bool, typer.Option("--no-template", help="Leave out the directory's chat_template.jinja.")
+    ] = False,
+    no_generation_config: Annotated[
+        bool, typer.Option("--no-generation-config", help="Leave out the directory's generation_config.json.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Upload a PEFT directory as the adapter's next version and wait until it is ready.
 
-    The server itself reads an s3:// source, which its operator must allow.
+    A chat_template.jinja and a generation_config.json in the directory become part of the version. The server itself
+    reads an s3:// source, which its operator must allow, with all of its files.
     """
     from loramux.admin.client.named_adapter import find_named
-    from loramux.admin.client.push import PushRefused, num_bytes_of, push_adapter, register_source
+    from loramux.admin.client.push import (
+        GENERATION_NAME,
+        TEMPLATE_NAME,
+        PushRefused,
+        num_bytes_of,
+        push_adapter,
+        register_source,
+    )
 
+    left_out = {TEMPLATE_NAME: no_template, GENERATION_NAME: no_generation_config}
+    without = [file_name for file_name, is_left_out in left_out.items() if is_left_out]
     is_remote = source.startswith("s3://")
     directory = Path(source)
     if not is_remote and not directory.is_dir():
         raise typer.BadParameter(f"there is no directory {source}", param_hint="DIRECTORY")
+    if is_remote and without:
+        raise typer.BadParameter("the server reads all files of an s3:// source", param_hint="--no-template")
     try:
-        num_bytes = None if is_remote else num_bytes_of(directory)
+        num_bytes = None if is_remote else num_bytes_of(directory, without)
         with connected(as_json) as client, _progress(num_bytes, as_json) as progress:
             if is_remote:
                 pushed = register_source(client, source, tenant, name, timeout_s)
             else:
-                pushed = push_adapter(client, directory, tenant, name, timeout_s, progress)
+                pushed = push_adapter(client, directory, tenant, name, timeout_s, progress, without)
             default = find_named(client, pushed.model).document["aliases"].get(DEFAULT_ALIAS, ())
     except PushRefused as error:
         fail(f"rejected ({error.code}): {error.message}", REFUSED, error.envelope() if as_json else None)
     if as_json:
-        print_json({"model": pushed.model, "version": pushed.version, "digest": pushed.digest})
+        digests = {"digest": pushed.digest, "version_digest": pushed.version_digest}
+        print_json({"model": pushed.model, "version": pushed.version, **digests})
     else:
-        print(f"{pushed.model} version {pushed.version} is ready (rank {pushed.max_rank}, {pushed.digest[:12]})")
+        print(
+            f"{pushed.model} version {pushed.version} is ready (rank {pushed.max_rank}, {pushed.version_digest[:12]})"
+        )
         if [target["version"] for target in default] != [pushed.version]:
             still = (
                 f"its bare name still selects version {shown_targets(default)}" if default else "no alias selects it"
@@ -82,7 +103,7 @@ def pull(
     model: Annotated[
         str, typer.Argument(metavar="TENANT/ADAPTER[@VERSION]", help="Default: the version that the bare name selects.")
     ],
-    directory: Annotated[Path, typer.Argument(help="Directory for both files.", file_okay=False)],
+    directory: Annotated[Path, typer.Argument(help="Directory for the files.", file_okay=False)],
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -94,7 +115,8 @@ def pull(
             pulled = pull_version(client, named, directory, may_replace=force, progress=progress)
     except (PullRefused, OSError) as error:
         fail(str(error), REFUSED, error_document(str(error), "pull_refused") if as_json else None)
-    document = {"model": pulled.model, "version": pulled.version, "digest": pulled.digest}
+    digests = {"digest": pulled.digest, "version_digest": pulled.version_digest}
+    document = {"model": pulled.model, "version": pulled.version, **digests}
     tell(document, f"{pulled.model} is in {pulled.directory}", as_json)
 
 

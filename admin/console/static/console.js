@@ -63,7 +63,7 @@
     resizing = setTimeout(() => document.querySelectorAll("[data-chart]").forEach(drawChart), 150);
   });
 
-  // ---- Uploads: both files are hashed here, declared, sent, and turned into a version.
+  // ---- Uploads: the files are hashed here, declared, sent, and turned into a version.
   const hex = (buffer) => [...new Uint8Array(buffer)].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 
   async function call(method, path, body, headers) {
@@ -80,9 +80,10 @@
     const say = (text, kind) => { says.textContent = text; says.className = kind ?? "hint"; };
     const files = [...form.querySelectorAll("input[type=file]")].flatMap((input) => [...input.files]);
     const wanted = ["adapter_config.json", "adapter_model.safetensors"];
-    const chosen = wanted.map((name) => files.find((file) => file.name === name));
-    if (chosen.some((file) => !file)) {
-      say(`Choose exactly ${wanted.join(" and ")}, as PEFT saved them.`, "notice error");
+    const optional = ["chat_template.jinja", "generation_config.json"];
+    const chosen = [...wanted, ...optional].map((name) => files.find((file) => file.name === name)).filter((file) => file);
+    if (!wanted.every((name) => chosen.some((file) => file.name === name)) || chosen.length < files.length) {
+      say(`Choose ${wanted.join(" and ")}, as PEFT saved them. You can add ${optional.join(" and ")}.`, "notice error");
       return;
     }
     if (!crypto.subtle) {

@@ -1,4 +1,4 @@
-"""`/adapters/{id}/uploads`: declare two files, then send the bytes of each; these routes do not parse the files."""
+"""`/adapters/{id}/uploads`: declare the files, then send the bytes of each; these routes do not parse the files."""
 
 from __future__ import annotations
 
@@ -68,8 +68,10 @@ class UploadDocument(TypedDict):
 
 @router.post("", status_code=201, openapi_extra=takes(NewUpload), responses=errors(429))
 async def create_upload(adapter_id: str, request: Request, services: Services, caller: Developer) -> UploadDocument:
-    """Declare the name, size and SHA-256 of both files; the response says how to PUT each file.
+    """Declare the name, size and SHA-256 of each file; the response says how to PUT each file.
 
+    `adapter_config.json` and `adapter_model.safetensors` are required. `chat_template.jinja` (at most 64 KiB) and
+    `generation_config.json` (at most 16 KiB) are optional; the version then uses this template and these defaults.
     A file with only a `url` is sent to this server. A file with `method` and `headers` is sent to the blob store, with
     exactly these headers and no key. A large file has `parts` of `part_size` bytes; the last part can be shorter. The
     declared bytes count against `adapter_bytes` until the upload is used, cancelled or expired.

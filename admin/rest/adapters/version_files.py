@@ -44,6 +44,7 @@ class ReportDocument(TypedDict):
     number: int
     state: VersionState
     digest: str | None
+    version_digest: str | None
     files: list[StoredFile]
     report: dict[str, Any]
     error: dict[str, Any] | None
@@ -78,6 +79,7 @@ async def get_report(adapter_id: str, number: Number, services: Services, caller
         "number": version.number,
         "state": version.state,
         "digest": version.digest,
+        "version_digest": version.version_digest,
         "files": [{"name": file.name, "size": file.size, "sha256": file.sha256} for file in files],
         "report": {name: value for name, value in version.report.items() if name != "error"},
         "error": version.report.get("error"),

@@ -25,9 +25,12 @@ Number = Annotated[int, Path(ge=1, le=MAX_VERSION)]
 
 
 class VersionDocument(TypedDict):
-    """One immutable set of weights. `report` is the validation report; `error` is the reason for a rejection.
+    """One immutable set of weights with its optional files. `error` is the reason for a rejection.
 
-    `digest` and the sizes are null until validation has succeeded.
+    `digest` is the digest of the weights. A model name can contain `version_digest`, which also covers the optional
+    files, after `@sha256:`. `chat_template` is the SHA-256 of the version's own template, `generation_config` has its
+    sampling defaults, and `report` is the validation report. The digests and sizes are null until validation has
+    succeeded.
     """
 
     id: str
@@ -36,6 +39,9 @@ class VersionDocument(TypedDict):
     number: int
     state: VersionState
     digest: str | None
+    version_digest: str | None
+    chat_template: str | None
+    generation_config: dict[str, int | float] | None
     max_rank: int | None
     num_pages: int | None
     size: int | None
@@ -134,6 +140,9 @@ def describe_version(version: AdapterVersion) -> VersionDocument:
         "number": version.number,
         "state": version.state,
         "digest": version.digest,
+        "version_digest": version.version_digest,
+        "chat_template": version.report.get("chat_template", {}).get("sha256"),
+        "generation_config": version.report.get("generation_config"),
         "max_rank": version.max_rank,
         "num_pages": version.num_pages,
         "size": version.canonical_bytes,

@@ -27,7 +27,7 @@ def test_documented_commands_print_documented_output(loramux: Run, make_adapter:
     pushed = printed_json(
         loramux("adapters", "push", make_adapter(), "--tenant", "acme", "--name", "support", "--json")
     )
-    assert set(pushed) == {"model", "version", "digest"}
+    assert set(pushed) == {"model", "version", "digest", "version_digest"}
     assert (pushed["model"], pushed["version"], len(pushed["digest"])) == ("acme/support", 1, 64)
     quota = loramux("quotas", "set", "--tenant", "acme", "--metric", "tokens_per_minute", "--limit", 10000)
     assert quota.exit_code == 0
@@ -148,6 +148,33 @@ def test_pushed_version_can_be_pulled(loramux: Run, make_adapter: Callable[..., 
     assert files(place) == files(first)
     unknown = loramux("adapters", "pull", "acme/support@9", tmp_path / "none")
     assert (unknown.exit_code, (tmp_path / "none").exists()) == (1, False)
+
+
+def test_optional_files_are_pushed_shown_and_pulled(
+    loramux: Run, make_adapter: Callable[..., Path], tmp_path: Path
+) -> None:
+    loramux("tenants", "create", "acme")
+    directory, place = make_adapter(), tmp_path / "pulled"
+    own = {"chat_template.jinja": "{{ messages }}", "generation_config.json": '{"temperature": 0.5}'}
+    for name, text in own.items():
+        (directory / name).write_text(text)
+    push = ("adapters", "push", directory, "--tenant", "acme", "--name", "support", "--json")
+    pushed = printed_json(loramux(*push))
+    plain = printed_json(loramux(*push, "--no-template", "--no-generation-config"))
+    assert printed_json(loramux(*push)) == pushed, "identical files return the existing version"
+    assert plain["digest"] == plain["version_digest"] == pushed["digest"] != pushed["version_digest"]
+    assert printed_json(loramux(*push, "--no-template"))["version"] == 3
+    shown = loramux("adapters", "show", "acme/support").stdout
+    assert re.search(rf"{pushed['version_digest'][:12]} +template settings", shown), shown
+    assert re.search(r"temperature +0.5", loramux("adapters", "show", "acme/support@1").stdout)
+    assert loramux("adapters", "pull", "acme/support@1", place).exit_code == 0
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == {
+        path.name: path.read_bytes() for path in directory.iterdir()
+    }
+    assert loramux("adapters", "pull", "acme/support@2", place, "--force").exit_code == 0
+    assert not any((place / name).exists() for name in own), "files of another version are deleted"
+    remote = loramux("adapters", "push", "s3://bucket/one", "--tenant", "acme", "--name", "support", "--no-template")
+    assert (remote.exit_code, "reads all files" in remote.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

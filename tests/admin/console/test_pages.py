@@ -160,6 +160,25 @@ async def test_non_numeric_limit_is_refused(operator: Browser, limit: str) -> No
     assert 'class="notice error"' in said
 
 
+async def test_optional_files_of_a_version_are_shown(operator: Browser, make_adapter: Callable[..., Path]) -> None:
+    await operator.post("/tenants", slug="templater")
+    await operator.post("/adapters", tenant="templater", name="own")
+    listed = (await operator.get("/adapters?tenant=templater")).text
+    here = f"/adapters/{first_match(r'/console/adapters/(ada_[0-9a-f]{32})', listed)}"
+    directory = make_adapter()
+    template = "{{ messages }}"
+    (directory / "chat_template.jinja").write_text(template)
+    (directory / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 3}')
+    await _upload(operator, here, directory)
+    shown = await _until_ready(operator, f"{here}/versions/1")
+    assert "temperature 0.5, top_k 3</dd>" in shown
+    assert "Digest of the weights" in shown
+    assert hashlib.sha256(template.encode()).hexdigest() in shown
+    page = (await operator.get(here)).text
+    assert ">template</span>" in page
+    assert 'title="temperature 0.5, top_k 3">settings</span>' in page
+
+
 async def test_adapter_is_uploaded_promoted_and_rolled_back(
     operator: Browser, console_side: AdminSide, make_adapter: Callable[..., Path]
 ) -> None:
@@ -301,7 +320,8 @@ async def _voice(operator: Browser, make_adapter: Callable[..., Path]) -> str:
 
 
 async def _upload(operator: Browser, here: str, directory: Path) -> None:
-    contents = {name: (directory / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
+    names = ("adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "generation_config.json")
+    contents = {name: (directory / name).read_bytes() for name in names if (directory / name).exists()}
     declared = [
         {"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         for name, content in contents.items()

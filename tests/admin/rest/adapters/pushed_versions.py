@@ -10,6 +10,7 @@ import anyio
 import httpx
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
+FURTHER_FILES = ("chat_template.jinja", "generation_config.json")
 
 
 async def new_adapter(http: httpx.AsyncClient, tenant: str = "acme", name: str = "support") -> str:
@@ -20,7 +21,8 @@ async def new_adapter(http: httpx.AsyncClient, tenant: str = "acme", name: str =
 
 
 def declared(directory: Path) -> list[dict[str, Any]]:
-    contents = {name: (directory / name).read_bytes() for name in FILES}
+    further = [name for name in FURTHER_FILES if (directory / name).exists()]
+    contents = {name: (directory / name).read_bytes() for name in (*FILES, *further)}
     return [
         {"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         for name, content in contents.items()

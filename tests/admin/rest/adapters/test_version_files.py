@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,40 @@ async def test_version_report_is_kept(http: httpx.AsyncClient, make_adapter: Cal
     await push(http, adapter_id, make_adapter(config={"use_dora": True}))
     refused = (await http.get(f"/admin/v1/adapters/{adapter_id}/versions/2/report")).json()
     assert (refused["state"], refused["error"]["code"]) == ("rejected", "unsupported_config")
+
+
+async def test_version_document_shows_the_optional_files(
+    http: httpx.AsyncClient, make_adapter: Callable[..., Path]
+) -> None:
+    adapter_id = await new_adapter(http)
+    directory = make_adapter()
+    plain = await push(http, adapter_id, directory)
+    assert plain["version_digest"] == plain["digest"] is not None
+    assert (plain["chat_template"], plain["generation_config"]) == (None, None)
+    template, settings = b"{{ messages[0].content }}", b'{"top_k": 5, "do_sample": true}'
+    (directory / "chat_template.jinja").write_bytes(template)
+    (directory / "generation_config.json").write_bytes(settings)
+    version = await push(http, adapter_id, directory)
+    assert (version["number"], version["digest"]) == (2, plain["digest"])
+    assert version["version_digest"] != version["digest"]
+    assert version["chat_template"] == hashlib.sha256(template).hexdigest()
+    assert json.dumps(version["generation_config"]) == '{"top_k": 5}', "a whole number stays one"
+    url = f"/admin/v1/adapters/{adapter_id}/versions/2"
+    assert (await http.get(f"{url}/report")).json()["version_digest"] == version["version_digest"]
+    assert (await http.get(f"{url}/files/chat_template.jinja")).content == template
+    assert (await http.get(f"{url}/files/generation_config.json")).content == settings
+    absent = await http.get(f"/admin/v1/adapters/{adapter_id}/versions/1/files/chat_template.jinja")
+    assert (absent.status_code, absent.json()["error"]["code"]) == (404, "file_not_found")
+
+
+async def test_unusable_template_is_refused_with_its_name(
+    http: httpx.AsyncClient, make_adapter: Callable[..., Path]
+) -> None:
+    directory = make_adapter()
+    (directory / "chat_template.jinja").write_text("{% if %}")
+    version = await push(http, await new_adapter(http), directory)
+    assert (version["state"], version["version_digest"]) == ("rejected", None)
+    assert (version["error"]["code"], version["error"]["param"]) == ("invalid_template", "chat_template.jinja")
 
 
 async def test_stalled_download_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
