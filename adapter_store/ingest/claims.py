@@ -115,7 +115,6 @@ class VersionClaims:
             lock_adapter(connection, adapter_id)
             # Reset any size that an earlier attempt counted.
             self._change(connection, claimed.version.id, {"canonical_bytes": None})
-            delete_further_files(connection, claimed.version.id)
             connection.execute(change.values(files=[]))
             if self._limits is not None:
                 owner = connection.execute(select(adapters.c.tenant_id).where(adapters.c.id == adapter_id)).scalar_one()

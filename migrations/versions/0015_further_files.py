@@ -31,5 +31,5 @@ def upgrade() -> None:
 def downgrade() -> None:
     """Delete the optional files: an older server serves their versions with the weights alone."""
     op.drop_table("adapter_version_files")
-    with op.batch_alter_table("adapter_versions") as batch:
-        batch.drop_column("version_digest")
+    # Not in a batch, which SQLite refuses because it replaces a table that others refer to.
+    op.drop_column("adapter_versions", "version_digest")

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import event, insert, select
@@ -345,6 +346,30 @@ def test_existing_versions_keep_their_digests_after_the_upgrade(database_url: st
     assert (ref.digest, ref.version_digest) == ("a" * 64, "a" * 64)
     assert read_further_files(database, "adv_1") == {}
     database.close()
+
+
+def test_versions_survive_a_downgrade_without_their_optional_files(database: Database) -> None:
+    add_tenant(database, "acme")
+    with database.write() as connection:
+        owner = connection.execute(select(tenants.c.id)).scalar_one()
+        for statement in (
+            f"INSERT INTO adapters (id, tenant_id, name, created_us) VALUES ('ada_1', '{owner}', 'support', 1)",
+            "INSERT INTO adapter_versions (id, adapter_id, number, state, digest, version_digest, max_rank, upload_id,"
+            f" report, created_us) VALUES ('adv_1', 'ada_1', 1, 'ready', '{'a' * 64}', 'b', 8, 'upl_1', '{{}}', 1)",
+            "INSERT INTO adapter_aliases (adapter_id, name, revision, updated_us) VALUES ('ada_1', 'default', 1, 1)",
+            "INSERT INTO adapter_alias_targets (adapter_id, name, version_id, weight)"
+            " VALUES ('ada_1', 'default', 'adv_1', 100)",
+            "INSERT INTO adapter_version_files (version_id, name, size, sha256, content)"
+            " VALUES ('adv_1', 'chat_template.jinja', 1, 'c', 'x')",
+        ):
+            connection.exec_driver_sql(statement)
+    command.downgrade(database._alembic_config(), "0014")
+    database.upgrade()
+    with database.read() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+    ref = AdapterRegistry(database).resolve("acme", "support")
+    assert ref is not None
+    assert ref.version_digest == ref.digest == "a" * 64
 
 
 def test_writers_in_one_process_take_turns_without_sleeping(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@
     const wanted = ["adapter_config.json", "adapter_model.safetensors"];
     const optional = ["chat_template.jinja", "generation_config.json"];
     const chosen = [...wanted, ...optional].map((name) => files.find((file) => file.name === name)).filter((file) => file);
-    if (!wanted.every((name) => chosen.some((file) => file.name === name)) || chosen.length < files.length) {
+    if (!wanted.every((name) => chosen.some((file) => file.name === name))) {
       say(`Choose ${wanted.join(" and ")}, as PEFT saved them. You can add ${optional.join(" and ")}.`, "notice error");
       return;
     }
