@@ -8,10 +8,13 @@ from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.errors import AdapterRejected, printable
 from loramux.adapter_store.formats.file_names import GENERATION_FILE, TEMPLATE_FILE
 from loramux.adapter_store.formats.further_files import MAX_FURTHER_BYTES, FurtherFiles
 from loramux.adapter_store.formats.generation_config import parse_generation_config
+
+_MAX_REASON = 200
+"""Longest part of a message that can quote the template, in characters."""
 
 TemplateCheck = Callable[[str], None]
 """Called with a chat template's source. Raises AdapterRejected if the template cannot be served."""
@@ -21,8 +24,10 @@ def check_template_syntax(source: str) -> None:
     """Parse a template without executing it. Raises AdapterRejected."""
     try:
         ImmutableSandboxedEnvironment(extensions=[loopcontrols]).parse(source)
-    except TemplateError as error:
-        raise AdapterRejected("invalid_template", f"the template is malformed: {error}", TEMPLATE_FILE) from None
+    except (TemplateError, ValueError) as error:
+        # Jinja2 passes on Python's ValueError for a number with thousands of digits.
+        reason = printable(str(error), _MAX_REASON)
+        raise AdapterRejected("invalid_template", f"the template is malformed: {reason}", TEMPLATE_FILE) from None
     except RecursionError:
         raise AdapterRejected("invalid_template", "the template is nested too deeply", TEMPLATE_FILE) from None
 

@@ -74,6 +74,8 @@ REFUSED = [
     pytest.param(TEMPLATE_FILE, b"{% for %}", "invalid_template", TEMPLATE_FILE, id="syntax"),
     pytest.param(TEMPLATE_FILE, b"\xff", "invalid_template", TEMPLATE_FILE, id="not UTF-8"),
     pytest.param(TEMPLATE_FILE, b"{{ " + b"(" * 60_000, "invalid_template", TEMPLATE_FILE, id="nesting"),
+    pytest.param(TEMPLATE_FILE, b"{{ " + b"1" * 5_000 + b" }}", "invalid_template", TEMPLATE_FILE, id="digits"),
+    pytest.param(TEMPLATE_FILE, b"{% " + b"x" * 60_000 + b" %}", "invalid_template", TEMPLATE_FILE, id="long tag"),
     pytest.param(GENERATION_FILE, b"[]", "invalid_generation_config", GENERATION_FILE, id="no object"),
     pytest.param(GENERATION_FILE, b"{", "invalid_json", GENERATION_FILE, id="no JSON"),
     pytest.param(GENERATION_FILE, b'{"top_p": NaN}', "invalid_json", GENERATION_FILE, id="NaN"),
@@ -89,6 +91,7 @@ def test_bad_file_rejects_the_version_and_leaves_nothing(
     version = world.push(make_adapter(), **{name: content})
     assert version.state == "rejected"
     assert (version.report["error"]["code"], version.report["error"]["param"]) == (code, param)
+    assert len(version.report["error"]["message"]) < 300
     assert read_further_files(world.registry.database, version.id) == {}
     world.assert_nothing_left_over()
 
