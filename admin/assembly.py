@@ -59,8 +59,9 @@ from loramux.platform.quotas.stock import AdapterLimits
 from loramux.platform.telemetry.measured_validator import MeasuredValidator
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.telemetry.tracing import Tracing
-from loramux.platform.tokenizer.chat_template import ModelFilesError
+from loramux.platform.tokenizer.chat_template import ModelFilesError, read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 
 NUM_THREADS = 16
 """Number of threads that run the SQL of inference requests; they spend most of their time waiting for the database."""
@@ -103,6 +104,8 @@ def assemble(
             validator = SubprocessValidator(required=ESSENTIAL if settings.sandbox == "required" else ())
             metrics = GatewayMetrics()
             metrics.store_breaker_open.set_function(lambda: blobs.breaker_state != "closed")
+            templates = TenantTemplates(read_special_tokens(settings.model))
+            stack.callback(templates.close)
             ingest = Ingest(
                 registry,
                 blobs,
@@ -111,6 +114,7 @@ def assemble(
                 MeasuredValidator(validator, metrics),
                 sources=AdapterSources(settings.adapter_sources),
                 is_presigning=settings.presigned_uploads,
+                check_template=templates.check_upload,
             )
             ingest.recover()
         except (DatabaseError, StoreError, ModelFilesError) as error:
@@ -135,6 +139,7 @@ def assemble(
             registry=registry,
             engine=engine,
             tokenizer=tokenizer,
+            templates=templates,
             grammars=GrammarChecker(settings.model, model.vocab_size, model.eos_token_ids, metrics.note_grammar),
             model=ModelInfo(
                 served_name=served_name,

@@ -30,8 +30,9 @@ from loramux.platform.openai_api.error_responses import install_error_handling
 from loramux.platform.openai_api.health import health_router
 from loramux.platform.openai_api.services import GatewayServices, ModelInfo
 from loramux.platform.telemetry.metrics import GatewayMetrics
-from loramux.platform.tokenizer.chat_template import ModelFilesError
+from loramux.platform.tokenizer.chat_template import ModelFilesError, read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ def assemble_gateway(
             raise StartRefused("the engine has just stopped: start the gateway again when its server is ready")
         executor = stack.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="services"))
         metrics = GatewayMetrics()
+        templates = TenantTemplates(read_special_tokens(settings.model))
         gateway = GatewayServices.compose(
             database=database,
             tenants=Tenants(database),
@@ -76,6 +78,7 @@ def assemble_gateway(
             registry=AdapterRegistry(database, reserved_names=(settings.resolved_served_name,)),
             engine=engine,
             tokenizer=tokenizer,
+            templates=templates,
             grammars=GrammarChecker(settings.model, model.vocab_size, model.eos_token_ids, metrics.note_grammar),
             model=ModelInfo(
                 served_name=settings.resolved_served_name,

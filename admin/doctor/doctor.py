@@ -177,7 +177,7 @@ def _check_tokenizer(directory: Path) -> Finding:
             message=str(error),
             mend="copy the model's tokenizer.json and tokenizer_config.json into the directory",
         )
-    if not tokenizer.has_chat_template:
+    if tokenizer.chat_template is None:
         return Finding(
             check="tokenizer",
             grade=Grade.WARNING,

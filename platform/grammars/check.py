@@ -7,9 +7,12 @@ import random
 import re
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from loramux.engine.grammars.grammar import problem_of
 from loramux.engine.grammars.limits import parser_limits
 from loramux.platform.grammars.endless import is_endless_lark, is_endless_schema
+from loramux.platform.tool_calls.grammar import AnswerRules, lark_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -89,8 +92,30 @@ def _grammar(kind: str, text: str) -> str:
                 for trigger in [next(t for t in document["triggers"] if one["begin"].startswith(t))]
             ]
             return StructTag.to_grammar(tags, assume_special=False)
+        case "answer":
+            return _answer_grammar(msgspec.json.decode(text, type=AnswerRules))
         case _:
             raise ValueError(f"{kind} is not a kind of constraint")
+
+
+def _answer_grammar(rules: AnswerRules) -> str:
+    """The grammar of an answer with calls or reasoning, in which a constraint's own grammar is `@answer`."""
+    for tool in () if rules.calls is None else rules.calls.tools:
+        _refuse_nested_ids(tool.schema)
+        if is_endless_schema(tool.schema):
+            raise GrammarRefused(f"{tool.name}: {_ENDLESS}")
+    if rules.grammar is None:
+        return lark_of(rules, JSON_OPTIONS, None)
+    grammars = _grammars(_grammar(*rules.grammar))
+    grammars[0]["name"] = "answer"
+    return json.dumps({"grammars": [{"lark_grammar": lark_of(rules, JSON_OPTIONS, "@answer")}, *grammars]})
+
+
+def _grammars(grammar: str) -> list[dict[str, Any]]:
+    """The grammars of one that is in llguidance's JSON or Lark form."""
+    found: list[dict[str, Any]]
+    found = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    return found
 
 
 def _refuse_nested_ids(schema: Any) -> None:

@@ -14,7 +14,7 @@ MAX_TEXT_BYTES = 128 * 1024
 MAX_CHOICES = 1024
 """Maximum number of entries in `choice`."""
 
-Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
+Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag", "answer"]
 
 
 @dataclass(frozen=True, slots=True)

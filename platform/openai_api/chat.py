@@ -7,10 +7,11 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from loramux.platform.generation.plan import Target
 from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.openai_api.authentication import Caller, Services
 from loramux.platform.openai_api.chat_answer import ChatAnswer
-from loramux.platform.openai_api.chat_prompt import answer_format, reasoning_after, render_chat
+from loramux.platform.openai_api.chat_prompt import ChatPrompt
 from loramux.platform.openai_api.endpoint import Endpoint, Prepared, Received, longest_prompt
 from loramux.platform.openai_api.openapi import GENERATION_ERRORS, answers, errors, takes
 from loramux.platform.openai_api.openapi_schemas import ChatDocument
@@ -33,12 +34,17 @@ async def create_chat_completion(request: Request, caller: Caller, services: Ser
     return await serve(request, services, caller, CHAT)
 
 
-def _prepare(services: GatewayServices, body: ChatRequest) -> Prepared:
-    template = services.tokenizer.chat_template
-    text = render_chat(template, body)
-    style = answer_format(template.source(has_tools=bool(body.offered_tools)))
-    prompt = services.tokenizer.encode_rendered(text, longest_prompt(services, body))
-    return Prepared((prompt,), reasoning_after(text, style), style.tool_format if body.offered_tools else None)
+async def _prepare(services: GatewayServices, target: Target, received: Received[ChatRequest]) -> Prepared:
+    body, source = received.body, target.settings.template
+
+    def encoded(prompt: ChatPrompt) -> Prepared:
+        ids = services.tokenizer.encode_rendered(prompt.text, longest_prompt(services, body))
+        return Prepared((ids,), prompt.reasoning, prompt.tool_format)
+
+    if source is None:
+        return await services.compute_if_long(received.num_bytes, lambda: encoded(services.chat_prompts.render(body)))
+    prompt = await services.chat_prompts.render_with(target.tenant_id, source, body)
+    return await services.compute_if_long(len(prompt.text), encoded, prompt)
 
 
 def _constraint(body: ChatRequest, prepared: Prepared) -> Constraint | None:

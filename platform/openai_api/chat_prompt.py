@@ -2,77 +2,107 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
-
-from jinja2 import meta
 
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import Reasoning
 from loramux.platform.openai_api.conversation import template_messages
 from loramux.platform.openai_api.schemas import ChatRequest
 from loramux.platform.tokenizer.chat_template import ChatTemplate
-from loramux.platform.tokenizer.jinja_sandbox import ChatEnvironment
+from loramux.platform.tokenizer.conversation import TemplateRefused
+from loramux.platform.tokenizer.template_check import TemplateFeatures
+from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from loramux.platform.tool_calls.detection import is_thinking_open, parser_name_of, reasoning_markers_of
-from loramux.platform.tool_calls.reasoning import Markers
-
-THINKING_VARIABLES = ("enable_thinking", "thinking")
-"""Names under which templates read whether the model thinks before it answers."""
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerFormat:
-    """How a model writes tool calls and reasoning, as far as its chat template shows it."""
+class ChatPrompt:
+    """A rendered conversation, and how to read the answer to it."""
 
+    text: str
+    reasoning: Reasoning | None
+    """None if the answer contains no reasoning."""
     tool_format: str | None
-    reasoning: Markers | None
-    variables: frozenset[str]
-    """The variables that the template reads."""
+    """The format of tool calls; None if the request offers no tools, or if calls are not parsed."""
 
 
-@lru_cache(maxsize=256)
-def answer_format(source: str) -> AnswerFormat:
-    variables = meta.find_undeclared_variables(ChatEnvironment().parse(source))
-    return AnswerFormat(parser_name_of(source), reasoning_markers_of(source), frozenset(variables))
+class ChatPrompts:
+    """Renders with the base's chat template, or with those that tenants upload with their adapters."""
+
+    def __init__(self, base: ChatTemplate | None, tenants: TenantTemplates) -> None:
+        self._base = base
+        self._tenants = tenants
+
+    def render(self, body: ChatRequest) -> ChatPrompt:
+        """The prompt with the base's template. Raises InvalidRequest."""
+        if self._base is None:
+            raise InvalidRequest(
+                "this model has no chat template: call /v1/completions", param="messages", code="no_chat_template"
+            )
+        arguments = _arguments(body, self._base_features)
+        source = self._base.source(has_tools=arguments["tools"] is not None)
+        return _prompt(self._base.render(**arguments), source, body)
+
+    async def render_with(self, tenant_id: str, source: str, body: ChatRequest) -> ChatPrompt:
+        """The prompt with a tenant's template. Raises InvalidRequest, RateLimited and Unavailable."""
+        features = await self._tenants.features(tenant_id, source)
+        text = await self._tenants.render(tenant_id, source, **_arguments(body, features))
+        return _prompt(text, source, body)
+
+    def close(self) -> None:
+        self._tenants.close()
+
+    @cached_property
+    def _base_features(self) -> TemplateFeatures | None:
+        assert self._base is not None
+        try:
+            return self._base.features()
+        except TemplateRefused:
+            # Requests fail with the reason.
+            return None
 
 
-def render_chat(template: ChatTemplate, body: ChatRequest) -> str:
-    """The text of a request's prompt. Raises InvalidRequest."""
+def _prompt(text: str, source: str, body: ChatRequest) -> ChatPrompt:
+    markers, reasoning = reasoning_markers_of(source), None
+    # A prompt that ends with the closing marker has turned the reasoning off.
+    if markers is not None and not text.rstrip().endswith(markers.end):
+        reasoning = Reasoning(markers, is_open=is_thinking_open(text, markers))
+    return ChatPrompt(text, reasoning, parser_name_of(source) if body.offered_tools else None)
+
+
+def _arguments(body: ChatRequest, features: TemplateFeatures | None) -> dict[str, Any]:
+    """The arguments of a template's `render`. Raises InvalidRequest for what the template does not support."""
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered_tools] or None
-    style = answer_format(template.source(has_tools=tools is not None))
-    if tools is not None and "tools" not in style.variables:
+    if tools is not None and (features is None or not features.tools):
         raise InvalidRequest(
             "this model's chat template does not show tools", param="tools", code="unsupported_parameter"
         )
-    return template.render(
-        template_messages(body.messages),
-        tools=tools,
-        kwargs=_kwargs(style, body),
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
-    )
+    as_text = features is not None and features.arguments_as_text
+    return {
+        "messages": template_messages(body.messages, arguments_as_text=as_text),
+        "tools": tools,
+        "kwargs": _kwargs(body, features),
+        "add_generation_prompt": body.add_generation_prompt is not False,
+        "continue_final_message": bool(body.continue_final_message),
+    }
 
 
-def reasoning_after(text: str, style: AnswerFormat) -> Reasoning | None:
-    """How the answer to this prompt is divided; None if it contains no reasoning."""
-    markers = style.reasoning
-    if markers is None or text.rstrip().endswith(markers.end):
-        return None
-    return Reasoning(markers, is_open=is_thinking_open(text, markers))
-
-
-def _kwargs(style: AnswerFormat, body: ChatRequest) -> dict[str, Any]:
-    """The template's further variables; those that the request sets itself go before `reasoning_effort`."""
+def _kwargs(body: ChatRequest, features: TemplateFeatures | None) -> Mapping[str, Any]:
+    """The template's further variables. Those in the request take precedence over `reasoning_effort`."""
     effort, kwargs = body.reasoning_effort, body.chat_template_kwargs or {}
     if effort is None:
         return kwargs
-    known: dict[str, Any] = {name: effort != "none" for name in THINKING_VARIABLES if name in style.variables}
-    if "reasoning_effort" in style.variables:
+    known: dict[str, Any] = {}
+    if features is not None and features.thinking_switch is not None:
+        known[features.thinking_switch] = effort != "none"
+    if features is not None and features.reasoning_effort:
         known["reasoning_effort"] = effort
     if not known and effort != "none":
         raise InvalidRequest(
-            "this model's chat template does not know reasoning_effort",
+            "this model's chat template does not read reasoning_effort",
             param="reasoning_effort",
             code="unsupported_parameter",
         )

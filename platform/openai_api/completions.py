@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from loramux.platform.errors import InvalidRequest
+from loramux.platform.generation.plan import Target
 from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.openai_api.authentication import Caller, Services
 from loramux.platform.openai_api.completion_answer import CompletionAnswer
@@ -36,15 +37,18 @@ async def create_completion(request: Request, caller: Caller, services: Services
     return await serve(request, services, caller, COMPLETIONS)
 
 
-def _prepare(services: GatewayServices, body: CompletionRequest) -> Prepared:
+async def _prepare(services: GatewayServices, target: Target, received: Received[CompletionRequest]) -> Prepared:
+    return Prepared(await services.compute_if_long(received.num_bytes, _encoded, services, received.body))
+
+
+def _encoded(services: GatewayServices, body: CompletionRequest) -> Prompts:
     longest = longest_prompt(services, body)
-    prompts = tuple(
+    return tuple(
         services.tokenizer.encode(prompt, longest)
         if isinstance(prompt, str)
         else _known(prompt, services.model.vocab_size)
         for prompt in body.prompt
     )
-    return Prepared(prompts)
 
 
 def _constraint(body: CompletionRequest, prepared: Prepared) -> Constraint | None:

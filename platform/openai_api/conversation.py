@@ -56,16 +56,16 @@ class ChatMessage(StrictModel):
     function_call: None = None
 
 
-def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Convert messages to dicts for a chat template, with parsed arguments of tool calls.
+def template_messages(messages: Sequence[ChatMessage], *, arguments_as_text: bool = False) -> list[dict[str, Any]]:
+    """Convert messages to dicts for a chat template, with the arguments of tool calls as objects or as JSON text.
 
     Raises InvalidRequest for fields that do not suit a message's role, and for tool messages without a call.
     """
     names: dict[str, str] = {}
-    return [_message(message, f"messages[{index}]", names) for index, message in enumerate(messages)]
+    return [_message(message, f"messages[{index}]", names, arguments_as_text) for index, message in enumerate(messages)]
 
 
-def _message(message: ChatMessage, param: str, names: dict[str, str]) -> dict[str, Any]:
+def _message(message: ChatMessage, param: str, names: dict[str, str], as_text: bool) -> dict[str, Any]:
     """Convert one message; `names` has the function's name of each earlier call, by the call's id."""
     # "developer" is OpenAI's newer name for the system role; chat templates use the older one.
     role = "system" if message.role == "developer" else message.role
@@ -91,7 +91,8 @@ def _message(message: ChatMessage, param: str, names: dict[str, str]) -> dict[st
     if reasoning is not None:
         shown["reasoning_content"] = reasoning
     if message.tool_calls:
-        shown["tool_calls"] = [_call(call, f"{param}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+        calls = enumerate(message.tool_calls)
+        shown["tool_calls"] = [_call(call, f"{param}.tool_calls[{i}]", as_text) for i, call in calls]
         names |= {call.id: call.function.name for call in message.tool_calls}
     return shown
 
@@ -104,7 +105,7 @@ def _check_role(message: ChatMessage, param: str) -> None:
             raise InvalidRequest(f"only {role} messages have {found}", param=f"{param}.{found}", code="invalid_value")
 
 
-def _call(call: ToolCall, param: str) -> dict[str, Any]:
+def _call(call: ToolCall, param: str, as_text: bool) -> dict[str, Any]:
     param += ".function.arguments"
     try:
         arguments = parse_strict_json(call.function.arguments.encode() or b"{}")
@@ -112,4 +113,5 @@ def _call(call: ToolCall, param: str) -> dict[str, Any]:
         raise InvalidRequest(f"the arguments are not valid JSON: {error}", param=param) from None
     if not isinstance(arguments, dict):
         raise InvalidRequest("the arguments must be a JSON object", param=param)
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    shown = call.function.arguments if as_text else arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": shown}}

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from loramux.platform.generation.plan import Reasoning
+from loramux.platform.generation.plan import Reasoning, Target
 from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.openai_api.answers import Answer
 from loramux.platform.openai_api.schemas import GenerationRequest
@@ -57,8 +57,8 @@ class Endpoint(Generic[B]):
     name: str
     """The endpoint's name in the ledger and the metrics."""
     body: type[B]
-    prepare: Callable[[GatewayServices, B], Prepared]
-    """Tokenises a body's prompts, which is slow if they are long. Raises InvalidRequest."""
+    prepare: Callable[[GatewayServices, Target, Received[B]], Awaitable[Prepared]]
+    """Tokenises a body's prompts. Raises InvalidRequest, RateLimited and Unavailable."""
     constraint: Callable[[B, Prepared], Constraint | None]
     """The constraint on the answer. Raises InvalidRequest."""
     shape: Callable[[GatewayServices, Received[B], Prepared], Awaitable[Answer]]

@@ -28,7 +28,6 @@ from loramux.platform.openai_api.schemas import GenerationRequest
 from loramux.platform.openai_api.services import GatewayServices
 from loramux.platform.quotas.decisions import QuotaExceeded, RequestTooLarge, exceeded_headers, rate_limit_headers
 from loramux.platform.telemetry.tracing import describe, traced
-from loramux.platform.tokenizer.model_tokenizer import MAX_TOKENISED_AT_ONCE
 
 CLIENT_CLOSED = 499
 """The status in metrics for a request whose client disconnected; it is never sent."""
@@ -40,8 +39,8 @@ async def serve(request: Request, services: GatewayServices, caller: Principal, 
     The caller is already authenticated: every route takes an `authentication.Caller`, so no route can forget this step.
     """
     received = await read(request, services, endpoint)
-    target = await resolve(services, caller, received.body)
-    prepared = await prepare(services, endpoint, received)
+    target = await resolve(services, caller, received.body.model, received.body.user)
+    prepared = await prepare(services, endpoint, target, received)
     grammar = await constrain(services, target, endpoint.constraint(received.body, prepared))
     plan = make_plan(services, endpoint, received, target, prepared, grammar)
     shape = await endpoint.shape(services, received, prepared)
@@ -74,7 +73,7 @@ async def read(request: Request, services: GatewayServices, endpoint: Endpoint[B
     return Received(request_id_of(request), body, len(sent))
 
 
-async def resolve(services: GatewayServices, caller: Principal, body: GenerationRequest) -> Target:
+async def resolve(services: GatewayServices, caller: Principal, name: str, user: str | None = None) -> Target:
     """Resolve the model to a version. If an alias stands for several versions, each `user` always gets the same one.
 
     Raises ModelNotFound or PermissionDenied.
@@ -82,26 +81,23 @@ async def resolve(services: GatewayServices, caller: Principal, body: Generation
     recent = None if caller.tenant_id is None else services.tenants.recent_share(caller.tenant_id)
 
     def find() -> Target:
-        model = services.resolver.resolve(caller, body.model, body.user)
+        model = services.resolver.resolve(caller, name, user)
         assert caller.tenant_id is not None
         share = recent or services.tenants.share(caller.tenant_id)
         return Target(caller.tenant_id, caller.key_id, model, share, services.version_settings.find(model))
 
     with traced("resolve"):
         # The base and a cached share are found without the database, so no thread is needed.
-        if recent is not None and body.model == services.resolver.served_name:
+        if recent is not None and name == services.resolver.served_name:
             return find()
         return await services.call(find)
 
 
-async def prepare(services: GatewayServices, endpoint: Endpoint[B], received: Received[B]) -> Prepared:
-    """The tokenised prompts, truncated if the body says so. Raises InvalidRequest."""
+async def prepare(services: GatewayServices, endpoint: Endpoint[B], target: Target, received: Received[B]) -> Prepared:
+    """The tokenised prompts, truncated if the body says so. Raises InvalidRequest, RateLimited and Unavailable."""
     check_untokenised(services, received.body)
     with traced("tokenise"):
-        if received.num_bytes <= MAX_TOKENISED_AT_ONCE:
-            prepared = endpoint.prepare(services, received.body)
-        else:
-            prepared = await services.compute(endpoint.prepare, services, received.body)
+        prepared = await endpoint.prepare(services, target, received)
     return replace(prepared, prompts=truncated(services.max_model_len, received.body, prepared.prompts))
 
 

@@ -28,10 +28,12 @@ from loramux.platform.generation.running_requests import RunningRequests
 from loramux.platform.generation.settlement_spool import SettlementSpool
 from loramux.platform.generation.settler import Settler
 from loramux.platform.grammars.checker import GrammarChecker
+from loramux.platform.openai_api.chat_prompt import ChatPrompts
 from loramux.platform.telemetry.metrics import GatewayMetrics
 from loramux.platform.telemetry.tracing import Tracing
 from loramux.platform.threads import call_on
-from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.platform.tokenizer.model_tokenizer import MAX_TOKENISED_AT_ONCE, ModelTokenizer
+from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 
 CALL_WAIT_S = 5.0
 """Timeout for a request's call to the database, in seconds."""
@@ -96,6 +98,7 @@ class GatewayServices:
     spool: SettlementSpool | None
     engine: EngineClient
     tokenizer: ModelTokenizer
+    chat_prompts: ChatPrompts
     grammars: GrammarChecker
     model: ModelInfo
     metrics: GatewayMetrics
@@ -113,6 +116,7 @@ class GatewayServices:
         registry: AdapterRegistry,
         engine: EngineClient,
         tokenizer: ModelTokenizer,
+        templates: TenantTemplates,
         grammars: GrammarChecker,
         model: ModelInfo,
         executor: Executor,
@@ -158,6 +162,7 @@ class GatewayServices:
             spool=spool,
             engine=engine,
             tokenizer=tokenizer,
+            chat_prompts=ChatPrompts(tokenizer.chat_template, templates),
             grammars=grammars,
             model=model,
             metrics=metrics,
@@ -173,6 +178,7 @@ class GatewayServices:
         self.commit.close(CLOSE_WAIT_S)
         self.settler.close()
         self.grammars.close()
+        self.chat_prompts.close()
         self.compute_executor.shutdown(cancel_futures=True)
         if self.tracing is not None:
             self.tracing.close()
@@ -188,6 +194,12 @@ class GatewayServices:
     async def compute(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a long CPU-bound function on a thread."""
         return await call_on(self.compute_executor, function, *args, **kwargs)
+
+    async def compute_if_long(self, size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Parse or tokenise `size` characters: here if that takes under a millisecond, else on a thread."""
+        if size <= MAX_TOKENISED_AT_ONCE:
+            return function(*args, **kwargs)
+        return await self.compute(function, *args, **kwargs)
 
     def trouble(self) -> str | None:
         """Reason that requests are refused although the engine is ready, for operators, or None."""

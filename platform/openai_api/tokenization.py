@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, ParamSpec, TypeVar
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from loramux.platform.accounts.principals import Principal
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.openai_api.authentication import Caller, Services
 from loramux.platform.openai_api.chat import CHAT
-from loramux.platform.openai_api.error_responses import json_response
+from loramux.platform.openai_api.endpoint import Received
+from loramux.platform.openai_api.error_responses import json_response, request_id_of
 from loramux.platform.openai_api.openapi import errors, takes
 from loramux.platform.openai_api.openapi_schemas import DetokenizeDocument, TokenizeDocument
-from loramux.platform.openai_api.planning import truncated
 from loramux.platform.openai_api.request_body import parse_body, parse_object, read_body, validated
+from loramux.platform.openai_api.request_life import prepare, resolve
 from loramux.platform.openai_api.schemas import MAX_MODEL_NAME, ChatRequest
 from loramux.platform.openai_api.services import GatewayServices
 from loramux.platform.openai_api.strict_model import StrictModel
-from loramux.platform.tokenizer.model_tokenizer import MAX_TOKENISED_AT_ONCE
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 router = APIRouter()
 
@@ -62,12 +57,16 @@ class DetokenizeRequest(StrictModel):
 async def tokenize(request: Request, caller: Caller, services: Services) -> Response:
     """Tokenize a prompt or a conversation as a completion would, without running it. No quota is charged."""
     sent = await read_body(request, services.settings.max_body_bytes)
-    body = await _on_thread_if_long(services, len(sent), _parse, sent)
-    await _resolve(services, caller, body.model)
-    ids = await _on_thread_if_long(services, len(sent), _ids, services, body)
+    body = await services.compute_if_long(len(sent), _parse, sent)
+    target = await resolve(services, caller, body.model or services.resolver.served_name)
+    if isinstance(body, TokenizeChat):
+        received: Received[ChatRequest] = Received(request_id_of(request), body, len(sent))
+        [ids] = (await prepare(services, CHAT, target, received)).prompts
+    else:
+        ids = await services.compute_if_long(len(sent), _ids, services, body)
     token_strs = None
     if body.return_token_strs:
-        token_strs = await _on_thread_if_long(services, len(ids), services.tokenizer.token_strings, ids)
+        token_strs = await services.compute_if_long(len(ids), services.tokenizer.token_strings, ids)
     return json_response(
         {"count": len(ids), "max_model_len": services.max_model_len, "tokens": ids, "token_strs": token_strs}
     )
@@ -83,8 +82,8 @@ async def tokenize(request: Request, caller: Caller, services: Services) -> Resp
 async def detokenize(request: Request, caller: Caller, services: Services) -> Response:
     """Turn token ids into text, with special tokens. No quota is charged."""
     sent = await read_body(request, services.settings.max_body_bytes)
-    body = await _on_thread_if_long(services, len(sent), parse_body, sent, DetokenizeRequest)
-    await _resolve(services, caller, body.model)
+    body = await services.compute_if_long(len(sent), parse_body, sent, DetokenizeRequest)
+    await resolve(services, caller, body.model or services.resolver.served_name)
     most, vocab_size = services.max_model_len, services.model.vocab_size
     if len(body.tokens) > most:
         raise InvalidRequest(
@@ -94,7 +93,7 @@ async def detokenize(request: Request, caller: Caller, services: Services) -> Re
         )
     if not all(0 <= token < vocab_size for token in body.tokens):
         raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param="tokens")
-    return json_response({"prompt": await _on_thread_if_long(services, len(sent), _text, services, body.tokens)})
+    return json_response({"prompt": await services.compute_if_long(len(sent), _text, services, body.tokens)})
 
 
 def _parse(sent: bytes) -> TokenizePrompt | TokenizeChat:
@@ -106,11 +105,8 @@ def _parse(sent: bytes) -> TokenizePrompt | TokenizeChat:
     return body
 
 
-def _ids(services: GatewayServices, body: TokenizePrompt | TokenizeChat) -> tuple[int, ...]:
+def _ids(services: GatewayServices, body: TokenizePrompt) -> tuple[int, ...]:
     """The token ids. Like a completion, raises InvalidRequest for a text that cannot fit in the context."""
-    if isinstance(body, TokenizeChat):
-        [ids] = truncated(services.max_model_len, body, CHAT.tokenise(services, body))
-        return ids
     return services.tokenizer.encode(
         body.prompt, services.max_model_len, add_special_tokens=body.add_special_tokens is not False
     )
@@ -118,21 +114,3 @@ def _ids(services: GatewayServices, body: TokenizePrompt | TokenizeChat) -> tupl
 
 def _text(services: GatewayServices, ids: list[int]) -> str:
     return services.tokenizer.decode(ids, skip_special_tokens=False)
-
-
-async def _resolve(services: GatewayServices, caller: Principal, model: str | None) -> None:
-    """Raise ModelNotFound or PermissionDenied if the caller cannot use the model; all models share one tokenizer."""
-    resolver = services.resolver
-    if not model or model == resolver.served_name:
-        # The base is found without the database, so no thread is needed.
-        resolver.resolve(caller, resolver.served_name)
-    else:
-        await services.call(resolver.resolve, caller, model)
-
-
-async def _on_thread_if_long(
-    services: GatewayServices, size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
-) -> R:
-    if size <= MAX_TOKENISED_AT_ONCE:
-        return function(*args, **kwargs)
-    return await services.compute(function, *args, **kwargs)

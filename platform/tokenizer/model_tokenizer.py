@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -43,16 +42,8 @@ class ModelTokenizer:
         return ModelTokenizer(tokenizer, ChatTemplate.load(model_dir))
 
     @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template is not None
-
-    @property
-    def chat_template(self) -> ChatTemplate:
-        """The base's own template. Raises InvalidRequest if it has none."""
-        if self._chat_template is None:
-            raise InvalidRequest(
-                "this model has no chat template: call /v1/completions", param="messages", code="no_chat_template"
-            )
+    def chat_template(self) -> ChatTemplate | None:
+        """The base's own template, if it has one."""
         return self._chat_template
 
     def encode(self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -63,26 +54,6 @@ class ModelTokenizer:
         """
         self._check_length(text, max_tokens, "prompt")
         return self._ids(text, add_special_tokens=add_special_tokens)
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        max_tokens: int | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> tuple[int, ...]:
-        """Encode a conversation as `ChatTemplate.render` renders it. Raises InvalidRequest."""
-        text = self.chat_template.render(
-            messages,
-            tools=tools,
-            kwargs=kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        return self.encode_rendered(text, max_tokens)
 
     def encode_rendered(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
         """Encode a rendered conversation, which already has its special tokens. Raises InvalidRequest."""

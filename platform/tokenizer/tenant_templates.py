@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 import structlog
 
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.file_names import TEMPLATE_FILE
 from loramux.adapter_store.validation.fork_server import ForkServer, ForkServerFailed, last_line
 from loramux.adapter_store.validation.validator import worker_environment
 from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
@@ -51,6 +53,8 @@ RETRY_S = 1.0
 
 _WORKER = (sys.executable, "-P", "-m", "loramux.platform.tokenizer.template_worker")
 
+_TOO_LONG = f"the chat template is longer than {MAX_TEMPLATE_CHARS} characters"
+
 _TOO_COSTLY = TemplateAnswer(refused="the chat template takes too much time or memory")
 
 log = structlog.get_logger(__name__)
@@ -62,6 +66,14 @@ class _Waiting:
 
     num_requests: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(slots=True)
+class _Known:
+    """What earlier answers said about a tenant's template: its compiled code, and its features."""
+
+    code: bytes | None = None
+    features: TemplateFeatures | None = None
 
 
 class TenantTemplates:
@@ -81,7 +93,7 @@ class TenantTemplates:
         for processes in self._all:
             self._idle.put(processes)
         self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="templates")
-        self._codes: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
         self._waiting: dict[str, _Waiting] = {}
 
     async def render(
@@ -111,20 +123,31 @@ class TenantTemplates:
         assert answer.text is not None
         return answer.text
 
+    async def features(self, tenant_id: str, source: str) -> TemplateFeatures:
+        """What a template supports, checked on its first use. Raises as `check` does."""
+        known = self._known.get((tenant_id, source))
+        if known is not None and known.features is not None:
+            return known.features
+        return await self.check(tenant_id, source)
+
     async def check(self, tenant_id: str, source: str) -> TemplateFeatures:
         """What a template supports. Raises InvalidRequest if it is not usable, RateLimited and Unavailable."""
         if len(source) > MAX_TEMPLATE_CHARS:
-            raise InvalidRequest(
-                f"the chat template is longer than {MAX_TEMPLATE_CHARS} characters",
-                param="chat_template",
-                code="chat_template_refused",
-            )
+            raise InvalidRequest(_TOO_LONG, param="chat_template", code="chat_template_refused")
         try:
             answer = await self._answer(tenant_id, source, None)
         except InvalidRequest as refused:
             raise InvalidRequest(refused.message, param="chat_template", code="chat_template_refused") from None
         assert answer.features is not None
         return answer.features
+
+    def check_upload(self, source: str) -> None:
+        """Blocking. Raises AdapterRejected if an uploaded template is not usable, and Unavailable."""
+        refused: str | None = _TOO_LONG
+        if len(source) <= MAX_TEMPLATE_CHARS:
+            refused = self._run(self._request(source, None, None)).refused
+        if refused is not None:
+            raise AdapterRejected("invalid_template", refused, TEMPLATE_FILE)
 
     def preload(self) -> None:
         """Start a process, so that the first request does not wait for it."""
@@ -151,13 +174,8 @@ class TenantTemplates:
         except asyncio.CancelledError:
             self._leave(tenant_id, waiting)
             raise
-        key = (tenant_id, source)
-        request = TemplateRequest(
-            source=source,
-            code=self._codes.get(key),
-            special_tokens=self._special_tokens,
-            conversation=conversation,
-        )
+        known = self._known.get((tenant_id, source))
+        request = self._request(source, None if known is None else known.code, conversation)
         running = asyncio.ensure_future(call_on(self._threads, self._run, request))
 
         def end(_: object) -> None:
@@ -167,26 +185,33 @@ class TenantTemplates:
         # A client that goes away does not end its rendering, so the turn ends with the rendering, not with the client.
         running.add_done_callback(end)
         answer = await asyncio.shield(running)
-        self._keep(key, answer.code)
+        self._keep((tenant_id, source), answer)
         if answer.refused is not None:
             raise InvalidRequest(answer.refused, param=answer.param)
         return answer
+
+    def _request(self, source: str, code: bytes | None, conversation: Conversation | None) -> TemplateRequest:
+        return TemplateRequest(source=source, code=code, special_tokens=self._special_tokens, conversation=conversation)
 
     def _leave(self, tenant_id: str, waiting: _Waiting) -> None:
         waiting.num_requests -= 1
         if not waiting.num_requests:
             del self._waiting[tenant_id]
 
-    def _keep(self, key: tuple[str, str], code: bytes | None) -> None:
-        if code is not None and len(code) <= MAX_CODE_BYTES:
-            of_tenant = [one for one in self._codes if one[0] == key[0]]
+    def _keep(self, key: tuple[str, str], answer: TemplateAnswer) -> None:
+        known = self._known.get(key)
+        if known is None:
+            of_tenant = [one for one in self._known if one[0] == key[0]]
             if len(of_tenant) >= MAX_KEPT_PER_TENANT:
-                del self._codes[of_tenant[0]]
-            elif len(self._codes) >= MAX_KEPT:
-                self._codes.popitem(last=False)
-            self._codes[key] = code
-        if key in self._codes:
-            self._codes.move_to_end(key)
+                del self._known[of_tenant[0]]
+            elif len(self._known) >= MAX_KEPT:
+                self._known.popitem(last=False)
+            known = self._known[key] = _Known()
+        if answer.code is not None and len(answer.code) <= MAX_CODE_BYTES:
+            known.code = answer.code
+        if answer.features is not None:
+            known.features = answer.features
+        self._known.move_to_end(key)
 
     def _run(self, request: TemplateRequest) -> TemplateAnswer:
         """Blocking. Raises Unavailable if no process can render anything."""

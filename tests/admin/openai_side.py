@@ -16,7 +16,9 @@ from loramux.platform.accounts.tenants import Tenants
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
 from loramux.platform.grammars.checker import GrammarChecker
 from loramux.platform.openai_api.services import GatewayServices, ModelInfo
+from loramux.platform.tokenizer.chat_template import read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from tests.admin.running_server import start_server
 
 CONTEXT = 256
@@ -32,6 +34,7 @@ def open_services(database: Database, demo_base: Path) -> Iterator[GatewayServic
             registry=AdapterRegistry(database),
             engine=ScriptedEngine(max_model_len=CONTEXT),
             tokenizer=ModelTokenizer.load(demo_base),
+            templates=TenantTemplates(read_special_tokens(demo_base)),
             grammars=GrammarChecker(demo_base, 1024, (1,)),
             model=ModelInfo(served_name="the-base", max_model_len=CONTEXT, vocab_size=1024, created_s=1_700_000_000),
             executor=executor,

@@ -33,7 +33,9 @@ from loramux.platform.openai_api.app import create_openai_app
 from loramux.platform.openai_api.services import GatewayServices, GatewaySettings, ModelInfo
 from loramux.platform.quotas.policies import QuotaPolicies
 from loramux.platform.telemetry.tracing import Tracing
+from loramux.platform.tokenizer.chat_template import read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from tests.demo_base import DEMO_BASE
 
 
@@ -111,6 +113,7 @@ async def open_gateway(
         registry=AdapterRegistry(database),
         engine=engine,
         tokenizer=tokenizer,
+        templates=TenantTemplates(read_special_tokens(DEMO_BASE)),
         grammars=GrammarChecker(DEMO_BASE, 1024, (1,)),
         model=ModelInfo(served_name="base", max_model_len=1024, vocab_size=1024, created_s=1_700_000_000),
         executor=executor,

@@ -110,11 +110,12 @@ async def test_template_that_escapes_is_still_confined(templates: TenantTemplate
     lacking = missing_measures()
     if CALLS in lacking or FILES in lacking:
         pytest.skip(f"this machine has no {' and no '.join(lacking)}")
-    templates._codes["a", PLAIN] = marshal.dumps(compile(ESCAPED, "escaped", "exec"))
+    await templates.render("a", PLAIN, ASKED)
+    templates._known["a", PLAIN].code = marshal.dumps(compile(ESCAPED, "escaped", "exec"))
     try:
         assert await templates.render("a", PLAIN, ASKED) == "refused " * 4
     finally:
-        del templates._codes["a", PLAIN]
+        del templates._known["a", PLAIN]
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
@@ -193,7 +194,7 @@ async def test_a_tenant_cannot_queue_without_end() -> None:
 async def test_compiled_templates_are_kept_for_each_tenant(templates: TenantTemplates) -> None:
     for number in range(MAX_KEPT_PER_TENANT + 2):
         await templates.render("c", f"{PLAIN}{number}", ASKED)
-    kept = [key for key in templates._codes if key[0] == "c"]
+    kept = [key for key in templates._known if key[0] == "c"]
     assert [source for _, source in kept] == [f"{PLAIN}{number}" for number in range(2, MAX_KEPT_PER_TENANT + 2)]
     assert await templates.render("c", f"{PLAIN}2", ASKED) == "Hello 🦊2"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from loramux.platform.errors import InvalidRequest
+from loramux.platform.openai_api.chat_prompt import ChatPrompts
+from loramux.platform.openai_api.schemas import ChatRequest
 from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
 from loramux.platform.tokenizer.detokenizer import Detokenizer, StopStrings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 
 ASKED = [{"role": "user", "content": "Hello"}]
 
@@ -107,7 +111,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(demo_base: Path)
         tokenizer.encode("x" * (most + 1), 8)
     assert (text.value.code, text.value.param) == ("context_length_exceeded", "prompt")
     with pytest.raises(InvalidRequest) as chat:
-        tokenizer.encode_chat([{"role": "user", "content": "x" * (most + 1)}], 8)
+        tokenizer.encode_rendered("x" * (most + 1), 8)
     assert (chat.value.code, chat.value.param) == ("context_length_exceeded", "messages")
 
 
@@ -217,8 +221,8 @@ def test_template_error_is_an_invalid_request(tmp_path: Path, template: str) -> 
 
 def test_a_model_without_a_template_completes_but_does_not_chat(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path) is None
-    with pytest.raises(InvalidRequest) as caught:
-        sentencepiece_like().encode_chat(ASKED)
+    with closing(TenantTemplates({})) as tenants, pytest.raises(InvalidRequest) as caught:
+        ChatPrompts(sentencepiece_like().chat_template, tenants).render(ChatRequest(model="base", messages=ASKED))
     assert caught.value.code == "no_chat_template"
 
 
