@@ -11,6 +11,7 @@ from loramux.platform.generation.plan import Target
 from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.openai_api.authentication import Caller, Services
 from loramux.platform.openai_api.chat_answer import ChatAnswer
+from loramux.platform.openai_api.chat_constraint import chat_constraint
 from loramux.platform.openai_api.chat_prompt import ChatPrompt
 from loramux.platform.openai_api.endpoint import Endpoint, Prepared, Received, longest_prompt
 from loramux.platform.openai_api.openapi import GENERATION_ERRORS, answers, errors, takes
@@ -47,8 +48,8 @@ async def _prepare(services: GatewayServices, target: Target, received: Received
     return await services.compute_if_long(len(prompt.text), encoded, prompt)
 
 
-def _constraint(body: ChatRequest, prepared: Prepared) -> Constraint | None:
-    return body.constraint()
+def _constraint(services: GatewayServices, body: ChatRequest, prepared: Prepared) -> Constraint | None:
+    return chat_constraint(services.tokenizer, body, prepared)
 
 
 async def _shape(services: GatewayServices, received: Received[ChatRequest], prepared: Prepared) -> ChatAnswer:

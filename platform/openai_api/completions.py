@@ -51,7 +51,7 @@ def _encoded(services: GatewayServices, body: CompletionRequest) -> Prompts:
     )
 
 
-def _constraint(body: CompletionRequest, prepared: Prepared) -> Constraint | None:
+def _constraint(services: GatewayServices, body: CompletionRequest, prepared: Prepared) -> Constraint | None:
     return body.constraint()
 
 

@@ -59,7 +59,7 @@ class Endpoint(Generic[B]):
     body: type[B]
     prepare: Callable[[GatewayServices, Target, Received[B]], Awaitable[Prepared]]
     """Tokenises a body's prompts. Raises InvalidRequest, RateLimited and Unavailable."""
-    constraint: Callable[[B, Prepared], Constraint | None]
+    constraint: Callable[[GatewayServices, B, Prepared], Constraint | None]
     """The constraint on the answer. Raises InvalidRequest."""
     shape: Callable[[GatewayServices, Received[B], Prepared], Awaitable[Answer]]
     """Creates the builder of response bodies, before generation starts."""

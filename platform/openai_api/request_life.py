@@ -41,7 +41,7 @@ async def serve(request: Request, services: GatewayServices, caller: Principal, 
     received = await read(request, services, endpoint)
     target = await resolve(services, caller, received.body.model, received.body.user)
     prepared = await prepare(services, endpoint, target, received)
-    grammar = await constrain(services, target, endpoint.constraint(received.body, prepared))
+    grammar = await constrain(services, target, endpoint.constraint(services, received.body, prepared))
     plan = make_plan(services, endpoint, received, target, prepared, grammar)
     shape = await endpoint.shape(services, received, prepared)
     started_s = time.monotonic()

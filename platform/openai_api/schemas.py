@@ -368,6 +368,10 @@ class ChatRequest(GenerationRequest):
         if len(limits) > 1:
             raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_completion_tokens")
         self._check_tools()
+        if self.thinking_token_budget is not None:
+            raise InvalidRequest(
+                "thinking_token_budget is not supported", param="thinking_token_budget", code="unsupported_parameter"
+            )
         if self.continue_final_message and self.add_generation_prompt is not False:
             raise InvalidRequest(
                 "continue_final_message needs add_generation_prompt: false", param="continue_final_message"

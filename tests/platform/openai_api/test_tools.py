@@ -211,7 +211,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
         (called("1"), "invalid_value", "messages[0].tool_calls[0].function.arguments"),
         ({"chat_template_kwargs": {"messages": []}}, "invalid_value", "chat_template_kwargs"),
         ({"continue_final_message": True}, "invalid_value", "continue_final_message"),
-        ({"thinking_token_budget": -1}, "invalid_value", "thinking_token_budget"),
+        ({"thinking_token_budget": 0}, "unsupported_parameter", "thinking_token_budget"),
         ({"reasoning_effort": "most"}, "invalid_value", "reasoning_effort"),
     ],
     ids=lambda value: repr(value)[:60],

@@ -1,0 +1,65 @@
+"""The constraint on a chat answer: forced and strict tool calls, a grammar after the reasoning, or both."""
+
+from __future__ import annotations
+
+import msgspec
+
+from loramux.platform.errors import InvalidRequest
+from loramux.platform.grammars.constraint import Constraint
+from loramux.platform.openai_api.endpoint import Prepared
+from loramux.platform.openai_api.schemas import ChatRequest
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.platform.tool_calls.grammar import AnswerRules, Calls, OfferedTool, Thinking
+
+ANY_ARGUMENTS = {"type": "object"}
+
+
+def chat_constraint(tokenizer: ModelTokenizer, body: ChatRequest, prepared: Prepared) -> Constraint | None:
+    """The constraint on an answer, or None if it may be any text. Raises InvalidRequest."""
+    wanted, reasoning = body.constraint(), prepared.reasoning
+    calls = _calls(body, prepared.tool_format, is_constrained=wanted is not None)
+    if calls is None and (wanted is None or reasoning is None):
+        return wanted
+    if calls is not None and calls.is_forced:
+        # The answer consists of calls.
+        wanted = None
+    ids = {marker: tokenizer.special_token_id(marker) for marker in prepared.markers}
+    rules = AnswerRules(
+        thinking=None
+        if reasoning is None
+        else Thinking(reasoning.markers.begin, reasoning.markers.end, reasoning.is_open),
+        calls=calls,
+        grammar=None if wanted is None else (wanted.kind, wanted.text),
+        special_tokens={marker: token_id for marker, token_id in ids.items() if token_id is not None},
+    )
+    param = "tools" if wanted is None else wanted.param
+    return Constraint.of_text("answer", msgspec.json.encode(rules).decode(), param)
+
+
+def _calls(body: ChatRequest, tool_format: str | None, *, is_constrained: bool) -> Calls | None:
+    """The calls that a grammar must know, or None if calls need no grammar."""
+    tools, choice = body.offered_tools, body.choice_of_tools
+    has_strict = any(tool.function.strict for tool in tools)
+    is_parallel = body.parallel_tool_calls is not False
+    if not tools or not (choice.is_forced or has_strict or is_constrained or not is_parallel):
+        return None
+    if tool_format is None:
+        if choice.is_forced or has_strict:
+            raise InvalidRequest(
+                "the format of this model's tool calls is not known, so they cannot be forced",
+                param="tool_choice" if choice.is_forced else "tools",
+                code="unsupported_parameter",
+            )
+        return None
+    return Calls(
+        format=tool_format,
+        tools=tuple(
+            OfferedTool(
+                tool.name, tool.schema_of_arguments if choice.is_forced or tool.function.strict else ANY_ARGUMENTS
+            )
+            for tool in tools
+            if choice.name in (None, tool.name)
+        ),
+        is_forced=choice.is_forced,
+        is_parallel=is_parallel and choice.mode != "named",
+    )
