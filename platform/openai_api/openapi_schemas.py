@@ -44,6 +44,12 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: int
 
 
+class CompletionTokensDetails(TypedDict):
+    """The completion tokens that belong to the reasoning."""
+
+    reasoning_tokens: int
+
+
 class UsageDocument(TypedDict):
     """The tokens charged for the request."""
 
@@ -51,6 +57,7 @@ class UsageDocument(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
 
 
 class CompletionChoice(TypedDict):
@@ -75,12 +82,30 @@ class CompletionDocument(TypedDict):
     usage: UsageDocument
 
 
+class CalledFunctionDocument(TypedDict):
+    """A called function. `arguments` is JSON as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallDocument(TypedDict):
+    """A call that the client should answer with a `tool` message."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionDocument
+
+
 class AnswerMessage(TypedDict):
-    """The model's message."""
+    """The model's message. `content` is null if it consists of tool calls."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDocument]]
 
 
 class ChatChoice(TypedDict):

@@ -310,6 +310,7 @@ class ChatRequest(GenerationRequest):
         "function_call": (None, "none", "auto"),
         "modalities": (None, ["text"]),
         "audio": (None,),
+        "thinking_token_budget": (None,),
         "verbosity": (None,),
         "web_search_options": (None,),
     }
@@ -336,7 +337,7 @@ class ChatRequest(GenerationRequest):
 
     # How the chat template is rendered. All but `reasoning_effort` are vLLM's extensions.
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    thinking_token_budget: int | None = Field(None, ge=0, lt=2**31)
+    thinking_token_budget: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -368,10 +369,6 @@ class ChatRequest(GenerationRequest):
         if len(limits) > 1:
             raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_completion_tokens")
         self._check_tools()
-        if self.thinking_token_budget is not None:
-            raise InvalidRequest(
-                "thinking_token_budget is not supported", param="thinking_token_budget", code="unsupported_parameter"
-            )
         if self.continue_final_message and self.add_generation_prompt is not False:
             raise InvalidRequest(
                 "continue_final_message needs add_generation_prompt: false", param="continue_final_message"

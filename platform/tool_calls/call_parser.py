@@ -53,7 +53,6 @@ class CallParser(ABC):
         """Read the calls after a marker, or from an opener if there is no marker. Raises Malformed."""
 
     def _parse(self) -> Steps[None]:
-        reader = self._reader
         if self.openers:
             yield from self._block_at_start()
         while True:

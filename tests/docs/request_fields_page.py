@@ -27,10 +27,10 @@ lists every field of this server, of OpenAI's chat and completions, and of vLLM'
 
 # Fields of vLLM's bodies that the server does not accept, as far as they are not in OpenAI's.
 VLLM = (
-    *("add_generation_prompt", "add_special_tokens", "allowed_token_ids", "bad_words", "cache_salt", "chat_template"),
-    *("chat_template_kwargs", "continue_final_message", "documents", "guided_whitespace_pattern", "include_reasoning"),
+    *("add_special_tokens", "allowed_token_ids", "bad_words", "cache_salt", "chat_template", "documents"),
+    *("guided_whitespace_pattern", "include_reasoning"),
     *("kv_transfer_params", "logits_processors", "mm_processor_kwargs", "prompt_embeds", "prompt_logprobs"),
-    *("request_id", "return_tokens_as_token_ids", "spaces_between_special_tokens", "thinking_token_budget"),
+    *("request_id", "return_tokens_as_token_ids", "spaces_between_special_tokens"),
     "vllm_xargs",
 )
 
@@ -43,7 +43,7 @@ MEANINGS = {
     "best_of": "generates this many choices and returns the `n` with the highest mean log-probability; all are billed",
     "cache_salt": "prefix caches are separate for each tenant already",
     "chat_template": "templates belong to models; a request cannot bring one",
-    "chat_template_kwargs": "values for the chat template",
+    "chat_template_kwargs": "further variables of the chat template, such as `enable_thinking`",
     "continue_final_message": "whether the answer continues the last message",
     "documents": "documents for the chat template",
     "early_stopping": "there is no beam search",
@@ -76,7 +76,7 @@ MEANINGS = {
     "model": "the base or an adapter",
     "moderation": "the server does not moderate",
     "n": "the number of choices for each prompt",
-    "parallel_tool_calls": "whether one answer may contain several tool calls",
+    "parallel_tool_calls": "whether one answer can contain several tool calls",
     "prediction": "an expected answer",
     "presence_penalty": "lowers the probability of tokens that occur in the answer",
     "priority": "orders the tenant's own waiting requests: lower values first, never before another tenant's",
@@ -86,7 +86,7 @@ MEANINGS = {
     "prompt_cache_retention": "cached prefixes stay until their pages are needed",
     "prompt_embeds": "prompts are text or token ids",
     "prompt_logprobs": "log-probabilities of the prompt's tokens",
-    "reasoning_effort": "how much the model thinks",
+    "reasoning_effort": "how much the model thinks, if its chat template reads it; `none` turns thinking off",
     "repetition_penalty": "lowers the probability of tokens in the prompt or the answer",
     "request_id": "the server chooses the identifier, which `x-request-id` reports",
     "response_format": "constrains the answer to a JSON schema or to JSON",
@@ -108,9 +108,9 @@ MEANINGS = {
     "structured_outputs": "constrains the answer to a schema, a regex, choices or a grammar",
     "suffix": "the base is not trained to fill in the middle",
     "temperature": "scales the logits before sampling; 0 always takes the most likely token",
-    "thinking_token_budget": "the most tokens of reasoning",
-    "tool_choice": "which tools the answer must call",
-    "tools": "functions that the answer may call",
+    "thinking_token_budget": "the length of the reasoning cannot be limited; use `reasoning_effort`",
+    "tool_choice": "whether the answer must, can or cannot call tools, or the one that it must call",
+    "tools": "functions that the answer can call, if the model's chat template shows tools",
     "top_k": "samples from this many of the most likely tokens",
     "top_logprobs": "the number of alternatives reported for each token",
     "top_p": "samples from the most likely tokens that together have this probability",
