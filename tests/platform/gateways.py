@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -17,9 +17,11 @@ from fastapi import FastAPI
 from openai import AsyncOpenAI
 from sqlalchemy import insert
 
+from loramux.adapter_store.formats.further_files import FurtherFiles, version_digest
 from loramux.adapter_store.registry.aliases import change_alias
 from loramux.adapter_store.registry.records import AliasTarget
 from loramux.adapter_store.registry.registry import AdapterRegistry
+from loramux.adapter_store.registry.version_files import replace_further_files
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.migrations.identifiers import new_id
@@ -63,8 +65,12 @@ class Gateway:
     def limit(self, metric: str, limit: int) -> None:
         QuotaPolicies(self.database).set(self.tenant.id, metric, limit)
 
-    def add_adapter(self, tenant: str, name: str, versions: int = 1) -> str:
-        """Add an adapter with ready versions and return its identifier. The last version is the default."""
+    def add_adapter(self, tenant: str, name: str, versions: int = 1, files: Mapping[str, bytes] | None = None) -> str:
+        """Add an adapter with ready versions and return its identifier. The last version is the default.
+
+        `files` are the optional files of each version, by name.
+        """
+        further = FurtherFiles(files or {})
         tenants = Tenants(self.database)
         owner = tenants.get(tenant) or tenants.create(tenant)
         adapter_id = new_id("ada")
@@ -74,13 +80,15 @@ class Gateway:
             )
             for number in range(1, versions + 1):
                 version_id = new_id("adv")
+                digest = hashlib.sha256(f"{tenant}/{name}@{number}".encode()).hexdigest()
                 connection.execute(
                     insert(schema.adapter_versions).values(
                         id=version_id,
                         adapter_id=adapter_id,
                         number=number,
                         state="ready",
-                        digest=hashlib.sha256(f"{tenant}/{name}@{number}".encode()).hexdigest(),
+                        digest=digest,
+                        version_digest=version_digest(digest, further.checksums) if files else None,
                         max_rank=8,
                         num_pages=1,
                         canonical_bytes=1,
@@ -90,6 +98,7 @@ class Gateway:
                         ready_us=0,
                     )
                 )
+                replace_further_files(connection, version_id, further)
             default = [AliasTarget(version_id, versions, 100)]
             change_alias(connection, adapter_id, "default", default, "system", "set", 0)
         return adapter_id

@@ -7,16 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from sqlalchemy import select, update
 
 from loramux.adapter_store.formats.file_names import GENERATION_FILE
-from loramux.adapter_store.formats.further_files import FurtherFiles, version_digest
 from loramux.adapter_store.formats.generation_config import SETTINGS, SamplingDefaults
-from loramux.adapter_store.registry.version_files import replace_further_files
 from loramux.engine.messages import Add, SamplingParams
 from loramux.engine.scheduling.request_limits import sampling_problem
 from loramux.migrations.database import Database
-from loramux.migrations.schema import adapter_versions
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.openai_api.schemas import CompletionRequest
 from loramux.platform.openai_api.services import GatewaySettings
@@ -36,13 +32,7 @@ async def own_gateway(
     """A gateway whose base has defaults, and whose adapter `acme/support` has its own, in force or switched off."""
     settings = GatewaySettings(base_defaults=BASE, applies_adapter_defaults=request.param)
     async with open_gateway(accounts, tokenizer, threads, settings) as gateway:
-        gateway.add_adapter("acme", "support")
-        files = FurtherFiles({GENERATION_FILE: OWN})
-        with accounts.write() as connection:
-            version = connection.execute(select(adapter_versions)).one()
-            replace_further_files(connection, version.id, files)
-            own = version_digest(version.digest, files.checksums)
-            connection.execute(update(adapter_versions).values(version_digest=own))
+        gateway.add_adapter("acme", "support", files={GENERATION_FILE: OWN})
         yield gateway
 
 

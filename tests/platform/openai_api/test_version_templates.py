@@ -1,0 +1,81 @@
+"""Adapters that bring a chat template: each request's prompt is rendered with its own version's template."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from loramux.adapter_store.formats.file_names import TEMPLATE_FILE
+from loramux.platform.engine_link.scripted_engine import Script
+from tests.platform.gateways import Gateway
+from tests.platform.tool_base import TEMPLATE
+
+pytestmark = pytest.mark.anyio
+
+ASKED = [{"role": "user", "content": "Hello"}]
+
+
+def template(house: str) -> dict[str, bytes]:
+    source = house + ":{% for message in messages %} {{ message.role }} {{ message.content }}{% endfor %} >"
+    return {TEMPLATE_FILE: source.encode()}
+
+
+async def prompt_of(gateway: Gateway, model: str, secret: str, **fields: Any) -> str:
+    """The prompt that reaches the engine for one chat request."""
+    headers = {"authorization": f"Bearer {secret}"}
+    body = {"model": model, "messages": ASKED, "max_tokens": 1, **fields}
+    response = await gateway.http.post("/v1/chat/completions", json=body, headers=headers)
+    assert response.status_code == 200, response.text
+    request_id = response.headers["x-request-id"]
+    [add] = [add for add in gateway.engine.adds if add.sequence_id.startswith(request_id)]
+    tokenizer = gateway.services.tokenizer
+    return b"".join(tokenizer.token_bytes(token) for token in add.prompt).decode()
+
+
+async def test_each_prompt_is_its_own_templates(gateway: Gateway) -> None:
+    gateway.add_adapter("acme", "support", files=template("ACME"))
+    gateway.add_adapter("acme", "plain")
+    gateway.add_adapter("bravo", "support", files=template("BRAVO"))
+    bravo = gateway.key_of("bravo")
+    wanted = [
+        ("support", gateway.key, "ACME: user Hello >"),
+        ("support", bravo, "BRAVO: user Hello >"),
+        ("plain", gateway.key, "<|bos|><|user|>Hello<|end|><|assistant|>"),
+        ("base", bravo, "<|bos|><|user|>Hello<|end|><|assistant|>"),
+    ] * 3
+    prompts = await asyncio.gather(*(prompt_of(gateway, model, key) for model, key, _ in wanted))
+    assert prompts == [prompt for _, _, prompt in wanted]
+
+
+async def test_a_versions_template_decides_whether_tools_are_supported(gateway: Gateway) -> None:
+    gateway.add_adapter("acme", "caller", files={TEMPLATE_FILE: TEMPLATE.encode()})
+    tools = [{"type": "function", "function": {"name": "get_weather"}}]
+    call = '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
+    token_ids = gateway.services.tokenizer.encode(call)[1:]
+    gateway.engine.script = lambda add: Script(token_ids=token_ids)
+    body = {"messages": ASKED, "tools": tools}
+    answered = await gateway.http.post("/v1/chat/completions", json={"model": "caller", **body})
+    [choice] = answered.json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": "{}"}
+    refused = await gateway.http.post("/v1/chat/completions", json={"model": "base", **body})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+
+
+async def test_a_template_that_rejects_a_conversation_names_the_messages(gateway: Gateway) -> None:
+    source = "{% if messages | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}{{ messages[0].content }}"
+    gateway.add_adapter("acme", "support", files={TEMPLATE_FILE: source.encode()})
+    body = {"model": "support", "messages": ASKED * 2}
+    response = await gateway.http.post("/v1/chat/completions", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "messages")
+    assert "one at a time" in error["message"]
+
+
+async def test_tokenize_uses_the_versions_template(gateway: Gateway) -> None:
+    gateway.add_adapter("acme", "support", files=template("ACME"))
+    response = await gateway.http.post("/tokenize", json={"model": "support", "messages": ASKED})
+    text = gateway.services.tokenizer.decode(response.json()["tokens"])
+    assert text == "ACME: user Hello >"

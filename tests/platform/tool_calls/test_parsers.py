@@ -1,0 +1,72 @@
+"""Tool calls are found in each family's answers, wherever the text is cut into pieces."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, TextEvent
+from loramux.platform.tool_calls.parsers import PARSERS
+from tests.platform.tool_calls.recorded import RECORDED, Recorded
+
+
+def read(format_name: str, pieces: list[str]) -> tuple[str, list[list[str]]]:
+    """The text and the calls that the parser finds in the pieces."""
+    parser, text = PARSERS[format_name](), ""
+    calls: list[list[str]] = []
+    for piece in [*pieces, None]:
+        for event in parser.finish() if piece is None else parser.feed(piece):
+            match event:
+                case TextEvent(shown):
+                    text += shown
+                case CallBegun(index, name):
+                    assert index == len(calls)
+                    calls.append([name, ""])
+                case ArgumentsEvent(index, shown):
+                    assert index == len(calls) - 1
+                    calls[index][1] += shown
+    return text, calls
+
+
+@pytest.mark.parametrize("recorded", RECORDED.values(), ids=RECORDED.keys())
+def test_every_cut_gives_the_same_calls(recorded: Recorded) -> None:
+    answer, expected = recorded.answer, (recorded.text, [list(call) for call in recorded.calls])
+    assert read(recorded.format_name, [answer]) == expected
+    assert read(recorded.format_name, list(answer)) == expected
+    for cut in range(len(answer)):
+        assert read(recorded.format_name, [answer[:cut], answer[cut:]]) == expected, cut
+
+
+@pytest.mark.parametrize("recorded", RECORDED.values(), ids=RECORDED.keys())
+def test_an_answer_that_was_cut_off_has_the_calls_that_were_begun(recorded: Recorded) -> None:
+    for end in range(len(recorded.answer)):
+        text, calls = read(recorded.format_name, [recorded.answer[:end]])
+        # White space beside calls is dropped; otherwise, what is shown as text was written in this order.
+        written = iter(recorded.answer)
+        assert all(character in written for character in text)
+        for (name, arguments), (one, whole) in zip(calls, recorded.calls, strict=False):
+            assert (name, whole[: len(arguments)]) == (one, arguments)
+
+
+@pytest.mark.parametrize("format_name", PARSERS)
+@pytest.mark.parametrize(
+    "unit", ["{", "[", '"', "\\", " ", "<tool_call>", "[TOOL_CALLS]", '<tool_call>{"name": "', "functools[", "x"]
+)
+def test_long_answers_take_linear_time(format_name: str, unit: str) -> None:
+    def seconds(num: int) -> float:
+        pieces = [unit] * num
+        began_s = time.thread_time()
+        text, calls = read(format_name, pieces)
+        assert len(text) + sum(len(arguments) for _, arguments in calls) <= num * len(unit) + 2
+        return time.thread_time() - began_s
+
+    short, long = min(seconds(2_000) for _ in range(3)), seconds(16_000)
+    # Eight times the length; a quadratic parser would take sixty-four times as long.
+    assert long < 32 * short + 0.2
+
+
+def test_arguments_are_passed_on_before_the_call_ends() -> None:
+    parser = PARSERS["hermes"]()
+    parser.feed('<tool_call>{"name": "a", "arguments": {"city"')
+    assert parser.feed(': "Ro') == [ArgumentsEvent(0, ': "Ro')]

@@ -1,0 +1,55 @@
+"""Reasoning is separated from the answer, wherever the text is cut into pieces."""
+
+from __future__ import annotations
+
+import pytest
+
+from loramux.platform.tool_calls.detection import is_thinking_open, reasoning_markers_of
+from loramux.platform.tool_calls.reasoning import ALL_MARKERS, Markers, ReasoningSplitter
+
+
+def split(pieces: list[str], markers: Markers, *, is_open: bool) -> tuple[str, str]:
+    splitter = ReasoningSplitter(markers.begin, markers.end, is_open=is_open)
+    parts = [*map(splitter.feed, pieces), splitter.flush()]
+    return "".join(reasoning for reasoning, _ in parts), "".join(answer for _, answer in parts)
+
+
+@pytest.mark.parametrize("markers", ALL_MARKERS, ids=lambda markers: markers.begin)
+@pytest.mark.parametrize(
+    ("text", "is_open", "reasoning", "answer"),
+    [
+        pytest.param("BEGIN\nWhy?\nSo.\nEND\n\nYes. ", False, "Why?\nSo.", "Yes. ", id="thinks first"),
+        pytest.param("\nWhy?\nEND\n\nYes.", True, "Why?", "Yes.", id="opened by the prompt"),
+        pytest.param(" Yes.", False, "", " Yes.", id="no reasoning"),
+        pytest.param("BEGIN\n\nEND\n\nYes.", False, "", "Yes.", id="empty reasoning"),
+        pytest.param("BEGINWhy?", False, "Why?", "", id="cut while reasoning"),
+        pytest.param("Yes BEGINnoEND", False, "", "Yes BEGINnoEND", id="marker within the answer"),
+        pytest.param("aENDbEND", True, "a", "bEND", id="second end"),
+        pytest.param("", True, "", "", id="nothing"),
+    ],
+)
+def test_every_cut_gives_the_same_parts(
+    markers: Markers, text: str, is_open: bool, reasoning: str, answer: str
+) -> None:
+    text, reasoning, answer = (
+        one.replace("BEGIN", markers.begin).replace("END", markers.end) for one in (text, reasoning, answer)
+    )
+    expected = (reasoning, answer)
+    assert split([text], markers, is_open=is_open) == expected
+    assert split(list(text), markers, is_open=is_open) == expected
+    for cut in range(len(text)):
+        assert split([text[:cut], text[cut:]], markers, is_open=is_open) == expected
+
+
+def test_reasoning_is_shown_before_it_ends() -> None:
+    splitter = ReasoningSplitter(is_open=True)
+    assert splitter.feed("First, ") == ("First, ", "")
+    assert splitter.is_thinking
+
+
+def test_markers_follow_from_the_template() -> None:
+    markers = reasoning_markers_of("{{ '<think>' }}")
+    assert markers is not None
+    assert is_thinking_open("...<|assistant|><think>\n", markers)
+    assert not is_thinking_open("<|user|>What does <think> mean?<|assistant|>", markers)
+    assert reasoning_markers_of("{{ messages }}") is None
