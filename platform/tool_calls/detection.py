@@ -5,20 +5,17 @@ from __future__ import annotations
 from loramux.platform.tool_calls.reasoning import ALL_MARKERS, Markers
 
 _SIGNS = (
-    # Templates with another call syntax inside the same markers, which no parser here reads, come first.
+    # Templates whose calls no parser here reads come first, because some use the markers of one that a parser reads.
     ("<function=", None),
     ("<arg_key>", None),
     ("[TOOL_CALLS]", "mistral"),
-    ("<|tool_call>call:", "gemma4"),
+    ("<|tool_call>call:", None),
     ("<|tool_call|>", "phi"),
     ("<|tool|>", "phi"),
     ("functools", "phi"),
     ("<tool_call>", "hermes"),
-    ("tool_code", "gemma"),
     ('{"name": function name, "parameters":', "llama3_json"),
     ("<|python_tag|>", "llama3_json"),
-    ("<|python_start|>", "pythonic"),
-    ("[func_name1(", "pythonic"),
 )
 """Texts in a template and the parser's name; the first that occurs decides."""
 
