@@ -299,13 +299,14 @@ async def test_drain_waits_for_the_disk(lab: Lab, monkeypatch: pytest.MonkeyPatc
 async def test_unsettled_requests_are_logged_and_replayed_from_the_log(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def no_replay() -> None:
+    async def left_alone() -> None:
         return
 
     gateway = lab.gateway
     settler = gateway.services.settler
-    # A replay in progress would settle or release the requests that this test takes out of memory.
-    monkeypatch.setattr(settler, "replay", no_replay)
+    # Either of these, in progress, would settle or release the requests that this test takes out of memory.
+    monkeypatch.setattr(settler, "replay", left_alone)
+    monkeypatch.setattr(settler, "spool_held", left_alone)
     await while_streaming(lab, monkeypatch)
     await asyncio.gather(*lab.streams)
     # At shutdown, the settlements held in memory are logged.
