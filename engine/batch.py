@@ -48,6 +48,17 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     num_tokens: int
 
 
+class ScoredRows(msgspec.Struct, frozen=True, gc=False):
+    """Adjacent rows of one sequence's prompt; the logits of row `begin + i` score `token_ids[i]`, its next token.
+
+    `count` is the number of most likely tokens to report. There are no rows if this step recomputes scored rows.
+    """
+
+    begin: int
+    token_ids: tuple[int, ...]
+    count: int
+
+
 class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     """The host's description of one step. Sequences of the same adapter are adjacent, and so are their rows.
 
@@ -58,6 +69,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     `tokens` `[num_tokens]`: a negative entry `-1 - k` stands for the `k`-th token chosen by the previous step, which
     may so far exist only on the device. `positions` and `slots` `[num_tokens]`: each row's position and adapter slot,
     -1 for the base. `sample_rows` `[num_samples]` are the rows after which a token is sampled, according to `samples`.
+    `scores` has an entry for each sequence whose prompt is not completely scored yet.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -71,6 +83,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     max_q: int
     sample_rows: npt.NDArray[np.int32]
     samples: tuple[SamplingRow, ...]
+    scores: tuple[ScoredRows, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -79,6 +92,12 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     @property
     def num_sequences(self) -> int:
         return len(self.seq_lens)
+
+    @property
+    def scored_rows(self) -> npt.NDArray[np.int32]:
+        """The rows whose logits score prompt tokens, int32 `[num_scored]`."""
+        rows = [row for one in self.scores for row in range(one.begin, one.begin + len(one.token_ids))]
+        return np.array(rows, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,9 +162,12 @@ def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
     tokens: list[int] = []
     sample_rows: list[int] = []
     samples: list[SamplingRow] = []
+    scores: list[ScoredRows] = []
     for sequence, begin, num_tokens in zip(sequences, begins, counts, strict=True):
         known, end = sequence.tokens, begin + num_tokens
         pages += sequence.pages
+        if sequence.num_unscored:
+            scores.append(_scored_rows(sequence, len(tokens), num_tokens))
         if end > len(known):
             assert end == len(known) + 1, "only the newest token of a sequence can be in flight"
             tokens += known[begin:]
@@ -179,6 +201,7 @@ def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
         max_q=max_q,
         sample_rows=np.asarray(array("i", sample_rows)),
         samples=tuple(samples),
+        scores=tuple(scores),
     )
 
 
@@ -187,6 +210,15 @@ def sampling_row(sequence: Sequence) -> SamplingRow:
     return SamplingRow(
         sequence.add.sampling, sequence.seed, sequence.num_tokens - sequence.num_prompt, sequence.logit_penalties
     )
+
+
+def _scored_rows(sequence: Sequence, first_row: int, num_tokens: int) -> ScoredRows:
+    """The rows to score among the sequence's next `num_tokens`, which start at `first_row` of the step."""
+    begin = max(sequence.num_computed, sequence.num_prompt - 1 - sequence.num_unscored)
+    end = min(sequence.num_computed + num_tokens, sequence.num_prompt - 1)
+    token_ids = tuple(sequence.tokens[begin + 1 : end + 1]) if begin < end else ()
+    count = sequence.add.sampling.num_prompt_logprobs or 0
+    return ScoredRows(first_row + begin - sequence.num_computed, token_ids, count)
 
 
 def _running_sum(counts: array[int]) -> npt.NDArray[np.int32]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable
@@ -235,20 +236,24 @@ class Engine:
         A grammar mask depends on the previous token. If that token is in flight, its step is committed while the device
         computes this step's logits, so the device does not wait.
         """
-        forward, sampling = self._submit(scheduled)
+        forward, sampling, scoring = self._submit(scheduled)
         grammars = {row: one.grammar for row, one in enumerate(sampling) if one.grammar is not None}
         in_flight = self._in_flight
         if grammars and in_flight is not None:
             self._in_flight = None
             self._commit(in_flight)
-        return SubmittedStep(sampling, forward.choose(self._grammars.masks(grammars)))
+        return SubmittedStep(sampling, scoring, forward.choose(self._grammars.masks(grammars)))
 
-    def _submit(self, scheduled: list[ScheduledSequence]) -> tuple[Forward, list[Sequence]]:
+    def _submit(self, scheduled: list[ScheduledSequence]) -> tuple[Forward, list[Sequence], list[Sequence]]:
         if self._note_running is not None:
             # Record all running sequences, not only this step's, because a fault in an earlier step may surface in this
             # step.
             self._note_running([sequence.sequence_id for sequence in self._scheduler.running])
-        forward = self._executor.submit(build_batch(scheduled, self._limits.page_tokens))
+        batch = build_batch(scheduled, self._limits.page_tokens)
+        forward = self._executor.submit(batch)
+        scoring = [item.sequence for item in scheduled if item.sequence.num_unscored] if batch.scores else []
+        for sequence, scored in zip(scoring, batch.scores, strict=True):
+            sequence.num_unscored -= len(scored.token_ids)
         self._stats.count_step(scheduled)
         self._scheduler.advance(scheduled)
         sampling: list[Sequence] = []
@@ -265,18 +270,20 @@ class Engine:
             if sequence.num_computed == sequence.num_tokens:
                 sequence.choose(len(sampling))
                 sampling.append(sequence)
-        return forward, sampling
+        return forward, sampling, scoring
 
     def _commit(self, step: SubmittedStep) -> None:
         outputs: dict[bytes, list[SequenceOutput]] = defaultdict(list)
         ended: list[tuple[Sequence, str]] = []
         committed: list[Sequence] = []
         finished, traces = SequenceState.FINISHED, self._traces
-        for sequence, token in zip(step.sampling, step.result.tokens(), strict=True):
+        tokens = step.result.tokens()
+        broken_prompts = self._take_scores(step, outputs) if step.scoring else set()
+        for sequence, token in zip(step.sampling, tokens, strict=True):
             if sequence.state is finished:
                 # The sequence was aborted, or its last token was committed, after this step had been submitted.
                 continue
-            token_id = token.token_id
+            token_id = None if sequence in broken_prompts else token.token_id
             sequence.commit(token_id)
             if token_id is None:
                 ended.append((sequence, "not_finite"))
@@ -307,6 +314,11 @@ class Engine:
                 ended.append((sequence, "stop"))
             elif is_last and not self._grants.pauses(sequence):
                 ended.append((sequence, "length"))
+        ended += [
+            (sequence, "not_finite")
+            for sequence in step.scoring
+            if sequence in broken_prompts and sequence not in step.sampling
+        ]
         self._scheduler.queue.charge_outputs(committed)
         self._stats.count_completion_tokens(len(committed))
         for owner, items in outputs.items():
@@ -322,6 +334,19 @@ class Engine:
                 self._end(sequence, "error", reason, sequence.grammar.failure, sequence.num_completion - 1)
             else:
                 self._end(sequence, reason)
+
+    def _take_scores(self, step: SubmittedStep, outputs: dict[bytes, list[SequenceOutput]]) -> set[Sequence]:
+        """Add the step's prompt log-probabilities to `outputs`; return the sequences with non-finite ones."""
+        broken: set[Sequence] = set()
+        for sequence, scored in zip(step.scoring, step.result.prompt_logprobs(), strict=True):
+            if sequence.state is SequenceState.FINISHED or not scored:
+                continue
+            if any(math.isnan(one.logprob) for one in scored):
+                broken.add(sequence)
+                continue
+            output = SequenceOutput(sequence_id=sequence.sequence_id, token_ids=(), prompt_logprobs=scored)
+            outputs[sequence.owner].append(output)
+        return broken
 
     # Emit
 

@@ -13,7 +13,7 @@ import msgspec
 from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Protocol version, increased with each incompatible change to these messages."""
 
 
@@ -41,6 +41,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    num_prompt_logprobs: int | None = None
+    """Number of most likely tokens whose log-probabilities are returned for each prompt token, in addition to the
+    prompt token's own. If None, the prompt is not scored."""
 
     @property
     def has_penalties(self) -> bool:
@@ -159,6 +162,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class PromptLogprob(msgspec.Struct, frozen=True, gc=False):
+    """Log-probabilities at one position of a prompt: of its token, and of the most likely tokens, most likely first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 plus the number of more likely tokens."""
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New tokens of one sequence. `logprobs` has one entry per token if requested, and is empty otherwise.
 
@@ -168,6 +181,9 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     sequence_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
+    """The next prompt tokens' log-probabilities, if requested; all of them, from the second prompt token on, are sent
+    before the first new token."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -87,11 +87,16 @@ class Sequence:
     num_prompt: int = field(init=False)
     num_reserved: int = field(init=False)
     """Limit in tokens, including the prompt; initially from `Add.max_tokens`, later raised by `TokenGrants`."""
+    num_unscored: int = field(init=False)
+    """Number of prompt tokens that no submitted step has scored yet; 0 if prompt log-probabilities are not requested.
+    A preemption does not change it."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.add.prompt)
         self.num_tokens = self.num_prompt = len(self.tokens)
         self.num_reserved = self.num_prompt + self.add.max_tokens
+        # Nothing predicts the first token.
+        self.num_unscored = 0 if self.add.sampling.num_prompt_logprobs is None else self.num_prompt - 1
         self.logit_penalties = logit_penalties(self.add.sampling, self.tokens, self.num_prompt)
 
     def choose(self, sample_index: int) -> None:

@@ -11,12 +11,13 @@ import torch
 from loramux.engine.batch import SamplingRow
 from loramux.engine.device.accelerator import Accelerator, Fence
 from loramux.engine.device.backend import SampleTokens
+from loramux.engine.execution.prompt_scores import ScoredPrompts
 from loramux.engine.execution.sampler import SampledToken
 from loramux.engine.execution.step_buffer import SamplingInputs
 from loramux.engine.execution.token_marks import DeviceTokenMarks
 from loramux.engine.grammars.grammar import NO_MASKS, Masks
 from loramux.engine.logit_penalties import LogitPenalties, kept_finite, penalised
-from loramux.engine.messages import TokenLogprobs
+from loramux.engine.messages import PromptLogprob, TokenLogprobs
 
 FORBIDDEN = -1e30
 """Logit for forbidden tokens: low enough for a weight of 0, but finite, because non-finite rows end their sequences."""
@@ -55,6 +56,7 @@ class SampledStep:
     chosen: torch.Tensor
     logprobs: DownloadedLogprobs | None
     fence: Fence
+    scored: ScoredPrompts | None = None
 
     def tokens(self) -> list[SampledToken]:
         self.fence.wait()
@@ -64,6 +66,9 @@ class SampledStep:
             SampledToken(None) if token_id < 0 else SampledToken(token_id, logprobs.get(row))
             for row, token_id in enumerate(token_ids)
         ]
+
+    def prompt_logprobs(self) -> list[tuple[PromptLogprob, ...]]:
+        return [] if self.scored is None else self.scored.by_sequence()
 
 
 class DeviceSampler:

@@ -10,6 +10,8 @@ import torch
 
 from loramux.engine.adapters.slot_tables import SlotTables
 from loramux.engine.batch import Batch, OuterSlots, SamplingRow, StepInputs
+from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.sampler import FinishedStep, sample
 from loramux.engine.grammars.grammar import NO_MASKS, Masks
 from loramux.engine.model.decoder import Decoder, HeadAdapters
@@ -20,14 +22,15 @@ from loramux.kernels.tables import AttentionBatch, Segments
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DirectForward:
-    """A step whose logits, float32 `[num_samples, vocab_size]`, are complete."""
+    """A step whose logits, float32 `[num_samples, vocab_size]`, and prompt scores are complete."""
 
     logits: torch.Tensor
     samples: tuple[SamplingRow, ...]
     eos_token_ids: tuple[int, ...]
+    scored: ScoredPrompts | None
 
     def choose(self, masks: Masks = NO_MASKS) -> FinishedStep:
-        return FinishedStep(sample(self.logits, self.samples, self.eos_token_ids, masks))
+        return FinishedStep(sample(self.logits, self.samples, self.eos_token_ids, masks), self.scored)
 
 
 class DirectExecutor:
@@ -38,19 +41,43 @@ class DirectExecutor:
         self._kernels = kernels
         self._tables = tables
         self._eos_token_ids = eos_token_ids
+        self._accelerator = HostAccelerator()
 
     def submit(self, batch: Batch) -> DirectForward:
-        return DirectForward(self.logits(batch), batch.samples, self._eos_token_ids)
+        if batch.scores:
+            logits, scored = self._scored(batch)
+            return DirectForward(logits, batch.samples, self._eos_token_ids, scored)
+        return DirectForward(self.logits(batch), batch.samples, self._eos_token_ids, None)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Logits of the batch's sample rows, float32 `[num_samples, vocab_size]`."""
-        tables = self._tables.device
         outer = self._tables.outer_slots(batch.slots, batch.sample_rows)
-        hidden = self._decoder.hidden(self._inputs(batch, outer), self._kernels, tables)
-        head = None if outer is None else HeadAdapters(self._kernels, tables, self._segments(outer.head))
+        hidden = self._decoder.hidden(self._inputs(batch, batch.sample_rows, outer), self._kernels, self._tables.device)
+        return self._logits_of(hidden, None if outer is None else outer.head)
+
+    def _scored(self, batch: Batch) -> tuple[torch.Tensor, ScoredPrompts]:
+        """Logits of the batch's sample rows, and the scores of its scored rows."""
+        rows = np.concatenate([batch.sample_rows, batch.scored_rows])
+        outer = self._tables.outer_slots(batch.slots, rows)
+        hidden = self._decoder.hidden(self._inputs(batch, rows, outer), self._kernels, self._tables.device)
+        num_samples = len(batch.sample_rows)
+
+        def logits_of(begin: int, end: int) -> torch.Tensor:
+            return self._logits_of(hidden[begin:end], None if outer is None else outer.head[begin:end])
+
+        def scored_logits(begin: int, end: int) -> torch.Tensor:
+            return logits_of(num_samples + begin, num_samples + end)
+
+        scored = score_prompts(batch.scores, scored_logits, self._accelerator)
+        return logits_of(0, num_samples), scored
+
+    def _logits_of(self, hidden: torch.Tensor, head_slots: npt.NDArray[np.int32] | None) -> torch.Tensor:
+        head = None
+        if head_slots is not None:
+            head = HeadAdapters(self._kernels, self._tables.device, self._segments(head_slots))
         return self._decoder.logits(hidden, head)
 
-    def _inputs(self, batch: Batch, outer: OuterSlots | None) -> StepInputs:
+    def _inputs(self, batch: Batch, rows: npt.NDArray[np.int32], outer: OuterSlots | None) -> StepInputs:
         return StepInputs(
             tokens=torch.from_numpy(batch.tokens),
             positions=torch.from_numpy(batch.positions),
@@ -63,7 +90,7 @@ class DirectExecutor:
                 max_q=batch.max_q,
             ),
             segments=self._segments(batch.slots),
-            sample_rows=torch.from_numpy(batch.sample_rows),
+            sample_rows=torch.from_numpy(rows),
             embedding_segments=None if outer is None else self._segments(outer.embedding),
         )
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from loramux.engine.batch import Batch
 from loramux.engine.execution.sampler import SampledToken
 from loramux.engine.grammars.grammar import NO_MASKS, Masks
+from loramux.engine.messages import PromptLogprob
 from loramux.engine.sequence import Sequence
 
 
@@ -16,6 +17,10 @@ class StepResult(Protocol):
 
     def tokens(self) -> list[SampledToken]:
         """The token chosen after each sample row, in order; waits for the step to finish."""
+        ...
+
+    def prompt_logprobs(self) -> list[tuple[PromptLogprob, ...]]:
+        """The log-probabilities of the prompt tokens in each of `Batch.scores`; call after `tokens`."""
         ...
 
 
@@ -37,7 +42,11 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SubmittedStep:
-    """A step whose tokens are not committed yet: `sampling[i]` receives token `i` of the result."""
+    """A step whose tokens are not committed yet: `sampling[i]` receives token `i` of the result.
+
+    `scoring[i]` receives the prompt log-probabilities `i` of the result.
+    """
 
     sampling: list[Sequence]
+    scoring: list[Sequence]
     result: StepResult

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from loramux.engine.adapters.slot_tables import SlotTables
@@ -15,6 +16,7 @@ from loramux.engine.batch import NO_ROWS, Batch, OuterSlots, SamplingRow
 from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.device.device_faults import reason_of
 from loramux.engine.execution.device_sampler import DeviceSampler, SampledStep
+from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.step_buffer import SamplingInputs, StepBuffer, StepLayout
 from loramux.engine.execution.step_shape import StepShape, step_shape
 from loramux.engine.grammars.grammar import NO_MASKS, Masks
@@ -41,9 +43,11 @@ class GraphForward:
     logits: torch.Tensor
     samples: tuple[SamplingRow, ...]
     inputs: SamplingInputs
+    scored: ScoredPrompts | None = None
 
     def choose(self, masks: Masks = NO_MASKS) -> SampledStep:
-        return self.sampler.choose(self.logits, self.samples, self.inputs, masks)
+        chosen = self.sampler.choose(self.logits, self.samples, self.inputs, masks)
+        return chosen if self.scored is None else replace(chosen, scored=self.scored)
 
 
 class GraphExecutor:
@@ -126,11 +130,15 @@ class GraphExecutor:
     def submit(self, batch: Batch) -> GraphForward:
         outer = self._tables.outer_slots(batch.slots, batch.sample_rows)
         layout = self._buffer.load(batch, self._kept_shape(self._shape(batch, has_outer=outer is not None)), outer)
-        self._run(layout)
+        if batch.scores:
+            scored = self._run_scored(layout, batch)
+        else:
+            scored = None
+            self._run(layout)
         num_samples = len(batch.samples)
         head = None if outer is None else self._head(layout, outer)
         logits = self._decoder.logits(self._hidden[:num_samples], head)
-        return GraphForward(self._sampler, logits, batch.samples, layout.sampling)
+        return GraphForward(self._sampler, logits, batch.samples, layout.sampling, scored)
 
     def _shape(self, batch: Batch, has_outer: bool) -> StepShape:
         if not (batch.slots >= 0).any():
@@ -167,6 +175,36 @@ class GraphExecutor:
                 self._decoder.logits(self._hidden[:num_rows], self._head_of(layout, num_segments))
         if shape.is_captured:
             self._has_run.add(shape)
+
+    @torch.inference_mode()
+    def _run_scored(self, layout: StepLayout, batch: Batch) -> ScoredPrompts:
+        """Run a step without a graph, whose output would lack the scored rows, and score its prompt rows."""
+        scored_rows = batch.scored_rows
+        rows = torch.cat([layout.inputs.sample_rows, self._accelerator.stage(torch.from_numpy(scored_rows))])
+        inputs = replace(layout.inputs, tokens=self._sampler.resolve(layout.inputs.tokens), sample_rows=rows)
+        hidden = self._decoder.hidden(inputs, self._kernels, self._tables.device)
+        num_sequences = len(layout.inputs.sample_rows)
+        self._hidden[:num_sequences].copy_(hidden[:num_sequences])
+        outer = self._tables.outer_slots(batch.slots, scored_rows)
+
+        def logits_of(begin: int, end: int) -> torch.Tensor:
+            head = None if outer is None else self._scored_head(outer.head[begin:end], layout.shape.max_rank)
+            return self._decoder.logits(hidden[num_sequences + begin : num_sequences + end], head)
+
+        return score_prompts(batch.scores, logits_of, self._accelerator)
+
+    def _scored_head(self, slots: npt.NDArray[np.int32], max_rank: int) -> HeadAdapters | None:
+        """Inputs for the head's adapters of up to SCORED_AT_ONCE scored rows; `slots` as in `OuterSlots.head`."""
+        rows, starts, segment_slots = group_rows(slots, SEGMENT_ROWS)
+        if not len(segment_slots):
+            return None
+        padding = next(size for size in HEAD_SEGMENTS if size >= len(segment_slots)) - len(segment_slots)
+        starts = np.pad(starts, (0, padding), constant_values=len(rows))
+        segment_slots = np.pad(segment_slots, (0, padding), constant_values=-1)
+        stage = self._accelerator.stage
+        on_device = [stage(torch.from_numpy(one)) for one in (rows, starts, segment_slots)]
+        segments = Segments(on_device[0], on_device[1], on_device[2], max_rank)
+        return HeadAdapters(self._kernels, self._tables.device, segments)
 
     def _run(self, layout: StepLayout) -> None:
         shape = layout.shape

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 
 from loramux.engine.batch import SamplingRow
+from loramux.engine.execution.prompt_scores import ScoredPrompts
 from loramux.engine.grammars.grammar import NO_MASKS, Masks
-from loramux.engine.messages import SamplingParams, TokenLogprobs
+from loramux.engine.messages import PromptLogprob, SamplingParams, TokenLogprobs
 
 NUM_LIKELIEST = 1024
 """Number of most likely tokens that top_k, top_p and min_p try before they sort the whole vocabulary."""
@@ -44,9 +45,13 @@ class FinishedStep:
     """The result of a step that ran synchronously when it was submitted."""
 
     sampled: list[SampledToken]
+    scored: ScoredPrompts | None = None
 
     def tokens(self) -> list[SampledToken]:
         return self.sampled
+
+    def prompt_logprobs(self) -> list[tuple[PromptLogprob, ...]]:
+        return [] if self.scored is None else self.scored.by_sequence()
 
 
 def sample(

@@ -12,6 +12,8 @@ import torch
 from loramux.adapter_store.formats.packing import PackedAdapter
 from loramux.engine.adapters.adapter_load import AdapterLoad
 from loramux.engine.batch import Batch
+from loramux.engine.device.accelerator import HostAccelerator
+from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.sampler import FinishedStep, SampledToken, sample
 from loramux.engine.grammars.grammar import NO_MASKS, Masks
 from loramux.engine.messages import SamplingParams
@@ -31,6 +33,7 @@ class SimulatedForward:
     batch: Batch
     likeliest: list[int]
     digests: list[str | None]
+    scored: ScoredPrompts | None = None
 
     def choose(self, masks: Masks = NO_MASKS) -> FinishedStep:
         return self.executor.choose(self, masks)
@@ -69,7 +72,18 @@ class SimulatedExecutor:
         states = self._write(batch, slots, salts)
         chosen = [self._next_token(states[row], salts[slots[row]]) for row in sample_rows]
         digests = [self._adapter_pages.digest_of_slot(slots[row]) for row in sample_rows]
-        return SimulatedForward(self, batch, chosen, digests)
+        scored = None
+        if batch.scores:
+            rows = batch.scored_rows.tolist()
+
+            def logits_of(begin: int, end: int) -> torch.Tensor:
+                likeliest = [self._next_token(states[row], salts[slots[row]]) for row in rows[begin:end]]
+                return self._logits(
+                    likeliest, [self._adapter_pages.digest_of_slot(slots[row]) for row in rows[begin:end]]
+                )
+
+            scored = score_prompts(batch.scores, logits_of, HostAccelerator())
+        return SimulatedForward(self, batch, chosen, digests, scored)
 
     def choose(self, forward: SimulatedForward, masks: Masks) -> FinishedStep:
         samples, chosen = forward.batch.samples, forward.likeliest
@@ -80,7 +94,7 @@ class SimulatedExecutor:
         else:
             sampled = sample(self._logits(chosen, forward.digests), samples, self._eos_token_ids, masks)
         self._chosen = [one.token_id for one in sampled]
-        return FinishedStep(sampled)
+        return FinishedStep(sampled, forward.scored)
 
     def _logits(self, chosen: list[int], digests: list[str | None]) -> torch.Tensor:
         logits = torch.zeros(len(chosen), self._vocab_size)

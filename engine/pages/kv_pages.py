@@ -24,8 +24,13 @@ class KvPages:
         self._page_tokens = page_tokens
 
     def find_prefix(self, sequence: Sequence) -> list[CachedPage]:
-        """Find the longest cached prefix that leaves at least one token to compute, without changing any state."""
+        """Find the longest cached prefix that leaves at least one token to compute, without changing any state.
+
+        A sequence whose prompt is not scored yet has no cached prefix, because its prompt's logits are needed.
+        """
         found: list[CachedPage] = []
+        if sequence.num_unscored:
+            return found
         for index in range((len(sequence.tokens) - 1) // self._page_tokens):
             key = self._key(sequence, index)
             cached = None if key is None else self._cache.find(key)

@@ -9,6 +9,8 @@ from loramux.engine.messages import Add, SamplingParams, is_duration
 MAX_BIASED_TOKENS = 300
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
+MAX_PROMPT_LOGPROBS = 5
+"""Maximum number of most likely tokens reported for each prompt token."""
 REPETITION_PENALTIES = (0.01, 100.0)
 """Bounds that are wider than any practical use, but narrow enough to keep every logit of a sane model finite."""
 
@@ -66,6 +68,9 @@ def sampling_problem(params: SamplingParams, vocab_size: int) -> str | None:
         f"presence_penalty must be within ±{MAX_PENALTY:g}": abs(params.presence_penalty) <= MAX_PENALTY,
         f"frequency_penalty must be within ±{MAX_PENALTY:g}": abs(params.frequency_penalty) <= MAX_PENALTY,
         "num_logprobs must be null or not negative": params.num_logprobs is None or params.num_logprobs >= 0,
+        f"num_prompt_logprobs must be null or in [0, {MAX_PROMPT_LOGPROBS}]": (
+            0 <= (params.num_prompt_logprobs or 0) <= MAX_PROMPT_LOGPROBS
+        ),
         "min_tokens must not be negative": params.min_tokens >= 0,
         f"stop_token_ids must be in [0, {vocab_size})": all(0 <= one < vocab_size for one in params.stop_token_ids),
         f"logit_bias must have at most {MAX_BIASED_TOKENS} entries": len(params.logit_bias) <= MAX_BIASED_TOKENS,

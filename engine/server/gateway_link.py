@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from loramux.engine.messages import Finished, FromEngine, SequenceOutput, StepOutput, TokenLogprobs
+from loramux.engine.messages import Finished, FromEngine, PromptLogprob, SequenceOutput, StepOutput, TokenLogprobs
 
 Send = Callable[[FromEngine], None]
 
@@ -68,10 +68,17 @@ class HeldTokens:
     def __init__(self) -> None:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[PromptLogprob] = []
 
     def join(self, output: SequenceOutput) -> None:
         self._token_ids.extend(output.token_ids)
         self._logprobs.extend(output.logprobs)
+        self._prompt_logprobs.extend(output.prompt_logprobs)
 
     def output(self, sequence_id: str) -> SequenceOutput:
-        return SequenceOutput(sequence_id=sequence_id, token_ids=tuple(self._token_ids), logprobs=tuple(self._logprobs))
+        return SequenceOutput(
+            sequence_id=sequence_id,
+            token_ids=tuple(self._token_ids),
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs),
+        )

@@ -152,7 +152,7 @@ class HostTable:
     """A model whose logits depend only on the last token, with sampling on the host."""
 
     def submit(self, batch: Batch) -> DirectForward:
-        return DirectForward(TABLE[last_rows(batch, torch.from_numpy(batch.tokens))], batch.samples, ())
+        return DirectForward(TABLE[last_rows(batch, torch.from_numpy(batch.tokens))], batch.samples, (), None)
 
 
 @dataclass
