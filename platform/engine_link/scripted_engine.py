@@ -16,6 +16,7 @@ from loramux.engine.messages import (
     EngineReady,
     Extend,
     Finished,
+    PromptLogprob,
     ResidentAdapter,
     SequenceOutput,
     Stats,
@@ -194,6 +195,9 @@ class ScriptedEngine:
     async def _stream(self, sequence: _Sequence) -> AsyncIterator[SequenceOutput | Finished]:
         add, script = sequence.add, sequence.script
         try:
+            if add.sampling.num_prompt_logprobs is not None and len(add.prompt) > 1:
+                scored = tuple(_prompt_logprob(add, token, script.logprob) for token in add.prompt[1:])
+                yield SequenceOutput(sequence_id=add.sequence_id, token_ids=(), prompt_logprobs=scored)
             while sequence.ending is None and (tokens := sequence.next_tokens() or await sequence.extended_tokens()):
                 if await sequence.ends_within(script.delay_s):
                     break
@@ -281,9 +285,14 @@ class _Sequence:
 
 
 def _logprobs(add: Add, token_id: int, logprob: float) -> TokenLogprobs:
-    """The chosen token first, then ids from 0 up, so that tests can predict the result."""
-    others = [other for other in range((add.sampling.num_logprobs or 0) + 1) if other != token_id]
-    ranked = [token_id, *others][: add.sampling.num_logprobs or 0]
-    return TokenLogprobs(
-        token_id=token_id, logprob=logprob, top=tuple((other, logprob * (i + 1)) for i, other in enumerate(ranked))
-    )
+    return TokenLogprobs(token_id, logprob, _top(token_id, logprob, add.sampling.num_logprobs or 0))
+
+
+def _prompt_logprob(add: Add, token_id: int, logprob: float) -> PromptLogprob:
+    return PromptLogprob(token_id, logprob, 1, _top(token_id, logprob, add.sampling.num_prompt_logprobs or 0))
+
+
+def _top(token_id: int, logprob: float, count: int) -> tuple[tuple[int, float], ...]:
+    """The token first, then ids from 0 up, so that tests can predict the result."""
+    ranked = [token_id, *(other for other in range(count + 1) if other != token_id)][:count]
+    return tuple((other, logprob * (i + 1)) for i, other in enumerate(ranked))

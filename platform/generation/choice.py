@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loramux.engine.messages import Add, Finished, SequenceOutput, TokenLogprobs
+from loramux.engine.messages import Add, Finished, PromptLogprob, SequenceOutput, TokenLogprobs
 from loramux.platform.generation.plan import TextRules
 from loramux.platform.tokenizer.detokenizer import Detokenizer, StopStrings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
@@ -22,6 +22,8 @@ class ChoiceDelta:
     """The new tokens, including one that ended the choice. Their text can be in a later delta."""
     reasoning: str = ""
     """New text of the model's reasoning, which precedes the answer's text."""
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
+    """Log-probabilities of the prompt's tokens from the second on, if the choice's sequence scores the prompt."""
 
 
 class Choice:
@@ -36,12 +38,14 @@ class Choice:
         self._reasoning = rules.splitter()
         self.num_reasoning = 0
         """Number of received tokens that belong to the reasoning, including its markers."""
+        self._only_prompt = rules.only_prompt
+        self._prompt_logprobs: list[PromptLogprob] = []
         self._min_tokens = add.sampling.min_tokens
         # Tokens that no delta has reported yet, because their text was held back.
         self._unreported: list[int] = []
         self.num_received = 0
-        self.keep: int | None = None
-        """Number of tokens up to and including the one that completed a stop string."""
+        self.keep: int | None = 0 if rules.only_prompt else None
+        """Number of tokens to bill if not all of them: up to and including the one that completed a stop string."""
         self.finished: Finished | None = None
         self._is_given_up = False
         self.is_done = False
@@ -51,6 +55,10 @@ class Choice:
         """The text and log-probabilities that these tokens add, or None. Tokens after a stop string add nothing."""
         if self.is_done:
             return None
+        self._prompt_logprobs += output.prompt_logprobs
+        if self._only_prompt and output.token_ids:
+            self.num_received += len(output.token_ids)
+            return self._last("", "", (), "length")
         reasoning = text = ""
         for position, token_id in enumerate(output.token_ids):
             self.num_received += 1
@@ -73,6 +81,8 @@ class Choice:
         self.finished = finished
         if self.is_done or finished.reason not in ("stop", "length"):
             return None
+        if self._only_prompt:
+            return self._last("", "", (), "length")
         shown = self._shown(self._detokenizer.finish())
         if self._stops.is_found:
             self.keep = self.num_received
@@ -140,7 +150,9 @@ class Choice:
     ) -> ChoiceDelta:
         token_ids = tuple(self._unreported)
         self._unreported.clear()
-        return ChoiceDelta(self.index, text, logprobs, finish_reason, token_ids, reasoning)
+        prompt_logprobs = tuple(self._prompt_logprobs)
+        self._prompt_logprobs.clear()
+        return ChoiceDelta(self.index, text, logprobs, finish_reason, token_ids, reasoning, prompt_logprobs)
 
     def _last(self, reasoning: str, text: str, logprobs: tuple[TokenLogprobs, ...], finish_reason: str) -> ChoiceDelta:
         """The last delta, with all text that the splitter still holds back."""

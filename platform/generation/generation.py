@@ -172,9 +172,9 @@ class Generation:
             if isinstance(item, Finished):
                 self._finish(choice, item)
                 return
-            if self.first_token_us is None:
+            if self.first_token_us is None and item.token_ids:
                 self.first_token_us = self._clock()
-            if self._observe_gap is not None:
+            if self._observe_gap is not None and item.token_ids:
                 now_s = time.monotonic()
                 if last_s is not None:
                     # Tokens that arrive together share the elapsed time equally.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from loramux.engine.messages import TokenLogprobs
+from loramux.engine.messages import PromptLogprob, TokenLogprobs
 from loramux.platform.generation.choice import ChoiceDelta
 
 MAX_SEPARATE = 64
@@ -66,6 +66,7 @@ class JoinedDeltas:
         self._reasoning: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         self._token_ids: list[int] = []
+        self._prompt_logprobs: list[PromptLogprob] = []
         self._last: ChoiceDelta | None = None
 
     def add(self, delta: ChoiceDelta) -> None:
@@ -73,6 +74,7 @@ class JoinedDeltas:
         self._reasoning.append(delta.reasoning)
         self._logprobs.extend(delta.logprobs)
         self._token_ids.extend(delta.token_ids)
+        self._prompt_logprobs.extend(delta.prompt_logprobs)
         self._last = delta
 
     def delta(self) -> ChoiceDelta:
@@ -84,4 +86,5 @@ class JoinedDeltas:
             self._last.finish_reason,
             tuple(self._token_ids),
             "".join(self._reasoning),
+            tuple(self._prompt_logprobs),
         )

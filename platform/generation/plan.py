@@ -47,6 +47,8 @@ class TextRules:
     include_stop_str_in_output: bool = False
     reasoning: Reasoning | None = None
     """None if all text belongs to the answer."""
+    only_prompt: bool = False
+    """True if only the prompt is wanted. The engine chooses at least one token, which is dropped and not billed."""
 
     def splitter(self) -> ReasoningSplitter | None:
         """A new splitter for one choice's text."""
@@ -102,6 +104,9 @@ class Plan:
         if sampling.seed is not None and choice:
             # Each choice of a prompt gets its own seed; the first gets the seed of a request with n = 1.
             sampling = msgspec.structs.replace(sampling, seed=sampling.seed + choice)
+        if choice and sampling.num_prompt_logprobs is not None:
+            # One choice scores the prompt for all of them.
+            sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
         adapter, share = self.target.model.adapter, self.target.share
         return Add(
             sequence_id=f"{self.request_id}-{prompt_index * self.num_choices + choice}",

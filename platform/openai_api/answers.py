@@ -40,6 +40,7 @@ def merged(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
             finish_reason=group[-1].finish_reason,
             token_ids=tuple(token_id for delta in group for token_id in delta.token_ids),
             reasoning="".join(delta.reasoning for delta in group),
+            prompt_logprobs=tuple(entry for delta in group for entry in delta.prompt_logprobs),
         )
         for index, group in sorted(groups.items())
     ]

@@ -64,6 +64,7 @@ async def _shape(services: GatewayServices, received: Received[ChatRequest], pre
         tool_choice=body.choice_of_tools,
         new_parser=None if prepared.tool_format is None else PARSERS[prepared.tool_format],
         prompt_token_ids=prepared.prompts[0] if body.return_token_ids else None,
+        num_prompt_logprobs=body.prompt_logprobs,
     )
 
 

@@ -11,6 +11,7 @@ from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
 from loramux.platform.openai_api.answers import Document, merged, shown_logprob, usage_body
 from loramux.platform.openai_api.chat_message import MessageBuilder, whole_message
+from loramux.platform.openai_api.prompt_logprobs import prompt_logprobs_body
 from loramux.platform.openai_api.tools import ToolChoice
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tool_calls.call_parser import CallParser
@@ -33,6 +34,8 @@ class ChatAnswer:
     new_parser: Callable[[], CallParser] | None = None
     """Creates a parser of tool calls for a choice; None if the request offers no tools."""
     prompt_token_ids: Sequence[int] | None = None
+    num_prompt_logprobs: int | None = None
+    """Number of most likely tokens in `prompt_logprobs`; None if the client did not ask for it."""
     _builders: dict[int, MessageBuilder] = field(default_factory=dict)
 
     def chunks(self, delta: ChoiceDelta) -> list[Document]:
@@ -60,9 +63,16 @@ class ChatAnswer:
         return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage_body(usage)}
 
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
-        choices = [self._choice(choice) for choice in merged(deltas)]
-        head = {**self._head("chat.completion"), **self._prompt_token_ids()}
+        whole = merged(deltas)
+        choices = [self._choice(choice) for choice in whole]
+        head = {**self._head("chat.completion"), **self._prompt_token_ids(), **self._prompt_logprobs(whole)}
         return {**head, "choices": choices, "usage": usage_body(usage)}
+
+    def _prompt_logprobs(self, choices: Sequence[ChoiceDelta]) -> Document:
+        count = self.num_prompt_logprobs
+        if count is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs_body(self.tokenizer, choices[0].prompt_logprobs, count)}
 
     def _choice(self, delta: ChoiceDelta) -> Document:
         builder = self._builder()

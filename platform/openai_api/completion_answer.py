@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import inf
 
-from loramux.engine.messages import TokenLogprobs
+from loramux.engine.messages import PromptLogprob, TokenLogprobs
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
 from loramux.platform.openai_api.answers import Document, merged, shown_logprob, usage_body
+from loramux.platform.openai_api.prompt_logprobs import prompt_logprobs_body, shared_by_choices
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 
@@ -32,6 +34,12 @@ class CompletionAnswer:
     prompt_token_ids: Sequence[Sequence[int]] | None = None
     num_choices: int = 1
     num_generated: int = 1
+    num_alternatives: int = 0
+    """Number of most likely tokens in `top_logprobs`."""
+    num_prompt_logprobs: int | None = None
+    """Number of most likely tokens in `prompt_logprobs`; None if the client did not ask for it."""
+    echoed_tokens: Sequence[Sequence[int]] = ()
+    """Each choice's prompt, if its log-probabilities are to be repeated before the choice's."""
     _begun: set[int] = field(default_factory=set)
     _offsets: dict[int, int] = field(default_factory=dict)
     """Number of characters of each choice whose log-probabilities have been sent."""
@@ -44,7 +52,8 @@ class CompletionAnswer:
         return {**self._head(), "choices": [], "usage": usage_body(usage)}
 
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
-        choices = [self._choice(choice) for choice in self._best(merged(deltas))]
+        shared = shared_by_choices(merged(deltas), self.num_generated)
+        choices = [self._choice(choice) for choice in self._best(shared)]
         return {**self._head(), "choices": choices, "usage": usage_body(usage)}
 
     def _best(self, choices: list[ChoiceDelta]) -> list[ChoiceDelta]:
@@ -66,10 +75,17 @@ class CompletionAnswer:
         return {
             "text": (self.echoes[delta.index] if self.echoes and is_first else "") + delta.text,
             "index": delta.index,
-            "logprobs": self._logprobs(delta.index, delta.logprobs),
+            "logprobs": self._logprobs(delta),
             "finish_reason": delta.finish_reason,
             **self._token_ids(delta, is_first),
+            **self._prompt_logprobs(delta),
         }
+
+    def _prompt_logprobs(self, delta: ChoiceDelta) -> Document:
+        count = self.num_prompt_logprobs
+        if count is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs_body(self.tokenizer, delta.prompt_logprobs, count)}
 
     def _token_ids(self, delta: ChoiceDelta, is_first: bool) -> Document:
         if self.prompt_token_ids is None:
@@ -77,26 +93,38 @@ class CompletionAnswer:
         prompt = list(self.prompt_token_ids[delta.index]) if is_first else None
         return {"token_ids": list(delta.token_ids), "prompt_token_ids": prompt}
 
-    def _logprobs(self, index: int, logprobs: tuple[TokenLogprobs, ...]) -> Document | None:
+    def _logprobs(self, delta: ChoiceDelta) -> Document | None:
         if not self.has_logprobs:
             return None
-        tokens = [self._spelled(entry.token_id) for entry in logprobs]
-        offsets = []
-        offset = self._offsets.get(index, 0)
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        self._offsets[index] = offset
-        return {
+        tokens, logprobs = [self._spelled(entry.token_id) for entry in delta.logprobs], delta.logprobs
+        offsets = _text_offsets(tokens, self._offsets.get(delta.index, 0))
+        self._offsets[delta.index] = offsets[-1]
+        shown: Document = {
             "tokens": tokens,
             "token_logprobs": [shown_logprob(entry.logprob) for entry in logprobs],
             "top_logprobs": [self._top(entry) for entry in logprobs],
-            "text_offset": offsets,
+            "text_offset": offsets[:-1],
+        }
+        return self._with_prompt(delta, shown) if self.echoed_tokens else shown
+
+    def _with_prompt(self, delta: ChoiceDelta, shown: Document) -> Document:
+        """The choice's log-probabilities after those of its prompt; the prompt's first token has none."""
+        length = len(self.echoes[delta.index])
+        tokens = [self._spelled(token_id) for token_id in self.echoed_tokens[delta.index]]
+        # Special tokens can be missing in the text.
+        offsets = [min(offset, length) for offset in _text_offsets(tokens, 0)[:-1]]
+        scored = delta.prompt_logprobs
+        return {
+            "tokens": [*tokens, *shown["tokens"]],
+            "token_logprobs": [None, *(shown_logprob(one.logprob) for one in scored), *shown["token_logprobs"]],
+            "top_logprobs": [None, *(self._top(one) for one in scored), *shown["top_logprobs"]],
+            "text_offset": [*offsets, *(length + offset for offset in shown["text_offset"])],
         }
 
-    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+    def _top(self, entry: TokenLogprobs | PromptLogprob) -> dict[str, float]:
         """The most likely tokens and the chosen one, best first."""
-        ranked = {self._spelled(token_id): shown_logprob(logprob) for token_id, logprob in entry.top}
+        top = entry.top[: self.num_alternatives]
+        ranked = {self._spelled(token_id): shown_logprob(logprob) for token_id, logprob in top}
         ranked.setdefault(self._spelled(entry.token_id), shown_logprob(entry.logprob))
         return ranked
 
@@ -107,6 +135,11 @@ class CompletionAnswer:
         except UnicodeDecodeError:
             # Parts of a character would all be shown as U+FFFD, so spell out their bytes as OpenAI does.
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _text_offsets(tokens: Sequence[str], begin: int) -> list[int]:
+    """The offset of each token in the text, and of the end of the text."""
+    return list(accumulate((len(token) for token in tokens), initial=begin))
 
 
 def _mean_logprob(choice: ChoiceDelta) -> float:

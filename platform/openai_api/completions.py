@@ -68,6 +68,9 @@ async def _shape(
         include_usage=body.include_usage,
         num_choices=body.num_choices,
         num_generated=body.num_generated,
+        num_alternatives=body.logprobs or 0,
+        num_prompt_logprobs=body.prompt_logprobs,
+        echoed_tokens=_for_each_choice(body, prepared.prompts) if body.echoes_logprobs else (),
         prompt_token_ids=_for_each_choice(body, prepared.prompts) if body.return_token_ids else None,
         echoes=await services.compute(_echoes, services, body, prepared.prompts) if body.echo else (),
     )

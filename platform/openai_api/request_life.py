@@ -148,7 +148,11 @@ async def answer(
     collected = [] if first is None else [first, *[delta async for delta in deltas]]
     if generation.is_abandoned:
         return Response(status_code=CLIENT_CLOSED)
-    return json_response(shape.whole(collected, generation.usage), headers=headers)
+    if body.num_prompt_logprobs is None:
+        return json_response(shape.whole(collected, generation.usage), headers=headers)
+    # Showing the log-probabilities of a long prompt takes long.
+    document = await services.compute(shape.whole, collected, generation.usage)
+    return await services.compute(json_response, document, headers=headers)
 
 
 async def settle(services: GatewayServices, plan: Plan, settlement: Settlement) -> None:

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from loramux.adapter_store.formats.generation_config import NO_DEFAULTS, SamplingDefaults
 from loramux.engine.messages import SamplingParams
-from loramux.engine.scheduling.request_limits import MAX_BIAS, MAX_BIASED_TOKENS, MAX_PENALTY, REPETITION_PENALTIES
+from loramux.engine.scheduling.request_limits import (
+    MAX_BIAS,
+    MAX_BIASED_TOKENS,
+    MAX_PENALTY,
+    MAX_PROMPT_LOGPROBS,
+    REPETITION_PENALTIES,
+)
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import TextRules
 from loramux.platform.grammars.constraint import Constraint
@@ -124,6 +131,7 @@ class GenerationRequest(StrictModel):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_PROMPT_LOGPROBS)
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
     # Beam search.
@@ -167,6 +175,11 @@ class GenerationRequest(StrictModel):
         return None
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Number of alternatives to report per prompt token; None means no log-probabilities of the prompt at all."""
+        return self.prompt_logprobs
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -179,6 +192,8 @@ class GenerationRequest(StrictModel):
         for name, neutral in self.NEUTRAL.items():
             if getattr(self, name) not in neutral:
                 raise InvalidRequest(f"{name} is not supported", param=name, code="unsupported_parameter")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens")
         if self.stream_options is not None and not self.stream:
@@ -222,6 +237,7 @@ class GenerationRequest(StrictModel):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             min_tokens=_or(self.min_tokens, 0),
+            num_prompt_logprobs=self.num_prompt_logprobs,
         )
 
     def text_rules(self) -> TextRules:
@@ -274,6 +290,7 @@ class CompletionRequest(GenerationRequest):
     best_of: int | None = Field(None, ge=1, lt=INT64)
     echo: bool | None = None
     suffix: str | None = None
+    max_tokens: int | None = Field(None, ge=0, lt=INT64)
 
     @property
     def num_prompts(self) -> int:
@@ -288,6 +305,25 @@ class CompletionRequest(GenerationRequest):
         # Ranking needs the log-probability of each token, even if the client does not.
         return 0 if self.logprobs is None and self.num_generated > self.num_choices else self.logprobs
 
+    @property
+    def token_limit(self) -> int | None:
+        # The engine chooses at least one token.
+        return 1 if self.max_tokens == 0 else self.max_tokens
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """True if the log-probabilities of each choice begin with those of the prompt."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        if self.logprobs is None or not self.echo:
+            return self.prompt_logprobs
+        return max(self.logprobs, self.prompt_logprobs or 0)
+
+    def text_rules(self) -> TextRules:
+        return replace(GenerationRequest.text_rules(self), only_prompt=self.max_tokens == 0)
+
     def check(self) -> None:
         GenerationRequest.check(self)
         # OpenAI's clients send 1 by default, whatever n is.
@@ -295,10 +331,10 @@ class CompletionRequest(GenerationRequest):
             raise InvalidRequest("best_of must be at least n", param="best_of")
         if self.stream and self.num_generated > self.num_choices:
             raise InvalidRequest("best_of greater than n cannot be streamed", param="best_of")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest(
-                "echo is not supported together with logprobs", param="echo", code="unsupported_parameter"
-            )
+        if self.stream and self.echoes_logprobs:
+            raise InvalidRequest("echo with logprobs cannot be streamed", param="echo")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("max_tokens must be at least 1 without echo: true", param="max_tokens")
 
 
 class ChatRequest(GenerationRequest):

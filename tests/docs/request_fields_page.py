@@ -29,7 +29,7 @@ lists every field of this server, of OpenAI's chat and completions, and of vLLM'
 VLLM = (
     *("add_special_tokens", "allowed_token_ids", "bad_words", "cache_salt", "chat_template", "documents"),
     *("guided_whitespace_pattern", "include_reasoning"),
-    *("kv_transfer_params", "logits_processors", "mm_processor_kwargs", "prompt_embeds", "prompt_logprobs"),
+    *("kv_transfer_params", "logits_processors", "mm_processor_kwargs", "prompt_embeds"),
     *("request_id", "return_tokens_as_token_ids", "spaces_between_special_tokens"),
     "vllm_xargs",
 )
@@ -47,7 +47,7 @@ MEANINGS = {
     "continue_final_message": "whether the answer continues the last message",
     "documents": "documents for the chat template",
     "early_stopping": "there is no beam search",
-    "echo": "repeats the prompt before each choice; not with `logprobs`",
+    "echo": "repeats the prompt before each choice, in the log-probabilities too; not streamed with `logprobs`",
     "frequency_penalty": "lowers the probability of tokens by their number of occurrences in the answer",
     "function_call": "the old form of `tool_choice`",
     "functions": "the old form of `tools`",
@@ -85,7 +85,7 @@ MEANINGS = {
     "prompt_cache_options": "prefixes are cached without it",
     "prompt_cache_retention": "cached prefixes stay until their pages are needed",
     "prompt_embeds": "prompts are text or token ids",
-    "prompt_logprobs": "log-probabilities of the prompt's tokens",
+    "prompt_logprobs": "log-probabilities of the prompt's tokens, with up to 5 alternatives; not streamed",
     "reasoning_effort": "how much the model thinks, if its chat template reads it; `none` turns thinking off",
     "repetition_penalty": "lowers the probability of tokens in the prompt or the answer",
     "request_id": "the server chooses the identifier, which `x-request-id` reports",

@@ -1,0 +1,39 @@
+"""Shows the log-probabilities of prompts as vLLM does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from loramux.engine.messages import PromptLogprob
+from loramux.platform.generation.choice import ChoiceDelta
+from loramux.platform.openai_api.answers import Document, shown_logprob
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+
+
+def prompt_logprobs_body(
+    tokenizer: ModelTokenizer, scored: Sequence[PromptLogprob], count: int
+) -> list[Document | None]:
+    """For each prompt token, the `count` most likely tokens and the prompt's own by id; null for the first token."""
+    return [None, *(_position(tokenizer, one, count) for one in scored)]
+
+
+def shared_by_choices(choices: Sequence[ChoiceDelta], num_generated: int) -> list[ChoiceDelta]:
+    """Give all choices of a prompt the prompt's log-probabilities, which only the first choice's sequence computes."""
+    return [
+        replace(choice, prompt_logprobs=choices[place - place % num_generated].prompt_logprobs)
+        for place, choice in enumerate(choices)
+    ]
+
+
+def _position(tokenizer: ModelTokenizer, scored: PromptLogprob, count: int) -> Document:
+    shown = {token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(scored.top[:count], start=1)}
+    shown.setdefault(scored.token_id, (scored.logprob, scored.rank))
+    return {
+        str(token_id): {
+            "logprob": shown_logprob(logprob),
+            "rank": rank,
+            "decoded_token": tokenizer.token_bytes(token_id).decode("utf-8", "replace"),
+        }
+        for token_id, (logprob, rank) in shown.items()
+    }
