@@ -32,16 +32,24 @@ def _content(value: Any) -> Any:
 class CalledFunction(StrictModel):
     name: Name
     arguments: str
+    parsed_arguments: Any = None
+    """Added by the helpers of OpenAI's clients to the calls that they send back. It has no effect."""
 
 
 class ToolCall(StrictModel):
     id: str = Field(min_length=1, max_length=MAX_ID_CHARACTERS)
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None
+    """The call's place in a streamed answer. Clients that join the chunks send it back. It has no effect."""
 
 
 class ChatMessage(StrictModel):
-    """One message. The null-only fields appear in our own answers, which clients send back."""
+    """One message.
+
+    Clients send our answers back. The null-only fields come from us, `parsed` from the helpers of OpenAI's clients, and
+    `provider_specific_fields` from litellm.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_content)] = None
@@ -54,6 +62,8 @@ class ChatMessage(StrictModel):
     annotations: Annotated[list[None], Field(fail_fast=True, max_length=0)] | None = None
     audio: None = None
     function_call: None = None
+    parsed: Any = None
+    provider_specific_fields: Any = None
 
 
 def template_messages(messages: Sequence[ChatMessage], *, arguments_as_text: bool = False) -> list[dict[str, Any]]:

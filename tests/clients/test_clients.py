@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from tests.conformance.served import Deployment, deployment
+from tests.platform.tool_base import TEMPLATE
 
 pytestmark = pytest.mark.campaign
 
@@ -32,8 +33,16 @@ CLIENTS = {
     "litellm": [str(ENVIRONMENT / "bin" / "python"), "litellm_python.py"],
     "langchain-openai": [str(ENVIRONMENT / "bin" / "python"), "langchain_python.py"],
 }
+TOOL_CLIENTS = {
+    "openai (Python, litellm's)": [str(ENVIRONMENT / "bin" / "python"), "openai_tools.py"],
+    "openai (Python, ours)": [sys.executable, "openai_tools.py"],
+    "openai (Node)": [shutil.which("node") or "node", "openai_tools.cjs"],
+    "litellm": [str(ENVIRONMENT / "bin" / "python"), "litellm_tools.py"],
+    "langchain-openai": [str(ENVIRONMENT / "bin" / "python"), "langchain_tools.py"],
+}
 PIRATE = HERE.parents[1] / "admin" / "demo" / "adapters" / "pirate"
 MODEL = "harbour/pirate"
+TOOL_MODEL = "harbour/caller"
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,9 @@ def stand(tmp_path_factory: pytest.TempPathFactory, demo_base: Path) -> Iterator
             keys.append(made.json("keys", "create", "--tenant", slug)["secret"])
         pushed = made.json("adapters", "push", str(PIRATE), "--tenant", "harbour", "--name", "pirate")
         assert pushed["model"] == MODEL
+        caller = Path(shutil.copytree(PIRATE, tmp_path_factory.mktemp("caller"), dirs_exist_ok=True))
+        (caller / "chat_template.jinja").write_text(TEMPLATE)
+        made.json("adapters", "push", str(caller), "--tenant", "harbour", "--name", "caller")
         made.command("grants", "add", MODEL, "--tenant", "limited")
         # Allow one request per five seconds, because a request is faster than that even on a busy machine.
         limit = ("--metric", "requests_per_minute", "--limit", "12", "--burst", "1")
@@ -94,6 +106,7 @@ def output_of(stand: Stand, program: str, script: str) -> dict[str, Any]:
         "CLIENT_KEY": stand.key,
         "CLIENT_LIMITED_KEY": stand.limited_key,
         "CLIENT_MODEL": MODEL,
+        "CLIENT_TOOL_MODEL": TOOL_MODEL,
         "CLIENT_MODULES": str(ENVIRONMENT / "node"),
         # Otherwise litellm would fetch a price table from the network.
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -179,3 +192,31 @@ def test_a_limit_is_told_and_waited_for(seen: dict[str, Any]) -> None:
         assert limit == ["RateLimitError", 429]
     retries = seen.get("retries", 3)
     assert retries == 3 or retries == {"num answers": 3, "waited": True}
+
+
+@pytest.mark.parametrize("client", TOOL_CLIENTS)
+def test_a_forced_call_is_answered_with_its_result(client: str, stand: Stand) -> None:
+    seen = output_of(stand, *TOOL_CLIENTS[client])
+    for way in ("whole", "parsed", "streamed"):
+        if way not in seen:
+            continue
+        loop = seen[way]
+        assert (loop["name"], list(loop["arguments"]), loop["content"]) == ("get_weather", ["city"], None)
+        assert loop["arguments"]["city"] in ("Paris", "Rome")
+        assert loop["answer"].strip()
+        assert loop["answer"] == seen["whole"]["answer"]
+        assert loop["usage"] == seen["whole"]["usage"] > 0
+    assert seen["streamed"].get("is streamed", True)
+    assert seen.get("deltas are the arguments", True)
+    assert seen.get("reason") == seen.get("streamed reason")
+
+
+def test_an_agent_calls_its_tool_and_ends(stand: Stand) -> None:
+    seen = output_of(stand, str(ENVIRONMENT / "bin" / "python"), "agents_python.py")
+    assert len(seen["given"]) == 2
+    assert set(seen["given"]) <= {"Paris", "Rome"}
+    for way in ("whole", "streamed"):
+        assert seen[way]["turns"] == 2
+        assert seen[way]["answer"] == seen["whole"]["answer"]
+    assert seen["whole"]["answer"].strip()
+    assert seen["streamed"]["is streamed"]

@@ -1,0 +1,58 @@
+"""Prints what an agent of `openai-agents` does with its tool as one JSON document."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from importlib.metadata import version
+from typing import Any, Literal
+
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+from openai.types.shared import Reasoning
+
+given: list[str] = []
+
+
+@function_tool
+def get_weather(city: Literal["Paris", "Rome"]) -> str:
+    """Tell the weather in a city."""
+    given.append(city)
+    return "sunny"
+
+
+async def whole(agent: Agent[Any]) -> dict[str, Any]:
+    result = await Runner.run(agent, "What is the weather in Rome?", max_turns=3)
+    return {"turns": len(result.raw_responses), "answer": result.final_output}
+
+
+async def streamed(agent: Agent[Any]) -> dict[str, Any]:
+    result = Runner.run_streamed(agent, "What is the weather in Rome?", max_turns=3)
+    kinds = [event.type async for event in result.stream_events()]
+    return {
+        "turns": len(result.raw_responses),
+        "answer": result.final_output,
+        "is streamed": kinds.count("raw_response_event") > 6,
+    }
+
+
+async def main() -> None:
+    set_tracing_disabled(True)
+    client = AsyncOpenAI(base_url=os.environ["CLIENT_URL"], api_key=os.environ["CLIENT_KEY"], max_retries=0)
+    agent: Agent[Any] = Agent(
+        name="Weather",
+        instructions="Answer briefly.",
+        model=OpenAIChatCompletionsModel(model=os.environ["CLIENT_TOOL_MODEL"], openai_client=client),
+        # The agent forces only its first turn. Afterwards the model is free.
+        model_settings=ModelSettings(
+            temperature=0, max_tokens=64, tool_choice="required", reasoning=Reasoning(effort="none"), include_usage=True
+        ),
+        tools=[get_weather],
+    )
+    found = {"version": version("openai-agents"), "whole": await whole(agent), "streamed": await streamed(agent)}
+    print(json.dumps({**found, "given": given}))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
