@@ -16,7 +16,7 @@ from loramux.engine.adapters.host_floors import HostFloors, Protect, no_floors
 from loramux.engine.batch import ScheduledSequence, build_batch
 from loramux.engine.engine_stats import EngineStats
 from loramux.engine.execution.executor import Executor, Forward, SubmittedStep
-from loramux.engine.grammars.grammar import Grammar
+from loramux.engine.grammars.grammar import Grammar, Masks
 from loramux.engine.grammars.grammar_compiler import GrammarCompiler
 from loramux.engine.live_sequences import LiveSequences
 from loramux.engine.messages import (
@@ -42,6 +42,7 @@ from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.token_grants import TokenGrants
 from loramux.engine.sequence import Sequence, SequenceState
 from loramux.engine.timers import Timers
+from loramux.engine.token_rules.rules import token_rules
 from loramux.engine.tracing.sequence_traces import SequenceTraces
 
 
@@ -159,6 +160,7 @@ class Engine:
             arrival=self._num_arrivals,
             seed=(self._seeds.getrandbits(64) if seed is None else seed) % 2**64,
             stop_token_ids=self._stop_token_ids(add.sampling),
+            token_rules=token_rules(add.sampling, self._limits.vocab_size),
         )
         self._num_arrivals += 1
         if add.digest is not None:
@@ -233,16 +235,28 @@ class Engine:
     def _run(self, scheduled: list[ScheduledSequence]) -> SubmittedStep:
         """Submit the step and choose its tokens.
 
-        A grammar mask depends on the previous token. If that token is in flight, its step is committed while the device
+        A mask depends on the previous token. If that token is in flight, its step is committed while the device
         computes this step's logits, so the device does not wait.
         """
         forward, sampling, scoring = self._submit(scheduled)
-        grammars = {row: one.grammar for row, one in enumerate(sampling) if one.grammar is not None}
         in_flight = self._in_flight
-        if grammars and in_flight is not None:
+        if in_flight is not None and any(one.is_constrained for one in sampling):
             self._in_flight = None
             self._commit(in_flight)
-        return SubmittedStep(sampling, scoring, forward.choose(self._grammars.masks(grammars)))
+        return SubmittedStep(sampling, scoring, forward.choose(self._masks(sampling)))
+
+    def _masks(self, sampling: list[Sequence]) -> Masks:
+        """The masks of the constrained rows. If no token can follow, a row has none, and its sequence ends."""
+        grammars = {row: one.grammar for row, one in enumerate(sampling) if one.grammar is not None}
+        masks = dict(self._grammars.masks(grammars))
+        for row, sequence in enumerate(sampling):
+            rules = sequence.token_rules
+            if rules is None or (row in grammars and row not in masks):
+                continue
+            mask = rules.restrict(masks.pop(row, None), sequence.held_back)
+            if mask is not None:
+                masks[row] = mask
+        return masks
 
     def _submit(self, scheduled: list[ScheduledSequence]) -> tuple[Forward, list[Sequence], list[Sequence]]:
         if self._note_running is not None:
@@ -288,9 +302,8 @@ class Engine:
             if token_id is None:
                 ended.append((sequence, "not_finite"))
                 continue
-            grammar = sequence.grammar
-            if grammar is not None and grammar.failure is not None:
-                ended.append((sequence, "grammar_failed"))
+            if sequence.constraint_failure is not None:
+                ended.append((sequence, "constraint_failed"))
                 continue
             committed.append(sequence)
             if traces is not None:
@@ -310,7 +323,7 @@ class Engine:
             if emitted:
                 output = SequenceOutput(sequence_id=sequence.add.sequence_id, token_ids=emitted, logprobs=logprobs)
                 outputs[sequence.owner].append(output)
-            if grammar is not None and grammar.is_complete:
+            if sequence.grammar is not None and sequence.grammar.is_complete:
                 ended.append((sequence, "stop"))
             elif is_last and not self._grants.pauses(sequence):
                 ended.append((sequence, "length"))
@@ -328,10 +341,11 @@ class Engine:
         for sequence, reason in ended:
             if reason == "not_finite":
                 self._end(sequence, "error", reason, "the model produced values that are not finite")
-            elif reason == "grammar_failed":
-                assert sequence.grammar is not None
+            elif reason == "constraint_failed":
+                assert sequence.constraint_failure is not None
+                code, message = sequence.constraint_failure
                 # The last token was chosen without a mask, so it is not emitted.
-                self._end(sequence, "error", reason, sequence.grammar.failure, sequence.num_completion - 1)
+                self._end(sequence, "error", code, message, sequence.num_completion - 1)
             else:
                 self._end(sequence, reason)
 

@@ -13,7 +13,7 @@ import msgspec
 from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Protocol version, increased with each incompatible change to these messages."""
 
 
@@ -44,6 +44,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_logprobs: int | None = None
     """Number of most likely tokens whose log-probabilities are returned for each prompt token, in addition to the
     prompt token's own. If None, the prompt is not scored."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that can be generated; if empty, all tokens can. The end of sequence must be among them too."""
 
     @property
     def has_penalties(self) -> bool:
@@ -197,9 +199,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `reason` is `stop` (end of sequence or stop id), `length`, `abort` or `error`; with `error`, `code` is one of
     `adapter_unavailable`, `adapter_quarantined`, `deadline_exceeded`, `invalid_request`, `prompt_too_long`,
-    `request_too_large`, `not_finite`, `grammar_failed`, `engine_unavailable` or `overloaded`. `completion_tokens`
-    counts committed tokens, including the end-of-sequence token; `prompt_tokens` is 0 if the sequence was never part of
-    a step.
+    `request_too_large`, `not_finite`, `grammar_failed`, `no_token_allowed`, `engine_unavailable` or `overloaded`.
+    `completion_tokens` counts committed tokens, including the end-of-sequence token; `prompt_tokens` is 0 if the
+    sequence was never part of a step.
     """
 
     sequence_id: str

@@ -10,6 +10,7 @@ from loramux.engine.cached_page import CachedPage
 from loramux.engine.grammars.grammar import Grammar
 from loramux.engine.logit_penalties import LogitPenalties, logit_penalties
 from loramux.engine.messages import Add
+from loramux.engine.token_rules.rules import TokenRules
 
 
 class SequenceState(Enum):
@@ -83,6 +84,8 @@ class Sequence:
     """The requested bias and penalties; None for most sequences."""
     grammar: Grammar | None = None
     """The grammar for new tokens; the sequence waits until it is compiled. None for most sequences."""
+    token_rules: TokenRules | None = None
+    """The request's other rules about new tokens; None for most sequences."""
     # Stored rather than computed, because each step reads these values several times per sequence.
     num_prompt: int = field(init=False)
     num_reserved: int = field(init=False)
@@ -135,6 +138,25 @@ class Sequence:
     def num_completion(self) -> int:
         """Committed new tokens, which are billed."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def is_constrained(self) -> bool:
+        """True if the tokens allowed next depend on the tokens before them."""
+        return self.grammar is not None or self.token_rules is not None
+
+    @property
+    def constraint_failure(self) -> tuple[str, str] | None:
+        """Error code and message if no token can follow; otherwise None."""
+        if self.token_rules is not None and self.token_rules.failure is not None:
+            return "no_token_allowed", self.token_rules.failure
+        if self.grammar is not None and self.grammar.failure is not None:
+            return "grammar_failed", self.grammar.failure
+        return None
+
+    @property
+    def held_back(self) -> frozenset[int]:
+        """The tokens that would end the sequence before its `min_tokens`."""
+        return self.stop_token_ids if self.num_completion < self.add.sampling.min_tokens else frozenset()
 
     @property
     def num_chosen(self) -> int:

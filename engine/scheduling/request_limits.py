@@ -9,6 +9,7 @@ from loramux.engine.messages import Add, SamplingParams, is_duration
 MAX_BIASED_TOKENS = 300
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
+MAX_ALLOWED_TOKENS = 1024
 MAX_PROMPT_LOGPROBS = 5
 """Maximum number of most likely tokens reported for each prompt token."""
 REPETITION_PENALTIES = (0.01, 100.0)
@@ -77,5 +78,9 @@ def sampling_problem(params: SamplingParams, vocab_size: int) -> str | None:
         f"logit_bias token ids must be in [0, {vocab_size})": all(0 <= i < vocab_size for i, _ in params.logit_bias),
         "logit_bias must not repeat a token": len({i for i, _ in params.logit_bias}) == len(params.logit_bias),
         f"logit_bias must be within ±{MAX_BIAS:g}": all(abs(value) <= MAX_BIAS for _, value in params.logit_bias),
+        f"allowed_token_ids must have at most {MAX_ALLOWED_TOKENS} entries": (
+            len(params.allowed_token_ids) <= MAX_ALLOWED_TOKENS
+        ),
+        f"allowed_token_ids must be in [0, {vocab_size})": all(0 <= i < vocab_size for i in params.allowed_token_ids),
     }
     return next((rule for rule, is_kept in checks.items() if not is_kept), None)

@@ -26,6 +26,8 @@ def engine_failure(code: str | None, message: str | None) -> ApiError:
             return Unavailable("the engine is overloaded; try again", code=code, retry_after_s=RETRY_S)
         case "engine_unavailable":
             return Unavailable("the engine stopped; try again", code=code, retry_after_s=RETRY_S)
+        case "no_token_allowed":
+            return InvalidRequest(message or "no token is allowed to follow", code=code)
         case "grammar_failed":
             return InvalidRequest(message or "the grammar cannot be followed", code=code)
         case "not_finite":

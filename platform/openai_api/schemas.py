@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from loramux.adapter_store.formats.generation_config import NO_DEFAULTS, SamplingDefaults
 from loramux.engine.messages import SamplingParams
 from loramux.engine.scheduling.request_limits import (
+    MAX_ALLOWED_TOKENS,
     MAX_BIAS,
     MAX_BIASED_TOKENS,
     MAX_PENALTY,
@@ -127,6 +128,9 @@ class GenerationRequest(StrictModel):
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=64)] | None = None
+    allowed_token_ids: (
+        Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None
+    ) = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=INT64)
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -205,8 +209,13 @@ class GenerationRequest(StrictModel):
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidRequest for a token id that is not in the vocabulary."""
-        for param, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", map(int, self.logit_bias or ()))):
-            if not all(0 <= token < vocab_size for token in ids or ()):
+        fields = {
+            "stop_token_ids": self.stop_token_ids or (),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "logit_bias": map(int, self.logit_bias or ()),
+        }
+        for param, ids in fields.items():
+            if not all(0 <= token < vocab_size for token in ids):
                 raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param=param)
 
     def constraint(self) -> Constraint | None:
@@ -238,6 +247,7 @@ class GenerationRequest(StrictModel):
             ignore_eos=bool(self.ignore_eos),
             min_tokens=_or(self.min_tokens, 0),
             num_prompt_logprobs=self.num_prompt_logprobs,
+            allowed_token_ids=tuple(sorted(set(self.allowed_token_ids or ()))),
         )
 
     def text_rules(self) -> TextRules:

@@ -27,7 +27,7 @@ lists every field of this server, of OpenAI's chat and completions, and of vLLM'
 
 # Fields of vLLM's bodies that the server does not accept, as far as they are not in OpenAI's.
 VLLM = (
-    *("add_special_tokens", "allowed_token_ids", "bad_words", "cache_salt", "chat_template", "documents"),
+    *("add_special_tokens", "bad_words", "cache_salt", "chat_template", "documents"),
     *("guided_whitespace_pattern", "include_reasoning"),
     *("kv_transfer_params", "logits_processors", "mm_processor_kwargs", "prompt_embeds"),
     *("request_id", "return_tokens_as_token_ids", "spaces_between_special_tokens"),
@@ -37,7 +37,7 @@ VLLM = (
 MEANINGS = {
     "add_generation_prompt": "whether the rendered conversation ends with the start of an answer",
     "add_special_tokens": "whether tokenizing the prompt adds special tokens",
-    "allowed_token_ids": "the only tokens that the answer may contain",
+    "allowed_token_ids": "the only tokens that the answer can contain, up to 1,024, including the end of sequence",
     "audio": "the server generates text only",
     "bad_words": "words that the answer must not contain",
     "best_of": "generates this many choices and returns the `n` with the highest mean log-probability; all are billed",

@@ -194,3 +194,16 @@ async def test_openai_client_reads_the_usage_of_each_chunk(gateway: Any) -> None
 @BOTH
 async def test_beam_search_that_is_switched_off_is_accepted(gateway: Any, path: str) -> None:
     await answer_of(gateway, path, use_beam_search=False, length_penalty=1.0, early_stopping=False, max_tokens=1)
+
+
+@BOTH
+async def test_allowed_tokens_reach_every_choice(gateway: Any, path: str) -> None:
+    await answer_of(gateway, path, max_tokens=1, n=2, allowed_token_ids=[9, 5, 9])
+    assert [add.sampling.allowed_token_ids for add in gateway.engine.adds] == [(5, 9)] * 2
+
+
+@BOTH
+async def test_a_request_without_an_allowed_token_fails_with_400(gateway: Any, path: str) -> None:
+    gateway.engine.script = lambda add: Script(token_ids=(), error="no_token_allowed")
+    response = await gateway.http.post(path, json=body_for(path, max_tokens=1, allowed_token_ids=[5]))
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "no_token_allowed")

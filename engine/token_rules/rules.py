@@ -1,0 +1,51 @@
+"""One sequence's rules about its next token."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from loramux.engine.grammars.grammar import Mask
+from loramux.engine.messages import SamplingParams
+
+PROBLEM = "the constraints of this request leave no token that can follow"
+
+
+class TokenRules:
+    """Combines the fields of a request that forbid tokens with the mask of its grammar.
+
+    The rules depend only on the request and on the committed tokens, so preemption does not affect them.
+    """
+
+    def __init__(self, params: SamplingParams, vocab_size: int) -> None:
+        self._allowed = _mask_of(params.allowed_token_ids or range(vocab_size), vocab_size)
+        self.failure: str | None = None
+        """Reason why no token can follow, or None."""
+
+    def restrict(self, mask: Mask | None, held_back: Collection[int] = ()) -> Mask | None:
+        """The tokens that both `mask` and the rules allow, or None if there are none, because the sequence then ends.
+
+        A `mask` of None allows all tokens. The sampler forbids the tokens `held_back`, so they count as not allowed.
+        """
+        allowed = self._allowed.copy() if mask is None else self._allowed & mask
+        _clear(allowed, held_back)
+        if not allowed.any():
+            self.failure = PROBLEM
+        return None if self.failure is not None else allowed
+
+
+def token_rules(params: SamplingParams, vocab_size: int) -> TokenRules | None:
+    """A sequence's rules, or None if its settings contain none; None costs nothing per step."""
+    return TokenRules(params, vocab_size) if params.allowed_token_ids else None
+
+
+def _mask_of(token_ids: Collection[int], vocab_size: int) -> Mask:
+    is_allowed = np.zeros(-(-vocab_size // 32) * 32, bool)
+    is_allowed[list(token_ids)] = True
+    return np.packbits(is_allowed, bitorder="little")
+
+
+def _clear(mask: Mask, token_ids: Collection[int]) -> None:
+    for token_id in token_ids:
+        mask[token_id >> 3] &= ~(1 << (token_id & 7)) & 0xFF
