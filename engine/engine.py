@@ -160,8 +160,8 @@ class Engine:
             arrival=self._num_arrivals,
             seed=(self._seeds.getrandbits(64) if seed is None else seed) % 2**64,
             stop_token_ids=self._stop_token_ids(add.sampling),
-            token_rules=token_rules(add.sampling, self._limits.vocab_size),
         )
+        sequence.token_rules = token_rules(add.sampling, sequence.tokens, sequence.num_prompt, self._limits.vocab_size)
         self._num_arrivals += 1
         if add.digest is not None:
             self._floors.note(add.share_key, add.digest, add.host_floor_bytes)

@@ -46,6 +46,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt token's own. If None, the prompt is not scored."""
     allowed_token_ids: tuple[int, ...] = ()
     """The only tokens that can be generated; if empty, all tokens can. The end of sequence must be among them too."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that are never generated: the last token is forbidden once the others have been generated."""
 
     @property
     def has_penalties(self) -> bool:

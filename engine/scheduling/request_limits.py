@@ -10,6 +10,8 @@ MAX_BIASED_TOKENS = 300
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
 MAX_ALLOWED_TOKENS = 1024
+MAX_BAD_WORDS = 64
+"""Maximum number of bad words; each has up to two spellings."""
 MAX_PROMPT_LOGPROBS = 5
 """Maximum number of most likely tokens reported for each prompt token."""
 REPETITION_PENALTIES = (0.01, 100.0)
@@ -80,6 +82,11 @@ def sampling_problem(params: SamplingParams, vocab_size: int) -> str | None:
         f"logit_bias must be within ±{MAX_BIAS:g}": all(abs(value) <= MAX_BIAS for _, value in params.logit_bias),
         f"allowed_token_ids must have at most {MAX_ALLOWED_TOKENS} entries": (
             len(params.allowed_token_ids) <= MAX_ALLOWED_TOKENS
+        ),
+        f"bad_words must have at most {2 * MAX_BAD_WORDS} spellings": len(params.bad_words) <= 2 * MAX_BAD_WORDS,
+        "bad_words must not be empty": all(params.bad_words),
+        f"bad_words token ids must be in [0, {vocab_size})": all(
+            0 <= i < vocab_size for word in params.bad_words for i in word
         ),
         f"allowed_token_ids must be in [0, {vocab_size})": all(0 <= i < vocab_size for i in params.allowed_token_ids),
     }

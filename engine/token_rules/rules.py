@@ -15,10 +15,14 @@ PROBLEM = "the constraints of this request leave no token that can follow"
 class TokenRules:
     """Combines the fields of a request that forbid tokens with the mask of its grammar.
 
-    The rules depend only on the request and on the committed tokens, so preemption does not affect them.
+    `tokens` is the sequence's own list, prompt first, which grows as tokens are committed. The rules depend only on the
+    request and on these tokens, so preemption does not affect them.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int) -> None:
+    def __init__(self, params: SamplingParams, tokens: list[int], num_prompt: int, vocab_size: int) -> None:
+        self._tokens = tokens
+        self._num_prompt = num_prompt
+        self._bad_words = [(list(word[:-1]), word[-1]) for word in params.bad_words]
         self._allowed = _mask_of(params.allowed_token_ids or range(vocab_size), vocab_size)
         self.failure: str | None = None
         """Reason why no token can follow, or None."""
@@ -30,14 +34,26 @@ class TokenRules:
         """
         allowed = self._allowed.copy() if mask is None else self._allowed & mask
         _clear(allowed, held_back)
+        _clear(allowed, self._ends_of_bad_words())
         if not allowed.any():
             self.failure = PROBLEM
         return None if self.failure is not None else allowed
 
+    def _ends_of_bad_words(self) -> list[int]:
+        """The tokens that would complete a bad word. As in vLLM, a word does not begin in the prompt."""
+        tokens, room = self._tokens, len(self._tokens) - self._num_prompt
+        return [
+            last
+            for before, last in self._bad_words
+            if len(before) <= room and tokens[len(tokens) - len(before) :] == before
+        ]
 
-def token_rules(params: SamplingParams, vocab_size: int) -> TokenRules | None:
+
+def token_rules(params: SamplingParams, tokens: list[int], num_prompt: int, vocab_size: int) -> TokenRules | None:
     """A sequence's rules, or None if its settings contain none; None costs nothing per step."""
-    return TokenRules(params, vocab_size) if params.allowed_token_ids else None
+    if not params.allowed_token_ids and not params.bad_words:
+        return None
+    return TokenRules(params, tokens, num_prompt, vocab_size)
 
 
 def _mask_of(token_ids: Collection[int], vocab_size: int) -> Mask:

@@ -28,6 +28,8 @@ class Prepared:
     """None if the model does not reason before it answers."""
     tool_format: str | None = None
     """The format of tool calls; None if the request offers no tools, or if calls are not parsed."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """The token ids of words that the answer must not contain."""
 
     @property
     def markers(self) -> tuple[str, ...]:

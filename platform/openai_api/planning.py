@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from loramux.platform.accounts.end_users import end_user_label
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import CHUNK_TOKENS, Plan, Target, TextRules
@@ -50,7 +52,8 @@ def make_plan(
 ) -> Plan:
     """The plan for a request. Raises InvalidRequest if the request exceeds a limit."""
     body, prompts, defaults = received.body, prepared.prompts, target.settings.defaults
-    sampling, text_rules = body.sampling(defaults), _text_rules(services, body, prepared)
+    sampling = msgspec.structs.replace(body.sampling(defaults), bad_words=prepared.bad_words)
+    text_rules = _text_rules(services, body, prepared)
     max_tokens = _max_tokens(services.max_model_len, body, prompts, defaults.max_new_tokens)
     # In the engine, each choice is a sequence with its own copy of the prompt.
     most = services.settings.max_request_tokens

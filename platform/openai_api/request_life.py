@@ -98,7 +98,11 @@ async def prepare(services: GatewayServices, endpoint: Endpoint[B], target: Targ
     check_untokenised(services, received.body)
     with traced("tokenise"):
         prepared = await endpoint.prepare(services, target, received)
-    return replace(prepared, prompts=truncated(services.max_model_len, received.body, prepared.prompts))
+        words = received.body.bad_words or []
+        num_characters = 2 * sum(len(word) + 1 for word in words)
+        bad_words = await services.compute_if_long(num_characters, services.tokenizer.spellings, words)
+    prompts = truncated(services.max_model_len, received.body, prepared.prompts)
+    return replace(prepared, prompts=prompts, bad_words=bad_words)
 
 
 async def constrain(services: GatewayServices, target: Target, constraint: Constraint | None) -> str:

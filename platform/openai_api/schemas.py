@@ -18,6 +18,7 @@ from loramux.adapter_store.formats.generation_config import NO_DEFAULTS, Samplin
 from loramux.engine.messages import SamplingParams
 from loramux.engine.scheduling.request_limits import (
     MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
     MAX_BIAS,
     MAX_BIASED_TOKENS,
     MAX_PENALTY,
@@ -38,6 +39,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_CHAT_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
+MAX_BAD_WORD_CHARACTERS = 128
 MAX_METADATA = 64
 MAX_MODEL_NAME = 256
 MAX_PRIORITY = 2**31 - 1
@@ -56,6 +58,15 @@ def _usable_stops(stops: list[str] | None) -> list[str] | None:
     if any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in stops or ()):
         raise ValueError(f"a stop string must have 1 to {MAX_STOP_CHARACTERS} characters")
     return stops
+
+
+def _usable_words(words: list[str] | None) -> list[str] | None:
+    for word in words or ():
+        if len(word) > MAX_BAD_WORD_CHARACTERS:
+            raise ValueError(f"a bad word must have at most {MAX_BAD_WORD_CHARACTERS} characters")
+        if not word.strip():
+            raise ValueError("a bad word must not be blank; use logit_bias to forbid white space")
+    return words
 
 
 def _few_entries(value: Any) -> Any:
@@ -131,6 +142,9 @@ class GenerationRequest(StrictModel):
     allowed_token_ids: (
         Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None
     ) = None
+    bad_words: Annotated[
+        Annotated[list[str], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None, AfterValidator(_usable_words)
+    ] = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=INT64)
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None

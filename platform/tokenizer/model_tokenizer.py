@@ -60,6 +60,12 @@ class ModelTokenizer:
         self._check_length(text, max_tokens, "messages")
         return self._ids(text, add_special_tokens=False)
 
+    def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token ids of each word, as the start of a text and after a space, each spelling once."""
+        texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
+        found = (self._ids(text, add_special_tokens=False) for text in texts)
+        return tuple(dict.fromkeys(ids for ids in found if ids))
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids; an incomplete character at either end becomes U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

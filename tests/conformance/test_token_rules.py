@@ -18,7 +18,10 @@ from tests.engine.device.gpu_backend import gpu_backend
 
 NUM_TOKENS = 12
 ODD = tuple(range(1, VOCAB_SIZE, 2))
-RULES: dict[str, dict[str, Any]] = {"allowed_token_ids": {"allowed_token_ids": ODD}}
+RULES: dict[str, dict[str, Any]] = {
+    "allowed_token_ids": {"allowed_token_ids": ODD},
+    "bad_words": {"bad_words": tuple((token,) for token in range(0, VOCAB_SIZE, 3))[:128]},
+}
 
 Results = tuple[dict[str, list[int]], dict[str, list[TokenLogprobs]]]
 
@@ -97,3 +100,4 @@ def test_rules_hold_and_change_no_other_row(subject: Subject, backend: Backend |
 def check(add: Add, answer: list[int]) -> None:
     allowed = add.sampling.allowed_token_ids
     assert not allowed or set(answer) <= set(allowed)
+    assert not set(answer) & {word[0] for word in add.sampling.bad_words}

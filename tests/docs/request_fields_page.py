@@ -27,7 +27,7 @@ lists every field of this server, of OpenAI's chat and completions, and of vLLM'
 
 # Fields of vLLM's bodies that the server does not accept, as far as they are not in OpenAI's.
 VLLM = (
-    *("add_special_tokens", "bad_words", "cache_salt", "chat_template", "documents"),
+    *("add_special_tokens", "cache_salt", "chat_template", "documents"),
     *("guided_whitespace_pattern", "include_reasoning"),
     *("kv_transfer_params", "logits_processors", "mm_processor_kwargs", "prompt_embeds"),
     *("request_id", "return_tokens_as_token_ids", "spaces_between_special_tokens"),
@@ -39,7 +39,7 @@ MEANINGS = {
     "add_special_tokens": "whether tokenizing the prompt adds special tokens",
     "allowed_token_ids": "the only tokens that the answer can contain, up to 1,024, including the end of sequence",
     "audio": "the server generates text only",
-    "bad_words": "words that the answer must not contain",
+    "bad_words": "up to 64 words that the answer must not contain, with and without a space before them",
     "best_of": "generates this many choices and returns the `n` with the highest mean log-probability; all are billed",
     "cache_salt": "prefix caches are separate for each tenant already",
     "chat_template": "templates belong to models; a request cannot bring one",

@@ -18,7 +18,7 @@ def mask_of(*token_ids: int, vocab_size: int) -> Mask:
 
 
 def rules_of(vocab_size: int = 70, **fields: object) -> TokenRules:
-    rules = token_rules(SamplingParams(**fields), vocab_size)  # type: ignore[arg-type]
+    rules = token_rules(SamplingParams(**fields), [], 0, vocab_size)  # type: ignore[arg-type]
     assert rules is not None
     return rules
 
@@ -29,7 +29,7 @@ def allowed(mask: Mask | None) -> list[int]:
 
 
 def test_settings_without_rules_have_none() -> None:
-    assert token_rules(SamplingParams(stop_token_ids=(3,), min_tokens=4), 70) is None
+    assert token_rules(SamplingParams(stop_token_ids=(3,), min_tokens=4), [], 0, 70) is None
 
 
 @pytest.mark.parametrize("vocab_size", [70, 64, 63, 1000])

@@ -207,3 +207,11 @@ async def test_a_request_without_an_allowed_token_fails_with_400(gateway: Any, p
     gateway.engine.script = lambda add: Script(token_ids=(), error="no_token_allowed")
     response = await gateway.http.post(path, json=body_for(path, max_tokens=1, allowed_token_ids=[5]))
     assert (response.status_code, response.json()["error"]["code"]) == (400, "no_token_allowed")
+
+
+@BOTH
+async def test_bad_words_reach_the_engine_with_and_without_a_space(gateway: Any, tokenizer: Any, path: str) -> None:
+    await answer_of(gateway, path, max_tokens=1, n=2, bad_words=["fox", " fox", "harbour in the north"])
+    for add in gateway.engine.adds:
+        spelled = [tokenizer.decode(word) for word in add.sampling.bad_words]
+        assert spelled == ["fox", " fox", "harbour in the north", " harbour in the north"]
