@@ -17,6 +17,18 @@ PROTOCOL = 4
 """Protocol version, increased with each incompatible change to these messages."""
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits a sequence's thinking to `num_tokens` tokens between its markers, after which the end marker is forced.
+
+    `begin` and `end` are the tokens of the markers. `is_open` is True if the prompt ends inside the thinking.
+    """
+
+    num_tokens: int
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    is_open: bool
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Settings for choosing a sequence's next token; names and defaults are those of the OpenAI API and of vLLM."""
 
@@ -48,6 +60,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The only tokens that can be generated; if empty, all tokens can. The end of sequence must be among them too."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Runs of tokens that are never generated: the last token is forbidden once the others have been generated."""
+    thinking: ThinkingBudget | None = None
+    """None if the thinking is not limited."""
 
     @property
     def has_penalties(self) -> bool:

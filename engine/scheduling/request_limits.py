@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loramux.engine.messages import Add, SamplingParams, is_duration
+from loramux.engine.messages import Add, SamplingParams, ThinkingBudget, is_duration
 
 MAX_BIASED_TOKENS = 300
 MAX_BIAS = 100.0
@@ -85,9 +85,17 @@ def sampling_problem(params: SamplingParams, vocab_size: int) -> str | None:
         ),
         f"bad_words must have at most {2 * MAX_BAD_WORDS} spellings": len(params.bad_words) <= 2 * MAX_BAD_WORDS,
         "bad_words must not be empty": all(params.bad_words),
+        f"thinking must have a budget of at least 0, and markers in [0, {vocab_size})": (
+            params.thinking is None or _is_usable(params.thinking, vocab_size)
+        ),
         f"bad_words token ids must be in [0, {vocab_size})": all(
             0 <= i < vocab_size for word in params.bad_words for i in word
         ),
         f"allowed_token_ids must be in [0, {vocab_size})": all(0 <= i < vocab_size for i in params.allowed_token_ids),
     }
     return next((rule for rule, is_kept in checks.items() if not is_kept), None)
+
+
+def _is_usable(budget: ThinkingBudget, vocab_size: int) -> bool:
+    ids = (*budget.begin, *budget.end)
+    return budget.num_tokens >= 0 and bool(budget.begin and budget.end) and all(0 <= i < vocab_size for i in ids)

@@ -8,6 +8,7 @@ import numpy as np
 
 from loramux.engine.grammars.grammar import Mask
 from loramux.engine.messages import SamplingParams
+from loramux.engine.token_rules.thinking_limit import ThinkingLimit
 
 PROBLEM = "the constraints of this request leave no token that can follow"
 
@@ -22,6 +23,9 @@ class TokenRules:
     def __init__(self, params: SamplingParams, tokens: list[int], num_prompt: int, vocab_size: int) -> None:
         self._tokens = tokens
         self._num_prompt = num_prompt
+        self._vocab_size = vocab_size
+        budget = params.thinking
+        self._thinking = None if budget is None else ThinkingLimit(budget, tokens, num_prompt)
         self._bad_words = [(list(word[:-1]), word[-1]) for word in params.bad_words]
         self._allowed = _mask_of(params.allowed_token_ids or range(vocab_size), vocab_size)
         self.failure: str | None = None
@@ -35,6 +39,10 @@ class TokenRules:
         allowed = self._allowed.copy() if mask is None else self._allowed & mask
         _clear(allowed, held_back)
         _clear(allowed, self._ends_of_bad_words())
+        forced = None if self._thinking is None else self._thinking.forced_token()
+        # Inside a character, a grammar does not allow the end marker. The thinking then goes on until it does.
+        if forced is not None and allowed[forced >> 3] >> (forced & 7) & 1:
+            return _mask_of([forced], self._vocab_size)
         if not allowed.any():
             self.failure = PROBLEM
         return None if self.failure is not None else allowed
@@ -51,7 +59,7 @@ class TokenRules:
 
 def token_rules(params: SamplingParams, tokens: list[int], num_prompt: int, vocab_size: int) -> TokenRules | None:
     """A sequence's rules, or None if its settings contain none; None costs nothing per step."""
-    if not params.allowed_token_ids and not params.bad_words:
+    if not params.allowed_token_ids and not params.bad_words and params.thinking is None:
         return None
     return TokenRules(params, tokens, num_prompt, vocab_size)
 

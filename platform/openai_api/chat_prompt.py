@@ -67,6 +67,10 @@ class ChatPrompts:
 
 def _prompt(text: str, source: str, body: ChatRequest) -> ChatPrompt:
     markers, reasoning = reasoning_markers_of(source), None
+    if markers is None and body.thinking_token_budget is not None:
+        raise InvalidRequest(
+            "this model's chat template has no thinking", param="thinking_token_budget", code="unsupported_parameter"
+        )
     # A prompt that ends with the closing marker has turned the reasoning off.
     if markers is not None and not text.rstrip().endswith(markers.end):
         reasoning = Reasoning(markers, is_open=is_thinking_open(text, markers))

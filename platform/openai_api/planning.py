@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import msgspec
 
+from loramux.engine.messages import ThinkingBudget
 from loramux.platform.accounts.end_users import end_user_label
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import CHUNK_TOKENS, Plan, Target, TextRules
@@ -52,7 +53,9 @@ def make_plan(
 ) -> Plan:
     """The plan for a request. Raises InvalidRequest if the request exceeds a limit."""
     body, prompts, defaults = received.body, prepared.prompts, target.settings.defaults
-    sampling = msgspec.structs.replace(body.sampling(defaults), bad_words=prepared.bad_words)
+    sampling = msgspec.structs.replace(
+        body.sampling(defaults), bad_words=prepared.bad_words, thinking=_thinking(services, body, prepared)
+    )
     text_rules = _text_rules(services, body, prepared)
     max_tokens = _max_tokens(services.max_model_len, body, prompts, defaults.max_new_tokens)
     # In the engine, each choice is a sequence with its own copy of the prompt.
@@ -81,6 +84,18 @@ def make_plan(
         end_user=end_user_label(body.user),
         priority=body.priority or 0,
     )
+
+
+def _thinking(services: GatewayServices, body: GenerationRequest, prepared: Prepared) -> ThinkingBudget | None:
+    """The limit on the reasoning, or None if there is none or the answer has no reasoning."""
+    reasoning = prepared.reasoning
+    if body.max_thinking_tokens is None or reasoning is None:
+        return None
+    begin, end = (
+        services.tokenizer.encode(marker, add_special_tokens=False)
+        for marker in (reasoning.markers.begin, reasoning.markers.end)
+    )
+    return ThinkingBudget(num_tokens=body.max_thinking_tokens, begin=begin, end=end, is_open=reasoning.is_open)
 
 
 def _text_rules(services: GatewayServices, body: GenerationRequest, prepared: Prepared) -> TextRules:

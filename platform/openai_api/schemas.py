@@ -193,6 +193,11 @@ class GenerationRequest(StrictModel):
         return None
 
     @property
+    def max_thinking_tokens(self) -> int | None:
+        """Maximum number of tokens of the reasoning, or None if it is not limited."""
+        return None
+
+    @property
     def num_prompt_logprobs(self) -> int | None:
         """Number of alternatives to report per prompt token; None means no log-probabilities of the prompt at all."""
         return self.prompt_logprobs
@@ -370,7 +375,6 @@ class ChatRequest(GenerationRequest):
         "function_call": (None, "none", "auto"),
         "modalities": (None, ["text"]),
         "audio": (None,),
-        "thinking_token_budget": (None,),
         "verbosity": (None,),
         "web_search_options": (None,),
     }
@@ -397,7 +401,7 @@ class ChatRequest(GenerationRequest):
 
     # How the chat template is rendered. All but `reasoning_effort` are vLLM's extensions.
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    thinking_token_budget: Any = None
+    thinking_token_budget: int | None = Field(None, ge=0, lt=2**31)
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -420,6 +424,10 @@ class ChatRequest(GenerationRequest):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def max_thinking_tokens(self) -> int | None:
+        return self.thinking_token_budget
 
     def check(self) -> None:
         GenerationRequest.check(self)

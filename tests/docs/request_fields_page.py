@@ -108,7 +108,7 @@ MEANINGS = {
     "structured_outputs": "constrains the answer to a schema, a regex, choices or a grammar",
     "suffix": "the base is not trained to fill in the middle",
     "temperature": "scales the logits before sampling; 0 always takes the most likely token",
-    "thinking_token_budget": "the length of the reasoning cannot be limited; use `reasoning_effort`",
+    "thinking_token_budget": "ends the reasoning after this many tokens, if the chat template has thinking",
     "tool_choice": "whether the answer must, can or cannot call tools, or the one that it must call",
     "tools": "functions that the answer can call, if the model's chat template shows tools",
     "top_k": "samples from this many of the most likely tokens",

@@ -215,3 +215,13 @@ async def test_bad_words_reach_the_engine_with_and_without_a_space(gateway: Any,
     for add in gateway.engine.adds:
         spelled = [tokenizer.decode(word) for word in add.sampling.bad_words]
         assert spelled == ["fox", " fox", "harbour in the north", " harbour in the north"]
+
+
+async def test_a_thinking_budget_needs_a_template_with_thinking(gateway: Any) -> None:
+    response = await gateway.http.post(CHAT, json=body_for(CHAT, thinking_token_budget=5))
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (
+        400,
+        "unsupported_parameter",
+        "thinking_token_budget",
+    )

@@ -211,7 +211,9 @@ NAMED = {"type": "function", "function": {"name": "f"}}
         (called("1"), "invalid_value", "messages[0].tool_calls[0].function.arguments"),
         ({"chat_template_kwargs": {"messages": []}}, "invalid_value", "chat_template_kwargs"),
         ({"continue_final_message": True}, "invalid_value", "continue_final_message"),
-        ({"thinking_token_budget": 0}, "unsupported_parameter", "thinking_token_budget"),
+        ({"thinking_token_budget": -1}, "invalid_value", "thinking_token_budget"),
+        ({"thinking_token_budget": 2**31}, "invalid_value", "thinking_token_budget"),
+        ({"thinking_token_budget": "5"}, "invalid_type", "thinking_token_budget"),
         ({"reasoning_effort": "most"}, "invalid_value", "reasoning_effort"),
     ],
     ids=lambda value: repr(value)[:60],
@@ -220,3 +222,18 @@ async def test_bad_tools_are_refused(tools: Gateway, change: dict[str, Any], cod
     response = await tools.http.post("/v1/chat/completions", json={"model": "base", "messages": ASKED, **change})
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (400, code, param), error
+
+
+@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "json_object"}}], ids=["free", "constrained"])
+async def test_budget_of_the_thinking_reaches_the_engine(tools: Gateway, fields: dict[str, Any]) -> None:
+    body = {"model": "base", "messages": ASKED, "max_tokens": 1, "thinking_token_budget": 7, **fields}
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    for change in ({}, {"n": 2}, off):
+        assert (await tools.http.post("/v1/chat/completions", json={**body, **change})).status_code == 200
+    first, *others, without = [add.sampling.thinking for add in tools.engine.adds]
+    assert first is not None
+    decoded = [tools.services.tokenizer.decode(ids) for ids in (first.begin, first.end)]
+    assert (first.num_tokens, first.is_open, decoded) == (7, False, ["<think>", "</think>"])
+    assert others == [first, first]
+    # The prompt has already ended the thinking.
+    assert without is None
