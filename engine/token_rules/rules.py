@@ -27,7 +27,7 @@ class TokenRules:
         budget = params.thinking
         self._thinking = None if budget is None else ThinkingLimit(budget, tokens, num_prompt)
         self._bad_words = [(list(word[:-1]), word[-1]) for word in params.bad_words]
-        self._allowed = _mask_of(params.allowed_token_ids or range(vocab_size), vocab_size)
+        self._allowed = _mask_of(params.allowed_token_ids or slice(vocab_size), vocab_size)
         self.failure: str | None = None
         """Reason why no token can follow, or None."""
 
@@ -64,9 +64,9 @@ def token_rules(params: SamplingParams, tokens: list[int], num_prompt: int, voca
     return TokenRules(params, tokens, num_prompt, vocab_size)
 
 
-def _mask_of(token_ids: Collection[int], vocab_size: int) -> Mask:
+def _mask_of(token_ids: Collection[int] | slice, vocab_size: int) -> Mask:
     is_allowed = np.zeros(-(-vocab_size // 32) * 32, bool)
-    is_allowed[list(token_ids)] = True
+    is_allowed[token_ids if isinstance(token_ids, slice) else list(token_ids)] = True
     return np.packbits(is_allowed, bitorder="little")
 
 

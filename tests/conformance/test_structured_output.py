@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 from openai import BadRequestError, OpenAI
 
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.conformance.served import Deployment, deployment
 from tests.demo_base import DEMO_BASE
 
@@ -110,3 +111,29 @@ def test_a_refused_schema_costs_nothing_and_names_its_keyword(server: tuple[Depl
         ask(client, "demo-base", 1, response_format=wrong)
     assert (refusal.value.code, refusal.value.param) == ("grammar_refused", "response_format.json_schema.schema")
     assert billed(made) == before
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_forbidden_tokens_are_never_generated(server: tuple[Deployment, OpenAI], is_streamed: bool) -> None:
+    _, client = server
+    asked: dict[str, Any] = {"n": 2, "temperature": 0.9}
+
+    def texts(**fields: Any) -> list[str]:
+        if not is_streamed:
+            answer = ask(client, "acme/pirate", 3, extra_body=fields, **asked)
+            return [one.message.content or "" for one in answer.choices]
+        found = ["", ""]
+        for chunk in ask(client, "acme/pirate", 3, stream=True, extra_body=fields, **asked):
+            for choice in chunk.choices:
+                found[choice.index] += choice.delta.content or ""
+        return found
+
+    word = texts()[0].split()[0]
+    assert not any(word in text for text in texts(bad_words=[word]))
+    assert all(set(text) <= {"a", "b"} for text in texts(allowed_token_ids=token_ids("ab")))
+
+
+def token_ids(text: str) -> list[int]:
+    """The tokens of the single characters."""
+    tokenizer = ModelTokenizer.load(DEMO_BASE)
+    return [tokenizer.encode(one, add_special_tokens=False)[-1] for one in text]

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend
-from loramux.engine.messages import Add, Finished, SamplingParams, StepOutput, TokenLogprobs
+from loramux.engine.messages import Add, Finished, SamplingParams, StepOutput, ThinkingBudget, TokenLogprobs
 from tests.conformance.parity import Subject, make_subject
 from tests.conformance.test_gpu_engine import plain_backend
 from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, SMALL_WINDOW, VOCAB_SIZE, AdapterPlan
@@ -20,6 +20,7 @@ NUM_TOKENS = 12
 ODD = tuple(range(1, VOCAB_SIZE, 2))
 RULES: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"allowed_token_ids": ODD},
+    "thinking": {"thinking": ThinkingBudget(num_tokens=5, begin=(2, 3), end=(4, 5, 6), is_open=True)},
     "bad_words": {"bad_words": tuple((token,) for token in range(0, VOCAB_SIZE, 3))[:128]},
 }
 
@@ -100,4 +101,5 @@ def test_rules_hold_and_change_no_other_row(subject: Subject, backend: Backend |
 def check(add: Add, answer: list[int]) -> None:
     allowed = add.sampling.allowed_token_ids
     assert not allowed or set(answer) <= set(allowed)
+    assert add.sampling.thinking is None or answer[5:8] == [4, 5, 6]
     assert not set(answer) & {word[0] for word in add.sampling.bad_words}
