@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +21,18 @@ from typing import Any
 import httpx
 from sqlalchemy import func, select, text
 
+from loramux.adapter_store.formats.file_names import TEMPLATE_FILE
 from loramux.migrations import schema
 from loramux.migrations.database import Database
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenant, Tenants
+from loramux.platform.quotas.metrics import TOKENS_PER_MONTH
+from loramux.platform.quotas.policies import QuotaPolicies
+from tests.conformance.drawn_requests import LAB_ADAPTERS, DrawnRequest, streamed_completion
+from tests.platform.ready_adapters import add_ready_adapter, digest_of
 from tests.ports import free_port
 
 PATIENCE_S = 60.0
-NO_FIELDS: Mapping[str, Any] = {}
 
 
 @dataclass(slots=True)
@@ -147,16 +152,26 @@ class GatewayLab:
         until(is_ready, lambda: Path(gateway.settings["log"]).read_text()[-2000:])
 
     def stop(self, gateway: LabGateway) -> None:
-        """Ask a gateway to stop, and wait until its process has exited."""
+        """Ask a gateway to stop, and wait until its process and its own processes have exited."""
+        children = children_of(gateway.pid)
         os.kill(gateway.pid, signal.SIGTERM)
         until(lambda: not Path(f"/proc/{gateway.pid}").exists())
+        until(lambda: not any(map(is_running, children)), lambda: f"{children} outlived their gateway")
 
     def kill(self, gateway: LabGateway) -> None:
+        """Kill a gateway, and wait until its own processes have noticed and exited."""
+        children = children_of(gateway.pid)
         os.kill(gateway.pid, signal.SIGKILL)
         until(lambda: not Path(f"/proc/{gateway.pid}").exists())
+        until(lambda: not any(map(is_running, children)), lambda: f"{children} outlived their gateway")
 
     def account(self, slug: str) -> tuple[Tenant, str]:
+        """A tenant with the lab's adapters and a budget for a month, which counts all its tokens; and its key."""
         tenant = Tenants(self.database).create(slug)
+        for name, template in LAB_ADAPTERS.items():
+            files = None if template is None else {TEMPLATE_FILE: template.encode()}
+            add_ready_adapter(self.database, tenant.id, name, [digest_of(name)], files)
+        QuotaPolicies(self.database).set(tenant.id, TOKENS_PER_MONTH, 10**15)
         return tenant, ApiKeys(self.database).create(tenant.id, "key").secret
 
     def truths(self) -> defaultdict[str, Truth]:
@@ -187,26 +202,60 @@ class GatewayLab:
     def wait_settled(self, patience_s: float = PATIENCE_S) -> None:
         until(lambda: self.num_open() == 0, lambda: f"{self.num_open()} reservations are open", patience_s)
 
+    def events_of(self, tenant_id: str) -> dict[str, Any]:
+        """A tenant's rows in the ledger, by request."""
+        events = schema.usage_events
+        with self.database.read() as connection:
+            return {row.request_id: row for row in connection.execute(select(events).filter_by(tenant_id=tenant_id))}
+
+    def check_bills(self, tenant_id: str, answers: Iterable[tuple[int, bytes]]) -> int:
+        """Check that the ledger, the usage in complete answers, and the counters agree; return the ledger's tokens.
+
+        No request may be open.
+        """
+        events = self.events_of(tenant_id)
+        for status, answer in answers:
+            if (usage := usage_of(answer)) is not None:
+                assert status == 200
+                request_id, told = usage
+                assert told == Truth(events[request_id].prompt_tokens, events[request_id].completion_tokens), request_id
+        billed = sum(event.prompt_tokens + event.completion_tokens for event in events.values())
+        adjustments, counters, policies = schema.usage_adjustments.c, schema.quota_counters.c, schema.quota_policies.c
+        corrected = select(func.sum(adjustments.prompt_tokens + adjustments.completion_tokens))
+        used = select(func.sum(counters.used)).where(
+            counters.policy_id == policies.id, policies.subject_id == tenant_id, policies.metric == TOKENS_PER_MONTH
+        )
+        with self.database.read() as connection:
+            billed += int(connection.execute(corrected.where(adjustments.tenant_id == tenant_id)).scalar() or 0)
+            counted = int(connection.execute(used).scalar() or 0)
+            held = connection.execute(select(counters.reserved)).scalars().all()
+        assert counted == billed
+        assert set(held) <= {0}, held
+        return billed
+
     def check_nothing_held(self) -> None:
         with self.database.read() as connection:
             held = connection.execute(select(schema.quota_counters.c.reserved)).scalars().all()
         assert set(held) <= {0}, held
 
 
-async def ask(
-    port: int, key: str, max_tokens: int, cut_after: int | None = None, fields: Mapping[str, Any] = NO_FIELDS
-) -> tuple[int, bytes]:
-    """Request a streamed completion on a new connection; with `cut_after`, disconnect after that many reads.
+async def ask(port: int, key: str, max_tokens: int, cut_after: int | None = None) -> tuple[int, bytes]:
+    """Request a streamed completion of one prompt token; see `send`."""
+    return await send(port, key, streamed_completion(max_tokens), cut_after)
 
-    `fields` are added to the body.
+
+async def send(port: int, key: str, request: DrawnRequest, cut_after: int | None = None) -> tuple[int, bytes]:
+    """Send a request on a new connection, and return the status and everything that was received.
+
+    With `cut_after`, disconnect after that many reads. The status is 0 if nothing was received.
     """
-    asked = {"model": "base", "prompt": [5], "max_tokens": max_tokens, "ignore_eos": True, "stream": True, **fields}
-    body = json.dumps({**asked, "stream_options": {"include_usage": True}}).encode()
+    body = json.dumps(request.body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     received = b""
     try:
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+            f"POST {request.path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n".encode()
+            + b"content-type: application/json\r\n"
             + f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n".encode()
             + body
         )
@@ -222,6 +271,31 @@ async def ask(
     finally:
         writer.transport.abort()
     return (int(received[9:12]) if received else 0), received
+
+
+def usage_of(answer: bytes) -> tuple[str, Truth] | None:
+    """The identifier and usage in a complete streamed answer; None for any other answer."""
+    if not answer.rstrip(b"\r\n0").endswith(b"[DONE]"):
+        return None
+    [request_id] = re.findall(rb"x-request-id: (\S+)", answer)
+    [(num_prompt, num_completion)] = re.findall(rb'"prompt_tokens":(\d+),"completion_tokens":(\d+)', answer)
+    return request_id.decode(), Truth(int(num_prompt), int(num_completion))
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, file.read_text().split())
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def until(is_so: Any, why: Any = lambda: "", patience_s: float = PATIENCE_S) -> None:

@@ -23,9 +23,12 @@ from loramux.engine.messages import EngineReady, Finished
 from loramux.engine.model.model_files import model_sha256
 from loramux.engine.server.process import EngineServer
 from loramux.engine.server.step_record import StepRecord
+from tests.conformance.drawn_requests import LAB_ADAPTERS
 from tests.engine.simulated_engine import simulate_engine
+from tests.platform.ready_adapters import digest_of
 
 STEP_S = 0.01
+MAX_MODEL_LEN = 1024
 VOCAB_SIZE, EOS = 1024, 1
 """Size of the vocabulary and end-of-sequence token of the demo's base."""
 
@@ -65,13 +68,15 @@ def main() -> None:
         num_pages=8192,
         max_batch_tokens=2048,
         max_sequences=256,
+        max_model_len=MAX_MODEL_LEN,
+        adapters={digest_of(name): 1 for name in LAB_ADAPTERS},
         eos=(EOS,),
         vocab_size=VOCAB_SIZE,
         load_vocabulary=lambda: load_vocabulary(model, VOCAB_SIZE, (EOS,)),
         wake=lambda: os.write(wake_write, b"\0"),
     )
     ready = EngineReady(
-        max_model_len=512,
+        max_model_len=MAX_MODEL_LEN,
         num_pages=8192,
         page_tokens=16,
         device="cpu",

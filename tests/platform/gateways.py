@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Executor
@@ -15,16 +14,9 @@ import httpx2
 import uvicorn
 from fastapi import FastAPI
 from openai import AsyncOpenAI
-from sqlalchemy import insert
 
-from loramux.adapter_store.formats.further_files import FurtherFiles, version_digest
-from loramux.adapter_store.registry.aliases import change_alias
-from loramux.adapter_store.registry.records import AliasTarget
 from loramux.adapter_store.registry.registry import AdapterRegistry
-from loramux.adapter_store.registry.version_files import replace_further_files
-from loramux.migrations import schema
 from loramux.migrations.database import Database
-from loramux.migrations.identifiers import new_id
 from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.engine_link.scripted_engine import ScriptedEngine
@@ -39,6 +31,7 @@ from loramux.platform.tokenizer.chat_template import read_special_tokens
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 from tests.demo_base import DEMO_BASE
+from tests.platform.ready_adapters import add_ready_adapter, digest_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,38 +63,10 @@ class Gateway:
 
         `files` are the optional files of each version, by name.
         """
-        further = FurtherFiles(files or {})
         tenants = Tenants(self.database)
         owner = tenants.get(tenant) or tenants.create(tenant)
-        adapter_id = new_id("ada")
-        with self.database.write() as connection:
-            connection.execute(
-                insert(schema.adapters).values(id=adapter_id, tenant_id=owner.id, name=name, created_us=0)
-            )
-            for number in range(1, versions + 1):
-                version_id = new_id("adv")
-                digest = hashlib.sha256(f"{tenant}/{name}@{number}".encode()).hexdigest()
-                connection.execute(
-                    insert(schema.adapter_versions).values(
-                        id=version_id,
-                        adapter_id=adapter_id,
-                        number=number,
-                        state="ready",
-                        digest=digest,
-                        version_digest=version_digest(digest, further.checksums) if files else None,
-                        max_rank=8,
-                        num_pages=1,
-                        canonical_bytes=1,
-                        upload_id=new_id("upl"),
-                        report={},
-                        created_us=0,
-                        ready_us=0,
-                    )
-                )
-                replace_further_files(connection, version_id, further)
-            default = [AliasTarget(version_id, versions, 100)]
-            change_alias(connection, adapter_id, "default", default, "system", "set", 0)
-        return adapter_id
+        digests = [digest_of(f"{tenant}/{name}@{number}") for number in range(1, versions + 1)]
+        return add_ready_adapter(self.database, owner.id, name, digests, files)
 
 
 @asynccontextmanager

@@ -1,0 +1,172 @@
+"""Requests of every kind for the gateways' campaign, drawn with a seed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.platform.tool_base import TEMPLATE
+
+CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
+
+LAB_ADAPTERS: Mapping[str, str | None] = {
+    "plain": None,
+    "caller": "{{ bos_token }}House rules apply.\n" + TEMPLATE,
+    "quiet": "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}> ",
+    "strict": "{% if messages | length > 1 %}{{ raise_exception('one only') }}{% endif %}{{ messages[0].content }}",
+}
+"""The chat templates of the adapters that every tenant of the lab has; None stands for the base's template."""
+
+TOOL_MODELS = ("base", "base", "plain", "caller")
+"""Models whose templates show tools."""
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+    "required": ["name", "age"],
+}
+_CITY = {"type": "object", "properties": {"city": {"type": "string", "minLength": 20}}, "required": ["city"]}
+_TOOLS = [
+    {"type": "function", "function": {"name": "get_weather_of_city", "description": "Now.", "parameters": _CITY}},
+    {"type": "function", "function": {"name": "find_person_by_name", "parameters": PERSON}},
+    {"type": "function", "function": {"name": "list_everything_known", "strict": True}},
+]
+_ANSWERS = ("", "Rome is sunny.", "<tool_call>not a call</tool_call>", "<think>\nno\n</think>\n\nYes.")
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnRequest:
+    """One request, and whether it must be refused with status 400."""
+
+    kind: str
+    path: str
+    body: dict[str, Any]
+    is_refused: bool = False
+
+    @property
+    def is_charged(self) -> bool:
+        """True if the request generates tokens."""
+        return not self.is_refused and self.path != TOKENIZE
+
+    def as_tokenize(self) -> DrawnRequest:
+        """The same prompt for `/tokenize`, which takes text or a conversation, but no token ids."""
+        assert self.path == CHAT
+        return DrawnRequest("tokenize", TOKENIZE, self.body)
+
+
+def streamed_completion(max_tokens: int, **fields: Any) -> DrawnRequest:
+    """A streamed completion of one prompt token, with its usage at the end."""
+    return DrawnRequest("completion", COMPLETIONS, {**_streamed("base", max_tokens), "prompt": [5], **fields})
+
+
+class RequestDraw:
+    """Draws requests of all kinds. Without `with_refusals`, none that must be refused."""
+
+    def __init__(self, dice: random.Random, *, with_refusals: bool = True) -> None:
+        self._dice = dice
+        self._with_refusals = with_refusals
+
+    def draw(self, max_tokens: int) -> DrawnRequest:
+        dice = self._dice
+        if self._with_refusals and dice.random() < 0.08:
+            return self._refused(max_tokens)
+        kinds = (self._completion, self._plain, self._tools, self._history, self._thinking, self._constrained)
+        drawn = dice.choices(kinds, (3, 2, 4, 2, 2, 2))[0](max_tokens)
+        return drawn.as_tokenize() if drawn.path == CHAT and dice.random() < 0.1 else drawn
+
+    def _completion(self, max_tokens: int) -> DrawnRequest:
+        constraints: list[dict[str, Any]] = [
+            {},
+            {"guided_json": PERSON},
+            {"guided_regex": f"x{self._dice.randrange(50)}[0-9]*"},
+            {"guided_choice": ["yes, by all means and in every way", "no, by no means and in no way"]},
+            {"guided_regex": "[a-z ]{60,300}"},
+        ]
+        return streamed_completion(max_tokens, **self._dice.choices(constraints, (4, 1, 1, 1, 1))[0])
+
+    def _plain(self, max_tokens: int) -> DrawnRequest:
+        model = self._dice.choice(("base", "plain", "caller", "quiet", "strict"))
+        return self._chat("plain", model, max_tokens, [self._question()])
+
+    def _tools(self, max_tokens: int) -> DrawnRequest:
+        dice = self._dice
+        tools = dice.sample(_TOOLS, dice.randint(1, len(_TOOLS)))
+        named = {"type": "function", "function": {"name": dice.choice(tools)["function"]["name"]}}
+        kind, choice = dice.choice((("auto", "auto"), ("required", "required"), ("named", named), ("none", "none")))
+        fields: dict[str, Any] = {"tools": tools, "tool_choice": choice}
+        if dice.random() < 0.2:
+            fields["parallel_tool_calls"] = False
+        return self._chat(f"tools {kind}", dice.choice(TOOL_MODELS), max_tokens, [self._question()], **fields)
+
+    def _history(self, max_tokens: int) -> DrawnRequest:
+        dice = self._dice
+        messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}]
+        for turn in range(dice.randint(1, 4)):
+            arguments = json.dumps({"city": f"{dice.choice(('Rome', 'Oslo', 'Łódź'))} {turn}"}, ensure_ascii=False)
+            function = {"name": "get_weather_of_city", "arguments": arguments}
+            call = {"id": f"call_{turn}", "type": "function", "function": function}
+            messages += [
+                self._question(),
+                {"role": "assistant", "content": dice.choice((None, *_ANSWERS)), "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": call["id"], "content": f"{dice.randrange(40)} °C"},
+            ]
+        fields: dict[str, Any] = {"tools": _TOOLS[:1]}
+        if dice.random() < 0.3:
+            messages.append({"role": "assistant", "content": "It is"})
+            fields |= {"continue_final_message": True, "add_generation_prompt": False}
+        return self._chat("history", dice.choice(TOOL_MODELS), max_tokens, messages, **fields)
+
+    def _thinking(self, max_tokens: int) -> DrawnRequest:
+        dice = self._dice
+        fields = dice.choice(
+            (
+                {"chat_template_kwargs": {"enable_thinking": dice.random() < 0.5}},
+                {"reasoning_effort": dice.choice(("none", "low"))},
+                {"tools": _TOOLS, "tool_choice": "required", "chat_template_kwargs": {"enable_thinking": True}},
+            )
+        )
+        return self._chat("thinking", dice.choice(TOOL_MODELS), max_tokens, [self._question()], **fields)
+
+    def _constrained(self, max_tokens: int) -> DrawnRequest:
+        schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+        return self._chat(
+            "constrained", self._dice.choice(TOOL_MODELS), max_tokens, [self._question()], response_format=schema
+        )
+
+    def _refused(self, max_tokens: int) -> DrawnRequest:
+        question = self._question()
+        refused = [
+            ("base", [question], {"tools": _TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}),
+            ("base", [{"role": "tool", "tool_call_id": "none", "content": "x"}], {}),
+            ("caller", [question], {"chat_template_kwargs": {"messages": []}}),
+            ("quiet", [question], {"tools": _TOOLS}),
+            ("strict", [question, question], {}),
+            ("plain", [question], {"guided_json": {"type": "array", "contains": {"type": "null"}}}),
+        ]
+        model, messages, fields = self._dice.choice(refused)
+        drawn = self._chat("refused", model, max_tokens, messages, **fields)
+        return DrawnRequest(drawn.kind, drawn.path, drawn.body, is_refused=True)
+
+    def _question(self) -> dict[str, Any]:
+        words = self._dice.choices(
+            ("How", "is", "the weather", "in Rome", "today", "🦊", "?"), k=self._dice.randint(1, 9)
+        )
+        return {"role": "user", "content": " ".join(words)}
+
+    def _chat(
+        self, kind: str, model: str, max_tokens: int, messages: list[dict[str, Any]], **fields: Any
+    ) -> DrawnRequest:
+        return DrawnRequest(kind, CHAT, {**_streamed(model, max_tokens), "messages": messages, **fields})
+
+
+def _streamed(model: str, max_tokens: int) -> dict[str, Any]:
+    return {
+        "model": model,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
