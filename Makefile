@@ -166,8 +166,9 @@ campaign-processes: $(WARM) ## Servers and engines that hang, die, restart or st
 campaign-schemas: $(WARM) ## JSON Schema's own test suite against structured output (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m tests.conformance.schema_suite $(ARGS)
 
-campaign-templates: $(WARM) ## Hostile chat templates; those of 71 models, compared with transformers (ARGS='--out FILE' for the counts)
-	$(VENV)/bin/python -m pytest tests/platform/tokenizer -m 'campaign or not campaign' --timeout 3600
+campaign-templates: $(WARM) ## Hostile chat templates and histories; those of 71 models, compared with transformers (ARGS='--out FILE' for the counts)
+	$(VENV)/bin/python -m pytest tests/platform/tokenizer tests/platform/openai_api/test_hostile_histories.py \
+		-m 'campaign or not campaign' --timeout 3600
 	$(VENV)/bin/python -m tests.conformance.chat_templates $(ARGS)
 
 campaign-validation: $(WARM) ## The whole catalogue of hostile uploads, 20,000 headers, 300 peft configurations
