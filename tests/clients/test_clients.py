@@ -201,7 +201,9 @@ def test_a_forced_call_is_answered_with_its_result(client: str, stand: Stand) ->
         if way not in seen:
             continue
         loop = seen[way]
-        assert (loop["name"], list(loop["arguments"]), loop["content"]) == ("get_weather", ["city"], None)
+        assert (loop["name"], list(loop["arguments"])) == ("get_weather", ["city"])
+        # Clients that join chunks show a missing text as an empty one.
+        assert not loop["content"]
         assert loop["arguments"]["city"] in ("Paris", "Rome")
         assert loop["answer"].strip()
         assert loop["answer"] == seen["whole"]["answer"]

@@ -42,11 +42,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deploymen
         yield made, made.client(made.json("keys", "create", "--tenant", "acme")["secret"])
 
 
-def ask(client: OpenAI, model: str, seed: int, **fields: Any) -> Any:
+def ask(client: OpenAI, model: str, seed: int, *, max_tokens: int = 200, **fields: Any) -> Any:
     return client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": f"Tell me about person {seed}"}],
-        max_tokens=200,
+        max_tokens=max_tokens,
         seed=seed,
         **fields,
     )
@@ -116,7 +116,7 @@ def test_a_refused_schema_costs_nothing_and_names_its_keyword(server: tuple[Depl
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 def test_forbidden_tokens_are_never_generated(server: tuple[Deployment, OpenAI], is_streamed: bool) -> None:
     _, client = server
-    asked: dict[str, Any] = {"n": 2, "temperature": 0.9}
+    asked: dict[str, Any] = {"n": 2, "temperature": 0.9, "max_tokens": 12}
 
     def texts(**fields: Any) -> list[str]:
         if not is_streamed:
