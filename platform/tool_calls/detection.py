@@ -14,8 +14,11 @@ _SIGNS = (
     ("<|tool|>", "phi"),
     ("functools", "phi"),
     ("<tool_call>", "hermes"),
+    ("[func_name1(", "pythonic"),
     ('{"name": function name, "parameters":', "llama3_json"),
     ("<|python_tag|>", "llama3_json"),
+    # After the instructions above, because a template with these markers can ask for JSON.
+    ("<|python_start|>", "pythonic"),
 )
 """Texts in a template and the parser's name; the first that occurs decides."""
 

@@ -69,6 +69,8 @@ _SYNTAXES = {
     "llama3_json": _CallSyntax("", "", "; ", "", "", "parameters"),
     "mistral": _CallSyntax("[TOOL_CALLS]", "[", ", ", "]", ""),
     "phi": _CallSyntax("<|tool_call|>", "[", ", ", "]", "<|/tool_call|>"),
+    # Of the parser's two forms, the one that can express every schema.
+    "pythonic": _CallSyntax("", "[", ", ", "]", ""),
 }
 
 _ANY = r"/(.|\n)*/"
@@ -137,7 +139,8 @@ def _add_text_and_calls(lines: list[str], syntax: _CallSyntax, calls: Calls, spe
     """Add the rules of free text in which a marker begins calls."""
     lines.append(f"any_text: {_ANY}")
     if not syntax.begin:
-        lines.append(r"no_call: /([^{](.|\n)*)?/")
+        opener = syntax.after_begin or "{"
+        lines.append(rf"no_call: /([^\{opener}](.|\n)*)?/")
         return "(after_begin | no_call)"
     if syntax.begin in special_tokens:
         group = f"{_marker(syntax.begin, special_tokens)} after_begin"

@@ -76,11 +76,14 @@ class JsonCallParser(CallParser):
 
     def _call_array(self) -> Steps[None]:
         """Read an array of at least one object. Raises Malformed."""
+        yield from self._reader.expect("[")
+        yield from self._rest_of_array(is_marked=True)
+
+    def _rest_of_array(self, *, is_marked: bool) -> Steps[None]:
         reader = self._reader
-        yield from reader.expect("[")
         while True:
             yield from reader.spaces()
-            yield from self._call_object(is_marked=True)
+            yield from self._call_object(is_marked=is_marked)
             yield from reader.spaces()
             if not (yield from reader.literal(",")):
                 yield from reader.literal("]")

@@ -10,6 +10,7 @@ from loramux.platform.tool_calls.hermes import HermesParser
 from loramux.platform.tool_calls.llama3_json import Llama3JsonParser
 from loramux.platform.tool_calls.mistral import MistralParser
 from loramux.platform.tool_calls.phi import PhiParser
+from loramux.platform.tool_calls.pythonic import PythonicParser
 
 PARSERS: Mapping[str, type[CallParser]] = MappingProxyType(
     {
@@ -17,6 +18,7 @@ PARSERS: Mapping[str, type[CallParser]] = MappingProxyType(
         "llama3_json": Llama3JsonParser,
         "mistral": MistralParser,
         "phi": PhiParser,
+        "pythonic": PythonicParser,
     }
 )
 """One parser reads one answer."""

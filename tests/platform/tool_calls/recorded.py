@@ -100,4 +100,74 @@ RECORDED = {
         (("a", ROME), ("b", "{}")),
     ),
     "phi: text about functools": Recorded("phi", "Use functools.cache here.", "Use functools.cache here."),
+    "pythonic: one call": Recorded("pythonic", '[get_weather(city="Rome")]', "", (("get_weather", ROME),)),
+    "pythonic: two calls between markers": Recorded(
+        "pythonic", "<|python_start|>[a(city='Rome'), b()]<|python_end|>", "", (("a", ROME), ("b", "{}"))
+    ),
+    "pythonic: text before the marker": Recorded(
+        "pythonic", 'I look.\n<|python_start|>[a(city="Rome")]', "I look.", (("a", ROME),)
+    ),
+    "pythonic: every literal": Recorded(
+        "pythonic",
+        "[f(a=-1, b=2.5e3, c=.5, d=1_000, e=True, f=None, g=[1, 'x', [],], h={'k': {}, 2: false}, i=null, )]\n",
+        "",
+        (
+            (
+                "f",
+                '{"a": -1, "b": 2.5e3, "c": 0.5, "d": 1000, "e": true, "f": null, "g": [1, "x", []], '
+                '"h": {"k": {}, "2": false}, "i": null}',
+            ),
+        ),
+    ),
+    "pythonic: brackets, quotes and escapes in strings": Recorded(
+        "pythonic",
+        r"""[run(code='if (a) { return ")]}"; } \'\\d\' \d', t="\x41\u00fc\ud83d\ude42\0")]""",
+        "",
+        (("run", r"""{"code": "if (a) { return \")]}\"; } '\\d' \\d", "t": "Aü🙂\u0000"}"""),),
+    ),
+    "pythonic: a line break in a string": Recorded(
+        "pythonic", '[say(text="Zürich\n東京 🙂")]', "", (("say", r'{"text": "Zürich\n東京 🙂"}'),)
+    ),
+    "pythonic: names that Python reserves": Recorded(
+        "pythonic", '[get-mail(from="a", class="b")]', "", (("get-mail", '{"from": "a", "class": "b"}'),)
+    ),
+    "pythonic: an integer that Python would not convert": Recorded(
+        "pythonic", f"[f(x={'9' * 5000})]", "", (("f", f'{{"x": {"9" * 5000}}}'),)
+    ),
+    "pythonic: objects": Recorded(
+        "pythonic",
+        f'[{{"name": "a", "arguments": {ROME}}}, {{"name": "b", "parameters": {{}}}}]',
+        "",
+        (("a", ROME), ("b", "{}")),
+    ),
+    **{
+        f"pythonic: text {text!r:.40}": Recorded("pythonic", text, text)
+        for text in (
+            'It is [get_weather(city="Rome")].',
+            '[get_weather(city="Rome")](https://example.com)',
+            '[get_weather(city="Rome"), and so on]',
+            '[get_weather("Rome")]',
+            "[f(x=1, x=2)]",
+            "[f(x=g(1))]",
+            "[f(x=1+1)]",
+            "[f(x=(1, 2))]",
+            "[f(x=__import__)]",
+            "[f(x=f'{1}')]",
+            '[f(x="a" "b")]',
+            '[f(x="""a "quoted" b""")]',
+            r'[f(x="\ud83d")]',
+            "[f(x=1e999_9)]",
+            "[f(x=1j)]",
+            "[f(x=" + "-" * 50 + "1)]",
+            "[f(x=" + "[" * 80 + "]" * 80 + ")]",
+            "[f(x={1: {}: 2})]",
+            "[f(x=[1}])]",
+            "[f.g](x)",
+            "[1, 2, 3]",
+            "[]",
+            '[{"name": "Rome"}]',
+            "<|python_start|>2+2<|python_end|>",
+            '[f(x="Ro',
+        )
+    },
 }

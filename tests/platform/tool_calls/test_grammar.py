@@ -108,6 +108,7 @@ CALL_OF = {
     "llama3_json": '{"name": "now", "parameters": {}}',
     "mistral": '[TOOL_CALLS][{"name": "now", "arguments": {}}]',
     "phi": '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>',
+    "pythonic": '[{"name": "now", "arguments": {}}]',
 }
 
 

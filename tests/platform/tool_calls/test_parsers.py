@@ -49,16 +49,34 @@ def test_an_answer_that_was_cut_off_has_the_calls_that_were_begun(recorded: Reco
             assert (name, whole[: len(arguments)]) == (one, arguments)
 
 
+HOSTILE_OPENINGS = {"pythonic": "[f(x=["}
+"""The start of a call whose arguments the parser rewrites as JSON."""
+
+HOSTILE_UNITS = ("[", "[],", "{1:", "-", "9", "'", "'\\\\',", "f(x=", "1,", "),f(y=[")
+
+
 @pytest.mark.parametrize("format_name", PARSERS)
 @pytest.mark.parametrize(
     "unit", ["{", "[", '"', "\\", " ", "<tool_call>", "[TOOL_CALLS]", '<tool_call>{"name": "', "functools[", "x"]
 )
 def test_long_answers_take_linear_time(format_name: str, unit: str) -> None:
+    check_linear_time(format_name, "", unit)
+
+
+@pytest.mark.parametrize("unit", HOSTILE_UNITS)
+@pytest.mark.parametrize("format_name", HOSTILE_OPENINGS)
+def test_long_literals_take_linear_time(format_name: str, unit: str) -> None:
+    check_linear_time(format_name, HOSTILE_OPENINGS[format_name], unit)
+
+
+def check_linear_time(format_name: str, opening: str, unit: str) -> None:
     def seconds(num: int) -> float:
-        pieces = [unit] * num
+        pieces = [opening, *[unit] * num]
         began_s = time.thread_time()
         text, calls = read(format_name, pieces)
-        assert len(text) + sum(len(arguments) for _, arguments in calls) <= num * len(unit) + 2
+        longest_escape = 2
+        num_read = len(text) + sum(len(arguments) for _, arguments in calls)
+        assert num_read <= (num * len(unit) + len(opening)) * longest_escape + 2
         return time.thread_time() - began_s
 
     short, long = min(seconds(2_000) for _ in range(3)), seconds(16_000)

@@ -1,0 +1,39 @@
+"""The parser for a template follows from what the template shows or asks for."""
+
+from __future__ import annotations
+
+import pytest
+
+from loramux.platform.tool_calls.detection import parser_name_of
+from loramux.platform.tool_calls.parsers import PARSERS
+
+SHOWN = {
+    "Llama 3.1, in JSON": (
+        'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}. '
+        "<|python_tag|>",
+        "llama3_json",
+    ),
+    "Llama 3.2, pythonic": (
+        "Respond in the format [func_name1(params_name1=params_value1, params_name2=params_value2...), "
+        "func_name2(params)] Do not use variables.",
+        "pythonic",
+    ),
+    "Llama 4, pythonic": (
+        "- Use exact format: [func_name1(param1=value1, param2=value2), func_name2(...)]",
+        "pythonic",
+    ),
+    "in JSON, with the marker of Llama 4": (
+        'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}. '
+        "{{- '<|python_start|>' + content + '<|python_end|>' -}}",
+        "llama3_json",
+    ),
+    "Llama 4, by its marker": ("{{- '<|python_start|>' -}}", "pythonic"),
+    "Qwen3-Coder": ("<tool_call>\n<function=example_function_name>", None),
+    "no tools": ("{{ message.content }}", None),
+}
+
+
+@pytest.mark.parametrize(("source", "name"), SHOWN.values(), ids=SHOWN.keys())
+def test_template_decides_the_parser(source: str, name: str | None) -> None:
+    assert parser_name_of(source) == name
+    assert name is None or name in PARSERS
