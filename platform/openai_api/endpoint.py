@@ -34,7 +34,8 @@ class Prepared:
     @property
     def markers(self) -> tuple[str, ...]:
         """The markers of tool calls and reasoning."""
-        calls = () if self.tool_format is None else PARSERS[self.tool_format].markers
+        parser = None if self.tool_format is None else PARSERS[self.tool_format]
+        calls = () if parser is None else (*parser.markers, *parser.ends)
         return calls if self.reasoning is None else (*calls, self.reasoning.markers.begin, self.reasoning.markers.end)
 
 

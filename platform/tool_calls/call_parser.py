@@ -25,6 +25,8 @@ class CallParser(ABC):
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
+    ends: ClassVar[tuple[str, ...]] = ()
+    """Markers that end a block, where a model can have special tokens for them."""
     openers: ClassVar[str] = ""
 
     def __init__(self) -> None:

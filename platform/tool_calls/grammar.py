@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -59,14 +59,23 @@ class _CallSyntax:
     separator: str
     before_end: str
     end: str
-    arguments: Literal["arguments", "parameters"] = "arguments"
+    before_arguments: str = '{"name": "NAME", "arguments": '
+    """What an object begins with; NAME stands for the function's name, which has only letters, digits, `_` and `-`."""
+    after_arguments: str = "}"
     is_grouped: bool = True
     """True if one pair of markers encloses all calls."""
 
 
+def _gemma(begin: str, end: str) -> _CallSyntax:
+    # The arguments are JSON: Gemma's own syntax cannot be derived from a schema.
+    return _CallSyntax(begin, "", "", "", end, "call:NAME", "", is_grouped=False)
+
+
 _SYNTAXES = {
+    "functiongemma": _gemma("<start_function_call>", "<end_function_call>"),
+    "gemma4": _gemma("<|tool_call>", "<tool_call|>"),
     "hermes": _CallSyntax("<tool_call>", "\n", "\n", "\n", "</tool_call>", is_grouped=False),
-    "llama3_json": _CallSyntax("", "", "; ", "", "", "parameters"),
+    "llama3_json": _CallSyntax("", "", "; ", "", "", '{"name": "NAME", "parameters": '),
     "mistral": _CallSyntax("[TOOL_CALLS]", "[", ", ", "]", ""),
     "phi": _CallSyntax("<|tool_call|>", "[", ", ", "]", "<|/tool_call|>"),
     # Of the parser's two forms, the one that can express every schema.
@@ -117,8 +126,8 @@ def _add_calls(
     """Add the rules of calls, and return the rule of the whole answer."""
     syntax = _SYNTAXES[calls.format]
     for index, tool in enumerate(calls.tools):
-        before = f'{{"name": {json.dumps(tool.name)}, "{syntax.arguments}": '
-        lines.append(f'object_{index}: {json.dumps(before)} arguments_{index} "}}"')
+        before = json.dumps(syntax.before_arguments.replace("NAME", tool.name))
+        lines.append(f"object_{index}: {before} arguments_{index} {_text(syntax.after_arguments)}")
         lines.append(f"arguments_{index}: %json {json.dumps({**tool.schema, 'x-guidance': dict(json_options)})}")
     lines.append("object: " + " | ".join(f"object_{index}" for index in range(len(calls.tools))))
     objects = "object"

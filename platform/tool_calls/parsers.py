@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from loramux.platform.tool_calls.call_parser import CallParser
+from loramux.platform.tool_calls.gemma import FunctionGemmaParser, Gemma4Parser
 from loramux.platform.tool_calls.hermes import HermesParser
 from loramux.platform.tool_calls.llama3_json import Llama3JsonParser
 from loramux.platform.tool_calls.mistral import MistralParser
@@ -14,6 +15,8 @@ from loramux.platform.tool_calls.pythonic import PythonicParser
 
 PARSERS: Mapping[str, type[CallParser]] = MappingProxyType(
     {
+        "functiongemma": FunctionGemmaParser,
+        "gemma4": Gemma4Parser,
         "hermes": HermesParser,
         "llama3_json": Llama3JsonParser,
         "mistral": MistralParser,
@@ -21,4 +24,4 @@ PARSERS: Mapping[str, type[CallParser]] = MappingProxyType(
         "pythonic": PythonicParser,
     }
 )
-"""One parser reads one answer."""
+"""The names are those of vLLM where it has them. One parser reads one answer."""

@@ -8,6 +8,7 @@ from loramux.platform.tool_calls.reader import Steps
 
 class PhiParser(JsonCallParser):
     markers = ("<|tool_call|>", "functools")
+    ends = ("<|/tool_call|>",)
 
     def _block(self, marker: str) -> Steps[None]:
         reader = self._reader

@@ -7,12 +7,10 @@ import json
 import re
 
 from loramux.platform.tool_calls.literals import OnPiece
-from loramux.platform.tool_calls.reader import PYTHON_SYNTAX, Malformed, Reader, Steps
+from loramux.platform.tool_calls.reader import JSON_NUMBER, PYTHON_SYNTAX, Malformed, Reader, Steps
 
 MAX_NUMBER_LENGTH = 64
 """Longest number that is not already in JSON's form, in characters."""
-
-JSON_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 
 _NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 """Models also write JSON's names where Python's are due."""

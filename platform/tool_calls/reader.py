@@ -17,11 +17,19 @@ MAX_NAME_LENGTH = 256
 JSON_SYNTAX = re.compile(r'["\[\]{}]')
 """The characters that open and close a JSON value and its strings."""
 
+JSON_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
+
 PYTHON_SYNTAX = re.compile(r"""["'\[\](){}]""")
 
 _IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
 _SPACE = re.compile(r"\s*")
 _SCALAR = re.compile(r"[\w.+-]*")
+
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of `text` with which `marker` can begin, short of the whole marker."""
+    lengths = range(min(len(text), len(marker) - 1), 0, -1)
+    return next((length for length in lengths if marker.startswith(text[-length:])), 0)
 
 
 class Malformed(Exception):
@@ -37,6 +45,11 @@ class Reader:
         self.at = 0
         self.is_ended = False
         self._taken: list[str] = []
+
+    @property
+    def is_exhausted(self) -> bool:
+        """True if the whole answer has been read."""
+        return self.is_ended and self.at >= len(self.text)
 
     def add(self, text: str) -> None:
         self.text = self.text[self.at :] + text
@@ -134,6 +147,22 @@ class Reader:
             if is_closed:
                 return
             if not (yield from self.more()):
+                raise Malformed
+
+    def until(self, end: str, on_piece: Callable[[str], None]) -> Steps[None]:
+        """Read up to and with `end`, and pass on what comes before it, piece by piece. Raises Malformed if it is cut
+        off.
+        """
+        while True:
+            found = self.text.find(end, self.at)
+            certain = found if found >= 0 else len(self.text) - overlap(self.text[self.at :], end)
+            if certain > self.at:
+                on_piece(self.take(certain))
+            if found >= 0:
+                self.take(found + len(end))
+                return
+            if not (yield from self.more()):
+                self.take(len(self.text))
                 raise Malformed
 
     def json_string(self) -> Steps[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loramux.platform.tool_calls.reader import overlap
+
 MAX_LEADING_SPACE = 64
 """Maximum number of whitespace characters between the start of an answer and its begin marker."""
 
@@ -82,7 +84,7 @@ class ReasoningSplitter:
         if self._is_thinking:
             thought, end, text = text.partition(self._end)
             if not end and not is_last:
-                certain = len(thought) - _overlap(thought, self._end)
+                certain = len(thought) - overlap(thought, self._end)
                 thought, self._held = thought[:certain], thought[certain:]
             reasoning = self._thinking(thought)
             if not end:
@@ -107,9 +109,3 @@ class ReasoningSplitter:
             text = text.lstrip("\n")
             self._is_trimming = not text
         return text
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` with which `marker` can begin, short of the whole marker."""
-    lengths = range(min(len(text), len(marker) - 1), 0, -1)
-    return next((length for length in lengths if marker.startswith(text[-length:])), 0)

@@ -170,4 +170,64 @@ RECORDED = {
             '[f(x="Ro',
         )
     },
+    "functiongemma: one call": Recorded(
+        "functiongemma",
+        "<start_function_call>call:get_weather{city:<escape>Rome<escape>}<end_function_call><start_function_response>",
+        "",
+        (("get_weather", ROME),),
+    ),
+    "functiongemma: text, then two calls": Recorded(
+        "functiongemma",
+        "I look.\n<start_function_call>call:a{city:<escape>Rome<escape>}<end_function_call>\n"
+        "<start_function_call>\ncall:b{}\n<end_function_call>",
+        "I look.",
+        (("a", ROME), ("b", "{}")),
+    ),
+    "functiongemma: every value": Recorded(
+        "functiongemma",
+        "<start_function_call>call:f{a:-1,b:2.5,c:true,d:None,e:[1,<escape>x<escape>,[]], g:{k:{},<escape>l<escape>:0},"
+        "h:some words }<end_function_call>",
+        "",
+        (
+            (
+                "f",
+                '{"a": -1, "b": 2.5, "c": true, "d": null, "e": [1, "x", []], "g": {"k": {}, "l": 0}, '
+                '"h": "some words"}',
+            ),
+        ),
+    ),
+    "functiongemma: text": Recorded("functiongemma", "<start_function call:f{}", "<start_function call:f{}"),
+    "functiongemma: no call": Recorded("functiongemma", "<start_function_call>f{}", "<start_function_call>f{}"),
+    "gemma4: one call": Recorded(
+        "gemma4",
+        'Hm.<|tool_call>call:get_weather{city:<|"|>Rome<|"|>}<tool_call|><|tool_response>',
+        "Hm.",
+        (("get_weather", ROME),),
+    ),
+    "gemma4: two calls": Recorded(
+        "gemma4",
+        '<|tool_call>call:a{city:<|"|>Rome<|"|>}<tool_call|><|tool_call>call:b{}<tool_call|>',
+        "",
+        (("a", ROME), ("b", "{}")),
+    ),
+    "gemma4: brackets, quotes, lines and part of a marker in a string": Recorded(
+        "gemma4",
+        '<|tool_call>call:run{code:<|"|>if (a) { return "]}\\"; }\n<|"|" <tool_call|> 🙂<|"|>,'
+        "n:[{m:null}]}<tool_call|>",
+        "",
+        (("run", r'{"code": "if (a) { return \"]}\\\"; }\n<|\"|\" <tool_call|> 🙂", "n": [{"m": null}]}'),),
+    ),
+    "gemma4: arguments in JSON": Recorded(
+        "gemma4", f"<|tool_call>call:run{BRACES}<tool_call|>", "", (("run", BRACES),)
+    ),
+    "gemma4: no end": Recorded("gemma4", '<|tool_call>call:a{city:<|"|>Rome<|"|>}', "", (("a", ROME),)),
+    "gemma4: cut within a string": Recorded(
+        "gemma4", '<|tool_call>call:a{city:<|"|>Ro<|"', "", (("a", '{"city": "Ro'),)
+    ),
+    "gemma4: cut within a key": Recorded(
+        "gemma4", '<|tool_call>call:a{city:<|"|>Rome<|"|>,da', "", (("a", '{"city": "Rome", '),)
+    ),
+    "gemma4: text after broken arguments": Recorded(
+        "gemma4", "<|tool_call>call:a{x:1,>} b", ">} b", (("a", '{"x": 1, '),)
+    ),
 }

@@ -28,6 +28,8 @@ SHOWN = {
         "llama3_json",
     ),
     "Llama 4, by its marker": ("{{- '<|python_start|>' -}}", "pythonic"),
+    "FunctionGemma": ("{{- '<start_function_call>call:' + function['name'] + '{' -}}", "functiongemma"),
+    "Gemma 4": ("{{- '<|tool_call>call:' + function['name'] + '{' -}}", "gemma4"),
     "Qwen3-Coder": ("<tool_call>\n<function=example_function_name>", None),
     "no tools": ("{{ message.content }}", None),
 }

@@ -104,6 +104,8 @@ def test_forced_answers_are_calls(format_name: str, is_parallel: bool) -> None:
 
 
 CALL_OF = {
+    "functiongemma": "<start_function_call>call:now{}<end_function_call>",
+    "gemma4": "<|tool_call>call:now{}<tool_call|>",
     "hermes": '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     "llama3_json": '{"name": "now", "parameters": {}}',
     "mistral": '[TOOL_CALLS][{"name": "now", "arguments": {}}]',

@@ -49,10 +49,28 @@ def test_an_answer_that_was_cut_off_has_the_calls_that_were_begun(recorded: Reco
             assert (name, whole[: len(arguments)]) == (one, arguments)
 
 
-HOSTILE_OPENINGS = {"pythonic": "[f(x=["}
+HOSTILE_OPENINGS = {
+    "pythonic": "[f(x=[",
+    "functiongemma": "<start_function_call>call:f{x:[",
+    "gemma4": "<|tool_call>call:f{x:[",
+}
 """The start of a call whose arguments the parser rewrites as JSON."""
 
-HOSTILE_UNITS = ("[", "[],", "{1:", "-", "9", "'", "'\\\\',", "f(x=", "1,", "),f(y=[")
+HOSTILE_UNITS = (
+    "[",
+    "[],",
+    "{1:",
+    "-",
+    "9",
+    "'",
+    "'\\\\',",
+    "f(x=",
+    "1,",
+    "),f(y=[",
+    "<",
+    '<|"|>',
+    "<|tool_call>call:f{x:",
+)
 
 
 @pytest.mark.parametrize("format_name", PARSERS)
