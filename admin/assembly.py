@@ -14,6 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.errors import AdapterRejected, StoreError
+from loramux.adapter_store.formats.answer_parsers import AnswerParsers
 from loramux.adapter_store.formats.file_names import GENERATION_FILE
 from loramux.adapter_store.formats.generation_config import NO_DEFAULTS, parse_generation_config
 from loramux.adapter_store.ingest.export import VersionExport
@@ -220,6 +221,7 @@ def gateway_settings(settings: Settings) -> GatewaySettings:
         logs_answers=settings.log_answers,
         base_defaults=base_defaults,
         applies_adapter_defaults=settings.adapter_generation_config == "auto",
+        base_parsers=AnswerParsers(settings.tool_call_parser, settings.reasoning_parser),
     )
 
 

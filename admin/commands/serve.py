@@ -35,6 +35,14 @@ AdapterGenerationConfig = Annotated[
     str | None,
     typer.Option(help="auto or off: sampling defaults uploaded with adapters (default: auto).", show_default=False),
 ]
+ToolCallParser = Annotated[
+    str | None,
+    typer.Option(help="auto, off or a parser's name: how tool calls are read (default: auto).", show_default=False),
+]
+ReasoningParser = Annotated[
+    str | None,
+    typer.Option(help="auto, off or a parser's name: how reasoning is told apart (default: auto).", show_default=False),
+]
 ReusePort = Annotated[
     bool | None,
     typer.Option("--reuse-port", help="Share --port with other gateways on this host.", show_default=False),
@@ -62,6 +70,8 @@ def serve(
     served_name: ServedName = None,
     generation_config: GenerationConfig = None,
     adapter_generation_config: AdapterGenerationConfig = None,
+    tool_call_parser: ToolCallParser = None,
+    reasoning_parser: ReasoningParser = None,
     reuse_port: ReusePort = None,
 ) -> None:
     """Serve a base model and its tenants' adapters until Ctrl-C.
@@ -95,6 +105,8 @@ def gateway(
     served_name: ServedName = None,
     generation_config: GenerationConfig = None,
     adapter_generation_config: AdapterGenerationConfig = None,
+    tool_call_parser: ToolCallParser = None,
+    reasoning_parser: ReasoningParser = None,
     reuse_port: ReusePort = None,
 ) -> None:
     """Serve the OpenAI API from another process, using a running server's engine and database, until Ctrl-C.

@@ -19,6 +19,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from loramux.adapter_store.formats.answer_parsers import AUTO, problem_with_parser
 from loramux.adapter_store.ingest.sources import is_source_url
 from loramux.admin.client.suggestions import did_you_mean
 from loramux.admin.server.client_addresses import TrustedProxies
@@ -47,6 +48,8 @@ FLAGS = frozenset(
         "served_name",
         "generation_config",
         "adapter_generation_config",
+        "tool_call_parser",
+        "reasoning_parser",
         "engine",
         "reuse_port",
     }
@@ -107,6 +110,12 @@ class Settings(DataSettings):
     """`auto`: fields that a request leaves out take their defaults from the model's `generation_config.json`."""
     adapter_generation_config: Literal["auto", "off"] = "auto"
     """`auto`: the `generation_config.json` uploaded with an adapter's version takes precedence over the model's."""
+    tool_call_parser: str = AUTO
+    """How tool calls are read with the model's chat template. `auto`: the template decides. `off`: calls are part of
+    the text. Otherwise `functiongemma`, `gemma4`, `hermes`, `llama3_json`, `mistral`, `phi` or `pythonic`."""
+    reasoning_parser: str = AUTO
+    """How reasoning is told apart with the model's chat template. `auto`: the template decides. `off`: reasoning is
+    part of the text. Otherwise `gemma4`, `mistral` or `think`."""
     host: str = "127.0.0.1"
     port: Port = 8000
     admin_host: str = "127.0.0.1"
@@ -187,6 +196,14 @@ class Settings(DataSettings):
         if served_name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}", served_name):
             raise ValueError(f"{served_name!r} is not a model name: use letters, digits, '.', '_', '-' and '/'")
         return served_name
+
+    @field_validator("tool_call_parser", "reasoning_parser")
+    @classmethod
+    def _is_a_parser(cls, name: str, info: ValidationInfo) -> str:
+        problem = problem_with_parser(str(info.field_name), name)
+        if problem is not None:
+            raise ValueError(problem)
+        return name
 
     @field_validator("admin_root_path")
     @classmethod

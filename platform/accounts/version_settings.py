@@ -1,4 +1,4 @@
-"""The chat template and sampling defaults of the model that a request runs with, cached by the version's digest."""
+"""The template, defaults and parsers of the model that a request runs with, cached by the version's digest."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
+from loramux.adapter_store.formats.answer_parsers import NO_CHOICE, AnswerParsers
 from loramux.adapter_store.formats.file_names import GENERATION_FILE, TEMPLATE_FILE
 from loramux.adapter_store.formats.further_files import version_digest
 from loramux.adapter_store.formats.generation_config import NO_DEFAULTS, SamplingDefaults, parse_generation_config
@@ -22,10 +23,13 @@ MAX_CACHED_VERSIONS = 1024
 
 @dataclass(frozen=True, slots=True)
 class VersionSettings:
-    """The source of an adapter's own chat template, if it has one, and the defaults for fields that a request omits."""
+    """The source of an adapter's own chat template, if it has one, the defaults for fields that a request omits, and
+    the parsers for answers.
+    """
 
     template: str | None
     defaults: SamplingDefaults
+    parsers: AnswerParsers = NO_CHOICE
 
 
 class VersionSettingsCache:
@@ -33,14 +37,19 @@ class VersionSettingsCache:
 
     A version without optional files has those of the base, which costs nothing. For other versions, the database is
     read on the first request only, because equal digests mean equal files. `applies_adapter_defaults` is whether
-    adapters' own generation settings have an effect.
+    adapters' own generation settings have an effect. The base's parsers suit the base's template, so a version with a
+    template of its own does not take them over.
     """
 
     def __init__(
-        self, database: Database, base: SamplingDefaults = NO_DEFAULTS, applies_adapter_defaults: bool = True
+        self,
+        database: Database,
+        base: SamplingDefaults = NO_DEFAULTS,
+        applies_adapter_defaults: bool = True,
+        base_parsers: AnswerParsers = NO_CHOICE,
     ) -> None:
         self._database = database
-        self._base = VersionSettings(None, base)
+        self._base = VersionSettings(None, base, base_parsers)
         self._applies_adapter_defaults = applies_adapter_defaults
         self._lock = threading.Lock()
         # Least recently used first.
@@ -71,7 +80,7 @@ class VersionSettingsCache:
         template, config = contents.get(TEMPLATE_FILE), contents.get(GENERATION_FILE)
         settings = self._base
         if template is not None:
-            settings = replace(settings, template=template.decode("utf-8"))
+            settings = replace(settings, template=template.decode("utf-8"), parsers=NO_CHOICE)
         if config is not None and self._applies_adapter_defaults:
             settings = replace(settings, defaults=parse_generation_config(config).over(settings.defaults))
         return settings

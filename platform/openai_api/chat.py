@@ -36,15 +36,17 @@ async def create_chat_completion(request: Request, caller: Caller, services: Ser
 
 
 async def _prepare(services: GatewayServices, target: Target, received: Received[ChatRequest]) -> Prepared:
-    body, source = received.body, target.settings.template
+    body, source, parsers = received.body, target.settings.template, target.settings.parsers
 
     def encoded(prompt: ChatPrompt) -> Prepared:
         ids = services.tokenizer.encode_rendered(prompt.text, longest_prompt(services, body))
         return Prepared((ids,), prompt.reasoning, prompt.tool_format)
 
     if source is None:
-        return await services.compute_if_long(received.num_bytes, lambda: encoded(services.chat_prompts.render(body)))
-    prompt = await services.chat_prompts.render_with(target.tenant_id, source, body)
+        return await services.compute_if_long(
+            received.num_bytes, lambda: encoded(services.chat_prompts.render(body, parsers))
+        )
+    prompt = await services.chat_prompts.render_with(target.tenant_id, source, body, parsers)
     return await services.compute_if_long(len(prompt.text), encoded, prompt)
 
 

@@ -46,7 +46,7 @@ def _calls(body: ChatRequest, tool_format: str | None, *, is_constrained: bool) 
     if tool_format is None:
         if choice.is_forced or has_strict:
             raise InvalidRequest(
-                "the format of this model's tool calls is not known, so they cannot be forced",
+                "this model's tool calls are not parsed, so they cannot be forced",
                 param="tool_choice" if choice.is_forced else "tools",
                 code="unsupported_parameter",
             )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from loramux.adapter_store.formats.answer_parsers import AnswerParsers
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.generation.plan import Reasoning
 from loramux.platform.openai_api.conversation import template_messages
@@ -15,7 +16,7 @@ from loramux.platform.tokenizer.chat_template import ChatTemplate
 from loramux.platform.tokenizer.conversation import TemplateRefused
 from loramux.platform.tokenizer.template_check import TemplateFeatures
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
-from loramux.platform.tool_calls.detection import is_thinking_open, parser_name_of, reasoning_markers_of
+from loramux.platform.tool_calls.detection import chosen_markers, chosen_parser, is_thinking_open
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +37,21 @@ class ChatPrompts:
         self._base = base
         self._tenants = tenants
 
-    def render(self, body: ChatRequest) -> ChatPrompt:
-        """The prompt with the base's template. Raises InvalidRequest."""
+    def render(self, body: ChatRequest, parsers: AnswerParsers) -> ChatPrompt:
+        """The prompt with the base's template. `parsers` read the answer. Raises InvalidRequest."""
         if self._base is None:
             raise InvalidRequest(
                 "this model has no chat template: call /v1/completions", param="messages", code="no_chat_template"
             )
         arguments = _arguments(body, self._base_features)
         source = self._base.source(has_tools=arguments["tools"] is not None)
-        return _prompt(self._base.render(**arguments), source, body)
+        return _prompt(self._base.render(**arguments), source, body, parsers)
 
-    async def render_with(self, tenant_id: str, source: str, body: ChatRequest) -> ChatPrompt:
+    async def render_with(self, tenant_id: str, source: str, body: ChatRequest, parsers: AnswerParsers) -> ChatPrompt:
         """The prompt with a tenant's template. Raises InvalidRequest, RateLimited and Unavailable."""
         features = await self._tenants.features(tenant_id, source)
         text = await self._tenants.render(tenant_id, source, **_arguments(body, features))
-        return _prompt(text, source, body)
+        return _prompt(text, source, body, parsers)
 
     def close(self) -> None:
         self._tenants.close()
@@ -65,16 +66,18 @@ class ChatPrompts:
             return None
 
 
-def _prompt(text: str, source: str, body: ChatRequest) -> ChatPrompt:
-    markers, reasoning = reasoning_markers_of(source), None
+def _prompt(text: str, source: str, body: ChatRequest, parsers: AnswerParsers) -> ChatPrompt:
+    markers, reasoning = chosen_markers(parsers, source), None
     if markers is None and body.thinking_token_budget is not None:
         raise InvalidRequest(
-            "this model's chat template has no thinking", param="thinking_token_budget", code="unsupported_parameter"
+            "this model's answers have no separate thinking",
+            param="thinking_token_budget",
+            code="unsupported_parameter",
         )
     # A prompt that ends with the closing marker has turned the reasoning off.
     if markers is not None and not text.rstrip().endswith(markers.end):
         reasoning = Reasoning(markers, is_open=is_thinking_open(text, markers))
-    return ChatPrompt(text, reasoning, parser_name_of(source) if body.offered_tools else None)
+    return ChatPrompt(text, reasoning, chosen_parser(parsers, source) if body.offered_tools else None)
 
 
 def _arguments(body: ChatRequest, features: TemplateFeatures | None) -> dict[str, Any]:

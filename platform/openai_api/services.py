@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+from loramux.adapter_store.formats.answer_parsers import NO_CHOICE, AnswerParsers
 from loramux.adapter_store.formats.generation_config import NO_DEFAULTS, SamplingDefaults
 from loramux.adapter_store.registry.registry import AdapterRegistry
 from loramux.migrations.database import Database
@@ -71,6 +72,8 @@ class GatewaySettings:
     """The sampling defaults of the base model's directory."""
     applies_adapter_defaults: bool = True
     """Whether the sampling defaults that adapters were uploaded with have an effect."""
+    base_parsers: AnswerParsers = NO_CHOICE
+    """The parsers for answers to prompts that the base's template renders."""
     max_request_tokens: int = 1024 * 1024
     """Maximum total tokens of a request's sequences: n times (tokens + max_tokens), summed over all prompts."""
 
@@ -147,7 +150,9 @@ class GatewayServices:
             tenants=tenants,
             api_keys=api_keys,
             resolver=ModelResolver(registry, model.served_name),
-            version_settings=VersionSettingsCache(database, settings.base_defaults, settings.applies_adapter_defaults),
+            version_settings=VersionSettingsCache(
+                database, settings.base_defaults, settings.applies_adapter_defaults, settings.base_parsers
+            ),
             running=running,
             maintenance=Maintenance(
                 running, admission, settler, cold_loads, health, metrics, partial(call_on, executor)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from loramux.platform.tool_calls.reasoning import ALL_MARKERS, Markers
+from loramux.adapter_store.formats.answer_parsers import AUTO, OFF, AnswerParsers
+from loramux.platform.tool_calls.reasoning import REASONING_MARKERS, Markers
 
 _SIGNS = (
     # Templates whose calls no parser here reads come first, because some use the markers of one that a parser reads.
@@ -31,7 +32,22 @@ def parser_name_of(template_source: str) -> str | None:
 
 def reasoning_markers_of(template_source: str) -> Markers | None:
     """The markers of the model's thinking, or None if its template knows none."""
-    return next((one for one in ALL_MARKERS if one.begin in template_source or one.end in template_source), None)
+    found = (one for one in REASONING_MARKERS.values() if one.begin in template_source or one.end in template_source)
+    return next(found, None)
+
+
+def chosen_parser(chosen: AnswerParsers, template_source: str) -> str | None:
+    """The parser of tool calls; None if calls are not parsed."""
+    name = chosen.tool_call_parser or AUTO
+    if name == AUTO:
+        return parser_name_of(template_source)
+    return None if name == OFF else name
+
+
+def chosen_markers(chosen: AnswerParsers, template_source: str) -> Markers | None:
+    """The markers of the thinking; None if it is not separated from the answer."""
+    name = chosen.reasoning_parser or AUTO
+    return reasoning_markers_of(template_source) if name == AUTO else REASONING_MARKERS.get(name)
 
 
 def is_thinking_open(prompt: str, markers: Markers) -> bool:

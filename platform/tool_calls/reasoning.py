@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from loramux.platform.tool_calls.reader import overlap
 
@@ -27,7 +29,10 @@ BRACKETED_THINK = Markers("[THINK]", "[/THINK]")
 CHANNEL = Markers("<|channel>thought", "<channel|>")
 """Gemma 4."""
 
-ALL_MARKERS = (THINK, BRACKETED_THINK, CHANNEL)
+REASONING_MARKERS: Mapping[str, Markers] = MappingProxyType(
+    {"think": THINK, "mistral": BRACKETED_THINK, "gemma4": CHANNEL}
+)
+"""The markers by their name in the setting `reasoning_parser`, in the order in which templates are searched."""
 
 
 class ReasoningSplitter:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
+from loramux.adapter_store.formats.answer_parsers import AnswerParsers
 from loramux.adapter_store.formats.generation_config import SamplingDefaults
 from loramux.adapter_store.validation.sandbox import ESSENTIAL
 from loramux.admin import serve
@@ -208,6 +209,11 @@ def test_base_defaults_come_from_the_model_directory(
 ) -> None:
     settings = Settings(model=copied(demo_base, tmp_path, content), data_dir=tmp_path, generation_config=switch)
     assert gateway_settings(settings).base_defaults == expected
+
+
+def test_parsers_of_the_base_come_from_the_settings(demo_base: Path, tmp_path: Path) -> None:
+    settings = Settings(model=demo_base, data_dir=tmp_path, tool_call_parser="pythonic", reasoning_parser="off")
+    assert gateway_settings(settings).base_parsers == AnswerParsers("pythonic", "off")
 
 
 def test_invalid_generation_config_of_the_base_is_refused(demo_base: Path, tmp_path: Path) -> None:

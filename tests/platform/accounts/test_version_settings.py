@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import pytest
 from sqlalchemy import delete, insert
 
+from loramux.adapter_store.formats.answer_parsers import NO_CHOICE, AnswerParsers
 from loramux.adapter_store.formats.file_names import GENERATION_FILE, TEMPLATE_FILE
 from loramux.adapter_store.formats.further_files import FurtherFiles, version_digest
 from loramux.adapter_store.formats.generation_config import SamplingDefaults
@@ -63,6 +64,14 @@ def test_version_settings_complete_those_of_the_base(clocked: Database, add_vers
     assert cache.find(add_version(files("other"))) == VersionSettings("other", BASE)
     plain = add_version({})
     assert cache.find(plain) == cache.find(ResolvedModel("base", None)) == VersionSettings(None, BASE)
+
+
+def test_parsers_of_the_base_suit_only_its_own_template(clocked: Database, add_version: Add) -> None:
+    chosen = AnswerParsers("hermes", "off")
+    cache = VersionSettingsCache(clocked, BASE, base_parsers=chosen)
+    assert cache.find(add_version({})).parsers == chosen
+    assert cache.find(add_version(files(settings="{}"))).parsers == chosen
+    assert cache.find(add_version(files("other"))).parsers == NO_CHOICE
 
 
 def test_settings_of_adapters_can_be_switched_off(clocked: Database, add_version: Add) -> None:

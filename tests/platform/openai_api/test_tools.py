@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 
+from loramux.adapter_store.formats.answer_parsers import AnswerParsers
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script
+from loramux.platform.openai_api.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway, open_gateway
 from tests.platform.tool_base import make_tool_base
@@ -23,6 +26,7 @@ WEATHER: dict[str, Any] = {
     "function": {"name": "get_weather", "description": "The weather now.", "parameters": PARAMETERS},
 }
 ASKED: list[Any] = [{"role": "user", "content": "How is the weather in Rome?"}]
+WithParsers = Callable[..., AbstractAsyncContextManager[Gateway]]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
@@ -39,6 +43,21 @@ async def tools(
     async with open_gateway(accounts, tool_tokenizer, threads) as gateway:
         gateway.engine.max_model_len = 1024
         yield gateway
+
+
+@pytest.fixture
+def with_parsers(
+    accounts: Database, tool_tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
+) -> WithParsers:
+    """Opens a gateway with these parsers for the same model."""
+
+    def opened(
+        tool_call_parser: str | None = None, reasoning_parser: str | None = None
+    ) -> AbstractAsyncContextManager[Gateway]:
+        chosen = AnswerParsers(tool_call_parser, reasoning_parser)
+        return open_gateway(accounts, tool_tokenizer, threads, GatewaySettings(base_parsers=chosen))
+
+    return opened
 
 
 def answers(gateway: Gateway, text: str) -> None:
@@ -134,6 +153,65 @@ async def test_call_that_was_cut_off_ends_with_length(tools: Gateway) -> None:
     assert completion.choices[0].finish_reason == "length"
     [call] = completion.choices[0].message.tool_calls
     assert '{"city": "Rome"}'.startswith(call.function.arguments)
+
+
+async def test_calls_are_content_without_a_parser(with_parsers: WithParsers) -> None:
+    async with with_parsers("off") as gateway:
+        gateway.engine.max_model_len = 1024
+        answers(gateway, CALL)
+        for completion in (
+            await gateway.openai.chat.completions.create(model="base", messages=ASKED, tools=[WEATHER]),
+            await streamed(gateway, tools=[WEATHER]),
+        ):
+            [choice] = completion.choices
+            assert "get_weather" in prompt_of(gateway), "the tools are still shown"
+            assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
+            assert not choice.message.tool_calls
+        strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+        for fields, param in (
+            ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+            ({"tools": [WEATHER], "tool_choice": {**NAMED, "function": {"name": "get_weather"}}}, "tool_choice"),
+            ({"tools": [strict]}, "tools"),
+        ):
+            response = await gateway.http.post(
+                "/v1/chat/completions", json={"model": "base", "messages": ASKED, **fields}
+            )
+            error = response.json()["error"]
+            assert (response.status_code, error["code"], error["param"]) == (400, "unsupported_parameter", param)
+            assert "tool calls are not parsed" in error["message"]
+
+
+async def test_parser_can_be_chosen_by_name(with_parsers: WithParsers) -> None:
+    async with with_parsers("pythonic") as gateway:
+        gateway.engine.max_model_len = 1024
+        answers(gateway, '[get_weather(city="Rome")]')
+        for completion in (
+            await gateway.openai.chat.completions.create(model="base", messages=ASKED, tools=[WEATHER]),
+            await streamed(gateway, tools=[WEATHER]),
+        ):
+            [choice] = completion.choices
+            assert (choice.message.content or "", choice.finish_reason) == ("", "tool_calls")
+            [call] = choice.message.tool_calls
+            assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Rome"}')
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "reasoning"),
+    [
+        ("off", "<think>Hot?</think>Yes.", None),
+        ("mistral", "[THINK]Hot?[/THINK]Yes.", "Hot?"),
+        ("auto", "<think>Hot?</think>Yes.", "Hot?"),
+    ],
+)
+async def test_reasoning_parser_can_be_chosen(
+    with_parsers: WithParsers, parser: str, text: str, reasoning: str | None
+) -> None:
+    async with with_parsers(reasoning_parser=parser) as gateway:
+        answers(gateway, text)
+        completion = await gateway.openai.chat.completions.create(model="base", messages=ASKED)
+        message = completion.choices[0].message
+        assert getattr(message, "reasoning", None) == reasoning
+        assert message.content == (text if reasoning is None else "Yes.")
 
 
 async def test_reasoning_is_separate_and_counted(tools: Gateway) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from loramux.adapter_store.formats import answer_parsers
 from loramux.platform.tool_calls.detection import parser_name_of
 from loramux.platform.tool_calls.parsers import PARSERS
+from loramux.platform.tool_calls.reasoning import REASONING_MARKERS
 
 SHOWN = {
     "Llama 3.1, in JSON": (
@@ -33,6 +35,12 @@ SHOWN = {
     "Qwen3-Coder": ("<tool_call>\n<function=example_function_name>", None),
     "no tools": ("{{ message.content }}", None),
 }
+
+
+def test_settings_name_every_parser() -> None:
+    names = answer_parsers.PARSERS
+    assert names["tool_call_parser"] == tuple(sorted(PARSERS))
+    assert names["reasoning_parser"] == tuple(sorted(REASONING_MARKERS))
 
 
 @pytest.mark.parametrize(("source", "name"), SHOWN.values(), ids=SHOWN.keys())

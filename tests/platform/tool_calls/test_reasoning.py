@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loramux.platform.tool_calls.detection import is_thinking_open, reasoning_markers_of
-from loramux.platform.tool_calls.reasoning import ALL_MARKERS, Markers, ReasoningSplitter
+from loramux.platform.tool_calls.reasoning import REASONING_MARKERS, Markers, ReasoningSplitter
 
 
 def split(pieces: list[str], markers: Markers, *, is_open: bool) -> tuple[str, str]:
@@ -14,7 +14,7 @@ def split(pieces: list[str], markers: Markers, *, is_open: bool) -> tuple[str, s
     return "".join(reasoning for reasoning, _ in parts), "".join(answer for _, answer in parts)
 
 
-@pytest.mark.parametrize("markers", ALL_MARKERS, ids=lambda markers: markers.begin)
+@pytest.mark.parametrize("markers", REASONING_MARKERS.values(), ids=REASONING_MARKERS)
 @pytest.mark.parametrize(
     ("text", "is_open", "reasoning", "answer"),
     [

@@ -1,0 +1,45 @@
+"""The choice of parsers for a model's answers, in `parsers.json` or in a server's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+
+AUTO = "auto"
+"""The chat template decides."""
+OFF = "off"
+"""Nothing is parsed."""
+
+PARSERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "tool_call_parser": ("functiongemma", "gemma4", "hermes", "llama3_json", "mistral", "phi", "pythonic"),
+        "reasoning_parser": ("gemma4", "mistral", "think"),
+    }
+)
+"""The names of the parsers for each setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerParsers:
+    """The name of each parser, AUTO or OFF; None where nothing is chosen."""
+
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+
+    def document(self) -> dict[str, str]:
+        """The settings that have a value."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def over(self, base: AnswerParsers) -> AnswerParsers:
+        """These choices, completed by those of `base`."""
+        return AnswerParsers(**{**base.document(), **self.document()})
+
+
+NO_CHOICE = AnswerParsers()
+
+
+def problem_with_parser(setting: str, value: object) -> str | None:
+    """What is wrong with a setting's value; None if nothing is."""
+    valid = (AUTO, OFF, *PARSERS[setting])
+    return None if value in valid else f"{setting} must be one of {', '.join(valid)}"
