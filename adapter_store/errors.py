@@ -38,7 +38,7 @@ class AdapterRejected(Refused):
     - the configuration: `config_too_large`, `invalid_json`, `duplicate_key`, `invalid_config`, `unknown_config_key`,
       `unsupported_config`, `rank_out_of_range`, `alpha_out_of_range`, `unknown_module`;
     - the optional files: `file_too_large`, `invalid_template`, `invalid_json`, `duplicate_key`,
-      `invalid_generation_config`;
+      `invalid_generation_config`, `invalid_parsers`;
     - both together: `base_mismatch`, `rank_mismatch`, `missing_tensor`, `unexpected_tensor`, `ambiguous_names`;
     - the values: `not_finite`, `norm_too_large`, `zero_effect`;
     - the uploaded bytes: `upload_incomplete`, `size_mismatch`, `checksum_mismatch`;

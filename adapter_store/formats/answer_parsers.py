@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
+from loramux.adapter_store.errors import AdapterRejected, printable
+from loramux.adapter_store.formats.file_names import PARSERS_FILE
+from loramux.adapter_store.formats.strict_json import DuplicateKey, InvalidJson, parse_strict_json
+
 AUTO = "auto"
 """The chat template decides."""
 OFF = "off"
@@ -43,3 +47,24 @@ def problem_with_parser(setting: str, value: object) -> str | None:
     """What is wrong with a setting's value; None if nothing is."""
     valid = (AUTO, OFF, *PARSERS[setting])
     return None if value in valid else f"{setting} must be one of {', '.join(valid)}"
+
+
+def parse_answer_parsers(text: bytes) -> AnswerParsers:
+    """Read a `parsers.json`. Raises AdapterRejected, whose `param` is the setting, or the file's name."""
+    try:
+        document = parse_strict_json(text)
+    except DuplicateKey as error:
+        raise AdapterRejected("duplicate_key", f"{PARSERS_FILE} has a key twice", error.key) from None
+    except InvalidJson as error:
+        raise AdapterRejected("invalid_json", f"the file is not JSON: {error}", PARSERS_FILE) from None
+    if not isinstance(document, dict) or not document:
+        valid = " or ".join(PARSERS)
+        raise AdapterRejected("invalid_parsers", f"{PARSERS_FILE} must be a JSON object with {valid}", PARSERS_FILE)
+    for setting, value in document.items():
+        if setting not in PARSERS:
+            shown = printable(setting, 60)
+            raise AdapterRejected("invalid_parsers", f"{PARSERS_FILE} has no setting {shown}", setting)
+        problem = problem_with_parser(setting, value)
+        if problem is not None:
+            raise AdapterRejected("invalid_parsers", problem, setting)
+    return AnswerParsers(**document)

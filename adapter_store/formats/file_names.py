@@ -1,4 +1,4 @@
-"""The files of an adapter: the two that PEFT writes, and two optional ones that transformers writes."""
+"""The files of an adapter: the two that PEFT writes, two optional ones that transformers writes, and one of ours."""
 
 from __future__ import annotations
 
@@ -8,5 +8,6 @@ UPLOAD_FILES = (CONFIG_FILE, TENSORS_FILE)
 """The names of an upload's two required files."""
 TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
-FURTHER_FILES = (TEMPLATE_FILE, GENERATION_FILE)
-"""The names of an upload's optional files."""
+PARSERS_FILE = "parsers.json"
+FURTHER_FILES = (TEMPLATE_FILE, GENERATION_FILE, PARSERS_FILE)
+"""The names of an upload's optional files, in the order in which a version's digest covers them."""

@@ -98,7 +98,7 @@ class Ingest:
             raise UploadRefused(
                 "invalid_files",
                 f"an upload must have the files {' and '.join(UPLOAD_FILES)}, "
-                f"and can also have {' and '.join(FURTHER_FILES)}",
+                f"and can also have {', '.join(FURTHER_FILES)}",
                 "files",
             )
         for file in files:

@@ -1,4 +1,4 @@
-"""Checks an upload's optional files: the chat template's syntax and the generation settings."""
+"""Checks an upload's optional files: the chat template's syntax, the generation settings and the parsers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from loramux.adapter_store.errors import AdapterRejected, printable
-from loramux.adapter_store.formats.file_names import GENERATION_FILE, TEMPLATE_FILE
+from loramux.adapter_store.formats.answer_parsers import parse_answer_parsers
+from loramux.adapter_store.formats.file_names import GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE
 from loramux.adapter_store.formats.further_files import MAX_FURTHER_BYTES, FurtherFiles
 from loramux.adapter_store.formats.generation_config import parse_generation_config
 
@@ -43,5 +44,9 @@ def check_further_files(contents: Mapping[str, bytes], check_template: TemplateC
         except UnicodeDecodeError:
             raise AdapterRejected("invalid_template", "the template is not UTF-8", TEMPLATE_FILE) from None
         check_template(source)
-    config = contents.get(GENERATION_FILE)
-    return FurtherFiles(contents, None if config is None else parse_generation_config(config))
+    config, parsers = contents.get(GENERATION_FILE), contents.get(PARSERS_FILE)
+    return FurtherFiles(
+        contents,
+        None if config is None else parse_generation_config(config),
+        None if parsers is None else parse_answer_parsers(parsers),
+    )

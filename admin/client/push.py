@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +17,8 @@ from loramux.admin.client.client import AdminClient, AdminError, Document, Serve
 FILE_NAMES = ("adapter_config.json", "adapter_model.safetensors")
 TEMPLATE_NAME = "chat_template.jinja"
 GENERATION_NAME = "generation_config.json"
-FURTHER_NAMES = (TEMPLATE_NAME, GENERATION_NAME)
+PARSERS_NAME = "parsers.json"
+FURTHER_NAMES = (TEMPLATE_NAME, GENERATION_NAME, PARSERS_NAME)
 """The optional files of a version."""
 CHUNK_BYTES = 1 << 20
 
@@ -58,14 +61,22 @@ def push_adapter(
     timeout_s: float = 300.0,
     progress: Progress = lambda _what, _num_bytes: None,
     without: Collection[str] = (),
+    parsers: Mapping[str, str] | None = None,
 ) -> PushedVersion:
     """Upload the adapter in `directory` as the next version of `tenant/name` and wait until it is ready.
 
-    Optional files in the directory are uploaded too, except those named in `without`. `tenant` is a slug or an
-    identifier. Raises PushRefused when the directory is not an adapter, the server rejects the adapter, or `timeout_s`
-    elapses. A push that fails or is interrupted cancels its upload.
+    Optional files in the directory are uploaded too, except those named in `without`. `parsers` are settings that take
+    precedence over those in the directory's `parsers.json`. `tenant` is a slug or an identifier. Raises PushRefused
+    when the directory is not an adapter, the server rejects the adapter, or `timeout_s` elapses. A push that fails or
+    is interrupted cancels its upload.
     """
-    paths = _paths(directory, without)
+    with _with_parsers(_paths(directory, without), parsers or {}) as paths:
+        return _push_files(client, paths, tenant, name, timeout_s, progress)
+
+
+def _push_files(
+    client: AdminClient, paths: Sequence[Path], tenant: str, name: str, timeout_s: float, progress: Progress
+) -> PushedVersion:
     files = [{"name": path.name, "size": path.stat().st_size, "sha256": _sha256(path, progress)} for path in paths]
     adapter = _adapter(client, tenant, name)
     path_of_uploads = f"adapters/{adapter['id']}/uploads"
@@ -127,6 +138,25 @@ def _ready(client: AdminClient, adapter: Document, version: Document, timeout_s:
     return PushedVersion(
         adapter["model"], version["number"], version["digest"], version["version_digest"], version["max_rank"]
     )
+
+
+@contextmanager
+def _with_parsers(paths: list[Path], parsers: Mapping[str, str]) -> Iterator[list[Path]]:
+    """The files with a `parsers.json` that has these settings; without settings, the files as they are."""
+    if not parsers:
+        yield paths
+        return
+    own = next((path for path in paths if path.name == PARSERS_NAME), None)
+    try:
+        chosen = {} if own is None else json.loads(own.read_bytes())
+    except ValueError:
+        chosen = None
+    if not isinstance(chosen, dict):
+        raise PushRefused(f"{own} is not a JSON object", "invalid_json", PARSERS_NAME)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / PARSERS_NAME
+        path.write_text(json.dumps({**chosen, **parsers}, sort_keys=True) + "\n")
+        yield [other for other in paths if other != own] + [path]
 
 
 def num_bytes_of(directory: Path, without: Collection[str] = ()) -> int:

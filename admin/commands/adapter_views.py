@@ -23,6 +23,9 @@ def shown_targets(targets: Sequence[Document]) -> str:
     return "+".join(f"{target['version']}({target['weight'] / total:.0%})" for target in targets)
 
 
+_PARSERS = ("tool_call_parser", "reasoning_parser")
+
+
 def print_versions(adapter: Document, versions: Sequence[Document]) -> None:
     """An adapter with its versions, newest first."""
     print(f"{adapter['model']} ({adapter['id']}, {adapter['state']})")
@@ -54,6 +57,7 @@ def print_version(adapter: Document, version: Document) -> None:
     ]
     settings = version["generation_config"] or {}
     rows += [(f"generation_config {name}", value) for name, value in settings.items()]
+    rows += [(name, version[name]) for name in _PARSERS if version[name] is not None]
     rows.append(("aliases", " ".join(_naming(adapter, version["number"])) or None))
     rows += [("created", shown_time(version["created_at"])), ("ready", shown_time(version["ready_at"]))]
     if version["error"]:
@@ -67,7 +71,10 @@ def print_version(adapter: Document, version: Document) -> None:
 def _own_files(version: Document) -> str | None:
     """The optional files that the version has."""
     own = {"template": version["chat_template"], "settings": version["generation_config"]}
-    return " ".join(name for name, value in own.items() if value is not None) or None
+    names = [name for name, value in own.items() if value is not None]
+    if any(version[name] is not None for name in _PARSERS):
+        names.append("parsers")
+    return " ".join(names) or None
 
 
 def _naming(adapter: Document, number: int) -> list[str]:

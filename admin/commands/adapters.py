@@ -49,13 +49,25 @@ def push(
     no_generation_config: Annotated[
         bool, typer.Option("--no-generation-config", help="Leave out the directory's generation_config.json.")
     ] = False,
+    tool_parser: Annotated[
+        str | None,
+        typer.Option(help="auto, off or a parser's name: how the version's tool calls are read.", show_default=False),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="auto, off or a parser's name: how the version's reasoning is told apart.", show_default=False
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Upload a PEFT directory as the adapter's next version and wait until it is ready.
 
-    A chat_template.jinja and a generation_config.json in the directory become part of the version. The server itself
-    reads an s3:// source, which its operator must allow, with all of its files.
+    A chat_template.jinja, a generation_config.json and a parsers.json in the directory become part of the version. The
+    options for parsers take precedence over parsers.json. The server itself reads an s3:// source, which its operator
+    must allow, with all of its files.
     """
+    from loramux.adapter_store.formats.answer_parsers import AnswerParsers, problem_with_parser
     from loramux.admin.client.named_adapter import find_named
     from loramux.admin.client.push import (
         GENERATION_NAME,
@@ -72,15 +84,23 @@ def push(
     directory = Path(source)
     if not is_remote and not directory.is_dir():
         raise typer.BadParameter(f"there is no directory {source}", param_hint="DIRECTORY")
+    parsers = AnswerParsers(tool_parser, reasoning_parser).document()
+    for setting, value in parsers.items():
+        problem = problem_with_parser(setting, value)
+        if problem is not None:
+            hint = {"tool_call_parser": "--tool-parser", "reasoning_parser": "--reasoning-parser"}[setting]
+            raise typer.BadParameter(problem, param_hint=hint)
     if is_remote and without:
         raise typer.BadParameter("the server reads all files of an s3:// source", param_hint="--no-template")
+    if is_remote and parsers:
+        raise typer.BadParameter("put a parsers.json into the s3:// source", param_hint="--tool-parser")
     try:
         num_bytes = None if is_remote else num_bytes_of(directory, without)
         with connected(as_json) as client, _progress(num_bytes, as_json) as progress:
             if is_remote:
                 pushed = register_source(client, source, tenant, name, timeout_s)
             else:
-                pushed = push_adapter(client, directory, tenant, name, timeout_s, progress, without)
+                pushed = push_adapter(client, directory, tenant, name, timeout_s, progress, without, parsers)
             default = find_named(client, pushed.model).document["aliases"].get(DEFAULT_ALIAS, ())
     except PushRefused as error:
         fail(f"rejected ({error.code}): {error.message}", REFUSED, error.envelope() if as_json else None)

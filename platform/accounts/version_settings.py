@@ -7,8 +7,8 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
-from loramux.adapter_store.formats.answer_parsers import NO_CHOICE, AnswerParsers
-from loramux.adapter_store.formats.file_names import GENERATION_FILE, TEMPLATE_FILE
+from loramux.adapter_store.formats.answer_parsers import NO_CHOICE, AnswerParsers, parse_answer_parsers
+from loramux.adapter_store.formats.file_names import GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE
 from loramux.adapter_store.formats.further_files import version_digest
 from loramux.adapter_store.formats.generation_config import NO_DEFAULTS, SamplingDefaults, parse_generation_config
 from loramux.adapter_store.registry.records import AdapterRef
@@ -83,4 +83,7 @@ class VersionSettingsCache:
             settings = replace(settings, template=template.decode("utf-8"), parsers=NO_CHOICE)
         if config is not None and self._applies_adapter_defaults:
             settings = replace(settings, defaults=parse_generation_config(config).over(settings.defaults))
+        if PARSERS_FILE in contents:
+            chosen = parse_answer_parsers(contents[PARSERS_FILE])
+            settings = replace(settings, parsers=chosen.over(settings.parsers))
         return settings

@@ -82,6 +82,8 @@ _BY_NAME: Mapping[str, Any] = {
     "version_digest": _DIGEST,
     "chat_template": _DIGEST,
     "generation_config": {"temperature": 0.6, "top_k": 20},
+    "tool_call_parser": "hermes",
+    "reasoning_parser": None,
     "sha256": _DIGEST,
     "number": 3,
     "version": 3,

@@ -70,8 +70,9 @@ class UploadDocument(TypedDict):
 async def create_upload(adapter_id: str, request: Request, services: Services, caller: Developer) -> UploadDocument:
     """Declare the name, size and SHA-256 of each file; the response says how to PUT each file.
 
-    `adapter_config.json` and `adapter_model.safetensors` are required. `chat_template.jinja` (at most 64 KiB) and
-    `generation_config.json` (at most 16 KiB) are optional; the version then uses this template and these defaults.
+    `adapter_config.json` and `adapter_model.safetensors` are required. `chat_template.jinja` (at most 64 KiB),
+    `generation_config.json` (at most 16 KiB) and `parsers.json` (at most 1 KiB) are optional; the version then uses
+    this template, these defaults and these parsers, such as `{"tool_call_parser": "hermes"}`.
     A file with only a `url` is sent to this server. A file with `method` and `headers` is sent to the blob store, with
     exactly these headers and no key. A large file has `parts` of `part_size` bytes; the last part can be shorter. The
     declared bytes count against `adapter_bytes` until the upload is used, cancelled or expired.

@@ -29,7 +29,8 @@ class VersionDocument(TypedDict):
 
     `digest` is the digest of the weights. A model name can contain `version_digest`, which also covers the optional
     files, after `@sha256:`. `chat_template` is the SHA-256 of the version's own template, `generation_config` has its
-    sampling defaults, and `report` is the validation report. The digests and sizes are null until validation has
+    sampling defaults, `tool_call_parser` and `reasoning_parser` are the parsers that it was uploaded with, and `report`
+    is the validation report. The digests and sizes are null until validation has
     succeeded.
     """
 
@@ -42,6 +43,8 @@ class VersionDocument(TypedDict):
     version_digest: str | None
     chat_template: str | None
     generation_config: dict[str, int | float] | None
+    tool_call_parser: str | None
+    reasoning_parser: str | None
     max_rank: int | None
     num_pages: int | None
     size: int | None
@@ -143,6 +146,8 @@ def describe_version(version: AdapterVersion) -> VersionDocument:
         "version_digest": version.version_digest,
         "chat_template": version.report.get("chat_template", {}).get("sha256"),
         "generation_config": version.report.get("generation_config"),
+        "tool_call_parser": version.report.get("parsers", {}).get("tool_call_parser"),
+        "reasoning_parser": version.report.get("parsers", {}).get("reasoning_parser"),
         "max_rank": version.max_rank,
         "num_pages": version.num_pages,
         "size": version.canonical_bytes,

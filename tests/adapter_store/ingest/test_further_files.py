@@ -11,7 +11,8 @@ import pytest
 from sqlalchemy import func, select
 
 from loramux.adapter_store.errors import AdapterRejected, UploadRefused
-from loramux.adapter_store.formats.file_names import FURTHER_FILES, GENERATION_FILE, TEMPLATE_FILE
+from loramux.adapter_store.formats.file_names import FURTHER_FILES, GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE
+from loramux.adapter_store.formats.further_files import version_digest
 from loramux.adapter_store.ingest.export import VersionExport
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.registry.version_files import read_further_files
@@ -21,7 +22,8 @@ from tests.adapter_store.ingest.ingest_world import DirectValidator, FailingBlob
 
 TEMPLATE = b"{% for message in messages %}{{ message.content }}{% endfor %}"
 SETTINGS = b'{"temperature": 0.5, "top_k": null, "eos_token_id": [1, 2]}'
-FURTHER = {TEMPLATE_FILE: TEMPLATE, GENERATION_FILE: SETTINGS}
+PARSERS = b'{"tool_call_parser": "pythonic"}'
+FURTHER = {TEMPLATE_FILE: TEMPLATE, GENERATION_FILE: SETTINGS, PARSERS_FILE: PARSERS}
 
 
 def test_equal_weights_with_another_template_are_another_version(world: IngestWorld, make_adapter: Any) -> None:
@@ -49,6 +51,13 @@ def test_version_digest_covers_the_weights_and_each_file(world: IngestWorld, mak
     assert version.version_digest == hashlib.sha256(lines.encode()).hexdigest()
     assert version.report["chat_template"] == {"sha256": hashlib.sha256(TEMPLATE).hexdigest(), "size": len(TEMPLATE)}
     assert version.report["generation_config"] == {"temperature": 0.5}
+    assert version.report["parsers"] == {"tool_call_parser": "pythonic"}
+
+
+def test_version_digests_without_parsers_are_those_of_earlier_releases() -> None:
+    checksums = {TEMPLATE_FILE: "b" * 64, GENERATION_FILE: "c" * 64}
+    assert version_digest("a" * 64, checksums) == "9330f84fb7f0211f56acc208ea7e0d6a4a09c4e143f8e2b07f903d780fa35559"
+    assert version_digest("a" * 64, {}) == "a" * 64
 
 
 def test_identical_weights_and_files_return_the_existing_version(world: IngestWorld, make_adapter: Any) -> None:
@@ -81,6 +90,13 @@ REFUSED = [
     pytest.param(GENERATION_FILE, b'{"top_p": NaN}', "invalid_json", GENERATION_FILE, id="NaN"),
     pytest.param(GENERATION_FILE, b'{"a": 1, "a": 2}', "duplicate_key", "a", id="key twice"),
     pytest.param(GENERATION_FILE, b'{"temperature": -1}', "invalid_generation_config", "temperature", id="setting"),
+    pytest.param(PARSERS_FILE, b"{}", "invalid_parsers", PARSERS_FILE, id="no parser"),
+    pytest.param(PARSERS_FILE, b"[1]", "invalid_parsers", PARSERS_FILE, id="no object of parsers"),
+    pytest.param(PARSERS_FILE, b'"', "invalid_json", PARSERS_FILE, id="no JSON of parsers"),
+    pytest.param(PARSERS_FILE, b'{"reasoning_parser": null}', "invalid_parsers", "reasoning_parser", id="null"),
+    pytest.param(PARSERS_FILE, b'{"tool_call_parser": []}', "invalid_parsers", "tool_call_parser", id="list"),
+    pytest.param(PARSERS_FILE, b'{"tool_call_parser": "x"}', "invalid_parsers", "tool_call_parser", id="unknown"),
+    pytest.param(PARSERS_FILE, b'{"tool_parser": "off"}', "invalid_parsers", "tool_parser", id="unknown setting"),
 ]
 
 
@@ -96,7 +112,9 @@ def test_bad_file_rejects_the_version_and_leaves_nothing(
     world.assert_nothing_left_over()
 
 
-@pytest.mark.parametrize(("name", "num_bytes"), [(TEMPLATE_FILE, 65_537), (GENERATION_FILE, 16_385)])
+@pytest.mark.parametrize(
+    ("name", "num_bytes"), [(TEMPLATE_FILE, 65_537), (GENERATION_FILE, 16_385), (PARSERS_FILE, 1_025)]
+)
 def test_large_file_is_refused_when_declared(world: IngestWorld, make_adapter: Any, name: str, num_bytes: int) -> None:
     files = make_adapter()
     with pytest.raises(UploadRefused) as refused:
@@ -133,7 +151,7 @@ def test_accepted_files_survive_a_failing_store(
             world.ingest.process(version.id)
         with database.read() as connection:
             rows = connection.execute(select(func.count()).select_from(adapter_version_files)).scalar_one()
-        assert rows == 2, "a retry replaces the files"
+        assert rows == 3, "a retry replaces the files"
         assert world.registry.resolve("acme", "support") is None
     blobs.num_calls = 1_000_000
     ready = world.ingest.process(version.id)
@@ -148,6 +166,6 @@ def test_janitor_keeps_the_files_of_an_open_upload_and_deletes_those_of_a_cancel
     files = make_adapter()
     upload = world.upload(files.config_bytes, files.tensor_bytes, **FURTHER)
     world.ingest.remove_abandoned()
-    assert len(list(world.blobs.list_keys("uploads/"))) == 4
+    assert len(list(world.blobs.list_keys("uploads/"))) == 5
     world.ingest.cancel_upload(world.adapter_id, upload.id)
     assert not list(world.blobs.list_keys("uploads/"))

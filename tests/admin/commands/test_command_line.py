@@ -173,6 +173,31 @@ def test_optional_files_are_pushed_shown_and_pulled(
     }
     assert loramux("adapters", "pull", "acme/support@2", place, "--force").exit_code == 0
     assert not any((place / name).exists() for name in own), "files of another version are deleted"
+
+
+def test_parsers_are_pushed_shown_and_pulled(loramux: Run, make_adapter: Callable[..., Path], tmp_path: Path) -> None:
+    loramux("tenants", "create", "acme")
+    directory, place = make_adapter(), tmp_path / "pulled"
+    push = ("adapters", "push", directory, "--tenant", "acme", "--name", "support", "--json")
+    plain = printed_json(loramux(*push))
+    chosen = printed_json(loramux(*push, "--tool-parser", "hermes", "--reasoning-parser", "off"))
+    assert (chosen["version"], chosen["digest"]) == (2, plain["digest"])
+    assert chosen["version_digest"] != plain["version_digest"]
+    assert re.search(rf"{chosen['version_digest'][:12]} +parsers", loramux("adapters", "show", "acme/support").stdout)
+    shown = loramux("adapters", "show", "acme/support@2").stdout
+    assert re.search(r"tool_call_parser +hermes", shown)
+    assert re.search(r"reasoning_parser +off", shown)
+    assert loramux("adapters", "pull", "acme/support@2", place).exit_code == 0
+    again = ("adapters", "push", place, "--tenant", "acme", "--name", "support", "--json")
+    assert printed_json(loramux(*again)) == chosen, "a pulled version is the same version"
+    other = printed_json(loramux(*again, "--tool-parser", "off"))
+    assert other["version"] == 3
+    document = printed_json(loramux("adapters", "show", "acme/support@3", "--json"))
+    assert (document["tool_call_parser"], document["reasoning_parser"]) == ("off", "off")
+    unknown = loramux(*push, "--tool-parser", "llama")
+    assert unknown.exit_code == 2
+    assert "auto, off, functiongemma" in " ".join(unknown.stderr.replace("│", " ").split())
+    assert printed_json(loramux(*push)) == plain, "nothing was uploaded"
     remote = loramux("adapters", "push", "s3://bucket/one", "--tenant", "acme", "--name", "support", "--no-template")
     assert (remote.exit_code, "reads all files" in remote.stderr) == (2, True)
 

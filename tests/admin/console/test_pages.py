@@ -169,13 +169,16 @@ async def test_optional_files_of_a_version_are_shown(operator: Browser, make_ada
     template = "{{ messages }}"
     (directory / "chat_template.jinja").write_text(template)
     (directory / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 3}')
+    (directory / "parsers.json").write_text('{"tool_call_parser": "hermes", "reasoning_parser": "off"}')
     await _upload(operator, here, directory)
     shown = await _until_ready(operator, f"{here}/versions/1")
+    assert "<dt>Parsers</dt><dd>tool calls hermes, reasoning off</dd>" in shown
     assert "temperature 0.5, top_k 3</dd>" in shown
     assert "Digest of the weights" in shown
     assert hashlib.sha256(template.encode()).hexdigest() in shown
     page = (await operator.get(here)).text
     assert ">template</span>" in page
+    assert 'title="tool calls hermes, reasoning off">parsers</span>' in page
     assert 'title="temperature 0.5, top_k 3">settings</span>' in page
 
 
@@ -320,7 +323,13 @@ async def _voice(operator: Browser, make_adapter: Callable[..., Path]) -> str:
 
 
 async def _upload(operator: Browser, here: str, directory: Path) -> None:
-    names = ("adapter_config.json", "adapter_model.safetensors", "chat_template.jinja", "generation_config.json")
+    names = (
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "chat_template.jinja",
+        "generation_config.json",
+        "parsers.json",
+    )
     contents = {name: (directory / name).read_bytes() for name in names if (directory / name).exists()}
     declared = [
         {"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}

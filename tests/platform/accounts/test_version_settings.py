@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import delete, insert
 
 from loramux.adapter_store.formats.answer_parsers import NO_CHOICE, AnswerParsers
-from loramux.adapter_store.formats.file_names import GENERATION_FILE, TEMPLATE_FILE
+from loramux.adapter_store.formats.file_names import GENERATION_FILE, PARSERS_FILE, TEMPLATE_FILE
 from loramux.adapter_store.formats.further_files import FurtherFiles, version_digest
 from loramux.adapter_store.formats.generation_config import SamplingDefaults
 from loramux.adapter_store.registry.records import AdapterRef
@@ -72,6 +72,13 @@ def test_parsers_of_the_base_suit_only_its_own_template(clocked: Database, add_v
     assert cache.find(add_version({})).parsers == chosen
     assert cache.find(add_version(files(settings="{}"))).parsers == chosen
     assert cache.find(add_version(files("other"))).parsers == NO_CHOICE
+
+
+def test_parsers_of_a_version_take_precedence(clocked: Database, add_version: Add) -> None:
+    cache = VersionSettingsCache(clocked, BASE, base_parsers=AnswerParsers("hermes", "off"))
+    own = {PARSERS_FILE: b'{"tool_call_parser": "auto"}'}
+    assert cache.find(add_version(own)).parsers == AnswerParsers("auto", "off")
+    assert cache.find(add_version({**files("other"), **own})).parsers == AnswerParsers("auto", None)
 
 
 def test_settings_of_adapters_can_be_switched_off(clocked: Database, add_version: Add) -> None:

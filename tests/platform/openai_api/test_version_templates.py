@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loramux.adapter_store.formats.file_names import TEMPLATE_FILE
+from loramux.adapter_store.formats.file_names import PARSERS_FILE, TEMPLATE_FILE
 from loramux.platform.engine_link.scripted_engine import Script
 from tests.platform.gateways import Gateway
 from tests.platform.tool_base import TEMPLATE
@@ -62,6 +62,25 @@ async def test_a_versions_template_decides_whether_tools_are_supported(gateway: 
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": "{}"}
     refused = await gateway.http.post("/v1/chat/completions", json={"model": "base", **body})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+
+
+async def test_a_version_decides_how_its_calls_are_read(gateway: Gateway) -> None:
+    shown = {TEMPLATE_FILE: TEMPLATE.encode()}
+    gateway.add_adapter("acme", "pythonic", files={**shown, PARSERS_FILE: b'{"tool_call_parser": "pythonic"}'})
+    gateway.add_adapter("acme", "plain", files={**shown, PARSERS_FILE: b'{"tool_call_parser": "off"}'})
+    call = "[get_weather()]"
+    token_ids = gateway.services.tokenizer.encode(call)[1:]
+    gateway.engine.script = lambda add: Script(token_ids=token_ids)
+    body = {"messages": ASKED, "tools": [{"type": "function", "function": {"name": "get_weather"}}]}
+    read = await gateway.http.post("/v1/chat/completions", json={"model": "pythonic", **body})
+    [choice] = read.json()["choices"]
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": "{}"}
+    unread = await gateway.http.post("/v1/chat/completions", json={"model": "plain", **body})
+    assert unread.json()["choices"][0]["message"]["content"] == call
+    refused = await gateway.http.post(
+        "/v1/chat/completions", json={"model": "plain", **body, "tool_choice": "required"}
+    )
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
 
 
 async def test_a_template_that_rejects_a_conversation_names_the_messages(gateway: Gateway) -> None:

@@ -10,7 +10,7 @@ import anyio
 import httpx
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-FURTHER_FILES = ("chat_template.jinja", "generation_config.json")
+FURTHER_FILES = ("chat_template.jinja", "generation_config.json", "parsers.json")
 
 
 async def new_adapter(http: httpx.AsyncClient, tenant: str = "acme", name: str = "support") -> str:

@@ -109,6 +109,22 @@ async def test_version_document_shows_the_optional_files(
     assert (absent.status_code, absent.json()["error"]["code"]) == (404, "file_not_found")
 
 
+async def test_version_document_shows_the_parsers(http: httpx.AsyncClient, make_adapter: Callable[..., Path]) -> None:
+    adapter_id = await new_adapter(http)
+    directory = make_adapter()
+    plain = await push(http, adapter_id, directory)
+    assert (plain["tool_call_parser"], plain["reasoning_parser"]) == (None, None)
+    (directory / "parsers.json").write_text('{"tool_call_parser": "hermes"}')
+    version = await push(http, adapter_id, directory)
+    assert (version["tool_call_parser"], version["reasoning_parser"]) == ("hermes", None)
+    assert (version["digest"], version["version_digest"] != plain["version_digest"]) == (plain["digest"], True)
+    (directory / "parsers.json").write_text('{"tool_call_parser": "Hermes"}')
+    refused = await push(http, adapter_id, directory)
+    assert (refused["state"], refused["tool_call_parser"]) == ("rejected", None)
+    assert (refused["error"]["code"], refused["error"]["param"]) == ("invalid_parsers", "tool_call_parser")
+    assert "must be one of auto, off, functiongemma, gemma4, hermes" in refused["error"]["message"]
+
+
 async def test_unusable_template_is_refused_with_its_name(
     http: httpx.AsyncClient, make_adapter: Callable[..., Path]
 ) -> None:
