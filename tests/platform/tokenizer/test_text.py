@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from loramux.adapter_store.formats.answer_parsers import NO_CHOICE
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.openai_api.chat_prompt import ChatPrompts
 from loramux.platform.openai_api.schemas import ChatRequest
@@ -221,8 +222,10 @@ def test_template_error_is_an_invalid_request(tmp_path: Path, template: str) -> 
 
 def test_a_model_without_a_template_completes_but_does_not_chat(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path) is None
-    with closing(TenantTemplates({})) as tenants, pytest.raises(InvalidRequest) as caught:
-        ChatPrompts(sentencepiece_like().chat_template, tenants).render(ChatRequest(model="base", messages=ASKED))
+    with closing(TenantTemplates({})) as tenants:
+        prompts = ChatPrompts(sentencepiece_like().chat_template, tenants)
+        with pytest.raises(InvalidRequest) as caught:
+            prompts.render(ChatRequest(model="base", messages=ASKED), NO_CHOICE)
     assert caught.value.code == "no_chat_template"
 
 
