@@ -189,7 +189,8 @@ class QuotaOracle:
             if policy.metric.startswith(("tokens", "cost"))
         ]
         if any(not fits and policy.mode == "hard" for policy, _, _, fits in wanted):
-            self.refuse(self.holding(request), now_us)
+            # Buckets of requests are not read here, so their time stays wrong until the next admission.
+            self.refuse([(policy, count) for policy, count, _, _ in wanted], now_us)
             return False
         for policy, count, more, fits in wanted:
             self.touch(policy, count, now_us)
