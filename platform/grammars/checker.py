@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import queue
 import sys
@@ -10,7 +9,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -21,6 +19,7 @@ from loramux.adapter_store.validation.validator import worker_environment
 from loramux.platform.errors import InvalidRequest, RateLimited, Unavailable
 from loramux.platform.grammars.constraint import Constraint
 from loramux.platform.threads import call_on
+from loramux.platform.turns import TenantTurns
 
 CPU_S = 1
 """Processor time of one check, in seconds. A schema of 20 kB takes a thirtieth of it."""
@@ -64,14 +63,6 @@ class Checked(msgspec.Struct, frozen=True):
     keywords: tuple[str, ...] = ()
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """A tenant's requests that wait for a check; the lock admits one at a time."""
-
-    num_requests: int = 0
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
 Observer = Callable[[str, float, tuple[str, ...]], None]
 """Told the outcome (`accepted`, `refused` or `known`), the seconds, and the unsupported keywords of each check."""
 
@@ -100,7 +91,7 @@ class GrammarChecker:
         self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="grammars")
         self._observe = observe
         self._kept: OrderedDict[tuple[str, str, str], Checked] = OrderedDict()
-        self._waiting: dict[str, _Waiting] = {}
+        self._turns = TenantTurns(MAX_WAITING_PER_TENANT, _too_many_waiting)
 
     async def grammar(self, tenant_id: str, constraint: Constraint) -> str:
         """The grammar for the engine. Raises InvalidRequest, RateLimited and Unavailable."""
@@ -109,9 +100,10 @@ class GrammarChecker:
         checked = self._kept.get(key)
         outcome = "known"
         if checked is None:
-            checked = await self._checked_in_turn(key, constraint)
+            checked = await self._turns.run(tenant_id, lambda: self._checked(key, constraint))
             outcome = "refused" if checked.grammar is None else "accepted"
-        self._kept.move_to_end(key)
+        else:
+            self._kept.move_to_end(key)
         self._observe(outcome, time.monotonic() - started_s, checked.keywords)
         if checked.grammar is None:
             raise InvalidRequest(
@@ -130,27 +122,12 @@ class GrammarChecker:
             processes.close()
         self._threads.shutdown(cancel_futures=True)
 
-    async def _checked_in_turn(self, key: tuple[str, str, str], constraint: Constraint) -> Checked:
-        tenant_id = key[0]
-        waiting = self._waiting.setdefault(tenant_id, _Waiting())
-        if waiting.num_requests >= MAX_WAITING_PER_TENANT:
-            raise RateLimited(
-                "this tenant already has too many new grammars waiting to be checked",
-                code="too_many_grammars",
-                retry_after_s=RETRY_S,
-            )
-        waiting.num_requests += 1
-        try:
-            async with waiting.turn:
-                # Another request may have asked for the same while this one waited.
-                checked = self._kept.get(key)
-                if checked is None:
-                    checked = await call_on(self._threads, self._check, constraint)
-                    self._keep(key, checked)
-        finally:
-            waiting.num_requests -= 1
-            if not waiting.num_requests:
-                del self._waiting[tenant_id]
+    async def _checked(self, key: tuple[str, str, str], constraint: Constraint) -> Checked:
+        # Another request may have asked for the same while this one waited.
+        checked = self._kept.get(key)
+        if checked is None:
+            checked = await call_on(self._threads, self._check, constraint)
+            self._keep(key, checked)
         return checked
 
     def _keep(self, key: tuple[str, str, str], checked: Checked) -> None:
@@ -190,3 +167,11 @@ class GrammarChecker:
         except msgspec.MsgspecError:
             checked = Checked()
         return checked if checked.grammar or checked.refused else Checked(refused="the grammar is too complex")
+
+
+def _too_many_waiting() -> RateLimited:
+    return RateLimited(
+        "this tenant already has too many new grammars waiting to be checked",
+        code="too_many_grammars",
+        retry_after_s=RETRY_S,
+    )

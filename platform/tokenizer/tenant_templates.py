@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,6 +23,7 @@ from loramux.platform.tokenizer.conversation import Conversation, TemplateRefuse
 from loramux.platform.tokenizer.template_check import TemplateFeatures
 from loramux.platform.tokenizer.template_kwargs import check_kwargs
 from loramux.platform.tokenizer.template_worker import TemplateAnswer, TemplateRequest
+from loramux.platform.turns import TenantTurns
 
 MAX_TEMPLATE_CHARS = 64 * 1024
 """Longest template, in characters. The longest of the served families has 17,000."""
@@ -61,14 +61,6 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """A tenant's requests that wait for a rendering; the lock admits one at a time."""
-
-    num_requests: int = 0
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-@dataclass(slots=True)
 class _Known:
     """What earlier answers said about a tenant's template: its compiled code, and its features."""
 
@@ -86,7 +78,7 @@ class TenantTemplates:
         command: Sequence[str] = _WORKER,
     ) -> None:
         self._special_tokens = dict(special_tokens)
-        self._max_waiting_per_tenant = max_waiting_per_tenant
+        self._turns = TenantTurns(max_waiting_per_tenant, _too_many_waiting)
         self._all = [ForkServer(command, worker_environment(), NICENESS) for _ in range(NUM_PROCESSES)]
         # Last in, first out: few requests at a time start few processes.
         self._idle: queue.LifoQueue[ForkServer] = queue.LifoQueue()
@@ -94,7 +86,6 @@ class TenantTemplates:
             self._idle.put(processes)
         self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="templates")
         self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
-        self._waiting: dict[str, _Waiting] = {}
 
     async def render(
         self,
@@ -161,42 +152,20 @@ class TenantTemplates:
 
     async def _answer(self, tenant_id: str, source: str, conversation: Conversation | None) -> TemplateAnswer:
         """The answer of a process. Raises InvalidRequest if it is a refusal."""
-        waiting = self._waiting.setdefault(tenant_id, _Waiting())
-        if waiting.num_requests >= self._max_waiting_per_tenant:
-            raise RateLimited(
-                "this tenant already has too many requests waiting for their chat template",
-                code="too_many_templates",
-                retry_after_s=RETRY_S,
-            )
-        waiting.num_requests += 1
-        try:
-            await waiting.turn.acquire()
-        except asyncio.CancelledError:
-            self._leave(tenant_id, waiting)
-            raise
-        known = self._known.get((tenant_id, source))
-        request = self._request(source, None if known is None else known.code, conversation)
-        running = asyncio.ensure_future(call_on(self._threads, self._run, request))
-
-        def end(_: object) -> None:
-            waiting.turn.release()
-            self._leave(tenant_id, waiting)
-
-        # A client that goes away does not end its rendering, so the turn ends with the rendering, not with the client.
-        running.add_done_callback(end)
-        answer = await asyncio.shield(running)
-        self._keep((tenant_id, source), answer)
+        answer = await self._turns.run(tenant_id, lambda: self._rendered(tenant_id, source, conversation))
         if answer.refused is not None:
             raise InvalidRequest(answer.refused, param=answer.param)
         return answer
 
+    async def _rendered(self, tenant_id: str, source: str, conversation: Conversation | None) -> TemplateAnswer:
+        known = self._known.get((tenant_id, source))
+        request = self._request(source, None if known is None else known.code, conversation)
+        answer = await call_on(self._threads, self._run, request)
+        self._keep((tenant_id, source), answer)
+        return answer
+
     def _request(self, source: str, code: bytes | None, conversation: Conversation | None) -> TemplateRequest:
         return TemplateRequest(source=source, code=code, special_tokens=self._special_tokens, conversation=conversation)
-
-    def _leave(self, tenant_id: str, waiting: _Waiting) -> None:
-        waiting.num_requests -= 1
-        if not waiting.num_requests:
-            del self._waiting[tenant_id]
 
     def _keep(self, key: tuple[str, str], answer: TemplateAnswer) -> None:
         known = self._known.get(key)
@@ -239,3 +208,11 @@ class TenantTemplates:
             return msgspec.json.decode(ended.stdout, type=TemplateAnswer)
         except msgspec.MsgspecError:
             return _TOO_COSTLY
+
+
+def _too_many_waiting() -> RateLimited:
+    return RateLimited(
+        "this tenant already has too many requests waiting for their chat template",
+        code="too_many_templates",
+        retry_after_s=RETRY_S,
+    )
