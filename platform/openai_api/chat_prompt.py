@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from loramux.adapter_store.formats.answer_parsers import AnswerParsers
@@ -34,7 +33,7 @@ class ChatPrompts:
     """Renders with the base's chat template, or with those that tenants upload with their adapters."""
 
     def __init__(self, base: ChatTemplate | None, tenants: TenantTemplates) -> None:
-        self._base = base
+        self._base, self._base_features = base, _features(base)
         self._tenants = tenants
 
     def render(self, body: ChatRequest, parsers: AnswerParsers) -> ChatPrompt:
@@ -56,14 +55,13 @@ class ChatPrompts:
     def close(self) -> None:
         self._tenants.close()
 
-    @cached_property
-    def _base_features(self) -> TemplateFeatures | None:
-        assert self._base is not None
-        try:
-            return self._base.features()
-        except TemplateRefused:
-            # Requests fail with the reason.
-            return None
+
+def _features(template: ChatTemplate | None) -> TemplateFeatures | None:
+    try:
+        return None if template is None else template.features()
+    except TemplateRefused:
+        # Requests fail with the reason.
+        return None
 
 
 def _prompt(text: str, source: str, body: ChatRequest, parsers: AnswerParsers) -> ChatPrompt:
