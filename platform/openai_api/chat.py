@@ -19,6 +19,7 @@ from loramux.platform.openai_api.openapi_schemas import ChatDocument
 from loramux.platform.openai_api.request_life import serve
 from loramux.platform.openai_api.schemas import ChatRequest
 from loramux.platform.openai_api.services import GatewayServices
+from loramux.platform.telemetry.tracing import traced
 from loramux.platform.tool_calls.parsers import PARSERS
 
 router = APIRouter()
@@ -46,7 +47,8 @@ async def _prepare(services: GatewayServices, target: Target, received: Received
         return await services.compute_if_long(
             received.num_bytes, lambda: encoded(services.chat_prompts.render(body, parsers))
         )
-    prompt = await services.chat_prompts.render_with(target.tenant_id, source, body, parsers)
+    with traced("render"), services.metrics.template_seconds.time():
+        prompt = await services.chat_prompts.render_with(target.tenant_id, source, body, parsers)
     return await services.compute_if_long(len(prompt.text), encoded, prompt)
 
 
@@ -55,7 +57,7 @@ def _constraint(services: GatewayServices, body: ChatRequest, prepared: Prepared
 
 
 async def _shape(services: GatewayServices, received: Received[ChatRequest], prepared: Prepared) -> ChatAnswer:
-    body = received.body
+    body, tool_format = received.body, prepared.tool_format
     return ChatAnswer(
         id=f"chatcmpl-{received.request_id.removeprefix('req_')}",
         model=body.model,
@@ -64,7 +66,8 @@ async def _shape(services: GatewayServices, received: Received[ChatRequest], pre
         has_logprobs=bool(body.logprobs),
         include_usage=body.include_usage,
         tool_choice=body.choice_of_tools,
-        new_parser=None if prepared.tool_format is None else PARSERS[prepared.tool_format],
+        new_parser=None if tool_format is None else PARSERS[tool_format],
+        note_call=None if tool_format is None else services.metrics.tool_calls.labels(tool_format).inc,
         prompt_token_ids=prepared.prompts[0] if body.return_token_ids else None,
         num_prompt_logprobs=body.prompt_logprobs,
     )

@@ -33,6 +33,8 @@ class ChatAnswer:
     tool_choice: ToolChoice
     new_parser: Callable[[], CallParser] | None = None
     """Creates a parser of tool calls for a choice; None if the request offers no tools."""
+    note_call: Callable[[], None] | None = None
+    """Called for each tool call."""
     prompt_token_ids: Sequence[int] | None = None
     num_prompt_logprobs: int | None = None
     """Number of most likely tokens in `prompt_logprobs`; None if the client did not ask for it."""
@@ -85,7 +87,17 @@ class ChatAnswer:
         }
 
     def _builder(self) -> MessageBuilder:
-        return MessageBuilder(None if self.new_parser is None else self.new_parser(), _call_ids())
+        return MessageBuilder(None if self.new_parser is None else self.new_parser(), self._call_ids())
+
+    def _call_ids(self) -> Iterator[str]:
+        """Yield new ids for tool calls.
+
+        Templates of Mistral's models accept only ids of nine letters and digits.
+        """
+        while True:
+            if self.note_call is not None:
+                self.note_call()
+            yield secrets.token_hex(5)[:9]
 
     def _finish_reason(self, reason: str | None, builder: MessageBuilder) -> str | None:
         # As in OpenAI's API, a call that the request named ends with `stop`.
@@ -134,12 +146,3 @@ class ChatAnswer:
             "logprob": shown_logprob(logprob),
             "bytes": list(spelled),
         }
-
-
-def _call_ids() -> Iterator[str]:
-    """Yield new ids for tool calls.
-
-    Templates of Mistral's models accept only ids of nine letters and digits.
-    """
-    while True:
-        yield secrets.token_hex(5)[:9]

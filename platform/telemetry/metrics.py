@@ -71,6 +71,10 @@ class GatewayMetrics:
         self.grammar_refused_keywords = self._counter(
             "loramux_grammar_refused_keywords", "Schema keywords that are not supported", "keyword"
         )
+        self.template_seconds = self._histogram(
+            "loramux_adapter_template_seconds", "Time to render a chat with an adapter's template", COMMIT_SECONDS
+        )
+        self.tool_calls = self._counter("loramux_tool_calls", "Tool calls in answers, by format", "format")
         self.commit_seconds = self._histogram(
             "loramux_commit_seconds", "Duration of a transaction of reservations and settlements", COMMIT_SECONDS
         )

@@ -88,6 +88,8 @@ async def test_call_is_answered_with_its_arguments(tools: Gateway) -> None:
         assert (call.type, call.function.name) == ("function", "get_weather")
         assert json.loads(call.function.arguments) == {"city": "Rome"}
         assert call.id
+    counted = tools.services.metrics.registry.get_sample_value("loramux_tool_calls_total", {"format": "hermes"})
+    assert counted == 2
 
 
 async def test_message_with_only_calls_has_no_content(tools: Gateway) -> None:

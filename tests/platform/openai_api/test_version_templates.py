@@ -47,6 +47,8 @@ async def test_each_prompt_is_its_own_templates(gateway: Gateway) -> None:
     ] * 3
     prompts = await asyncio.gather(*(prompt_of(gateway, model, key) for model, key, _ in wanted))
     assert prompts == [prompt for _, _, prompt in wanted]
+    timed = gateway.services.metrics.registry.get_sample_value("loramux_adapter_template_seconds_count")
+    assert timed == 6, "the base's template is not timed"
 
 
 async def test_a_versions_template_decides_whether_tools_are_supported(gateway: Gateway) -> None:
