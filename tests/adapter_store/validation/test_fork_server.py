@@ -20,9 +20,8 @@ from loramux.adapter_store.validation.validator import worker_environment
 PROGRAM = """
 import os, sys, time
 from loramux.adapter_store.validation import fork_server
-{before}
 told = []
-fork_server.fork_for_each_request()
+fork_server.fork_for_each_request(idle_s={idle_s})
 request = sys.stdin.read()
 told.append(request)
 {after}
@@ -33,11 +32,11 @@ Open = Callable[..., ForkServer]
 
 @pytest.fixture
 def open_server() -> Iterator[Open]:
-    """Opens a server whose process runs the code `before` once, and whose forks run the code `after`."""
+    """Opens a server whose forks run the code `after`, and whose process exits after `idle_s` without a request."""
     opened = []
 
-    def open_one(after: str = "print(told)", before: str = "") -> ForkServer:
-        command = (sys.executable, "-S", "-c", PROGRAM.format(before=before, after=after))
+    def open_one(after: str = "print(told)", idle_s: float = 60.0) -> ForkServer:
+        command = (sys.executable, "-S", "-c", PROGRAM.format(idle_s=idle_s, after=after))
         opened.append(ForkServer(command, worker_environment()))
         return opened[-1]
 
@@ -73,7 +72,7 @@ def test_a_fork_that_takes_too_long_is_killed(open_server: Open) -> None:
 
 @pytest.mark.parametrize("way", ["without work", "killed"])
 def test_exited_process_is_replaced(open_server: Open, way: str) -> None:
-    server = open_server(before="fork_server.IDLE_S = 0.3" if way == "without work" else "")
+    server = open_server(idle_s=0.3 if way == "without work" else 60.0)
     server.run(b"one", 10)
     pid = server.pid
     assert pid is not None

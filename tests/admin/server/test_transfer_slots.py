@@ -15,6 +15,7 @@ pytestmark = pytest.mark.anyio
 async def test_tenant_slot_rests_for_the_duration_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_slots, "MAX_REST_S", 3600.0)
     monkeypatch.setattr(transfer_slots, "UNRESTED_S", 600.0)
+    monkeypatch.setattr(transfer_slots, "WAIT_S", 0.1)
     resting = TransferSlots("reports", 2, 1, rest=1e9)
     async with resting.held_slot("acme"):
         await anyio.sleep(0.001)
