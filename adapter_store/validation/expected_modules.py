@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.module_places import ModulePlace, module_places
+from loramux.adapter_store.formats.module_places import TENSOR_PREFIX, ModulePlace, module_places
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.validation.peft_config import PeftConfig
+from loramux.kernels.layout import MAX_RANK
 
 V = TypeVar("V")
 
@@ -23,8 +24,11 @@ class ExpectedModule(ModulePlace):
     scale: float
 
 
-def expected_modules(config: PeftConfig, target: PackTarget) -> list[ExpectedModule]:
+def expected_modules(config: PeftConfig, target: PackTarget, ranks_in_file: Mapping[str, int]) -> list[ExpectedModule]:
     """Return the targeted modules, in the order of the packed streams and by PEFT's rules.
+
+    `ranks_in_file` maps the key of each module with tensors to its rank. It replaces the configuration's regular
+    expressions.
 
     As in PEFT, `all-linear` leaves out `lm_head`, and with `layers_to_transform` the embedding must be named in full,
     `model.embed_tokens`. Raises AdapterRejected for a name that matches no module, so that typos do not go unnoticed.
@@ -32,15 +36,21 @@ def expected_modules(config: PeftConfig, target: PackTarget) -> list[ExpectedMod
     num_layers = target.geometry.num_layers
     places = list(module_places(target))
     _check_names(config, [place.key for place in places])
-    if config.layers is not None and max(config.layers) >= num_layers:
+    if config.layers is not None and not config.targets_from_tensors and max(config.layers) >= num_layers:
         raise AdapterRejected(
             "base_mismatch", f"the base has {num_layers} layers, numbered from 0", "layers_to_transform"
         )
     expected = []
     for place in places:
-        if not _is_targeted(config, place):
+        if not (place.key in ranks_in_file if config.targets_from_tensors else _is_targeted(config, place)):
             continue
         rank = _value(config.rank_pattern, place.key, config.rank)
+        if config.ranks_from_tensors:
+            rank = ranks_in_file.get(place.key, rank)
+            if not 1 <= rank <= MAX_RANK:
+                raise AdapterRejected(
+                    "rank_out_of_range", f"a rank must be between 1 and {MAX_RANK}", TENSOR_PREFIX + place.key
+                )
         alpha = _value(config.alpha_pattern, place.key, config.alpha)
         scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
         expected.append(ExpectedModule(place.key, place.layer, place.module, place.shape, rank, scale))
@@ -50,8 +60,11 @@ def expected_modules(config: PeftConfig, target: PackTarget) -> list[ExpectedMod
 
 
 def _check_names(config: PeftConfig, keys: Sequence[str]) -> None:
-    named = [(f"target_modules[{index}]", name) for index, name in enumerate(config.target_modules or ())]
-    named += [(f"rank_pattern.{name}", name) for name, _ in config.rank_pattern]
+    named = []
+    if not config.targets_from_tensors:
+        named += [(f"target_modules[{index}]", name) for index, name in enumerate(config.target_modules or ())]
+    if not config.ranks_from_tensors:
+        named += [(f"rank_pattern.{name}", name) for name, _ in config.rank_pattern]
     named += [(f"alpha_pattern.{name}", name) for name, _ in config.alpha_pattern]
     for param, name in named:
         if any(_names_module(name, key) for key in keys):

@@ -16,6 +16,8 @@ MAX_NAMES = 4096
 """Maximum number of names in one list or pattern. No base has this many modules, and comparing all of them is fast."""
 
 _MAX_RECORDED_LEN = 500
+_MAX_REGEX_LEN = 4096
+"""Maximum length of a pattern, in characters."""
 ALL_LINEAR = "all-linear"
 
 _UNDERSTOOD = frozenset(
@@ -28,6 +30,7 @@ _UNDERSTOOD = frozenset(
         "alpha_pattern",
         "use_rslora",
         "layers_to_transform",
+        "layers_pattern",
     }
 )
 
@@ -39,6 +42,12 @@ _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
     "lora_dropout": (int, float),
     "megatron_core": (str,),
     "qalora_group_size": (int,),
+    # PEFT writes the classes of the training program here if the task type was not given.
+    "auto_mapping": (dict,),
+    # For weights that are stored transposed. No supported base has them, and PEFT ignores the key for all others.
+    "fan_in_fan_out": (bool,),
+    # The settings of an initialisation that leaves the base's weights as they are.
+    "eva_config": (dict,),
     # Written by PEFT before 0.3: true if weights were merged during evaluation.
     "merge_weights": (bool,),
 }
@@ -47,19 +56,15 @@ _WITHOUT_EFFECT: dict[str, tuple[type, ...]] = {
 _OFF: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    # Other initialisations change the base's weights, and the adapter does not contain that change.
-    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
-    "layers_pattern": (None, "", [], "layers", ["layers"]),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
     "loftq_config": (None, {}),
-    **dict.fromkeys(("fan_in_fan_out", "use_dora", "use_qalora", "lora_bias", "ensure_weight_tying"), (False, None)),
+    **dict.fromkeys(("use_dora", "use_qalora", "lora_bias", "ensure_weight_tying"), (False, None)),
     **dict.fromkeys(
         (
             "alora_invocation_tokens",
             "arrow_config",
-            "auto_mapping",
             "corda_config",
             "enable_lora",
-            "eva_config",
             "kasa_config",
             "layer_replication",
             "lora_ga_config",
@@ -75,13 +80,19 @@ _OFF: dict[str, tuple[Any, ...]] = {
     ),
 }
 
+_CHANGES_BASE = ("corda", "loftq", "lora_ga", "olora", "pissa")
+"""The initialisations that change the base's weights, which the adapter does not contain."""
+_LAYERS_PATTERNS: tuple[Any, ...] = (None, "", [], "layers", ["layers"])
+"""The values of `layers_pattern` that name the list of layers in every supported base."""
+
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
     """The fields of a LoRA configuration that affect the result.
 
     Patterns are `(module name, value)` pairs in file order. `target_modules` is None for all linear layers; `layers` is
-    None for every layer.
+    None for every layer. A tenant's regular expressions never run: if one selects modules (`targets_from_tensors`) or
+    ranks (`ranks_from_tensors`), the tensors of the file show what it selected.
     """
 
     rank: int
@@ -92,12 +103,15 @@ class PeftConfig:
     rank_pattern: tuple[tuple[str, int], ...]
     alpha_pattern: tuple[tuple[str, float], ...]
     layers: tuple[int, ...] | None
+    targets_from_tensors: bool
+    ranks_from_tensors: bool
     recorded: dict[str, str | None]
 
 
 def parse_peft_config(text: bytes) -> PeftConfig:
     """Parse a configuration. Raises AdapterRejected, which names the offending key."""
     document = _parse(text)
+    _check_initialisation(document.get("init_lora_weights"))
     for key, value in document.items():
         if key in _OFF:
             if not any(type(value) is type(off) and value == off for off in _OFF[key]):
@@ -112,19 +126,30 @@ def parse_peft_config(text: bytes) -> PeftConfig:
     use_rslora = document.get("use_rslora", False)
     if not isinstance(use_rslora, bool):
         _refuse("invalid_config", "use_rslora must be true or false", "use_rslora")
+    ranks = _pattern(document, "rank_pattern")
+    alphas = _pattern(document, "alpha_pattern")
+    for name, _ in alphas:
+        if not _is_literal(name):
+            _refuse(
+                "unsupported_config",
+                "the keys of alpha_pattern must be literal module names, because tensors do not show their alpha",
+                f"alpha_pattern.{name}",
+            )
+    targets, exclusions = document.get("target_modules"), document.get("exclude_modules")
+    layers = _layers(document.get("layers_to_transform"))
+    is_regex = isinstance(targets, str) and targets.lower() != ALL_LINEAR
+    has_own_layers = _layers_pattern(document.get("layers_pattern")) not in _LAYERS_PATTERNS and layers is not None
     return PeftConfig(
         rank=_rank(document.get("r"), "r"),
         alpha=_alpha(document.get("lora_alpha"), "lora_alpha"),
         use_rslora=use_rslora,
-        target_modules=_target_modules(document.get("target_modules")),
-        exclude_modules=_exclude_modules(document.get("exclude_modules")),
-        rank_pattern=tuple(
-            (name, _rank(value, f"rank_pattern.{name}")) for name, value in _pattern(document, "rank_pattern")
-        ),
-        alpha_pattern=tuple(
-            (name, _alpha(value, f"alpha_pattern.{name}")) for name, value in _pattern(document, "alpha_pattern")
-        ),
-        layers=_layers(document.get("layers_to_transform")),
+        target_modules=_target_modules(targets),
+        exclude_modules=_exclude_modules(exclusions),
+        rank_pattern=tuple((name, _rank(value, f"rank_pattern.{name}")) for name, value in ranks),
+        alpha_pattern=tuple((name, _alpha(value, f"alpha_pattern.{name}")) for name, value in alphas),
+        layers=layers,
+        targets_from_tensors=is_regex or bool(exclusions and isinstance(exclusions, str)) or has_own_layers,
+        ranks_from_tensors=not all(_is_literal(name) for name, _ in ranks),
         recorded={key: _recorded(document.get(key)) for key in _RECORDED},
     )
 
@@ -160,12 +185,9 @@ def _alpha(value: Any, param: str) -> float:
 
 
 def _target_modules(value: Any) -> tuple[str, ...] | None:
-    if value == ALL_LINEAR:
+    if isinstance(value, str) and value:
+        # All linear layers, or a regular expression, in whose place the tensors' names are used.
         return None
-    if isinstance(value, str):
-        _refuse(
-            "unsupported_config", "target_modules must be a list of names, not a regular expression", "target_modules"
-        )
     names = _names(value, "target_modules")
     if not names:
         _refuse("invalid_config", "target_modules must not be empty", "target_modules")
@@ -173,13 +195,27 @@ def _target_modules(value: Any) -> tuple[str, ...] | None:
 
 
 def _exclude_modules(value: Any) -> tuple[str, ...]:
-    if value is None:
+    if value is None or isinstance(value, str):
         return ()
-    if isinstance(value, str):
-        _refuse(
-            "unsupported_config", "exclude_modules must be a list of names, not a regular expression", "exclude_modules"
-        )
     return _names(value, "exclude_modules")
+
+
+def _layers_pattern(value: Any) -> Any:
+    names = value if isinstance(value, list) else [value]
+    if value is not None and not all(isinstance(name, str) for name in names):
+        _refuse("invalid_config", "layers_pattern must be one or more names", "layers_pattern")
+    return value
+
+
+def _check_initialisation(value: Any) -> None:
+    """Refuse initialisations that changed the base's weights, with the way to convert the adapter."""
+    if isinstance(value, str) and value.lower().startswith(_CHANGES_BASE):
+        _refuse(
+            "unsupported_config",
+            f"{printable(value, 40)} changed the base's weights during training: convert the adapter to a plain LoRA "
+            "with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)",
+            "init_lora_weights",
+        )
 
 
 def _names(value: Any, param: str) -> tuple[str, ...]:
@@ -199,9 +235,8 @@ def _pattern(document: dict[str, Any], key: str) -> list[tuple[str, Any]]:
     if len(value) > MAX_NAMES:
         _refuse("invalid_config", f"{key} must have at most {MAX_NAMES} names", key)
     for name in value:
-        # PEFT reads these names as regular expressions. loramux never runs a tenant's expression.
-        if not _is_literal(name):
-            _refuse("unsupported_config", "a pattern must be a literal module name", f"{key}.{name}")
+        if not name.isprintable() or len(name) > _MAX_REGEX_LEN:
+            _refuse("unsupported_config", "a pattern must be short, printable text", f"{key}.{name}")
     return list(value.items())
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.module_places import TENSOR_PREFIX
+from loramux.adapter_store.formats.module_places import TENSOR_PREFIX, module_places
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.safetensors_header import TensorEntry
 from loramux.adapter_store.formats.tensor_file import TensorFile
@@ -35,7 +35,8 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
         with checks.check("container"):
             file = stack.enter_context(TensorFile(tensors))
         with checks.check("modules"):
-            expected = expected_modules(parsed, target)
+            needs_tensors = parsed.targets_from_tensors or parsed.ranks_from_tensors
+            expected = expected_modules(parsed, target, _ranks(file, target) if needs_tensors else {})
         with checks.check("names"):
             names = current_names(file.header.tensors)
             entries = {name: file.header.tensors[original] for name, original in names.originals.items()}
@@ -53,6 +54,13 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
     warnings = without_effect(weights.effects)
     if not names.are_current:
         warnings.append(Warn("older_names", "the tensor names are not PEFT's current ones; they were translated"))
+    if needs_tensors:
+        warnings.append(
+            Warn(
+                "selected_by_tensors",
+                "the tensors show what the configuration's regular expressions selected; the expressions were not run",
+            )
+        )
     return Report(
         scales={module.key: module.scale for module in expected},
         names=names.originals,
@@ -65,6 +73,13 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
         warnings=warnings,
         checks=checks,
     )
+
+
+def _ranks(file: TensorFile, target: PackTarget) -> dict[str, int]:
+    """The rank of each of the base's modules that has an A in the file, by the module's key."""
+    names = current_names(file.header.tensors)
+    shapes = {name: file.header.tensors[original].shape for name, original in names.originals.items()}
+    return {place.key: shapes[place.a_name][0] for place in module_places(target) if place.a_name in shapes}
 
 
 def _num_pages(expected: Sequence[ExpectedModule], target: PackTarget) -> int:

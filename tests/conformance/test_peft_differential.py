@@ -35,6 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
     pytest.mark.filterwarnings("ignore:The following .* keys did not match any targeted module:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:You have passed exclude_modules"),
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True"),
 ]
 
 NUM_LAYERS = SMALL_SHAPE["num_hidden_layers"]
@@ -53,13 +54,21 @@ def random_name(chance: random.Random) -> str:
 def random_settings(chance: random.Random) -> dict[str, Any]:
     """The settings of a random LoRA configuration that we support; some configurations match no module at all."""
     settings: dict[str, Any] = {
+        # Without a task type, PEFT writes an auto_mapping.
+        "task_type": chance.choice(["CAUSAL_LM", None]),
+        "fan_in_fan_out": chance.random() < 0.1,
         "r": chance.choice([1, 2, 3, 8, 16, 33]),
         "lora_alpha": chance.choice([1, 2, 7, 16, 0.5]),
         "use_rslora": chance.random() < 0.4,
         "lora_dropout": chance.choice([0.0, 0.1]),
     }
-    if chance.random() < 0.2:
+    roll = chance.random()
+    if roll < 0.15:
         settings["target_modules"] = "all-linear"
+    elif roll < 0.35:
+        names = "|".join(chance.sample(ALL_LINEARS, chance.randint(1, 4)))
+        layers = chance.choice(["[0-9]+", f"{NUM_LAYERS - 1}", "(0|1)"])
+        settings["target_modules"] = rf".*layers\.{layers}\..*\.({names})"
     else:
         names = [random_name(chance) for _ in range(chance.randint(1, 4))]
         if chance.random() < 0.3:
@@ -69,9 +78,13 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
         if chance.random() < 0.5:
             names = [random_name(chance) for _ in range(chance.randint(1, 3))]
             settings[key] = {name: chance.choice(values) for name in names}
+    if chance.random() < 0.2:
+        settings.setdefault("rank_pattern", {})[rf"layers\.[01]\..*{chance.choice(ALL_LINEARS)[:-4]}.*"] = 7
     if chance.random() < 0.3:
-        settings["exclude_modules"] = [random_name(chance) for _ in range(chance.randint(1, 2))]
-    if chance.random() < 0.3:
+        excluded = [random_name(chance) for _ in range(chance.randint(1, 2))]
+        settings["exclude_modules"] = rf".*\.{chance.choice(ALL_LINEARS)}" if chance.random() < 0.3 else excluded
+    # PEFT refuses layers beside a regular expression.
+    if chance.random() < 0.3 and not settings["target_modules"][0].startswith("."):
         settings["layers_to_transform"] = chance.choice([0, [1], [0, 1], [NUM_LAYERS - 1]])
         settings["layers_pattern"] = chance.choice([None, "layers", ["layers"]])
     return settings
@@ -91,7 +104,7 @@ class Pair:
         directory = self.directory / str(index)
         torch.manual_seed(index)
         try:
-            model = get_peft_model(self.base, LoraConfig(task_type="CAUSAL_LM", **settings))
+            model = get_peft_model(self.base, LoraConfig(**settings))
         except ValueError:
             return None
         for name, parameter in model.named_parameters():
@@ -104,9 +117,9 @@ class Pair:
     @torch.no_grad()
     def reference_logits(self, directory: Path, tokens: list[int]) -> torch.Tensor:
         """peft's logits with the saved adapter, for the last position: float32 `[vocab_size]`."""
-        model = PeftModel.from_pretrained(self.base, directory).eval()
+        # A load that fails leaves layers of peft's in the model, so load into a copy.
+        model = PeftModel.from_pretrained(copy.deepcopy(self.base), directory).eval()
         logits: torch.Tensor = model(input_ids=torch.tensor([tokens])).logits[0, -1]
-        model.unload()
         return logits
 
 
@@ -157,7 +170,14 @@ def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int)
             ),
         )
         run(assembled.engine)
-        expected = pair.reference_logits(directory, prompt)
+        try:
+            expected = pair.reference_logits(directory, prompt)
+        except RuntimeError as error:
+            # The same sorting, with a regular expression among the patterns: our ranks are those of the tensors.
+            if "size mismatch" not in str(error) or not any("*" in name for name in settings["rank_pattern"]):
+                raise
+            outcomes["refused by peft"] += 1
+            continue
         difference = float((recorder.by_sequence[sequence_id][0] - expected).abs().max() / expected.abs().max())
         assert difference <= TOLERANCE, f"{index}: {difference:.2e} with {settings} in {dtype}"
         largest = max(largest, difference)

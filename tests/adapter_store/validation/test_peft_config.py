@@ -37,6 +37,9 @@ def test_settings_that_change_the_result_are_read() -> None:
         pytest.param({"lora_dropout": 0.1, "inference_mode": True, "peft_version": "0.21.2"}, id="training facts"),
         pytest.param({"use_dora": False, "bias": "none", "modules_to_save": None, "loftq_config": {}}, id="left off"),
         pytest.param({"exclude_modules": ["lm_head"], "layers_pattern": None}, id="exclusions"),
+        pytest.param({"auto_mapping": {"base_model_class": "LlamaForCausalLM"}, "task_type": None}, id="no task type"),
+        pytest.param({"fan_in_fan_out": True}, id="transposed weights"),
+        pytest.param({"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}, id="EVA"),
         pytest.param({"enable_lora": None, "merge_weights": False}, id="keys of the first versions of peft"),
     ],
 )
@@ -57,9 +60,10 @@ def test_neutral_values_are_accepted(changes: dict[str, Any]) -> None:
         pytest.param({"r": None}, "invalid_config", "r", id="no rank"),
         pytest.param({"rank_pattern": {"q_proj": 0}}, "rank_out_of_range", "rank_pattern.q_proj", id="pattern rank 0"),
         pytest.param(
-            {"rank_pattern": {r".*\.q_proj": 4}}, "unsupported_config", r"rank_pattern..*\.q_proj", id="regex"
+            {"alpha_pattern": {r".*\.q_proj": 4}}, "unsupported_config", r"alpha_pattern..*\.q_proj", id="regex"
         ),
-        pytest.param({"rank_pattern": {"(a+)+$": 4}}, "unsupported_config", "rank_pattern.(a+)+$", id="slow regex"),
+        pytest.param({"alpha_pattern": {"(a+)+$": 4}}, "unsupported_config", "alpha_pattern.(a+)+$", id="slow regex"),
+        pytest.param({"rank_pattern": {".*q": 0}}, "rank_out_of_range", "rank_pattern..*q", id="rank 0 of a regex"),
         pytest.param({"rank_pattern": ["q_proj"]}, "invalid_config", "rank_pattern", id="pattern as list"),
         pytest.param({"alpha_pattern": {"q_proj": "1"}}, "invalid_config", "alpha_pattern.q_proj", id="alpha as text"),
         pytest.param({"lora_alpha": 0}, "alpha_out_of_range", "lora_alpha", id="alpha 0"),
@@ -72,19 +76,20 @@ def test_neutral_values_are_accepted(changes: dict[str, Any]) -> None:
         pytest.param({"bias": "all"}, "unsupported_config", "bias", id="bias"),
         pytest.param({"lora_bias": True}, "unsupported_config", "lora_bias", id="LoRA bias"),
         pytest.param({"modules_to_save": ["lm_head"]}, "unsupported_config", "modules_to_save", id="saved modules"),
-        pytest.param({"auto_mapping": {"a": "b"}}, "unsupported_config", "auto_mapping", id="auto mapping"),
-        pytest.param({"fan_in_fan_out": True}, "unsupported_config", "fan_in_fan_out", id="transposed weights"),
+        pytest.param({"auto_mapping": ["a"]}, "invalid_config", "auto_mapping", id="auto mapping as list"),
+        pytest.param({"fan_in_fan_out": 1}, "invalid_config", "fan_in_fan_out", id="transposed weights as number"),
+        pytest.param({"layers_pattern": [1]}, "invalid_config", "layers_pattern", id="pattern of layers as number"),
         *(
             pytest.param({"init_lora_weights": name}, "unsupported_config", "init_lora_weights", id=f"{name} weights")
-            for name in ("pissa", "pissa_niter_16", "olora", "loftq", "eva", "corda", "lora_ga")
+            for name in ("pissa", "pissa_niter_16", "olora", "loftq", "corda", "lora_ga", "new")
         ),
-        pytest.param({"eva_config": {"rho": 2.0}}, "unsupported_config", "eva_config", id="EVA"),
+        pytest.param({"eva_config": [2.0]}, "invalid_config", "eva_config", id="EVA as list"),
         pytest.param({"corda_config": {"a": 1}}, "unsupported_config", "corda_config", id="CorDA"),
         pytest.param({"use_qalora": True}, "unsupported_config", "use_qalora", id="QALoRA"),
         pytest.param({"layer_replication": [[0, 2]]}, "unsupported_config", "layer_replication", id="replication"),
         pytest.param({"target_parameters": ["w"]}, "unsupported_config", "target_parameters", id="parameters"),
         pytest.param({"trainable_token_indices": [1]}, "unsupported_config", "trainable_token_indices", id="tokens"),
-        pytest.param({"target_modules": ".*proj"}, "unsupported_config", "target_modules", id="targets as regex"),
+        pytest.param({"target_modules": ""}, "invalid_config", "target_modules", id="empty regex"),
         pytest.param({"target_modules": []}, "invalid_config", "target_modules", id="no target"),
         pytest.param({"target_modules": [1]}, "invalid_config", "target_modules", id="target as number"),
         pytest.param({"target_modules": None}, "invalid_config", "target_modules", id="targets missing"),

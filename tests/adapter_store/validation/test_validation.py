@@ -99,12 +99,31 @@ def test_rslora_and_alpha_patterns_set_the_scales(make_adapter: Any, target: Pac
         pytest.param({"layers_to_transform": 1, "layers_pattern": "layers"}, id="one layer"),
         pytest.param({"target_modules": ["layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"]}, id="paths"),
         pytest.param({"exclude_modules": ["layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj"]}, id="excluded"),
+        pytest.param({"target_modules": r".*layers\.1\..*(q|v)_proj"}, id="regex"),
+        pytest.param({"target_modules": "(a+)+$"}, id="slow regex"),
+        pytest.param({"exclude_modules": r".*layers\.0.*"}, id="excluded by a regex"),
+        pytest.param({"layers_to_transform": [1], "layers_pattern": "blocks"}, id="layers under another name"),
     ],
 )
 def test_layer_selection_matches_peft(make_adapter: Any, target: PackTarget, config: dict[str, Any]) -> None:
     files = make_adapter(layers=(1,), **config)
     report = validate_files(files.config_bytes, files.tensor_bytes, target)
     assert list(report.scales) == ["model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"]
+
+
+def test_ranks_selected_by_a_regex_are_those_of_the_tensors(make_adapter: Any, target: PackTarget) -> None:
+    files = make_adapter(rank=4, rank_pattern={r".*v_proj$": 9, "(a*)*b": 200}, r=8, lora_alpha=16)
+    report = validate_files(files.config_bytes, files.tensor_bytes, target)
+    assert set(report.scales.values()) == {16 / 4}
+    assert [warning.code for warning in report.warnings] == ["selected_by_tensors"]
+
+
+def test_a_regex_does_not_admit_tensors_of_other_modules(make_adapter: Any, target: PackTarget) -> None:
+    files = make_adapter(target_modules=".*")
+    files.tensors["base_model.model.model.vision.q_proj.lora_A.weight"] = np.ones((4, 8), np.float32)
+    with pytest.raises(AdapterRejected) as refused:
+        validate_files(files.config_bytes, files.tensor_bytes, target)
+    assert refused.value.code == "unexpected_tensor"
 
 
 def test_header_length_that_looks_like_a_pickle_is_accepted(make_adapter: Any, target: PackTarget) -> None:
