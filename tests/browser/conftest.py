@@ -10,7 +10,7 @@ import pytest
 
 from loramux.admin.client.push import push_adapter
 from loramux.admin.demo import server as demo_server
-from loramux.admin.demo.run import ADAPTERS, DEMO_FILES, SERVED_NAME
+from loramux.admin.demo.run import DEMO_FILES, STYLES
 from loramux.admin.demo.server import DemoServer
 from tests.browser.browser_tools import chromium_path
 from tests.browser.console_tab import NewTab, Tab
@@ -36,19 +36,19 @@ def demo(tmp_path_factory: pytest.TempPathFactory, postgres: FaultyPostgres) -> 
     # Allow for slow starts on a busy machine; these tests do not check how fast a server starts.
     demo_server.START_TIMEOUT_S = 600.0
     more = ["--database-url", postgres.url]
-    server = DemoServer(DEMO_FILES / "base", data_dir, free_port(), free_port(), SERVED_NAME, more)
+    server = DemoServer(DEMO_FILES / "base", data_dir, free_port(), free_port(), STYLES.served_name, more)
     try:
         with server.client() as client:
             server.wait_until(client.is_alive, "listening")
             demo = Demo(server, postgres, client, {}, {})
-            for tenant, adapter in ADAPTERS.items():
+            for tenant, adapter in STYLES.adapters.items():
                 client.post("tenants", {"slug": tenant})
                 client.post("quotas", {"tenant": tenant, "metric": "tokens_per_minute", "limit": 100_000})
                 demo.keys[tenant] = client.post("api_keys", {"tenant": tenant, "name": "demo"})["secret"]
                 push_adapter(client, DEMO_FILES / "adapters" / adapter, tenant, adapter)
                 demo.adapter_ids[tenant] = client.get("adapters", tenant=tenant)["data"][0]["id"]
             server.wait_until(client.is_ready, "ready")
-            for tenant, adapter in ADAPTERS.items():
+            for tenant, adapter in STYLES.adapters.items():
                 for _ in range(NUM_QUESTIONS):
                     assert demo.ask(tenant, adapter, max_tokens=24).status_code == 200
             yield demo

@@ -248,6 +248,16 @@ def test_both_answers_follow_a_schema(tab: Tab) -> None:
     page.wait_for_selector(".lane:nth-child(1) [data-figures]:has-text('contains')")
 
 
+def test_tools_that_cannot_be_sent_are_explained(tab: Tab) -> None:
+    page = tab.open("/playground?tenant=harbour")
+    page.fill(".lane:nth-child(1) [name=model]", "harbour/pirate@1")
+    page.click("summary:has-text('Tools')")
+    for tools, why in (("[{", "not JSON"), ('[{"type": "function", "function": {"name": "f"}}]', "template")):
+        page.fill("[name=tools]", tools)
+        page.click("text=Ask both")
+        page.wait_for_selector(f".lane:nth-child(1) [data-figures]:has-text('{why}')")
+
+
 def test_the_theme_is_kept_and_the_menu_opens_by_keyboard(new_tab: NewTab) -> None:
     tab = new_tab(width=360)
     page = tab.page

@@ -33,6 +33,8 @@ class Question(BaseModel):
     temperature: float = Field(ge=0, le=2)
     json_schema: str = ""
     """JSON schema for the answer, as text; empty for a free-form answer."""
+    tools: str = ""
+    """A JSON list of functions that the model may call, as text; empty for none."""
 
 
 async def show(visit: Visit) -> Response:
@@ -78,6 +80,11 @@ async def stream(visit: Visit) -> Response:
     }
     if question.json_schema.strip():
         body["structured_outputs"] = {"json": question.json_schema}
+    if question.tools.strip():
+        try:
+            body["tools"] = msgspec.json.decode(question.tools)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidRequest(f"the tools are not JSON: {error}", param="tools") from error
     secret = await _key(visit, question.tenant)
     return _Asked(gateway, visit.request, msgspec.json.encode(body), secret)
 

@@ -116,6 +116,17 @@
   }
 
   // ---- Playground: one stream per lane, shown as it arrives.
+  // Thinking, text and tool calls are parts of their own. Consecutive texts of one kind are joined.
+  function append(output, kind, text) {
+    let part = output.lastElementChild;
+    if (part?.dataset.kind !== kind) {
+      part = document.createElement("span");
+      part.dataset.kind = kind;
+      output.append(part);
+    }
+    part.textContent += text;
+  }
+
   async function stream(lane, form) {
     const output = lane.querySelector("output");
     const figures = lane.querySelector("[data-figures]");
@@ -140,6 +151,7 @@
           max_tokens: Number(form.elements.max_tokens.value) || 64,
           temperature: Number(form.elements.temperature.value) || 0,
           json_schema: form.elements.json_schema.value,
+          tools: form.elements.tools.value,
         }),
       });
       if (!response.ok) {
@@ -158,10 +170,13 @@
           if (data === "[DONE]") continue;
           const chunk = JSON.parse(data);
           if (chunk.error) throw new Error(chunk.error.message);
-          const text = chunk.choices?.[0]?.delta?.content ?? "";
-          if (text) {
-            first ??= performance.now() - started;
-            output.textContent += text;
+          const delta = chunk.choices?.[0]?.delta ?? {};
+          const calls = delta.tool_calls ?? [];
+          if (delta.reasoning || delta.content || calls.length) first ??= performance.now() - started;
+          if (delta.reasoning) append(output, "thinking", delta.reasoning);
+          if (delta.content) append(output, "text", delta.content);
+          for (const { index, function: called } of calls) {
+            append(output, `call ${index}`, called.name ? `${called.name} ${called.arguments ?? ""}` : called.arguments);
           }
           tokens = chunk.usage?.completion_tokens ?? tokens;
         }
