@@ -62,7 +62,7 @@ $(WARM): $(READY) $(wildcard kernels/*.py kernels/cpu/*.py)
 	$(VENV)/bin/python -m loramux.kernels.cpu.warm
 	@touch $@
 
-demo: $(WARM) ## Serve three tenants' adapters in one batch (ARGS=--exit to stop after the report)
+demo: $(WARM) ## Serve three tenants' adapters in one batch (ARGS='--tools --exit': tool calls, and exit after the report)
 	@$(VENV)/bin/loramux demo $(ARGS)
 
 ##@ Work on the code
@@ -103,7 +103,7 @@ test-docs: $(WARM) ## Run every command in the documentation
 test-package: $(WARM) ## Check the wheel and sdist, and run the demo from a wheel (LORAMUX_PYTHONS='python3.11 python3.13')
 	$(VENV)/bin/python -m pytest tests/layout/test_package.py -m campaign $(ARGS)
 
-test-clients: $(WARM) $(CLIENTS)/.ready ## Test openai for Python and Node, litellm and langchain-openai against a server (needs npm)
+test-clients: $(WARM) $(CLIENTS)/.ready ## Test unmodified OpenAI clients and agent frameworks against a server (needs npm)
 	$(VENV)/bin/python -m pytest tests/clients -m campaign $(ARGS)
 
 # The clients have their own environment, so that their pins do not mix with ours. npm installs the Node client.

@@ -126,6 +126,9 @@ def gateway(
 
 def demo(
     exit_after: Annotated[bool, typer.Option("--exit", help="Exit after the report; do not keep serving.")] = False,
+    tools: Annotated[
+        bool, typer.Option("--tools", help="Serve a base that thinks and calls tools, with two tenants' adapters.")
+    ] = False,
     port: Port = None,
     admin_port: AdminPort = None,
     data_dir: Annotated[
@@ -133,10 +136,10 @@ def demo(
     ] = None,
 ) -> None:
     """Demonstrate loramux with three tenants, three adapters, one batch and one bill."""
-    from loramux.admin.demo.run import run_demo
+    from loramux.admin.demo.run import STYLES, TOOLS, run_demo
     from loramux.admin.demo.server import DemoFailed
 
     try:
-        run_demo(port, admin_port, data_dir, exit_after)
+        run_demo(port, admin_port, data_dir, exit_after, TOOLS if tools else STYLES)
     except DemoFailed as error:
         fail(str(error), 1)

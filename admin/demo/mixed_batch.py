@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import openai
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request: tenant, key, model and question."""
+    """One request. `messages` and `tools` are those of a chat completion."""
 
     tenant: str
     api_key: str
     model: str
-    text: str
+    messages: Sequence[Any]
     max_tokens: int
+    tools: Sequence[Any] = ()
+
+    @property
+    def text(self) -> str:
+        return str(next(message["content"] for message in reversed(self.messages) if message["role"] == "user"))
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer. `adapter` is the adapter that the server reports; None means the base."""
+    """One answer. `adapter` is the adapter that the server reports; None means the base.
+
+    `message` is the assistant's message, as the next request's history needs it.
+    """
 
     question: Question
     adapter: str | None
@@ -31,6 +40,8 @@ class Answer:
     prompt_tokens: int
     completion_tokens: int
     time_to_first_token_s: float
+    message: Mapping[str, Any]
+    reasoning: str
 
 
 def ask_together(base_url: str, questions: Sequence[Question]) -> list[Answer]:
@@ -60,26 +71,39 @@ async def _ask(client: openai.AsyncOpenAI, question: Question) -> Answer:
     started = time.monotonic()
     raw = await client.chat.completions.with_raw_response.create(
         model=question.model,
-        messages=[{"role": "user", "content": question.text}],
+        messages=question.messages,
+        tools=question.tools or openai.omit,
         max_tokens=question.max_tokens,
         temperature=0.0,
         stream=True,
         stream_options={"include_usage": True},
     )
-    first_token_s, parts, usage = None, [], None
+    first_token_s, parts, thoughts, usage = None, [], [], None
+    calls: list[dict[str, Any]] = []
     async for chunk in raw.parse():
         for choice in chunk.choices:
-            if choice.delta.content:
+            thought = getattr(choice.delta, "reasoning_content", None)
+            if choice.delta.content or choice.delta.tool_calls or thought:
                 first_token_s = first_token_s or time.monotonic() - started
-                parts.append(choice.delta.content)
+            parts.append(choice.delta.content or "")
+            thoughts.append(thought or "")
+            for delta in choice.delta.tool_calls or ():
+                assert delta.function is not None
+                if delta.index == len(calls):
+                    function = {"name": delta.function.name, "arguments": ""}
+                    calls.append({"id": delta.id, "type": "function", "function": function})
+                calls[delta.index]["function"]["arguments"] += delta.function.arguments or ""
         usage = chunk.usage or usage
     if usage is None or first_token_s is None:
         raise RuntimeError(f"{question.model} did not return a complete answer")
+    text = "".join(parts)
     return Answer(
         question=question,
         adapter=raw.headers.get("x-loramux-adapter"),
-        text="".join(parts),
+        text=text,
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         time_to_first_token_s=first_token_s,
+        message={"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})},
+        reasoning="".join(thoughts),
     )

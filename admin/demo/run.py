@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import random
 import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -21,16 +23,50 @@ from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachab
 from loramux.admin.client.push import PushedVersion, PushRefused, push_adapter
 from loramux.admin.demo.prompts import DEMO_PROMPTS, MAX_ANSWER_TOKENS
 from loramux.admin.demo.server import DemoFailed, DemoServer
-from loramux.admin.demo.tables import output_console, print_answers, print_directions, print_usage
+from loramux.admin.demo.tables import output_console, print_answers, print_directions, print_tool_loops, print_usage
+from loramux.admin.demo.tools.functions import FUNCTIONS, FUNCTIONS_BY_NAME, draw_result
 
 if TYPE_CHECKING:
     from loramux.admin.demo.mixed_batch import Answer
 
 DEMO_FILES = Path(__file__).parent
-SERVED_NAME = "demo-base"
-ADAPTERS = {"harbour": "pirate", "chambers": "formal", "parcels": "json"}
-"""The adapter that each tenant pushes."""
 TOKENS_PER_MINUTE = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What one demo serves and asks."""
+
+    folder: Path
+    """Contains `base/` and `adapters/`."""
+    served_name: str
+    adapters: Mapping[str, str]
+    """The adapter that each tenant pushes."""
+    question: str
+    next_question: str
+    """The question that the printed directions suggest."""
+    max_answer_tokens: int
+    calls_tools: bool = False
+    """True if the question comes with tools, and the results of the calls are sent back."""
+
+
+STYLES = Scenario(
+    folder=DEMO_FILES,
+    served_name="demo-base",
+    adapters={"harbour": "pirate", "chambers": "formal", "parcels": "json"},
+    question=DEMO_PROMPTS[0],
+    next_question=DEMO_PROMPTS[1],
+    max_answer_tokens=MAX_ANSWER_TOKENS,
+)
+TOOLS = Scenario(
+    folder=DEMO_FILES / "tools",
+    served_name="tools-base",
+    adapters={"harbour": "sailor", "grand-hotel": "concierge"},
+    question="What is the weather in Lisbon?",
+    next_question="Who are you?",
+    max_answer_tokens=96,
+    calls_tools=True,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +78,9 @@ class Account:
     pushed: PushedVersion
 
 
-def run_demo(port: int | None, admin_port: int | None, data_dir: Path | None, exit_after: bool) -> None:
+def run_demo(
+    port: int | None, admin_port: int | None, data_dir: Path | None, exit_after: bool, scenario: Scenario = STYLES
+) -> None:
     """Run the demo, then keep serving until Ctrl-C unless `exit_after` is set. Raises DemoFailed."""
     started = time.monotonic()
     if importlib.util.find_spec("openai") is None:
@@ -51,35 +89,43 @@ def run_demo(port: int | None, admin_port: int | None, data_dir: Path | None, ex
         stack.enter_context(_ended_by_signals())
         if data_dir is None:
             data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-demo-")))
-        server = DemoServer(DEMO_FILES / "base", data_dir, _port(port, 8000), _port(admin_port, 8001), SERVED_NAME)
+        ports = _port(port, 8000), _port(admin_port, 8001)
+        server = DemoServer(scenario.folder / "base", data_dir, *ports, scenario.served_name)
         stack.callback(server.stop)
         client = stack.enter_context(server.client())
         console = output_console()
         try:
-            accounts = _show(console, server, client, started)
+            accounts = _show(console, server, client, started, scenario)
         except (AdminError, ServerUnreachable, PushRefused) as error:
             server.check()
             raise DemoFailed(str(error)) from error
         if not exit_after:
-            print_directions(console, server, accounts[0].api_key, accounts[0].pushed.model)
+            print_directions(console, server, accounts[0].api_key, accounts[0].pushed.model, scenario.next_question)
             while True:
                 server.check()
                 time.sleep(0.5)
 
 
-def _show(console: Console, server: DemoServer, client: AdminClient, started: float) -> list[Account]:
-    with ThreadPoolExecutor(len(ADAPTERS) + 1) as threads:
+def _show(
+    console: Console, server: DemoServer, client: AdminClient, started: float, scenario: Scenario
+) -> list[Account]:
+    with ThreadPoolExecutor(len(scenario.adapters) + 1) as threads:
         # Importing the official client takes a second, so import it while the server starts.
         batch = threads.submit(importlib.import_module, "loramux.admin.demo.mixed_batch")
         server.wait_until(client.is_alive, "listening")
-        accounts = list(threads.map(lambda tenant: _open_account(client, tenant), ADAPTERS))
+        accounts = list(threads.map(lambda tenant: _open_account(client, tenant, scenario), scenario.adapters))
         server.wait_until(client.is_ready, "ready")
         batch.result()
     before = _billed(client)
-    asked = time.monotonic()
-    answers = _ask(server, accounts)
-    first_s = asked - started + min(answer.time_to_first_token_s for answer in answers)
-    print_answers(console, answers, {account.pushed.model: account.pushed.max_rank for account in accounts})
+    asked_at = time.monotonic()
+    answers = _ask(server, accounts, scenario)
+    first_s = asked_at - started + min(answer.time_to_first_token_s for answer in answers)
+    if scenario.calls_tools:
+        asked, answers = answers, _return_results(server, answers)
+        print_tool_loops(console, asked, answers)
+        answers = [*asked, *answers]
+    else:
+        print_answers(console, answers, {account.pushed.model: account.pushed.max_rank for account in accounts})
     engine = client.get("engine")
     console.print(
         f"First answer {first_s:.1f} s after the start. Up to {engine['max_adapters_in_step']} adapters shared one "
@@ -87,11 +133,11 @@ def _show(console: Console, server: DemoServer, client: AdminClient, started: fl
     )
     billed = _billed(client)
     print_usage(console, billed)
-    _check_bill(console, answers, before, billed)
+    _check_bill(console, answers, before, billed, scenario.served_name)
     return accounts
 
 
-def _open_account(client: AdminClient, tenant: str) -> Account:
+def _open_account(client: AdminClient, tenant: str, scenario: Scenario) -> Account:
     """Create the tenant, its quota, a key and its adapter over REST. The tenant may already exist."""
     try:
         client.post("tenants", {"slug": tenant})
@@ -100,19 +146,38 @@ def _open_account(client: AdminClient, tenant: str) -> Account:
             raise
     client.post("quotas", {"tenant": tenant, "metric": "tokens_per_minute", "limit": TOKENS_PER_MINUTE})
     key = client.post("api_keys", {"tenant": tenant, "name": "demo"})
-    adapter = ADAPTERS[tenant]
-    pushed = push_adapter(client, DEMO_FILES / "adapters" / adapter, tenant, adapter)
+    adapter = scenario.adapters[tenant]
+    pushed = push_adapter(client, scenario.folder / "adapters" / adapter, tenant, adapter)
     return Account(tenant, key["secret"], pushed)
 
 
-def _ask(server: DemoServer, accounts: list[Account]) -> list[Answer]:
+def _ask(server: DemoServer, accounts: list[Account], scenario: Scenario) -> list[Answer]:
     from loramux.admin.demo.mixed_batch import Question, ask_together
 
-    def question(account: Account, model: str) -> Question:
-        return Question(account.tenant, account.api_key, model, DEMO_PROMPTS[0], MAX_ANSWER_TOKENS)
+    messages = ({"role": "user", "content": scenario.question},)
+    tools = tuple(function.tool for function in FUNCTIONS[:2]) if scenario.calls_tools else ()
 
-    questions = [question(accounts[0], SERVED_NAME)]
+    def question(account: Account, model: str) -> Question:
+        return Question(account.tenant, account.api_key, model, messages, scenario.max_answer_tokens, tools)
+
+    questions = [question(accounts[0], scenario.served_name)]
     questions += [question(account, account.pushed.model) for account in accounts]
+    return ask_together(f"{server.url}/v1", questions)
+
+
+def _return_results(server: DemoServer, asked: list[Answer]) -> list[Answer]:
+    """Run each answer's calls, as a client's program would, and ask again with the results."""
+    from loramux.admin.demo.mixed_batch import ask_together
+
+    chance = random.Random(0)
+    questions = []
+    for answer in asked:
+        messages = [*answer.question.messages, answer.message]
+        for call in answer.message.get("tool_calls", ()):
+            function = FUNCTIONS_BY_NAME.get(call["function"]["name"])
+            result = {"error": "unknown tool"} if function is None else draw_result(function, chance)
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": json.dumps(result)})
+        questions.append(replace(answer.question, messages=messages))
     return ask_together(f"{server.url}/v1", questions)
 
 
@@ -129,11 +194,11 @@ def _billed(client: AdminClient) -> Bill:
     }
 
 
-def _check_bill(console: Console, answers: list[Answer], before: Bill, after: Bill) -> None:
+def _check_bill(console: Console, answers: list[Answer], before: Bill, after: Bill, base: str) -> None:
     """Raise DemoFailed unless the bill equals the usage reported in the answers, per tenant and model."""
     expected = dict(before)
     for answer in answers:
-        name = (answer.question.tenant, answer.adapter or SERVED_NAME)
+        name = (answer.question.tenant, answer.adapter or base)
         requests, prompt, completion = expected.get(name, (0, 0, 0))
         expected[name] = (requests + 1, prompt + answer.prompt_tokens, completion + answer.completion_tokens)
     if expected != after:

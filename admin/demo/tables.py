@@ -49,6 +49,25 @@ def print_answers(console: Console, answers: Sequence[Answer], ranks: Mapping[st
     console.print(table)
 
 
+def print_tool_loops(console: Console, asked: Sequence[Answer], answered: Sequence[Answer]) -> None:
+    """Print one row per model: what it thought, its calls, their results, and the answer that it gave to them."""
+    title = f"One batch, one question, two tools: {asked[0].question.text}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for column in ("tenant", "model", "thinks", "calls", "result", "answers"):
+        table.add_column(column, no_wrap=column == "model")
+    for before, after in zip(asked, answered, strict=True):
+        calls = [call["function"] for call in before.message.get("tool_calls", ())]
+        table.add_row(
+            before.question.tenant,
+            before.question.model,
+            Text(before.reasoning.strip() or "-"),
+            Text("\n".join(f"{call['name']} {call['arguments']}" for call in calls) or before.text.strip()),
+            Text("\n".join(m["content"] for m in after.question.messages if m["role"] == "tool") or "-"),
+            Text(after.text.strip()),
+        )
+    console.print(table)
+
+
 def print_usage(console: Console, billed: Mapping[tuple[str, str], tuple[int, int, int]]) -> None:
     """Print the usage report, one row for each tenant and model."""
     table = Table(title="Usage report", title_justify="left", box=SIMPLE_HEAD)
@@ -61,7 +80,7 @@ def print_usage(console: Console, billed: Mapping[tuple[str, str], tuple[int, in
     console.print(table)
 
 
-def print_directions(console: Console, server: DemoServer, api_key: str, model: str) -> None:
+def print_directions(console: Console, server: DemoServer, api_key: str, model: str, question: str) -> None:
     """Print suggestions for next steps."""
     lines = (
         "Press Ctrl-C to stop the server.",
@@ -72,7 +91,7 @@ def print_directions(console: Console, server: DemoServer, api_key: str, model: 
         "Ask it yourself:",
         f"  curl {server.url}/v1/chat/completions -H 'Authorization: Bearer {api_key}' \\",
         "    -H 'Content-Type: application/json' \\",
-        f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "What colour is a flamingo?"}}]}}\'',
+        f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "{question}"}}]}}\'',
         "",
         "Administer it:",
         f"  export LORAMUX_ADMIN_URL={server.admin_url} LORAMUX_ADMIN_KEY={server.admin_key}",

@@ -1,6 +1,7 @@
 """The demo's tokenizer and chat format, and the encoding of training conversations."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -25,8 +26,40 @@ CHAT_TEMPLATE = (
 IGNORED = -100
 
 
+def train_bpe(
+    texts: Sequence[str], vocab_size: int, special_tokens: Sequence[str], *, splits_digits: bool = False
+) -> Tokenizer:
+    """Train a byte-level BPE. It can encode any text, so no prompt fails because a token is missing."""
+    bpe = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if splits_digits else []
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([*digits, byte_level]) if digits else byte_level
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return bpe
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, out: Path, named: Mapping[str, object]) -> None:
+    """Write files that every version of transformers reads. `named` maps the roles of special tokens to the tokens."""
+    tokenizer.save_pretrained(out, save_jinja_files=False)
+    (out / "special_tokens_map.json").write_text(json.dumps(named, indent=2) + "\n")
+    # transformers 5 writes different names.
+    config_path = out / "tokenizer_config.json"
+    config = json.loads(config_path.read_text())
+    for name in ("backend", "extra_special_tokens", "is_local", "local_files_only"):
+        config.pop(name, None)
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config["additional_special_tokens"] = named["additional_special_tokens"]
+    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
 def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer. It can encode any text, so no prompt fails because a token is missing."""
     corpus = Corpus(seed)
     texts: list[str] = []
     for _ in range(12_000):
@@ -34,18 +67,7 @@ def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
         texts += [example.text, example.system]
         for turn in example.turns:
             texts += [turn.question, turn.answer]
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=VOCAB_SIZE,
-            special_tokens=list(SPECIAL_TOKENS),
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
+    bpe = train_bpe(texts, VOCAB_SIZE, SPECIAL_TOKENS)
     # As in Llama's tokenizer, plain text gets its <|bos|> here; a rendered chat already has <|bos|>.
     bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bpe.token_to_id(BOS))])
     tokenizer = PreTrainedTokenizerFast(
@@ -58,17 +80,12 @@ def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,
     )
-    tokenizer.save_pretrained(out, save_jinja_files=False)
-    markers = {"additional_special_tokens": [SYSTEM, USER, ASSISTANT]}
-    named = {"bos_token": BOS, "eos_token": END, "pad_token": PAD, **markers}
-    (out / "special_tokens_map.json").write_text(json.dumps(named, indent=2) + "\n")
-    # transformers 5 writes different names; every version of transformers reads these.
-    config_path = out / "tokenizer_config.json"
-    config = json.loads(config_path.read_text())
-    for name in ("backend", "extra_special_tokens", "is_local", "local_files_only"):
-        config.pop(name, None)
-    config |= {"tokenizer_class": "PreTrainedTokenizerFast", **markers}
-    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    markers = [SYSTEM, USER, ASSISTANT]
+    save_tokenizer(
+        tokenizer,
+        out,
+        {"bos_token": BOS, "eos_token": END, "pad_token": PAD, "additional_special_tokens": markers},
+    )
     return tokenizer
 
 

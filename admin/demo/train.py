@@ -4,36 +4,19 @@
 """
 
 import argparse
-import json
-import math
-import random
-import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
-from rich.progress import Progress
-from safetensors.torch import load_file, save_file
+from peft import LoraConfig, TaskType, get_peft_model
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from loramux.admin.demo.check import check
-from loramux.admin.demo.corpus import Conversation, Corpus
+from loramux.admin.demo.corpus import Corpus
+from loramux.admin.demo.fitting import SEED, Recipe, fit, save_adapter
 from loramux.admin.demo.styles import ADAPTER_STYLES
-from loramux.admin.demo.tokenizer import IGNORED, PAD, encoded, train_tokenizer
+from loramux.admin.demo.tokenizer import PAD, encoded, train_tokenizer
 
-SEED = 20240
 ATTENTION_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj"]
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """The training schedule of one model."""
-
-    steps: int
-    batch_size: int
-    learning_rate: float
 
 
 BASE_RECIPE = Recipe(steps=2500, batch_size=32, learning_rate=2e-3)
@@ -47,52 +30,6 @@ ADAPTER_SHAPES = {
     "formal": (4, 16, ["q_proj", "v_proj"]),
     "json": (16, 32, [*ATTENTION_LINEARS, "gate_proj", "up_proj", "down_proj"]),
 }
-
-
-def fit(
-    model: torch.nn.Module,
-    draw: Callable[[], Conversation],
-    tokenizer: PreTrainedTokenizerFast,
-    recipe: Recipe,
-    title: str,
-) -> float:
-    """Train every parameter that requires a gradient, and return the last loss."""
-    learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learnt, lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    warmup = max(1, recipe.steps // 20)
-
-    def rate(step: int) -> float:
-        return min((step + 1) / warmup, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / recipe.steps)))
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    pad = tokenizer.get_vocab()[PAD]
-    order = random.Random(SEED)
-    waiting: list[list[tuple[list[int], list[int]]]] = []
-    loss = math.nan
-    model.train()
-    with Progress() as progress:
-        bar = progress.add_task(title, total=recipe.steps)
-        for _ in range(recipe.steps):
-            if not waiting:
-                # Batch examples of similar length to reduce padding, then shuffle the batches.
-                pool = [encoded(draw(), tokenizer) for _ in range(recipe.batch_size * 16)]
-                pool.sort(key=lambda example: len(example[0]))
-                waiting = [pool[i : i + recipe.batch_size] for i in range(0, len(pool), recipe.batch_size)]
-                order.shuffle(waiting)
-            batch = waiting.pop()
-            width = max(len(ids) for ids, _ in batch)
-            input_ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in batch])
-            labels = torch.tensor([labels + [IGNORED] * (width - len(labels)) for _, labels in batch])
-            # Padding is on the right, where causal attention never looks, so no mask is needed.
-            output = model(input_ids=input_ids, labels=labels)
-            output.loss.backward()
-            torch.nn.utils.clip_grad_norm_(learnt, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            loss = output.loss.item()
-            progress.update(bar, advance=1, description=f"{title} loss {loss:.4f}")
-    return loss
 
 
 def train_base(out: Path, recipe: Recipe = BASE_RECIPE) -> None:
@@ -116,7 +53,8 @@ def train_base(out: Path, recipe: Recipe = BASE_RECIPE) -> None:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = LlamaForCausalLM(config)
-    fit(model, Corpus(SEED + 1).base_example, tokenizer, recipe, "base")
+    corpus = Corpus(SEED + 1)
+    fit(model, lambda: encoded(corpus.base_example(), tokenizer), tokenizer.get_vocab()[PAD], recipe, "base")
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
@@ -132,22 +70,15 @@ def train_adapter(base: Path, out: Path, style: str, recipe: Recipe | None = Non
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
     model = get_peft_model(LlamaForCausalLM.from_pretrained(base, dtype=torch.float32), lora)
     corpus = Corpus(SEED + 2)
-    fit(model, lambda: corpus.conversation(style), tokenizer, recipe or ADAPTER_RECIPES[style], style)
-    save_adapter(model, out)
-
-
-def save_adapter(model: PeftModel, out: Path) -> None:
-    """Write only the two files of a PEFT directory, without this machine's paths."""
-    shutil.rmtree(out, ignore_errors=True)
-    model.save_pretrained(str(out))
-    (out / "README.md").unlink(missing_ok=True)
-    tensors = out / "adapter_model.safetensors"
-    save_file({k: v.to(torch.bfloat16) for k, v in load_file(tensors).items()}, tensors, metadata={"format": "pt"})
-    config_path = out / "adapter_config.json"
-    config = json.loads(config_path.read_text())
-    config["base_model_name_or_path"] = "loramux-demo"
-    config["target_modules"] = sorted(config["target_modules"])
-    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    pad = tokenizer.get_vocab()[PAD]
+    fit(
+        model,
+        lambda: encoded(corpus.conversation(style), tokenizer),
+        pad,
+        recipe or ADAPTER_RECIPES[style],
+        style,
+    )
+    save_adapter(model, out, "loramux-demo")
 
 
 def main() -> int:

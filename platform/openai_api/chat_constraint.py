@@ -23,7 +23,7 @@ def chat_constraint(tokenizer: ModelTokenizer, body: ChatRequest, prepared: Prep
     if calls is not None and calls.is_forced:
         # The answer consists of calls.
         wanted = None
-    ids = {marker: tokenizer.special_token_id(marker) for marker in prepared.markers}
+    ids = {marker: tokenizer.marker_token_id(marker) for marker in prepared.markers}
     rules = AnswerRules(
         thinking=None
         if reasoning is None

@@ -87,6 +87,15 @@ class ModelTokenizer:
         token_id = self._tokenizer.token_to_id(text)
         return token_id if token_id is not None and self._bytes.is_hidden(token_id) else None
 
+    def marker_token_id(self, text: str) -> int | None:
+        """The id by which a grammar must name this text; None if a grammar can spell it.
+
+        As llguidance does, this treats each added token of the form `<...>` like a special one, also if it is shown in
+        texts, as Qwen's `<tool_call>` is.
+        """
+        token_id = self._tokenizer.token_to_id(text)
+        return token_id if token_id is not None and self._bytes.is_marker(token_id) else None
+
     def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         if len(text) <= MAX_TOKENISED_AT_ONCE:
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -114,6 +123,11 @@ class TokenBytes:
         added = tokenizer.get_added_tokens_decoder()
         self._special = {token.content for token in added.values()}
         self._hidden = {token_id for token_id, token in added.items() if token.special}
+        self._markers = {
+            token_id
+            for token_id, token in added.items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
         is_byte_level = '"ByteLevel"' in tokenizer.to_str()
         self._spelled = _byte_level_alphabet() if is_byte_level else None
 
@@ -135,6 +149,9 @@ class TokenBytes:
 
     def in_text(self, token_id: int) -> bytes:
         return b"" if self.is_hidden(token_id) else self.of(token_id)
+
+    def is_marker(self, token_id: int) -> bool:
+        return token_id in self._markers
 
     def is_hidden(self, token_id: int) -> bool:
         return token_id in self._hidden

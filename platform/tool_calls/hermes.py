@@ -8,10 +8,11 @@ from loramux.platform.tool_calls.reader import Steps
 
 class HermesParser(JsonCallParser):
     markers = ("<tool_call>",)
+    ends = ("</tool_call>",)
 
     def _block(self, marker: str) -> Steps[None]:
         reader = self._reader
         yield from reader.spaces()
         yield from self._call_object(is_marked=True)
         yield from reader.spaces()
-        yield from reader.literal("</tool_call>")
+        yield from reader.literal(self.ends[0])

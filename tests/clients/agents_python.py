@@ -44,9 +44,8 @@ async def main() -> None:
         name="Weather",
         instructions="Answer briefly.",
         model=OpenAIChatCompletionsModel(model=os.environ["CLIENT_TOOL_MODEL"], openai_client=client),
-        # The agent forces only its first turn. Afterwards the model is free.
         model_settings=ModelSettings(
-            temperature=0, max_tokens=64, tool_choice="required", reasoning=Reasoning(effort="none"), include_usage=True
+            temperature=0, max_tokens=64, reasoning=Reasoning(effort="none"), include_usage=True
         ),
         tools=[get_weather],
     )

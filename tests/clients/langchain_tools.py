@@ -31,14 +31,15 @@ MODEL = ChatOpenAI(
     stream_usage=True,
 )
 FORCED = MODEL.bind_tools([get_weather], tool_choice="get_weather", strict=True)
-FREE = MODEL.bind_tools([get_weather], tool_choice="none", strict=True)
+AUTO = MODEL.bind_tools([get_weather])
+TEXT = MODEL.bind_tools([get_weather], tool_choice="none", strict=True)
 
 
-def loop(asked: Any) -> dict[str, Any]:
+def loop(asked: Any, last: Any = TEXT) -> dict[str, Any]:
     (call,) = asked.tool_calls
     result = get_weather.invoke(call)
     assert isinstance(result, ToolMessage)
-    answer = FREE.invoke([QUESTION, asked, result])
+    answer = last.invoke([QUESTION, asked, result])
     return {
         "name": call["name"],
         "arguments": call["args"],
@@ -55,6 +56,7 @@ def main() -> None:
         joined = joined + chunk
     found = {
         "version": version("langchain-openai"),
+        "auto": loop(AUTO.invoke([QUESTION]), AUTO),
         "whole": loop(FORCED.invoke([QUESTION])),
         "streamed": {**loop(joined), "is streamed": len(chunks) > 3},
     }

@@ -35,10 +35,10 @@ CHAT: Any = {
 FORCED: Any = {**CHAT, "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
 
 
-def loop(asked: Any) -> dict[str, Any]:
+def loop(asked: Any, choice: Any = "none") -> dict[str, Any]:
     (call,) = asked.tool_calls
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
-    answer = litellm.completion(**CHAT, messages=[QUESTION, asked, result], tool_choice="none")
+    answer = litellm.completion(**CHAT, messages=[QUESTION, asked, result], tool_choice=choice)
     return {
         "name": call.function.name,
         "arguments": json.loads(call.function.arguments),
@@ -50,10 +50,12 @@ def loop(asked: Any) -> dict[str, Any]:
 
 def main() -> None:
     chunks = list(litellm.completion(**FORCED, messages=[QUESTION], stream=True))
+    free = litellm.completion(**CHAT, messages=[QUESTION])
     whole = litellm.completion(**FORCED, messages=[QUESTION])
     streamed = litellm.stream_chunk_builder(chunks, messages=[QUESTION])
     found = {
         "version": version("litellm"),
+        "auto": loop(free.choices[0].message, "auto"),
         "whole": loop(whole.choices[0].message),
         "streamed": {**loop(streamed.choices[0].message), "is streamed": len(chunks) > 3},
     }

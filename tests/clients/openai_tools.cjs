@@ -1,4 +1,4 @@
-// Prints the tool loops of the official Node client as one JSON document: `runTools` whole and streamed.
+// Prints the tool loops of the official Node client as one JSON document: `runTools` free, forced, and streamed.
 const { createRequire } = require("node:module");
 const load = createRequire(process.env.CLIENT_MODULES + "/");
 const OpenAI = load("openai");
@@ -56,9 +56,28 @@ async function loop(stream) {
   };
 }
 
+async function auto() {
+  const given = [];
+  const tell = (one) => {
+    given.push(one);
+    return "sunny";
+  };
+  const tool = { type: "function", function: { name: "get_weather", function: tell, parse: JSON.parse, parameters } };
+  const runner = openai.chat.completions.runTools({ ...chat, messages: [question], tools: [tool] });
+  const answer = await runner.finalContent();
+  const call = runner.messages.find((message) => message.role === "assistant");
+  return {
+    name: call.tool_calls[0].function.name,
+    arguments: given[0],
+    content: call.content,
+    answer,
+  };
+}
+
 async function main() {
   const found = {
     version: load("openai/version").VERSION,
+    auto: await auto(),
     whole: await loop(false),
     streamed: await loop(true),
   };

@@ -1,4 +1,4 @@
-"""Prints the tool loops of the official Python client as one JSON document: plain, parsed and streamed."""
+"""Prints the tool loops of the official Python client as one JSON document: a free call, and three forced ones."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ CHAT: Any = {
 FORCED: Any = {**CHAT, "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
 
 
-def loop(client: openai.OpenAI, asked: Any) -> dict[str, Any]:
+def loop(client: openai.OpenAI, asked: Any, choice: Any = "none") -> dict[str, Any]:
     """Answer the call of a message with a result, and return the call and the final answer."""
     (call,) = asked.tool_calls
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     history: Any = [QUESTION, asked, result]
-    answer = client.chat.completions.create(**CHAT, messages=history, tool_choice="none")
+    answer = client.chat.completions.create(**CHAT, messages=history, tool_choice=choice)
     return {
         "name": call.function.name,
         "arguments": json.loads(call.function.arguments),
@@ -47,6 +47,7 @@ def loop(client: openai.OpenAI, asked: Any) -> dict[str, Any]:
 
 def main() -> None:
     client = openai.OpenAI(base_url=os.environ["CLIENT_URL"], api_key=os.environ["CLIENT_KEY"], max_retries=0)
+    free = client.chat.completions.create(**CHAT, messages=[QUESTION])
     whole = client.chat.completions.create(**FORCED, messages=[QUESTION])
     parsed = client.chat.completions.parse(**FORCED, messages=[QUESTION]).choices[0].message
     with client.chat.completions.stream(**FORCED, messages=[QUESTION]) as stream:
@@ -60,6 +61,7 @@ def main() -> None:
         "version": version("openai"),
         "reason": whole.choices[0].finish_reason,
         "streamed reason": streamed.choices[0].finish_reason,
+        "auto": loop(client, free.choices[0].message, "auto"),
         "whole": loop(client, whole.choices[0].message),
         "parsed": loop(client, parsed),
         "streamed": loop(client, streamed.choices[0].message),

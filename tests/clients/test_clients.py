@@ -20,7 +20,6 @@ import httpx
 import pytest
 
 from tests.conformance.served import Deployment, deployment
-from tests.platform.tool_base import TEMPLATE
 
 pytestmark = pytest.mark.campaign
 
@@ -40,9 +39,11 @@ TOOL_CLIENTS = {
     "litellm": [str(ENVIRONMENT / "bin" / "python"), "litellm_tools.py"],
     "langchain-openai": [str(ENVIRONMENT / "bin" / "python"), "langchain_tools.py"],
 }
-PIRATE = HERE.parents[1] / "admin" / "demo" / "adapters" / "pirate"
+DEMO = HERE.parents[1] / "admin" / "demo"
+PIRATE = DEMO / "adapters" / "pirate"
 MODEL = "harbour/pirate"
-TOOL_MODEL = "harbour/caller"
+TOOL_MODELS = ("harbour/sailor", "harbour/concierge")
+"""One uses the base's chat template. The other has its own."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,26 @@ def stand(tmp_path_factory: pytest.TempPathFactory, demo_base: Path) -> Iterator
             keys.append(made.json("keys", "create", "--tenant", slug)["secret"])
         pushed = made.json("adapters", "push", str(PIRATE), "--tenant", "harbour", "--name", "pirate")
         assert pushed["model"] == MODEL
-        caller = Path(shutil.copytree(PIRATE, tmp_path_factory.mktemp("caller"), dirs_exist_ok=True))
-        (caller / "chat_template.jinja").write_text(TEMPLATE)
-        made.json("adapters", "push", str(caller), "--tenant", "harbour", "--name", "caller")
         made.command("grants", "add", MODEL, "--tenant", "limited")
         # Allow one request per five seconds, because a request is faster than that even on a busy machine.
         limit = ("--metric", "requests_per_minute", "--limit", "12", "--burst", "1")
         assert made.command("quotas", "set", "--tenant", "limited", *limit).returncode == 0
         yield Stand(made, *keys)
+
+
+@pytest.fixture(scope="module")
+def tool_stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    """The base that calls tools, with both of its adapters."""
+    made = deployment(DEMO / "tools" / "base", tmp_path_factory.mktemp("tool-clients"), ("--dtype", "float32"), {})
+    with made.running():
+        made.json("tenants", "create", "harbour")
+        key = made.json("keys", "create", "--tenant", "harbour")["secret"]
+        for model in TOOL_MODELS:
+            name = model.partition("/")[2]
+            folder = DEMO / "tools" / "adapters" / name
+            pushed = made.json("adapters", "push", str(folder), "--tenant", "harbour", "--name", name)
+            assert pushed["model"] == model
+        yield Stand(made, key, key)
 
 
 @pytest.fixture(scope="module")
@@ -99,14 +112,14 @@ def seen(request: pytest.FixtureRequest, stand: Stand) -> dict[str, Any]:
     return output_of(stand, *CLIENTS[request.param])
 
 
-def output_of(stand: Stand, program: str, script: str) -> dict[str, Any]:
+def output_of(stand: Stand, program: str, script: str, tool_model: str = "") -> dict[str, Any]:
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("LORAMUX_", "PYTHON"))},
         "CLIENT_URL": stand.url,
         "CLIENT_KEY": stand.key,
         "CLIENT_LIMITED_KEY": stand.limited_key,
         "CLIENT_MODEL": MODEL,
-        "CLIENT_TOOL_MODEL": TOOL_MODEL,
+        "CLIENT_TOOL_MODEL": tool_model,
         "CLIENT_MODULES": str(ENVIRONMENT / "node"),
         # Otherwise litellm would fetch a price table from the network.
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -194,31 +207,44 @@ def test_a_limit_is_told_and_waited_for(seen: dict[str, Any]) -> None:
     assert retries == 3 or retries == {"num answers": 3, "waited": True}
 
 
+@pytest.mark.parametrize("model", TOOL_MODELS)
 @pytest.mark.parametrize("client", TOOL_CLIENTS)
-def test_a_forced_call_is_answered_with_its_result(client: str, stand: Stand) -> None:
-    seen = output_of(stand, *TOOL_CLIENTS[client])
-    for way in ("whole", "parsed", "streamed"):
+def test_a_call_is_answered_with_its_result(client: str, model: str, tool_stand: Stand) -> None:
+    seen = output_of(tool_stand, *TOOL_CLIENTS[client], model)
+    for way in ("auto", "whole", "parsed", "streamed"):
         if way not in seen:
             continue
         loop = seen[way]
-        assert (loop["name"], list(loop["arguments"])) == ("get_weather", ["city"])
+        assert (loop["name"], loop["arguments"]) == ("get_weather", {"city": "Rome"})
         # Clients that join chunks show a missing text as an empty one.
         assert not loop["content"]
-        assert loop["arguments"]["city"] in ("Paris", "Rome")
-        assert loop["answer"].strip()
-        assert loop["answer"] == seen["whole"]["answer"]
-        assert loop["usage"] == seen["whole"]["usage"] > 0
+        if way == "auto":
+            assert "It is sunny in Rome" in loop["answer"]
+        else:
+            # With `tool_choice` `none`, the model sees no tools, and the small one then answers anything.
+            assert loop["answer"].strip()
+            assert loop["answer"] == seen["whole"]["answer"]
+            assert loop["usage"] == seen["whole"]["usage"] > 0
     assert seen["streamed"].get("is streamed", True)
     assert seen.get("deltas are the arguments", True)
     assert seen.get("reason") == seen.get("streamed reason")
 
 
-def test_an_agent_calls_its_tool_and_ends(stand: Stand) -> None:
-    seen = output_of(stand, str(ENVIRONMENT / "bin" / "python"), "agents_python.py")
-    assert len(seen["given"]) == 2
-    assert set(seen["given"]) <= {"Paris", "Rome"}
+@pytest.mark.parametrize("model", TOOL_MODELS)
+def test_an_agent_calls_its_tool_and_ends(model: str, tool_stand: Stand) -> None:
+    seen = output_of(tool_stand, str(ENVIRONMENT / "bin" / "python"), "agents_python.py", model)
+    assert seen["given"] == ["Rome", "Rome"]
     for way in ("whole", "streamed"):
         assert seen[way]["turns"] == 2
         assert seen[way]["answer"] == seen["whole"]["answer"]
-    assert seen["whole"]["answer"].strip()
+    assert "It is sunny in Rome" in seen["whole"]["answer"]
     assert seen["streamed"]["is streamed"]
+
+
+@pytest.mark.parametrize("model", TOOL_MODELS)
+def test_the_llm_command_runs_its_function_and_answers(model: str, tool_stand: Stand) -> None:
+    seen = output_of(tool_stand, str(ENVIRONMENT / "bin" / "python"), "llm_tools.py", model)
+    assert seen["calls"] == [["get_weather", {"city": "Rome"}]]
+    for way in ("streamed", "whole"):
+        assert "It is sunny in Rome" in seen[way]
+    assert seen["structured"]["city"] in ("Paris", "Rome")

@@ -63,6 +63,16 @@ def test_demo_shows_three_adapters_and_a_correct_bill(ports: tuple[int, int], tm
         assert probe.connect_ex(("127.0.0.1", ports[0])) != 0, "the server stopped with the demo"
 
 
+def test_tools_demo_shows_calls_results_and_a_correct_bill(ports: tuple[int, int]) -> None:
+    process = demo("--tools", "--exit", "--port", ports[0], "--admin-port", ports[1])
+    output, errors = process.communicate(timeout=90)
+    assert (process.returncode, errors) == (0, "")
+    assert output.count('get_weather {"city":') == 3
+    for said in ("harbour/sailor", "grand-hotel/concierge", "Arrr!", "Certainly.", "Up to 2 adapters shared one step"):
+        assert said in output
+    assert re.search(r"It adds up: 6 answers cost \d+ tokens", output)
+
+
 def test_demo_reports_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = demo("--exit", "--port", taken.getsockname()[1])
