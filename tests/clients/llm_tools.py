@@ -48,6 +48,7 @@ def main() -> None:
             "model_id": "served",
             "model_name": os.environ["CLIENT_TOOL_MODEL"],
             "api_base": os.environ["CLIENT_URL"],
+            "api_key_name": "openai",
             "supports_tools": True,
             "supports_schema": True,
         }
