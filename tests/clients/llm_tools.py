@@ -15,7 +15,12 @@ def get_weather(city: str) -> str:
     "Tell the weather in a city."
     return "sunny"
 """
-SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 
 
 def run(home: str, *arguments: str) -> str:

@@ -1,6 +1,6 @@
 """Trains the tool model's tokenizer, base and adapters.
 
-`python admin/demo/tools/train.py --out DIR` takes about 30 minutes on one core.
+`python admin/demo/tools/train.py --out DIR --threads 2` takes about 30 minutes on two cores.
 """
 
 import argparse
