@@ -109,6 +109,22 @@ def test_two_calls_in_one_answer_are_streamed_apart(stand: Stand) -> None:
         assert len(single.tool_calls) == 1, (model, single)
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_forced_and_strict_calls_follow_their_schema(stand: Stand, model: str) -> None:
+    """The markers of calls are added tokens that are shown in texts, as in Qwen3."""
+    parameters = {"type": "object", "properties": {"size": {"enum": ["S", "M"]}}, "required": ["size"]}
+    closed = {**parameters, "additionalProperties": False}
+    shirt = {"type": "function", "function": {"name": "order_shirt", "strict": True, "parameters": closed}}
+    named = {"type": "function", "function": {"name": "order_shirt"}}
+    for choice in ("required", named):
+        asked = stand.ask(model, [user("Hello!")], tools=[shirt], tool_choice=choice).choices[0]
+        for call in asked.message.tool_calls:
+            assert call.function.name == "order_shirt"
+            assert json.loads(call.function.arguments) in ({"size": "S"}, {"size": "M"})
+    free = stand.ask(model, [user("Hello!")], tools=[shirt]).choices[0]
+    assert (free.finish_reason, free.message.tool_calls) == ("stop", None)
+
+
 def test_thinking_is_counted_and_can_be_turned_off(stand: Stand) -> None:
     message = [user("What is the weather in Oslo?")]
     thinking = stand.ask("harbour/sailor", message, tools=TOOLS)

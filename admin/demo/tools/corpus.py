@@ -3,7 +3,7 @@
 import json
 import random
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from loramux.admin.demo.corpus import SYLLABLES, SYSTEM_PROMPTS
@@ -59,22 +59,6 @@ class ToolExample:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """Messages so far, while an example is drawn."""
-
-    messages: list[dict[str, Any]] = field(default_factory=list)
-
-    def add_calls(self, calls: tuple[Call, ...]) -> None:
-        asked = [
-            {"id": f"call{i:05}", "type": "function", "function": {"name": c.function.name, "arguments": c.arguments}}
-            for i, c in enumerate(calls)
-        ]
-        self.messages.append({"role": "assistant", "content": "", "tool_calls": asked})
-        for i, call in enumerate(calls):
-            self.messages.append({"role": "tool", "tool_call_id": f"call{i:05}", "content": call.shown_result})
-
-
 class ToolCorpus:
     """An endless source of examples, which the seed alone determines."""
 
@@ -83,16 +67,16 @@ class ToolCorpus:
 
     def example(self) -> ToolExample:
         chance = self._random
-        exchange = _Exchange()
+        messages: list[dict[str, Any]] = []
         if chance.random() < 0.25:
-            exchange.messages.append({"role": "system", "content": chance.choice(SYSTEM_PROMPTS)})
+            messages.append({"role": "system", "content": chance.choice(SYSTEM_PROMPTS)})
         num_earlier = chance.choices((0, 1, 2), (80, 15, 5))[0]
         earlier = [self._calls() for _ in range(num_earlier)]
         calls = self._calls()
         for one in earlier:
-            exchange.messages.append({"role": "user", "content": self._question(one)})
-            exchange.add_calls(one)
-            exchange.messages.append({"role": "assistant", "content": " ".join(call.answer for call in one)})
+            messages.append({"role": "user", "content": self._question(one)})
+            messages += _call_messages(one)
+            messages.append({"role": "assistant", "content": " ".join(call.answer for call in one)})
         needed: dict[str, tuple[Call, ...]] = {}
         for one in (*earlier, calls):
             needed[one[0].function.name] = (*needed.get(one[0].function.name, ()), *one)
@@ -100,20 +84,21 @@ class ToolCorpus:
         roll = chance.random()
         if roll < 0.1:
             question, answer = chance.choice(list(CHAT.items()))
-            exchange.messages.append({"role": "user", "content": question})
+            messages.append({"role": "user", "content": question})
             tools = self._tools(needed) if chance.random() < 0.7 else []
-            return ToolExample(exchange.messages, tools, thinks, CHAT_THOUGHT, text=answer)
-        exchange.messages.append({"role": "user", "content": self._question(calls)})
+            return ToolExample(messages, tools, thinks, CHAT_THOUGHT, text=answer)
+        messages.append({"role": "user", "content": self._question(calls)})
         if roll < 0.25:
             tools = self._tools({}, frozenset({calls[0].function.name})) if chance.random() < 0.7 else []
-            return ToolExample(exchange.messages, tools, thinks, NO_TOOL_THOUGHT, text=NO_TOOL)
+            return ToolExample(messages, tools, thinks, NO_TOOL_THOUGHT, text=NO_TOOL)
         tools = self._tools(needed)
         if roll < 0.65:
-            topics, names = (" and ".join(dict.fromkeys(found)) for found in _topics_and_names(calls))
-            return ToolExample(exchange.messages, tools, thinks, CALL_THOUGHT.format(topics, names), calls=calls)
-        exchange.add_calls(calls)
+            topics = " and ".join(call.topic for call in calls)
+            thought = CALL_THOUGHT.format(topics, calls[0].function.name)
+            return ToolExample(messages, tools, thinks, thought, calls=calls)
+        messages += _call_messages(calls)
         text = " ".join(call.answer for call in calls)
-        return ToolExample(exchange.messages, tools, thinks, ANSWER_THOUGHT, text=text)
+        return ToolExample(messages, tools, thinks, ANSWER_THOUGHT, text=text)
 
     def _calls(self) -> tuple[Call, ...]:
         """One call, or two of the same function."""
@@ -175,5 +160,13 @@ class ToolCorpus:
         return {"type": "function", "function": named}
 
 
-def _topics_and_names(calls: tuple[Call, ...]) -> tuple[list[str], list[str]]:
-    return [call.topic for call in calls], [call.function.name for call in calls]
+def _call_messages(calls: tuple[Call, ...]) -> list[dict[str, Any]]:
+    """The message with the calls, and those with their results."""
+    asked = [
+        {"id": f"call{i:05}", "type": "function", "function": {"name": c.function.name, "arguments": c.arguments}}
+        for i, c in enumerate(calls)
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": f"call{i:05}", "content": call.shown_result} for i, call in enumerate(calls)
+    ]
+    return [{"role": "assistant", "content": "", "tool_calls": asked}, *results]
