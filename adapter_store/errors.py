@@ -40,7 +40,7 @@ class AdapterRejected(Refused):
     - the optional files: `file_too_large`, `invalid_template`, `invalid_json`, `duplicate_key`,
       `invalid_generation_config`, `invalid_parsers`;
     - both together: `base_mismatch`, `rank_mismatch`, `missing_tensor`, `unexpected_tensor`, `ambiguous_names`;
-    - the values: `not_finite`, `norm_too_large`, `zero_effect`;
+    - the values: `not_finite`, `norm_too_large`, `zero_effect`, `invalid_magnitude`;
     - the uploaded bytes: `upload_incomplete`, `size_mismatch`, `checksum_mismatch`;
     - an operator's source: `source_not_found`, `source_unavailable`, `source_not_allowed`, `invalid_source`,
       `file_too_large`, `identical_version`, `insufficient_quota`;

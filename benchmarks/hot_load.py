@@ -44,6 +44,7 @@ from benchmarks.random_model import SHAPES
 from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.errors import AdapterUnavailable
+from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.adapter_store.tiers.disk_tier import DiskTier
 from loramux.adapter_store.tiers.host_slab import EngineMemory, HostSlab
 from loramux.adapter_store.tiers.host_tier import HostTier
@@ -88,6 +89,7 @@ class OpenPool:
             f"file://{files.directory / 'no_blobs'}",
             str(files.directory),
             files.tier_bytes,
+            str(files.directory),
             EngineMemory(bench.memory_bytes),
             # No host tier, so that each load starts at the disk tier.
             HostTier(0),
@@ -154,7 +156,7 @@ class Bench:
         """A source that reads from the disk tier, with an empty blob store behind it."""
         files = self.files
         disk = DiskTier(files.directory, files.tier_bytes, files.target.pack_key)
-        return PackedSource(MemoryBlobStore(), disk, files.target, self._slab.allocate)
+        return PackedSource(MemoryBlobStore(), disk, files.target, BaseWeights(files.directory), self._slab.allocate)
 
     def stage_counts(self) -> dict[tuple[str, str], StageCounts]:
         """Stage counters of the long-lived staging process and the pool that it feeds."""

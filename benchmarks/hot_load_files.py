@@ -58,7 +58,7 @@ class HotFiles:
 
     @property
     def num_pages(self) -> int:
-        return self.target.num_pages(self._ranks())
+        return self.target.layout(self._ranks()).num_pages
 
     def path(self, digest: str) -> Path:
         return self.directory / self.target.pack_key / f"{digest}.packed"

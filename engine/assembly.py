@@ -90,6 +90,7 @@ def open_stager(
                 config.blob_url,
                 config.cache_dir,
                 config.disk_tier_bytes,
+                config.model_dir,
                 memory,
                 host,
                 config.num_loaders,

@@ -36,7 +36,7 @@ class LoraKernels(Protocol):
         ...
 
     def lora_expand(self, planes: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
-        """`y[t, columns of i] += scale * planes[t, i, :rank] @ B[slot, modules[i]]ᵀ`."""
+        """`y[t, columns of i] += scale * planes[t, i, :rank] @ B[slot, modules[i]]ᵀ`, then the adapter's affines."""
         ...
 
     def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:

@@ -2,7 +2,8 @@
 
 The pool is `uint8[P, L, page_bytes]`; its adapter view is `adapter_dtype[P, L, E]`. An adapter is one stream of
 elements per layer, packed into the adapter's pages: for each module in order, the rows of A `[rank, in_features]`, then
-the rows of B transposed `[rank, out_features]`. Chunk `chunk` of row `row` of a stream part starts at element
+the rows of B transposed `[rank, out_features]`. In an adapter with affines, such as a DoRA, two rows follow each B:
+the module's gain and shift `[out_features]`. Chunk `chunk` of row `row` of a stream part starts at element
 
     e = offset + row * padded_len + chunk * chunk_len
 
@@ -26,8 +27,14 @@ MAX_CHUNK = 1024
 MIN_CHUNK = 128
 MAX_RANK = 256
 
-A, B = 0, 1
-"""Indices of a module's two halves in an offset table's last axis."""
+A, B, AFFINE = 0, 1, 2
+"""Indices of a module's parts in an offset table's last axis."""
+
+AFFINE_ROWS = 2
+"""Gain and shift: the module's output is `y + gain * y + shift`, with A and B already in `y`."""
+
+NO_AFFINE = -1
+"""The affine's offset if the adapter has no affines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +118,7 @@ def row_layout(row_len: int, page_elements: int) -> RowLayout:
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    """One half of one module in the stream: `num_rows` rows."""
+    """One part of one module in the stream: `num_rows` rows."""
 
     num_rows: int
     row: RowLayout
@@ -121,11 +128,12 @@ class PartLayout:
         return self.num_rows * self.row.padded_len
 
 
-def part_layout(module: LinearShape, half: int, rank: int, page_elements: int) -> PartLayout:
-    """The layout of half `A` or `B` of a module of this rank in pages of `page_elements`."""
-    if half == A and module.is_embedding:
+def part_layout(module: LinearShape, part: int, rank: int, page_elements: int) -> PartLayout:
+    """The layout of part `A`, `B` or `AFFINE` of a module of this rank in pages of `page_elements`."""
+    if part == A and module.is_embedding:
         return PartLayout(module.in_features, RowLayout(row_len=rank, padded_len=rank, chunk_len=1))
-    return PartLayout(rank, row_layout(module.out_features if half == B else module.in_features, page_elements))
+    row_len = module.in_features if part == A else module.out_features
+    return PartLayout(AFFINE_ROWS if part == AFFINE else rank, row_layout(row_len, page_elements))
 
 
 def _no_ranks() -> npt.NDArray[np.int32]:
@@ -133,17 +141,17 @@ def _no_ranks() -> npt.NDArray[np.int32]:
 
 
 def _no_offsets() -> npt.NDArray[np.int32]:
-    return np.zeros((0, 2), np.int32)
+    return np.zeros((0, 3), np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterLayout:
     """Location of each module of one adapter.
 
-    `ranks` int32 `[num_layers, num_modules]` (0: the module is absent), `offsets` int32 `[num_layers, num_modules, 2]`
+    `ranks` int32 `[num_layers, num_modules]` (0: the module is absent), `offsets` int32 `[num_layers, num_modules, 3]`
     in elements of a layer. The first `num_outer_pages` of the adapter's `num_pages` pages contain the outer modules:
-    `outer_ranks` int32 `[num_outer_modules]`, `outer_offsets` int32 `[num_outer_modules, 2]` in elements of whole
-    pages. Both are empty if the adapter's target has no outer modules.
+    `outer_ranks` int32 `[num_outer_modules]`, `outer_offsets` int32 `[num_outer_modules, 3]` in elements of whole
+    pages. Both are empty if the adapter's target has no outer modules. With `has_affines`, every module has an affine.
     """
 
     ranks: npt.NDArray[np.int32]
@@ -152,14 +160,18 @@ class AdapterLayout:
     num_outer_pages: int = 0
     outer_ranks: npt.NDArray[np.int32] = field(default_factory=_no_ranks)
     outer_offsets: npt.NDArray[np.int32] = field(default_factory=_no_offsets)
+    has_affines: bool = False
 
-    def rank_and_offsets(self, layer: int | None, module: int) -> tuple[int, int, int]:
-        """Rank of a module, and the offsets of its A and B; `layer` is None for an outer module."""
-        if layer is None:
-            a, b = self.outer_offsets[module]
-            return int(self.outer_ranks[module]), int(a), int(b)
-        a, b = self.offsets[layer, module]
-        return int(self.ranks[layer, module]), int(a), int(b)
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The parts that each module has in the stream."""
+        return parts_of(self.has_affines)
+
+    def rank_and_offsets(self, layer: int | None, module: int) -> tuple[int, tuple[int, ...]]:
+        """Rank of a module, and the offsets of its parts; `layer` is None for an outer module."""
+        at = module if layer is None else (layer, module)
+        ranks, offsets = (self.ranks, self.offsets) if layer is not None else (self.outer_ranks, self.outer_offsets)
+        return int(ranks[at]), tuple(offsets[at].tolist())
 
     @property
     def max_rank(self) -> int:
@@ -172,6 +184,7 @@ def adapter_layout(
     ranks: npt.NDArray[np.int32],
     outer_modules: Sequence[LinearShape] = (),
     outer_ranks: npt.NDArray[np.int32] | None = None,
+    has_affines: bool = False,
 ) -> AdapterLayout:
     """Compute the layout of an adapter with `ranks` int32 `[num_layers, num_modules]`.
 
@@ -189,13 +202,14 @@ def adapter_layout(
         if table.size and (table.min() < 0 or table.max() > MAX_RANK):
             raise ValueError(f"{name} must be in [0, {MAX_RANK}]")
     outer_elements, page_elements = geometry.flat.adapter_elements, geometry.adapter_elements
-    outer_offsets = np.zeros((len(outer_modules), 2), np.int32)
-    outer_end = _lay_out(outer_modules, outer_ranks, 0, outer_elements, outer_offsets)
+    parts = parts_of(has_affines)
+    outer_offsets = np.zeros((len(outer_modules), 3), np.int32)
+    outer_end = _lay_out(outer_modules, outer_ranks, parts, 0, outer_elements, outer_offsets)
     num_outer_pages = -(-outer_end // outer_elements)
-    offsets = np.zeros((*ranks.shape, 2), np.int32)
+    offsets = np.zeros((*ranks.shape, 3), np.int32)
     end = begin = num_outer_pages * page_elements
     for layer in range(geometry.num_layers):
-        end = max(end, _lay_out(modules, ranks[layer], begin, page_elements, offsets[layer]))
+        end = max(end, _lay_out(modules, ranks[layer], parts, begin, page_elements, offsets[layer]))
     return AdapterLayout(
         ranks=ranks.astype(np.int32),
         offsets=offsets,
@@ -203,28 +217,35 @@ def adapter_layout(
         num_outer_pages=num_outer_pages,
         outer_ranks=outer_ranks.astype(np.int32),
         outer_offsets=outer_offsets,
+        has_affines=has_affines,
     )
+
+
+def parts_of(has_affines: bool) -> tuple[int, ...]:
+    return (A, B, AFFINE) if has_affines else (A, B)
 
 
 def _lay_out(
     modules: Sequence[LinearShape],
     ranks: npt.NDArray[np.int32],
+    parts: Sequence[int],
     begin: int,
     page_elements: int,
     offsets: npt.NDArray[np.int32],
 ) -> int:
     """Lay out modules from element `begin` on, and return the end of the last one.
 
-    Reads `ranks` `[num_modules]` and fills `offsets` `[num_modules, 2]`.
+    Reads `ranks` `[num_modules]` and fills `offsets` `[num_modules, 3]`.
     """
     cursor = begin
+    offsets[:, AFFINE] = NO_AFFINE
     for m, module in enumerate(modules):
         rank = int(ranks[m])
         if rank == 0:
             continue
-        for half in (A, B):
-            part = part_layout(module, half, rank, page_elements)
+        for index in parts:
+            part = part_layout(module, index, rank, page_elements)
             cursor = -(-cursor // part.row.chunk_len) * part.row.chunk_len
-            offsets[m, half] = cursor
+            offsets[m, index] = cursor
             cursor += part.num_elements
     return cursor

@@ -34,7 +34,7 @@ class PoolViews:
 class AdapterTables:
     """Location of each resident adapter, by slot; written only between steps.
 
-    `page_table` int32 `[num_slots, max_pages]`, `off` int32 `[num_slots, L, M, 2]` in elements, `rank` int32
+    `page_table` int32 `[num_slots, max_pages]`, `off` int32 `[num_slots, L, M, 3]` in elements, `rank` int32
     `[num_slots, L, M]`, `scale` float32 `[num_slots, L, M]`. `outer` contains the tables of the modules outside the
     layers, with L = 1, offsets in elements of whole pages, and the same `page_table`; None if no adapter has such
     modules.

@@ -13,6 +13,8 @@ A_SUFFIX = ".lora_A.weight"
 B_SUFFIX = ".lora_B.weight"
 EMBEDDING_A_SUFFIX = ".lora_embedding_A"
 EMBEDDING_B_SUFFIX = ".lora_embedding_B"
+MAGNITUDE_SUFFIX = ".lora_magnitude_vector"
+BIAS_SUFFIX = ".lora_B.bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,16 @@ class ModulePlace:
     def b_name(self) -> str:
         """The tensor B `[out_features, rank]`."""
         return TENSOR_PREFIX + self.key + (EMBEDDING_B_SUFFIX if self.shape.is_embedding else B_SUFFIX)
+
+    @property
+    def magnitude_name(self) -> str:
+        """The vector `[out_features]` of a DoRA adapter."""
+        return TENSOR_PREFIX + self.key + MAGNITUDE_SUFFIX
+
+    @property
+    def bias_name(self) -> str:
+        """The vector `[out_features]` of an adapter that was trained with `lora_bias`."""
+        return TENSOR_PREFIX + self.key + BIAS_SUFFIX
 
 
 def module_key(layer: int, module: LinearShape) -> str:

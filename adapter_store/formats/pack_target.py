@@ -15,7 +15,7 @@ import numpy.typing as npt
 from loramux.adapter_store.formats.shards import Shard, shard_of
 from loramux.kernels.layout import MAX_RANK, AdapterLayout, LinearShape, PageGeometry, adapter_layout
 
-PACK_FORMAT = 2
+PACK_FORMAT = 3
 """Version of the packed layout. When it increases, every packed file is rebuilt."""
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
@@ -64,21 +64,26 @@ class PackTarget:
     @property
     def max_tensors_bytes(self) -> int:
         """Size of the largest valid safetensors file: every module at the highest rank, in float32."""
-        elements = self.geometry.num_layers * _elements_per_rank(self.modules) + _elements_per_rank(self.outer_modules)
-        return _MAX_HEADER_BYTES + 8 + elements * MAX_RANK * _WIDEST_ITEMSIZE
+        elements = self.geometry.num_layers * _max_elements(self.modules) + _max_elements(self.outer_modules)
+        return _MAX_HEADER_BYTES + 8 + elements * _WIDEST_ITEMSIZE
 
     @property
     def max_pages(self) -> int:
         """Number of pages for an adapter with every module at the highest rank."""
         ranks = np.full((self.geometry.num_layers, len(self.modules)), MAX_RANK, np.int32)
-        return self.layout(ranks, np.full(len(self.outer_modules), MAX_RANK, np.int32)).num_pages
+        return self.layout(ranks, np.full(len(self.outer_modules), MAX_RANK, np.int32), has_affines=True).num_pages
 
     @property
     def max_payload_bytes(self) -> int:
         """Packed size of an adapter with every module at the highest rank, in bytes."""
         return self.max_pages * self.geometry.total_page_bytes
 
-    def layout(self, ranks: npt.NDArray[np.int32], outer_ranks: npt.NDArray[np.int32] | None = None) -> AdapterLayout:
+    def layout(
+        self,
+        ranks: npt.NDArray[np.int32],
+        outer_ranks: npt.NDArray[np.int32] | None = None,
+        has_affines: bool = False,
+    ) -> AdapterLayout:
         """Return the layout of an adapter with these `ranks`, int32 `[num_layers, num_modules]`.
 
         `outer_ranks` is int32 `[num_outer_modules]`; if it is None, all outer modules have rank 0.
@@ -87,17 +92,13 @@ class PackTarget:
             outer_ranks = np.zeros(len(self.outer_modules), np.int32)
         if ranks.shape != (self.geometry.num_layers, len(self.modules)):
             raise ValueError(f"ranks have shape {ranks.shape}")
-        return _layout(self, ranks.astype(np.int32).tobytes(), outer_ranks.astype(np.int32).tobytes())
+        return _layout(self, ranks.astype(np.int32).tobytes(), outer_ranks.astype(np.int32).tobytes(), has_affines)
 
     def shard(self, module: LinearShape) -> Shard:
         """Return this rank's part of a module, which is the whole module unless several GPUs share the model."""
         head_dim = self.geometry.head_dim
         kv_features = self.geometry.num_kv_heads * head_dim * self.tp_size
         return shard_of(module, head_dim, kv_features, self.tp_size, self.tp_rank)
-
-    def num_pages(self, ranks: npt.NDArray[np.int32], outer_ranks: npt.NDArray[np.int32] | None = None) -> int:
-        """Number of pages for an adapter with these ranks; see `layout`."""
-        return self.layout(ranks, outer_ranks).num_pages
 
     def document(self) -> dict[str, Any]:
         """Return this target as plain JSON values, for packed files and the validation process."""
@@ -124,7 +125,7 @@ class PackTarget:
 
 
 @lru_cache(maxsize=256)
-def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes) -> AdapterLayout:
+def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes, has_affines: bool) -> AdapterLayout:
     """Compute an adapter's layout.
 
     Cached because this takes longer than checking a small adapter's bytes, and most adapters share a few layouts.
@@ -134,8 +135,11 @@ def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes) -> AdapterLayo
         for group in (target.modules, target.outer_modules)
     )
     table = np.frombuffer(ranks, np.int32).reshape(target.geometry.num_layers, len(modules))
-    return adapter_layout(target.geometry, modules, table, outer_modules, np.frombuffer(outer_ranks, np.int32))
+    return adapter_layout(
+        target.geometry, modules, table, outer_modules, np.frombuffer(outer_ranks, np.int32), has_affines
+    )
 
 
-def _elements_per_rank(modules: Iterable[LinearShape]) -> int:
-    return sum(module.in_features + module.out_features for module in modules)
+def _max_elements(modules: Iterable[LinearShape]) -> int:
+    """Number of elements of these modules at the highest rank, with a magnitude or bias per output."""
+    return sum(MAX_RANK * (module.in_features + module.out_features) + module.out_features for module in modules)

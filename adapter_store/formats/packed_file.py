@@ -30,7 +30,7 @@ from loramux.adapter_store.formats.checksums import PayloadCheck
 from loramux.adapter_store.formats.module_places import module_places
 from loramux.adapter_store.formats.pack_target import PACK_FORMAT, PackTarget
 from loramux.adapter_store.formats.packing import PackedAdapter
-from loramux.kernels.layout import AdapterLayout, B, part_layout
+from loramux.kernels.layout import AdapterLayout, part_layout
 
 HostMemory = Callable[[int], npt.NDArray[np.uint8]]
 """Allocates uint8 `[num_bytes]` of host memory; a GPU engine provides memory that the GPU can copy from directly."""
@@ -55,6 +55,8 @@ class _Header(msgspec.Struct, frozen=True):
     outer_ranks: msgspec.Raw
     scales: list[list[float]]
     outer_scales: list[float]
+    has_affines: bool
+    base: str | None
     crc32: msgspec.Raw
     sha256: str
 
@@ -77,6 +79,8 @@ def write_packed(path: Path, packed: PackedAdapter, target: PackTarget) -> None:
             "scales": packed.scales.tolist(),
             "outer_ranks": packed.layout.outer_ranks.tolist(),
             "outer_scales": packed.outer_scales.tolist(),
+            "has_affines": packed.layout.has_affines,
+            "base": packed.base,
             "crc32": _module_checksums(packed.payload, packed.layout, target),
             "sha256": hashlib.sha256(packed.payload.data).hexdigest(),
         },
@@ -123,7 +127,9 @@ def read_open_packed(
     """
     header, payload_begin = _read_header(descriptor)
     try:
-        found, layout = _laid_out(bytes(header.target), bytes(header.ranks), bytes(header.outer_ranks))
+        found, layout = _laid_out(
+            bytes(header.target), bytes(header.ranks), bytes(header.outer_ranks), header.has_affines
+        )
     except (KeyError, TypeError, ValueError):
         raise AdapterCorrupt("the packed file does not describe its layout") from None
     if (target is not None and found != target) or (digest is not None and header.digest != digest):
@@ -151,18 +157,19 @@ def read_open_packed(
     if not is_right:
         raise AdapterCorrupt(f"the packed file is damaged in {_damaged(payload, layout, found, header)}")
     scales, outer_scales = np.array(header.scales, np.float32), np.array(header.outer_scales, np.float32)
-    return PackedAdapter(header.digest, layout, scales, payload, outer_scales)
+    return PackedAdapter(header.digest, layout, scales, payload, outer_scales, header.base)
 
 
 @lru_cache(maxsize=256)
-def _laid_out(target: bytes, ranks: bytes, outer_ranks: bytes) -> tuple[PackTarget, AdapterLayout]:
+def _laid_out(target: bytes, ranks: bytes, outer_ranks: bytes, has_affines: bool) -> tuple[PackTarget, AdapterLayout]:
     """The target and layout that a header's JSON describes.
 
     Cached because layouts are costly and most adapters share a few. Raises KeyError, TypeError or ValueError if either
     is invalid.
     """
     found = PackTarget.from_document(json.loads(target))
-    return found, found.layout(*(np.array(json.loads(table), np.int32) for table in (ranks, outer_ranks)))
+    tables = (np.array(json.loads(table), np.int32) for table in (ranks, outer_ranks))
+    return found, found.layout(*tables, has_affines)
 
 
 def _read_header(descriptor: int) -> tuple[_Header, int]:
@@ -194,15 +201,11 @@ def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -
         stream = pages[: layout.num_outer_pages].reshape(-1) if is_outer else pages[:, layer].reshape(-1)
         geometry = target.geometry.flat if is_outer else target.geometry
         for place in members:
-            rank, begin, b_begin = layout.rank_and_offsets(layer, place.module)
+            rank, offsets = layout.rank_and_offsets(layer, place.module)
             if rank:
-                end = (
-                    b_begin
-                    + part_layout(
-                        target.shard(place.shape).shape(place.shape), B, rank, geometry.adapter_elements
-                    ).num_elements
-                )
-                checksums[place.key] = zlib.crc32(stream[begin:end])
+                last, shape = layout.parts[-1], target.shard(place.shape).shape(place.shape)
+                end = offsets[last] + part_layout(shape, last, rank, geometry.adapter_elements).num_elements
+                checksums[place.key] = zlib.crc32(stream[offsets[0] : end])
     return checksums
 
 

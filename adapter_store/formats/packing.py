@@ -12,9 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.affines import dora_affine
+from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.adapter_store.formats.canonical import CanonicalAdapter, digest_of
 from loramux.adapter_store.formats.float_formats import to_bfloat16_bits, to_float32
-from loramux.adapter_store.formats.module_places import ModulePlace, module_places
+from loramux.adapter_store.formats.module_places import MAGNITUDE_SUFFIX, ModulePlace, module_places
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.kernels.layout import MAX_RANK, A, AdapterLayout, B, part_layout
 
@@ -26,7 +28,8 @@ class PackedAdapter:
     `scales` is float32 `[num_layers, num_modules]` and `outer_scales` float32 `[num_outer_modules]`, 0 for an absent
     module. `payload` is uint8 `[num_pages, num_layers, page_bytes]`: element `e` of layer `l`'s stream is
     `payload.view(dtype)[e // E, l, e % E]`. Element `e` of the outer modules' stream is element `e` of the first
-    `layout.num_outer_pages` pages. Elements outside all rows are zero.
+    `layout.num_outer_pages` pages. Elements outside all rows are zero. `base` is the fingerprint of the base's weights
+    if the payload depends on them, or None.
     """
 
     digest: str
@@ -34,19 +37,29 @@ class PackedAdapter:
     scales: npt.NDArray[np.float32]
     payload: npt.NDArray[np.uint8]
     outer_scales: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    base: str | None = None
 
     @property
     def num_pages(self) -> int:
         return self.layout.num_pages
 
 
-def pack(canonical: Path | bytes, target: PackTarget) -> PackedAdapter:
-    """Lay out a canonical adapter for `target`.
+def needs_base(canonical: Path | bytes) -> bool:
+    """True if packing needs the base's weights, as DoRA does."""
+    with CanonicalAdapter(canonical) as file:
+        return _has_magnitudes(file)
+
+
+def pack(canonical: Path | bytes, target: PackTarget, base: BaseWeights | None = None) -> PackedAdapter:
+    """Lay out a canonical adapter for `target`. `base` is required if the adapter `needs_base`.
 
     Raises AdapterCorrupt if the file is damaged, or AdapterRejected if the adapter was made for another base.
     """
     with CanonicalAdapter(canonical) as file:
         places = _places(file, target)
+        has_affines = len(file.header.tensors) > 2 * len(places)
+        if not _has_magnitudes(file):
+            base = None
         num_layers = target.geometry.num_layers
         ranks, scales = _tables((num_layers, len(target.modules)))
         outer_ranks, outer_scales = _tables((len(target.outer_modules),))
@@ -55,7 +68,7 @@ def pack(canonical: Path | bytes, target: PackTarget) -> PackedAdapter:
             into_ranks, into_scales = (outer_ranks, outer_scales) if place.layer is None else (ranks, scales)
             into_ranks[at] = file.header.tensors[place.a_name].shape[0]
             into_scales[at] = file.scales[place.key]
-        layout = target.layout(ranks, outer_ranks)
+        layout = target.layout(ranks, outer_ranks, has_affines)
         payload = np.zeros((layout.num_pages, num_layers, target.geometry.page_bytes), np.uint8)
         pages = payload.view(target.storage_dtype)  # [num_pages, num_layers, E]
         first, page_elements = layout.num_outer_pages, target.geometry.adapter_elements
@@ -63,10 +76,11 @@ def pack(canonical: Path | bytes, target: PackTarget) -> PackedAdapter:
             is_outer = layer is None
             stream = pages[:first].reshape(-1) if is_outer else np.zeros(layout.num_pages * page_elements, pages.dtype)
             for place in members:
-                _write(file, place, layout, stream, target)
+                _write(file, place, layout, stream, target, base)
             if not is_outer:
                 pages[first:, layer] = stream.reshape(-1, page_elements)[first:]
-    return PackedAdapter(digest_of(canonical), layout, scales, payload, outer_scales)
+    fingerprint = base.fingerprint if base else None
+    return PackedAdapter(digest_of(canonical), layout, scales, payload, outer_scales, fingerprint)
 
 
 def _tables(shape: tuple[int, ...]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
@@ -88,28 +102,59 @@ def _places(file: CanonicalAdapter, target: PackTarget) -> list[ModulePlace]:
             or b.shape != (place.shape.out_features, rank)
         ):
             raise AdapterRejected("base_mismatch", "the adapter was made for another base model", place.key)
-    if len(places) != len(file.scales) or 2 * len(places) != len(entries):
+    known = {name for place in places for name in (place.a_name, place.b_name, place.magnitude_name, place.bias_name)}
+    if len(places) != len(file.scales) or not known.issuperset(entries):
         raise AdapterRejected("base_mismatch", "the adapter has modules that the base model does not have")
     return places
 
 
+def _has_magnitudes(file: CanonicalAdapter) -> bool:
+    return any(name.endswith(MAGNITUDE_SUFFIX) for name in file.header.tensors)
+
+
 def _write(
-    file: CanonicalAdapter, place: ModulePlace, layout: AdapterLayout, stream: npt.NDArray[Any], target: PackTarget
+    file: CanonicalAdapter,
+    place: ModulePlace,
+    layout: AdapterLayout,
+    stream: npt.NDArray[Any],
+    target: PackTarget,
+    base: BaseWeights | None,
 ) -> None:
-    """Write both halves of a module into its stream."""
+    """Write all parts of a module into its stream."""
     geometry = target.geometry.flat if place.layer is None else target.geometry
-    rank, *offsets = layout.rank_and_offsets(place.layer, place.module)
+    rank, offsets = layout.rank_and_offsets(place.layer, place.module)
     shard = target.shard(place.shape)
     shape = shard.shape(place.shape)
-    for half, name in ((A, place.a_name), (B, place.b_name)):
-        weights = _converted(file, name, target.dtype)
+    for index in layout.parts:
         # A is [rank, in_features], B is [out_features, rank]; an embedding's A is laid out by token.
-        weights = _rows(weights, shard.outputs) if half == B else _rows(weights.T, shard.inputs).T
-        rows = weights.T if half == B or place.shape.is_embedding else weights
-        part = part_layout(shape, half, rank, geometry.adapter_elements)
-        begin = offsets[half]
+        if index == A:
+            rows = _rows(_converted(file, place.a_name, target.dtype).T, shard.inputs)
+            rows = rows if place.shape.is_embedding else rows.T
+        elif index == B:
+            rows = _rows(_converted(file, place.b_name, target.dtype), shard.outputs).T
+        else:
+            affine = _affine(file, place, base)
+            if target.tp_rank and shape.out_features == place.shape.out_features:
+                # Every GPU has part of the inputs, and the outputs are added, so only one may add the shift.
+                affine[1] = 0
+            rows = _rows(_stored(affine, target.dtype).T, shard.outputs).T
+        part = part_layout(shape, index, rank, geometry.adapter_elements)
+        begin = offsets[index]
         at = stream[begin : begin + part.num_elements].reshape(part.num_rows, part.row.padded_len)
         at[:, : part.row.row_len] = rows
+
+
+def _affine(file: CanonicalAdapter, place: ModulePlace, base: BaseWeights | None) -> npt.NDArray[np.float32]:
+    """Gain and shift of a module, float32 `[2, out_features]`; zeros if the adapter has neither for this module."""
+    scale = file.scales[place.key]
+    if place.magnitude_name in file.header.tensors:
+        assert base is not None, "packing a DoRA adapter needs the base's weights"
+        A, B, magnitude = (file.float32(name) for name in (place.a_name, place.b_name, place.magnitude_name))
+        return dora_affine(place, A, B, scale, magnitude, base)
+    affine = np.zeros((2, place.shape.out_features), np.float32)
+    if place.bias_name in file.header.tensors:
+        affine[1] = scale * file.float32(place.bias_name)
+    return affine
 
 
 def _rows(weights: npt.NDArray[Any], ranges: Sequence[range]) -> npt.NDArray[Any]:
@@ -122,6 +167,10 @@ def _rows(weights: npt.NDArray[Any], ranges: Sequence[range]) -> npt.NDArray[Any
 def _converted(file: CanonicalAdapter, name: str, dtype: str) -> npt.NDArray[Any]:
     stored = file.header.tensors[name].dtype
     values = file.raw(name)
-    if dtype == "float32":
-        return to_float32(values, stored)
-    return values if stored == "BF16" else to_bfloat16_bits(to_float32(values, stored))
+    if dtype == "bfloat16" and stored == "BF16":
+        return values
+    return _stored(to_float32(values, stored), dtype)
+
+
+def _stored(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
+    return values if dtype == "float32" else to_bfloat16_bits(values)

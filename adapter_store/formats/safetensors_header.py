@@ -6,6 +6,7 @@ shape and half-open byte range `[begin, end)` in the data; then the data, withou
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +25,11 @@ _ARCHIVES = (b"PK", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!", b"
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One matrix in the file, at bytes `[begin, end)` of the data."""
+    """One matrix in the file, at bytes `[begin, end)` of the data. Magnitudes and biases are vectors."""
 
     name: str
     dtype: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     begin: int
     end: int
 
@@ -96,12 +97,16 @@ def _entry(name: str, value: Any) -> TensorEntry:
         raise AdapterRejected("invalid_header", "dtype, shape or data_offsets is malformed", name)
     if dtype not in STORAGE:
         raise AdapterRejected("unsupported_dtype", f"the dtype must be one of {', '.join(STORAGE)}", name)
-    if len(shape) != 2:
+    if len(shape) != 2 and not (len(shape) == 1 and _may_be_vector(name)):
         raise AdapterRejected("tensor_not_2d", f"the tensor has {len(shape)} dimensions; it must have two", name)
     begin, end = offsets
-    if end - begin != shape[0] * shape[1] * STORAGE[dtype].itemsize:
+    if end - begin != math.prod(shape) * STORAGE[dtype].itemsize:
         raise AdapterRejected("invalid_offsets", "data_offsets do not match dtype and shape", name)
-    return TensorEntry(name, dtype, (shape[0], shape[1]), begin, end)
+    return TensorEntry(name, dtype, tuple(shape), begin, end)
+
+
+def _may_be_vector(name: str) -> bool:
+    return ".lora_magnitude_vector" in name or name.endswith(".bias")
 
 
 def _are_sizes(value: Any) -> bool:

@@ -183,7 +183,8 @@ class VersionProcessor:
         self._at_failpoint(Failpoint.HEADER_KEPT)
         self._blobs.put(canonical_key(accepted.digest), job.canonical)
         self._at_failpoint(Failpoint.CANONICAL_STORED)
-        self._blobs.put(packed_key(accepted.digest, self._target.pack_key), job.packed)
+        if job.packed.exists():
+            self._blobs.put(packed_key(accepted.digest, self._target.pack_key), job.packed)
         self._at_failpoint(Failpoint.PACKED_STORED)
 
     def _reject(self, version_id: str, error: AdapterRejected) -> None:

@@ -23,6 +23,7 @@ from loramux.adapter_store.errors import (
     LoadCancelled,
     StoreError,
 )
+from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.adapter_store.formats.canonical import digest_of
 from loramux.adapter_store.formats.checksums import PayloadCheck, Proof
 from loramux.adapter_store.formats.pack_target import PackTarget
@@ -80,9 +81,15 @@ class PackedSource:
     """
 
     def __init__(
-        self, blobs: BlobStore, disk: DiskTier, target: PackTarget, allocate: HostMemory = plain_memory
+        self,
+        blobs: BlobStore,
+        disk: DiskTier,
+        target: PackTarget,
+        base: BaseWeights,
+        allocate: HostMemory = plain_memory,
     ) -> None:
         self._blobs = blobs
+        self._base = base
         self._target = target
         self._pack_key = target.pack_key
         self.disk = disk
@@ -241,7 +248,7 @@ class PackedSource:
             self._get_canonical(digest, canonical)
             check_wanted()
             with self.figures.timed("blobs", "pack", canonical.stat().st_size):
-                write_packed(file, pack(canonical, self._target), self._target)
+                write_packed(file, pack(canonical, self._target, self._base), self._target)
             packed = self._read_path(file, digest)
             # The adapter can be served without this blob, and the next engine will try again.
             with suppress(BlobStoreUnavailable):
@@ -287,6 +294,8 @@ class PackedSource:
             known = self._proofs.pop(digest, None)
         check = PayloadCheck(known[1] if known is not None and known[0] == identity else None)
         packed = read_open_packed(descriptor, status, check, self._target, digest, self._allocate)
+        if packed.base is not None and packed.base != self._base.fingerprint:
+            raise AdapterCorrupt("the adapter was packed for a base with other weights")
         assert check.proof is not None
         with self._lock:
             self._proofs[digest] = (identity, check.proof)

@@ -88,6 +88,7 @@ class StagingClient:
         blob_url: str,
         disk_dir: str,
         disk_bytes: int,
+        model_dir: str,
         memory: EngineMemory,
         host: HostTier,
         num_threads: int,
@@ -100,6 +101,7 @@ class StagingClient:
             disk_dir=disk_dir,
             disk_bytes=disk_bytes,
             target=target.document(),
+            model_dir=model_dir,
             num_threads=num_threads,
         )
         self._memory = memory
@@ -331,7 +333,7 @@ class StagingClient:
         """Return an adapter whose pages are in the packet's memory or in the shared memory."""
         geometry = self._target.geometry
         ranks = np.frombuffer(staged.ranks, np.int32).reshape(geometry.num_layers, -1)
-        layout = self._target.layout(ranks, np.frombuffer(staged.outer_ranks, np.int32))
+        layout = self._target.layout(ranks, np.frombuffer(staged.outer_ranks, np.int32), staged.has_affines)
         shape = (layout.num_pages, geometry.num_layers, geometry.page_bytes)
         if memory is None:
             assert staged.begin is not None

@@ -26,6 +26,7 @@ class StagingConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes: int
     target: dict[str, Any]
     """The output of `PackTarget.document()`."""
+    model_dir: str
     num_threads: int
 
 
@@ -90,6 +91,7 @@ class Staged(msgspec.Struct, frozen=True, tag=True):
     outer_ranks: bytes
     scales: bytes
     outer_scales: bytes
+    has_affines: bool
     stages: tuple[PassedStage, ...]
     counts: msgspec.Raw
     """The process's LoadCounts, which the engine decodes only on demand."""

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.cancellation import Cancellation
 from loramux.adapter_store.errors import InvalidBlobUrl, StoreError
+from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.tiers.disk_tier import DiskTier
 from loramux.adapter_store.tiers.host_slab import HostSlab, mapped, shared_memory
@@ -107,6 +108,7 @@ class StagingServer:
                 packed.layout.outer_ranks.tobytes(),
                 packed.scales.tobytes(),
                 packed.outer_scales.tobytes(),
+                packed.layout.has_affines,
                 tuple(stages),
                 self._counts(),
             )
@@ -193,7 +195,7 @@ def _serve(end: socket.socket, slab: HostSlab, config: StagingConfig) -> None:
         end.send(encode(Refused(message)))
         return
     with suppress(ConnectionResetError):
-        source = PackedSource(blobs, disk, target, slab.allocate)
+        source = PackedSource(blobs, disk, target, BaseWeights(Path(config.model_dir)), slab.allocate)
         StagingServer(end, source, slab, config.num_threads).serve()
 
 

@@ -18,10 +18,14 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class ExpectedModule(ModulePlace):
-    """A module that the adapter changes by `scale * B A`, with A `[rank, in]` and B `[out, rank]`."""
+    """A module that the adapter changes by `scale * B A`, with A `[rank, in]` and B `[out, rank]`.
+
+    `vector_name` is the tensor of its magnitude or bias, `[out]`, or None if it has neither.
+    """
 
     rank: int
     scale: float
+    vector_name: str | None
 
 
 def expected_modules(config: PeftConfig, target: PackTarget, ranks_in_file: Mapping[str, int]) -> list[ExpectedModule]:
@@ -53,7 +57,10 @@ def expected_modules(config: PeftConfig, target: PackTarget, ranks_in_file: Mapp
                 )
         alpha = _value(config.alpha_pattern, place.key, config.alpha)
         scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
-        expected.append(ExpectedModule(place.key, place.layer, place.module, place.shape, rank, scale))
+        vector_name = place.magnitude_name if config.use_dora else place.bias_name if config.lora_bias else None
+        if config.lora_bias and place.shape.is_embedding:
+            raise AdapterRejected("unsupported_config", "PEFT does not support lora_bias for embeddings", "lora_bias")
+        expected.append(ExpectedModule(place.key, place.layer, place.module, place.shape, rank, scale, vector_name))
     if not expected:
         raise AdapterRejected("invalid_config", "the configuration targets no module of the base", "target_modules")
     return expected

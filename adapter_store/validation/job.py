@@ -37,7 +37,10 @@ class ValidationJob:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """An upload that passed validation; its canonical and packed files have been written."""
+    """An upload that passed validation.
+
+    Its canonical file has been written, and so has its packed file, unless packing needs the base's weights.
+    """
 
     digest: str
     max_rank: int

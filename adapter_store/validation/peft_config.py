@@ -29,6 +29,8 @@ _UNDERSTOOD = frozenset(
         "rank_pattern",
         "alpha_pattern",
         "use_rslora",
+        "use_dora",
+        "lora_bias",
         "layers_to_transform",
         "layers_pattern",
     }
@@ -58,7 +60,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
     "loftq_config": (None, {}),
-    **dict.fromkeys(("use_dora", "use_qalora", "lora_bias", "ensure_weight_tying"), (False, None)),
+    **dict.fromkeys(("use_qalora", "ensure_weight_tying"), (False, None)),
     **dict.fromkeys(
         (
             "alora_invocation_tokens",
@@ -93,11 +95,15 @@ class PeftConfig:
     Patterns are `(module name, value)` pairs in file order. `target_modules` is None for all linear layers; `layers` is
     None for every layer. A tenant's regular expressions never run: if one selects modules (`targets_from_tensors`) or
     ranks (`ranks_from_tensors`), the tensors of the file show what it selected.
+
+    With `use_dora`, each module has a magnitude vector; with `lora_bias`, each B has a bias. PEFT allows only one.
     """
 
     rank: int
     alpha: float
     use_rslora: bool
+    use_dora: bool
+    lora_bias: bool
     target_modules: tuple[str, ...] | None
     exclude_modules: tuple[str, ...]
     rank_pattern: tuple[tuple[str, int], ...]
@@ -123,9 +129,9 @@ def parse_peft_config(text: bytes) -> PeftConfig:
             _refuse("unknown_config_key", "unknown key in the configuration", key)
     if "peft_type" not in document:
         _refuse("invalid_config", "peft_type is missing", "peft_type")
-    use_rslora = document.get("use_rslora", False)
-    if not isinstance(use_rslora, bool):
-        _refuse("invalid_config", "use_rslora must be true or false", "use_rslora")
+    use_dora, lora_bias = _switch(document, "use_dora"), _switch(document, "lora_bias")
+    if use_dora and lora_bias:
+        _refuse("unsupported_config", "PEFT does not support lora_bias with DoRA", "lora_bias")
     ranks = _pattern(document, "rank_pattern")
     alphas = _pattern(document, "alpha_pattern")
     for name, _ in alphas:
@@ -142,7 +148,9 @@ def parse_peft_config(text: bytes) -> PeftConfig:
     return PeftConfig(
         rank=_rank(document.get("r"), "r"),
         alpha=_alpha(document.get("lora_alpha"), "lora_alpha"),
-        use_rslora=use_rslora,
+        use_rslora=_switch(document, "use_rslora"),
+        use_dora=use_dora,
+        lora_bias=lora_bias,
         target_modules=_target_modules(targets),
         exclude_modules=_exclude_modules(exclusions),
         rank_pattern=tuple((name, _rank(value, f"rank_pattern.{name}")) for name, value in ranks),
@@ -166,6 +174,13 @@ def _parse(text: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         _refuse("invalid_json", "the configuration is not an object", CONFIG_FILE)
     return document
+
+
+def _switch(document: dict[str, Any], key: str) -> bool:
+    value = document.get(key)
+    if value is not None and not isinstance(value, bool):
+        _refuse("invalid_config", f"{key} must be true or false", key)
+    return bool(value)
 
 
 def _rank(value: Any, param: str) -> int:

@@ -74,6 +74,7 @@ class Report:
     num_pages: int
     num_parameters: int
     dtypes: tuple[str, ...]
+    features: tuple[str, ...]
     effects: Sequence[Effect]
     recorded: Mapping[str, str | None]
     warnings: Sequence[Warn]
@@ -91,6 +92,7 @@ class Report:
             "max_rank": self.max_rank,
             "num_pages": self.num_pages,
             "dtypes": list(self.dtypes),
+            "features": list(self.features),
             "largest_effect": _rounded(self.largest_effect),
             "modules": _by_kind(self.effects),
             "warnings": [warning.document() for warning in self.warnings],

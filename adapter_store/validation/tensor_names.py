@@ -25,14 +25,23 @@ _PEFT_PREFIX = "base_model.model."
 _PARALLEL = "module."
 _HEAD = "lm_head"
 _MAX_DEPTH = 2
+# The two halves of an embedding are tensors themselves, not modules with a weight. PEFT's magnitude vectors have been
+# both.
+_WEIGHTS = {
+    "lora_A": (".weight",),
+    "lora_B": (".weight", ".bias"),
+    "lora_embedding_A": ("",),
+    "lora_embedding_B": ("",),
+    "lora_magnitude_vector": ("", ".weight"),
+}
 _NAME = re.compile(
     r"""
     (?P<prefix>(?:base_model\.model\.)?)
     (?P<models>(?:model\.){0,2})
     (?P<place>layers\.[0-9]{1,4}\.[a-z0-9_.]+|embed_tokens|lm_head)
-    \.(?P<half>lora_[AB]|lora_embedding_[AB])
+    \.(?P<half>lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)
     (?P<adapter>(?:\.[A-Za-z0-9_-]{1,64})??)
-    (?P<weight>(?:\.weight)?)
+    (?P<weight>(?:\.weight|\.bias)?)
     """,
     re.VERBOSE | re.ASCII,
 )
@@ -80,9 +89,10 @@ def _parse(original: str) -> tuple[str, _Spelling | None]:
     if match is None:
         return original, None
     prefix, models, place, half, adapter, weight = match.groups()
-    # The two halves of an embedding are tensors themselves, not modules with a weight.
-    if (weight == "") is not half.startswith("lora_embedding"):
+    if weight not in _WEIGHTS[half]:
         return original, None
+    if half == "lora_magnitude_vector":
+        weight = ""
     depth = models.count("model.")
     if place == _HEAD:
         # The head is a sibling of the base's `model`, one level above all other modules.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -48,8 +49,12 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
             for module in expected:
                 a, b = entries[module.a_name].name, entries[module.b_name].name
                 weights.check(module, file.float32(a), file.float32(b), (a, b))
+                if module.vector_name is not None:
+                    vector = entries[module.vector_name].name
+                    check_vector = weights.check_magnitude if parsed.use_dora else weights.check_bias
+                    check_vector(vector, file.float32(vector))
     with checks.check("effect"):
-        if weights.largest_effect == 0.0:
+        if weights.largest_effect == 0.0 and not weights.has_vectors:
             raise AdapterRejected("zero_effect", "the adapter has no effect: its products B A are all zero")
     warnings = without_effect(weights.effects)
     if not names.are_current:
@@ -66,8 +71,9 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
         names=names.originals,
         max_rank=max(module.rank for module in expected),
         num_pages=_num_pages(expected, target),
-        num_parameters=sum(entry.shape[0] * entry.shape[1] for entry in entries.values()),
+        num_parameters=sum(math.prod(entry.shape) for entry in entries.values()),
         dtypes=tuple(sorted({entry.dtype for entry in entries.values()})),
+        features=tuple(name for name in ("use_dora", "lora_bias") if getattr(parsed, name)),
         effects=weights.effects,
         recorded=parsed.recorded,
         warnings=warnings,
@@ -90,7 +96,8 @@ def _num_pages(expected: Sequence[ExpectedModule], target: PackTarget) -> int:
             outer_ranks[module.module] = module.rank
         else:
             ranks[module.layer, module.module] = module.rank
-    return target.num_pages(ranks, outer_ranks)
+    has_affines = any(module.vector_name is not None for module in expected)
+    return target.layout(ranks, outer_ranks, has_affines).num_pages
 
 
 def _check_names(entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule], target: PackTarget) -> None:
@@ -98,7 +105,7 @@ def _check_names(entries: Mapping[str, TensorEntry], expected: Sequence[Expected
 
     Errors use the file's own tensor names.
     """
-    wanted = {name for module in expected for name in (module.a_name, module.b_name)}
+    wanted = {name for module in expected for name in (module.a_name, module.b_name, module.vector_name) if name}
     missing, unexpected = wanted - entries.keys(), entries.keys() - wanted
     if not missing and not unexpected:
         return
@@ -142,11 +149,20 @@ def _is_base_weight(name: str, target: PackTarget) -> bool:
 def _check_shapes(entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule]) -> None:
     for module in expected:
         a, b = entries[module.a_name], entries[module.b_name]
+        vector = [] if module.vector_name is None else [entries[module.vector_name]]
+        for entry, num_dimensions in ((a, 2), (b, 2), *((one, 1) for one in vector)):
+            if len(entry.shape) != num_dimensions:
+                raise AdapterRejected(
+                    "wrong_dimensions",
+                    f"the tensor has {len(entry.shape)} dimensions, not {num_dimensions}",
+                    entry.name,
+                )
         a_rank, in_features = a.shape
         out_features, b_rank = b.shape
         for name, found, wanted in (
             (a.name, in_features, module.shape.in_features),
             (b.name, out_features, module.shape.out_features),
+            *((one.name, one.shape[0], module.shape.out_features) for one in vector),
         ):
             if found != wanted:
                 raise AdapterRejected(

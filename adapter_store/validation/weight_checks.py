@@ -37,6 +37,8 @@ class WeightChecks:
 
     def __init__(self) -> None:
         self.effects: list[Effect] = []
+        self.has_vectors = False
+        """True if a magnitude or bias changes the base even if all products B A are zero."""
         self._probes: dict[int, npt.NDArray[np.float32]] = {}
 
     @property
@@ -69,6 +71,17 @@ class WeightChecks:
         if not math.isfinite(largest):
             raise AdapterRejected("not_finite", "the product of the module's tensors is not finite", module.key)
         self.effects.append(Effect(module, largest))
+
+    def check_magnitude(self, name: str, magnitude: npt.NDArray[np.float32]) -> None:
+        """Check a DoRA module's magnitudes `[out]`. Raises AdapterRejected."""
+        _norm(name, magnitude)
+        if not magnitude.all():
+            raise AdapterRejected("invalid_magnitude", "a magnitude is 0, which turns an output off", name)
+        self.has_vectors = True
+
+    def check_bias(self, name: str, bias: npt.NDArray[np.float32]) -> None:
+        """Check a module's bias `[out]`. Raises AdapterRejected."""
+        self.has_vectors = self.has_vectors or _norm(name, bias) > 0
 
     def _probe(self, num_features: int) -> npt.NDArray[np.float32]:
         if num_features not in self._probes:

@@ -22,7 +22,7 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.canonical import write_canonical
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packed_file import write_packed
-from loramux.adapter_store.formats.packing import pack
+from loramux.adapter_store.formats.packing import needs_base, pack
 from loramux.adapter_store.validation.fork_server import fork_for_each_request
 from loramux.adapter_store.validation.job import Accepted, Limits, ValidationJob
 from loramux.adapter_store.validation.report import CheckList
@@ -33,13 +33,16 @@ _PEAKS = {"VmHWM": "max_rss_bytes", "VmPeak": "max_address_bytes"}
 
 
 def run_job(job: ValidationJob, target: PackTarget) -> Accepted:
-    """Validate an upload and write its canonical and packed files. Raises AdapterRejected."""
+    """Validate an upload, and write its canonical file and, unless packing needs the base, its packed file.
+
+    Raises AdapterRejected.
+    """
     checks = CheckList()
     report = validate_files(job.config.read_bytes(), job.tensors, target, checks)
     with checks.check("packing"):
         digest = write_canonical(job.tensors, report.scales, job.canonical, report.names)
-        packed = pack(job.canonical, target)
-        write_packed(job.packed, packed, target)
+        if not needs_base(job.canonical):
+            write_packed(job.packed, pack(job.canonical, target), target)
     return Accepted(digest, report.max_rank, report.num_pages, report.document())
 
 

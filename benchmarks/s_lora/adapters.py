@@ -15,6 +15,7 @@ from safetensors.torch import save
 from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.blobs.interface import canonical_key
 from loramux.adapter_store.cancellation import Cancellation
+from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.adapter_store.formats.canonical import write_canonical
 from loramux.adapter_store.formats.module_places import A_SUFFIX, B_SUFFIX, TENSOR_PREFIX, module_key
 from loramux.adapter_store.formats.pack_target import PackTarget
@@ -58,13 +59,14 @@ class AdapterFiles:
     def num_pages(self, dtype: str) -> int:
         """Pages of one adapter; all adapters have the same size."""
         target = pack_target(self.model, dtype)
-        return target.num_pages(np.full((target.geometry.num_layers, len(target.modules)), self.rank, np.int32))
+        ranks = np.full((target.geometry.num_layers, len(target.modules)), self.rank, np.int32)
+        return target.layout(ranks).num_pages
 
     def pack(self, digests: tuple[str, ...], dtype: str, disk_bytes: int, say: Callable[[str], None]) -> None:
         """Fetch the packed files into the disk tier, as an engine does when it first uses an adapter."""
         target = pack_target(self.model, dtype)
         disk = DiskTier(self.cache_dir, disk_bytes, target.pack_key)
-        source = PackedSource(open_blob_store(self.blob_url), disk, target)
+        source = PackedSource(open_blob_store(self.blob_url), disk, target, BaseWeights(Path()))
         for number, digest in enumerate(digests, 1):
             source.fetch(digest, Cancellation())
             if number % SAY_EVERY == 0:

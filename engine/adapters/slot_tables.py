@@ -45,7 +45,7 @@ class SlotTables:
         def tables(page_table: torch.Tensor, shape: tuple[int, int], outer: AdapterTables | None) -> AdapterTables:
             return AdapterTables(
                 page_table=page_table,
-                off=zeros(torch.int32, *shape, 2),
+                off=zeros(torch.int32, *shape, 3),
                 rank=zeros(torch.int32, *shape),
                 scale=zeros(torch.float32, *shape),
                 outer=outer,

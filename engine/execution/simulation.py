@@ -156,7 +156,7 @@ def simulated_adapters(num_pages: Mapping[str, int]) -> dict[str, PackedAdapter]
     """Empty adapters with the given numbers of pages, by digest."""
     ranks, scales, payload = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), np.zeros((0, 0, 0), np.uint8)
     return {
-        digest: PackedAdapter(digest, AdapterLayout(ranks, np.zeros((0, 0, 2), np.int32), number), scales, payload)
+        digest: PackedAdapter(digest, AdapterLayout(ranks, np.zeros((0, 0, 3), np.int32), number), scales, payload)
         for digest, number in num_pages.items()
     }
 

@@ -11,7 +11,7 @@ from loramux.kernels.cpu.blocks import add_ranks, add_ranks_to_sums, eight_rows,
 from loramux.kernels.cpu.compiled import helper
 from loramux.kernels.cpu.tasks import IS_WIDE, RANKS, READ_COST, share_of
 from loramux.kernels.cpu.vectors import PANEL, floats_at, widen
-from loramux.kernels.layout import MAX_CHUNK
+from loramux.kernels.layout import AFFINE, MAX_CHUNK, NO_AFFINE, B
 
 RANK_BLOCK = 64
 """Number of ranks whose contributions are summed before being added to an output."""
@@ -20,7 +20,8 @@ RANK_BLOCK = 64
 class _ExpandVisit(NamedTuple):
     """Columns of up to RANK_BLOCK ranks, which are read once for all rows of a segment.
 
-    All fields are int64 except the float32 `factor`; `planes` and `y` are addresses.
+    All fields are int64 except the float32 `factor`; `planes` and `y` are addresses. `gain` and `shift` are the pool
+    indices of the affine to apply afterwards, or NO_AFFINE.
     """
 
     segment: Any
@@ -29,6 +30,8 @@ class _ExpandVisit(NamedTuple):
     num_ranks: Any
     factor: Any
     length: Any
+    gain: Any
+    shift: Any
 
 
 @helper
@@ -97,6 +100,15 @@ def _expand_segment(
 
 
 @helper
+def _apply_affine(y: int, y_step: int, rows: Any, begin: int, end: int, pool: Any, visit: Any) -> None:
+    """Replace the visit's columns of a segment's rows by `y + gain * y + shift`."""
+    for j in range(begin, end):
+        row = floats_at(y + np.int64(rows[j]) * y_step)
+        for e in range(visit.length):
+            row[e] += widen(pool[visit.gain + e]) * row[e] + widen(pool[visit.shift + e])
+
+
+@helper
 def _expand_visit(
     visit: Any, places: Any, ahead: Any, row_stride: int, y_stride: int, pool: Any, rows: Any,
     starts: Any, sums: Any,
@@ -107,6 +119,8 @@ def _expand_visit(
         visit.planes, 4 * row_stride, visit.y, 4 * y_stride, rows, begin, end,
         pool, places, ahead, visit.num_ranks, visit.factor, visit.length, sums,
     )  # fmt: skip
+    if visit.gain != NO_AFFINE:
+        _apply_affine(visit.y, 4 * y_stride, rows, begin, end, pool, visit)
 
 
 @helper
@@ -153,7 +167,8 @@ def expand_share(
     # Run each visit only once the next visit is known, so that it can prefetch the next visit's data.
     places, following = np.empty(RANK_BLOCK, np.int64), np.empty(RANK_BLOCK, np.int64)
     zero: Any = np.int64(0)
-    visit, is_known = _ExpandVisit(zero, zero, zero, zero, np.float32(0), zero), False
+    none: Any = np.int64(NO_AFFINE)
+    visit, is_known = _ExpandVisit(zero, zero, zero, zero, np.float32(0), zero, none, none), False
     cursor = 0
     for s in range(slots.shape[0]):
         pages = page_table[slots[s]]
@@ -165,7 +180,8 @@ def expand_share(
             count, cost = _expand_tasks(slot_rank, starts[s + 1] - starts[s], width, chunk_len)
             first, last = share_of(cursor, cost, count, low, high)
             cursor += count * cost
-            offset = np.int64(off[slots[s], layer, plan[i, MODULE], 1])
+            offset = np.int64(off[slots[s], layer, plan[i, MODULE], B])
+            affine = np.int64(off[slots[s], layer, plan[i, MODULE], AFFINE])
             for begin in range(first * chunk_len, min(last * chunk_len, width), chunk_len):
                 for r in range(0, slot_rank, RANK_BLOCK):
                     num_ranks = min(np.int64(RANK_BLOCK), slot_rank - r)
@@ -176,10 +192,14 @@ def expand_share(
                     if is_known:
                         _expand_visit(visit, places, following, row_stride, y_stride, flat_pool, rows, starts, sums)
                     places, following, is_known = following, places, True
+                    gain, shift = none, none
+                    if affine != NO_AFFINE and r + num_ranks == slot_rank:
+                        gain = place(pool, layer, pages, affine + begin)
+                        shift = place(pool, layer, pages, affine + padded_len + begin)
                     visit = _ExpandVisit(
                         np.int64(s), planes_address + 4 * (i * module_stride + r),
                         y_address + 4 * (plan[i, COLUMN] + begin), num_ranks,
-                        scale[slots[s], layer, plan[i, MODULE]], min(chunk_len, width - begin),
+                        scale[slots[s], layer, plan[i, MODULE]], min(chunk_len, width - begin), gain, shift,
                     )  # fmt: skip
     if is_known:
         _expand_visit(visit, places, places, row_stride, y_stride, flat_pool, rows, starts, sums)

@@ -109,6 +109,8 @@ def low_rank(
 ) -> None:
     """`planes[t, i, :rank] = x[t] @ A[slot, module i]ᵀ`, then `y[t, columns of i] += scale * planes[t, i, :rank] @ Bᵀ`.
 
+    If the adapter has affines, the sum is then replaced by `y + gain * y + shift`.
+
     The first part is computed only if `shrinks`, and the second only if `expands`; see `ReferenceKernels`. The work is
     divided into `num_threads` shares. `x`, `planes` and `y` are float32, passed by address and strides in elements.
     `pool` is `[P, L, E]`, float32 or bfloat16 bits as uint16. `plan` comes from `group_plan`. Tables and segments have

@@ -67,12 +67,35 @@ def prefetch_b(
 
 
 @triton.jit
+def with_affine(
+    total: tl.tensor,
+    pool: tl.tensor,
+    pages: tl.tensor,
+    offset: tl.tensor,
+    layer: tl.tensor,
+    padded_len: tl.tensor,
+    is_column: tl.tensor,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> tl.tensor:
+    """`total + gain * total + shift` for the last axis of `total`; gain and shift start at `offset` of the stream."""
+    row = tl.arange(0, 2)
+    chunk = chunk_addresses(pool, pages, offset + row * padded_len, layer, row >= 0, L, E)
+    both = tl.load(chunk[:, None] + tl.arange(0, BLOCK_N)[None, :], mask=is_column[None, :], other=0.0).to(tl.float32)
+    gain = tl.sum(tl.where((row == 0)[:, None], both, 0.0), 0)
+    shift = tl.sum(tl.where((row == 1)[:, None], both, 0.0), 0)
+    return total + gain * total + shift
+
+
+@triton.jit
 def expand_row(
     planes: tl.tensor,
     out: tl.tensor,
     pool: tl.tensor,
     pages: tl.tensor,
     offset: tl.tensor,
+    affine: tl.tensor,
     layer: tl.tensor,
     padded_len: tl.tensor,
     plane_stride: tl.tensor,
@@ -101,6 +124,8 @@ def expand_row(
         products += tl.sum(parts, 0)[:, None] * b.to(tl.float32)
         r += BLOCK_R
     total = tl.load(out, mask=is_column).to(tl.float32) + scale * tl.sum(products, 0)
+    if affine >= 0:
+        total = with_affine(total, pool, pages, affine, layer, padded_len, is_column, L, E, BLOCK_N)
     tl.store(out, total.to(out.dtype.element_ty), mask=is_column)
 
 
@@ -111,6 +136,7 @@ def expand_tiles(
     pool: tl.tensor,
     pages: tl.tensor,
     offset: tl.tensor,
+    affine: tl.tensor,
     layer: tl.tensor,
     padded_len: tl.tensor,
     segment_rows: tl.tensor,
@@ -159,6 +185,8 @@ def expand_tiles(
         at = out[None, :] + row[:, None] * y_stride
         is_out = is_row[:, None] & is_column[None, :]
         total = tl.load(at, mask=is_out).to(tl.float32) + scale * delta
+        if affine >= 0:
+            total = with_affine(total, pool, pages, affine, layer, padded_len, is_column, L, E, BLOCK_N)
         tl.store(at, total.to(out.dtype.element_ty), mask=is_out)
         first += ROWS
 
@@ -219,7 +247,9 @@ def expand_kernel(
         if PDL:
             tl.extra.cuda.gdc_wait()
         return
-    offset = tl.load(off + entry * 2 + 1) + begin
+    offset = tl.load(off + entry * 3 + 1) + begin
+    affine = tl.load(off + entry * 3 + 2)
+    affine = tl.where(affine >= 0, affine + begin, affine)
     scale = tl.load(scale_table + entry)
     first = tl.load(segment_starts + segment)
     end = tl.load(segment_starts + segment + 1)
@@ -239,12 +269,12 @@ def expand_kernel(
     if HAS_SINGLE_ROWS and is_single:
         row = tl.load(segment_rows + first).to(tl.int64)
         expand_row(
-            parts + row * plane_row_stride, out + row * y_stride, pool, pages, offset, layer, padded_len,
+            parts + row * plane_row_stride, out + row * y_stride, pool, pages, offset, affine, layer, padded_len,
             plane_stride, rank, scale, is_column, L, E, NUM_SPLITS, SPLITS, BLOCK_R, BLOCK_N,
         )  # fmt: skip
     else:
         expand_tiles(
-            parts, out, pool, pages, offset, layer, padded_len, segment_rows, first, end,
+            parts, out, pool, pages, offset, affine, layer, padded_len, segment_rows, first, end,
             plane_stride, plane_row_stride, y_stride, rank, scale, is_column,
             L, E, NUM_SPLITS, ROWS, BLOCK_R, BLOCK_N, HALVES_V, DOT_DTYPE,
         )  # fmt: skip
@@ -295,6 +325,8 @@ def _plan(group: ModuleGroup, page_elements: int, num_tokens: int, num_segments:
 
 def lora_expand(pool: PoolViews, planes: torch.Tensor, call: LoraCall, y: torch.Tensor, *, pdl: bool = False) -> None:
     """`y[t, columns of i] += scale * v[t, i] @ B[slot, modules[i]]ᵀ` with `v = planes.sum(0)[..., :rank]`.
+
+    If the adapter has affines, each sum `y` then becomes `y + gain * y + shift`.
 
     - `pool.adapter` bfloat16, float16 or float32 `[P, L, E]`, contiguous; `layout.py` describes how B transposed is
       stored.

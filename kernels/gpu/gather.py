@@ -42,7 +42,7 @@ def gather_kernel(
         return
     entry = (slot * L + layer) * M + MODULE
     rank = tl.load(rank_table + entry)
-    offset = tl.load(off + entry * 2).to(tl.int64)
+    offset = tl.load(off + entry * 3).to(tl.int64)
     first = tl.load(segment_starts + segment)
     end = tl.load(segment_starts + segment + 1)
     pages = page_table + slot * MAX_PAGES

@@ -202,7 +202,7 @@ def shrink_kernel(
     rank = tl.load(rank_table + entry)
     if first_rank >= rank:
         return
-    offset = tl.load(off + entry * 2)
+    offset = tl.load(off + entry * 3)
     first = tl.load(segment_starts + segment)
     end = tl.load(segment_starts + segment + 1)
     pages = page_table + slot * MAX_PAGES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from loramux.kernels.layout import A, B, LinearShape, part_layout
+from loramux.kernels.layout import AFFINE, A, B, LinearShape, part_layout
 from loramux.kernels.tables import LoraCall, PoolViews, Segments
 
 
@@ -19,21 +19,23 @@ class ReferenceLora:
     def __init__(self, pool: PoolViews) -> None:
         self._pool = pool
 
-    def adapter_matrix(self, call: LoraCall, slot: int, i: int, half: int) -> torch.Tensor:
-        """Read A `[rank, in_features]` or B transposed `[rank, out_features]` from the pages, as float32.
+    def adapter_matrix(self, call: LoraCall, slot: int, i: int, part: int) -> torch.Tensor:
+        """Read A `[rank, in_features]`, B transposed `[rank, out_features]` or the affine `[2, out_features]`.
+
+        Returns float32.
 
         Element `e` of the stream is `pool[page_table[slot, e // E], layer, e % E]`; row `r` starts at `off[slot, layer,
-        module, half] + r * padded_len`. An embedding's A is returned as stored, `[in_features, rank]`.
+        module, part] + r * padded_len`. An embedding's A is returned as stored, `[in_features, rank]`.
         """
         layer, group, tables = call.layer, call.group, call.tables
         page_elements = self._pool.geometry.adapter_elements
         module = group.modules[i]
         rank = int(tables.rank[slot, layer, module])
-        offset = int(tables.off[slot, layer, module, half])
+        offset = int(tables.off[slot, layer, module, part])
         shape = LinearShape("", group.in_features, group.out_features[i], group.is_embedding)
-        part = part_layout(shape, half, rank, page_elements)
-        row_start = offset + torch.arange(part.num_rows) * part.row.padded_len
-        element = row_start[:, None] + torch.arange(part.row.row_len)  # [num_rows, row_len]
+        rows = part_layout(shape, part, rank, page_elements)
+        row_start = offset + torch.arange(rows.num_rows) * rows.row.padded_len
+        element = row_start[:, None] + torch.arange(rows.row.row_len)  # [num_rows, row_len]
         page = tables.page_table[slot].long()[element // page_elements]
         return self._pool.adapter[page, layer, element % page_elements].float()
 
@@ -55,6 +57,8 @@ class ReferenceLora:
     def lora_expand(self, planes: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t, columns of i] += scale * planes[t, i, :rank] @ B[slot, modules[i]]ᵀ` for each row of each segment.
 
+        If the adapter has affines, each sum `y` then becomes `y + gain * y + shift`.
+
         `y` float32 `[T, group.total_out]`. Rows without an adapter and columns of a module whose rank is 0 keep
         their exact bits.
         """
@@ -65,7 +69,11 @@ class ReferenceLora:
                 b = self.adapter_matrix(call, slot, i, B)  # [rank, out_features]
                 if b.shape[0]:
                     scale = float(call.tables.scale[slot, call.layer, module])
-                    y[rows, begin : begin + width] += scale * (planes[rows, i, : b.shape[0]] @ b)
+                    total = y[rows, begin : begin + width] + scale * (planes[rows, i, : b.shape[0]] @ b)
+                    if call.tables.off[slot, call.layer, module, AFFINE] >= 0:
+                        gain, shift = self.adapter_matrix(call, slot, i, AFFINE)
+                        total += gain * total + shift
+                    y[rows, begin : begin + width] = total
 
     def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t, columns of i] += scale * (x[t] @ A[slot, modules[i]]ᵀ) @ B[slot, modules[i]]ᵀ`: shrink, then expand."""

@@ -50,7 +50,7 @@ class AdapterMaker:
         **config: Any,
     ) -> AdapterFiles:
         """Generate an adapter. `ranks(layer, module)` overrides `rank` and is saved as the configuration's
-        rank_pattern.
+        rank_pattern. With `use_dora` or `lora_bias`, every module has a magnitude vector or a bias.
         """
         generator = np.random.default_rng(seed)
         files = AdapterFiles(
@@ -65,12 +65,19 @@ class AdapterMaker:
                 **config,
             }
         )
+
+        def add_vector(module: str, num_outputs: int) -> None:
+            for key, suffix in (("use_dora", "lora_magnitude_vector"), ("lora_bias", "lora_B.bias")):
+                if config.get(key):
+                    files.tensors[f"{module}.{suffix}"] = generator.uniform(0.5, 1.5, num_outputs).astype(dtype)
+
         for shape in self.target.outer_modules:
             if shape.name in modules:
                 half = "lora_embedding_{}" if shape.is_embedding else "lora_{}.weight"
                 for letter, size in (("A", (rank, shape.in_features)), ("B", (shape.out_features, rank))):
                     name = f"base_model.model.{shape.name}.{half.format(letter)}"
                     files.tensors[name] = (generator.standard_normal(size) * 0.1).astype(dtype)
+                add_vector(f"base_model.model.{shape.name}", shape.out_features)
         for layer in range(self.target.geometry.num_layers):
             if layers is not None and layer not in layers:
                 continue
@@ -85,4 +92,5 @@ class AdapterMaker:
                 B = generator.standard_normal((shape.out_features, r)) * 0.1
                 files.tensors[tensor_name(layer, shape.name, "A")] = A.astype(dtype)
                 files.tensors[tensor_name(layer, shape.name, "B")] = B.astype(dtype)
+                add_vector(f"base_model.model.model.layers.{layer}.{shape.name}", shape.out_features)
         return files

@@ -128,9 +128,15 @@ def test_base_rows_are_bit_equal_to_the_same_batch_without_adapters(
 
 OUTER_PLANS = [
     AdapterPlan("embedding", 3, ["embed_tokens"], alpha=6.0),
-    AdapterPlan("head", 5, ["lm_head"], alpha=3.0),
+    AdapterPlan("head", 5, ["lm_head"], alpha=3.0, lora_bias=True),
     AdapterPlan(
-        "all", 16, ["embed_tokens", "lm_head", *ALL_LINEARS], rank_pattern={"lm_head": 33}, use_rslora=True, alpha=4.0
+        "all",
+        16,
+        ["embed_tokens", "lm_head", *ALL_LINEARS],
+        rank_pattern={"lm_head": 33},
+        use_rslora=True,
+        use_dora=True,
+        alpha=4.0,
     ),
     AdapterPlan("inner", 4, ["q_proj", "down_proj"], alpha=8.0),
 ]

@@ -36,6 +36,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The following .* keys did not match any targeted module:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:You have passed exclude_modules"),
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to True"),
+    pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),
+    pytest.mark.filterwarnings("ignore:Adapter '.*LoRA tensor.s. have invalid shape"),
 ]
 
 NUM_LAYERS = SMALL_SHAPE["num_hidden_layers"]
@@ -60,6 +62,7 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
         "r": chance.choice([1, 2, 3, 8, 16, 33]),
         "lora_alpha": chance.choice([1, 2, 7, 16, 0.5]),
         "use_rslora": chance.random() < 0.4,
+        **chance.choice([{}, {}, {"use_dora": True}, {"lora_bias": True}]),
         "lora_dropout": chance.choice([0.0, 0.1]),
     }
     roll = chance.random()
@@ -108,7 +111,9 @@ class Pair:
         except ValueError:
             return None
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if "lora_magnitude" in name:
+                parameter.data = (parameter * (1 + 0.3 * torch.randn_like(parameter))).to(dtype)
+            elif "lora_" in name:
                 parameter.data = (torch.randn_like(parameter) * 0.08).to(dtype)
         model.save_pretrained(directory, save_embedding_layers=False)
         model.unload()
@@ -146,7 +151,7 @@ def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int)
             outcomes["nothing to adapt"] += 1
             continue
         try:
-            packed = pack_peft_directory(directory, pair.target)
+            packed = pack_peft_directory(directory, pair.target, pair.directory / "base")
         except AdapterRejected as error:
             # peft sorts the patterns when it saves them, and the first match counts. After reloading, the patterns may
             # give a rank that differs from the tensors', and peft itself cannot load the directory.

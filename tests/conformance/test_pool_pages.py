@@ -23,7 +23,7 @@ def test_sixteen_adapters_take_their_packed_pages_and_no_more(tmp_path: Path) ->
     plans = [*PLANS, *(AdapterPlan(f"more{rank}", rank, ALL_LINEARS) for rank in (2, 5, 7, 12, 24, 32, 48, 63))]
     add_adapters(make_base("llama", tmp_path / "base"), plans, tmp_path / "adapters")
     target = pack_target(ModelConfig.load(tmp_path / "base"), "float32")
-    packed = [pack_peft_directory(tmp_path / "adapters" / plan.name, target) for plan in plans]
+    packed = [pack_peft_directory(tmp_path / "adapters" / plan.name, target, tmp_path / "base") for plan in plans]
     config = EngineConfig(
         model_dir=str(tmp_path / "base"), blob_url="", cache_dir="", dtype="float32", pool_bytes=64 << 20
     )

@@ -29,6 +29,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.adapter_store.formats.canonical import write_canonical
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packing import PackedAdapter, pack
@@ -200,6 +201,8 @@ class AdapterPlan:
     alpha_pattern: dict[str, float] = dataclasses.field(default_factory=dict)
     use_rslora: bool = False
     layers: list[int] | None = None
+    use_dora: bool = False
+    lora_bias: bool = False
 
     def for_family(self, family: str) -> AdapterPlan:
         """The same plan with the names of the family's linears."""
@@ -225,11 +228,11 @@ def _fused_pattern(pattern: dict[str, V]) -> dict[str, V]:
 PLANS = [
     AdapterPlan("r1", 1, ["q_proj"], alpha=2.0),
     AdapterPlan("r3", 3, ["v_proj", "down_proj"], alpha=6.0),
-    AdapterPlan("r4", 4, ["gate_proj", "up_proj"], alpha=8.0),
+    AdapterPlan("r4", 4, ["gate_proj", "up_proj"], alpha=8.0, use_dora=True),
     AdapterPlan("r8", 8, ATTENTION, alpha_pattern={"layers.1.self_attn.q_proj": 3.0, "o_proj": 24.0}),
     AdapterPlan("r16", 16, ALL_LINEARS, use_rslora=True, alpha=4.0),
-    AdapterPlan("r31", 31, ["k_proj", "o_proj", "up_proj"], layers=[0, 2]),
-    AdapterPlan("r64", 64, ALL_LINEARS, alpha=32.0),
+    AdapterPlan("r31", 31, ["k_proj", "o_proj", "up_proj"], layers=[0, 2], lora_bias=True),
+    AdapterPlan("r64", 64, ALL_LINEARS, alpha=32.0, use_dora=True),
     AdapterPlan(
         "by-layer",
         8,
@@ -258,6 +261,8 @@ def add_adapters(base: PreTrainedModel, plans: list[AdapterPlan], directory: Pat
             alpha_pattern=plan.alpha_pattern,
             use_rslora=plan.use_rslora,
             layers_to_transform=plan.layers,
+            use_dora=plan.use_dora,
+            lora_bias=plan.lora_bias,
             init_lora_weights=False,
             task_type="CAUSAL_LM",
         )
@@ -267,16 +272,18 @@ def add_adapters(base: PreTrainedModel, plans: list[AdapterPlan], directory: Pat
             model.add_adapter(plan.name, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if "lora_magnitude" in name:
+                parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
+            elif "lora_" in name:
                 parameter.normal_(0, 0.08)
     model.save_pretrained(directory)
     return model.eval()
 
 
-def pack_peft_directory(directory: Path, target: PackTarget) -> PackedAdapter:
+def pack_peft_directory(directory: Path, target: PackTarget, base_dir: Path) -> PackedAdapter:
     """Process a PEFT directory like an upload: validate it, write the canonical file, and pack the adapter."""
     tensors = directory / "adapter_model.safetensors"
     report = validate_files((directory / "adapter_config.json").read_bytes(), tensors, target)
     canonical = directory / "canonical.safetensors"
     write_canonical(tensors, report.scales, canonical)
-    return pack(canonical, target)
+    return pack(canonical, target, BaseWeights(base_dir))

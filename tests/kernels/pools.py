@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loramux.kernels.layout import LinearShape, PageGeometry, adapter_layout, row_layout
+from loramux.kernels.layout import LinearShape, PageGeometry, adapter_layout, part_layout
 from loramux.kernels.tables import AdapterTables, PoolViews
 
 
@@ -21,12 +21,23 @@ def poisoned_pool(num_pages: int, geometry: PageGeometry, dtype: torch.dtype) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterPool:
-    """Resident adapters, stored in pages and as dense A `[rank, in]` and Bᵀ `[rank, out]` by slot, layer and module."""
+    """Resident adapters, stored in pages and as dense A `[rank, in]` and Bᵀ `[rank, out]` by slot, layer and module.
+
+    Adapters in odd slots have affines `[2, out]`.
+    """
 
     pool: PoolViews
     tables: AdapterTables
     a: dict[tuple[int, int, int], torch.Tensor]
     b: dict[tuple[int, int, int], torch.Tensor]
+    affine: dict[tuple[int, int, int], torch.Tensor]
+
+    def output(self, slot: int, layer: int, module: int, y: torch.Tensor) -> torch.Tensor:
+        """The module's output if A and B yield `y`, in the dtype of `y`."""
+        if slot % 2 == 0 or not self.a[slot, layer, module].shape[0]:
+            return y
+        gain, shift = self.affine[slot, layer, module].to(y.dtype)
+        return y + gain * y + shift
 
 
 def adapter_pool(
@@ -37,24 +48,28 @@ def adapter_pool(
 ) -> AdapterPool:
     """Fill shuffled pages with random adapters of `ranks` `[num_slots, num_layers, num_modules]`."""
     num_slots = ranks.shape[0]
-    layouts = [adapter_layout(geometry, modules, slot_ranks) for slot_ranks in ranks]
+    layouts = [
+        adapter_layout(geometry, modules, slot_ranks, has_affines=slot % 2 == 1)
+        for slot, slot_ranks in enumerate(ranks)
+    ]
     longest = max(layout.num_pages for layout in layouts) + 1
     # Unused table entries point to the last page, which contains only NaN.
     poison = sum(layout.num_pages for layout in layouts)
     pool = poisoned_pool(poison + 1, geometry, dtype)
     free = torch.randperm(poison, dtype=torch.int32)
     page_table = torch.full((num_slots, longest), poison, dtype=torch.int32)
-    a, b = {}, {}
+    dense: tuple[dict[tuple[int, int, int], torch.Tensor], ...] = ({}, {}, {})
     for slot, layout in enumerate(layouts):
         page_table[slot, : layout.num_pages], free = free[: layout.num_pages], free[layout.num_pages :]
         for layer in range(geometry.num_layers):
             for m, module in enumerate(modules):
-                for half, (dense, row_len) in enumerate(((a, module.in_features), (b, module.out_features))):
-                    rows = torch.randn(int(ranks[slot, layer, m]), row_len).to(dtype)
-                    dense[slot, layer, m] = rows.float()
-                    padded_len = row_layout(row_len, geometry.adapter_elements).padded_len
-                    starts = int(layout.offsets[layer, m, half]) + torch.arange(rows.shape[0]) * padded_len
-                    e = starts[:, None] + torch.arange(row_len)
+                rank, offsets = layout.rank_and_offsets(layer, m)
+                for index in layout.parts:
+                    part = part_layout(module, index, rank, geometry.adapter_elements)
+                    rows = torch.randn(part.num_rows if rank else 0, part.row.row_len).to(dtype)
+                    dense[index][slot, layer, m] = rows.float()
+                    starts = offsets[index] + torch.arange(rows.shape[0]) * part.row.padded_len
+                    e = starts[:, None] + torch.arange(part.row.row_len)
                     page = page_table[slot].long()[e // geometry.adapter_elements]
                     pool.adapter[page, layer, e % geometry.adapter_elements] = rows
     tables = AdapterTables(
@@ -63,4 +78,4 @@ def adapter_pool(
         rank=torch.tensor(ranks),
         scale=torch.rand(*ranks.shape) + 0.5,
     )
-    return AdapterPool(pool, tables, a, b)
+    return AdapterPool(pool, tables, *dense)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from loramux.kernels.layout import A, B, LinearShape, PageGeometry, adapter_layout, part_layout
+from loramux.kernels.layout import AFFINE, A, B, LinearShape, PageGeometry, adapter_layout, part_layout
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, Segments
 
@@ -29,6 +29,9 @@ HEAD = ModuleGroup((1,), HIDDEN_SIZE, (VOCAB_SIZE,), (0,))
 RANKS = ((3, 0), (0, 7), (31, 64), (1, 1), (0, 0))
 """Ranks of the embedding and of the head, by slot."""
 
+WITH_AFFINES = (2, 3)
+"""Slots of the adapters with affines."""
+
 BATCHES = {
     "mixed": [-1, 0, 2, 2, -1, 3, 0, 2, 4, -1, 3, 2, 2],
     "one adapter": [2] * 40,
@@ -43,7 +46,10 @@ class OuterPool:
     def __init__(self, make_poisoned_pool: Callable[..., Any], dtype: torch.dtype) -> None:
         geometry, flat = GEOMETRY[dtype], GEOMETRY[dtype].flat
         no_ranks = np.zeros((geometry.num_layers, 0), np.int32)
-        layouts = [adapter_layout(geometry, (), no_ranks, MODULES, np.array(ranks, np.int32)) for ranks in RANKS]
+        layouts = [
+            adapter_layout(geometry, (), no_ranks, MODULES, np.array(ranks, np.int32), has_affines=slot in WITH_AFFINES)
+            for slot, ranks in enumerate(RANKS)
+        ]
         num_pages = sum(layout.num_pages for layout in layouts)
         self.pool = make_poisoned_pool(num_pages + 1, geometry, dtype)
         # Unused table entries point to the last page, which contains only NaN.
@@ -55,8 +61,8 @@ class OuterPool:
             assert layout.num_pages == layout.num_outer_pages
             page_table[slot, : layout.num_pages], free = free[: layout.num_pages], free[layout.num_pages :]
             for m, module in enumerate(MODULES):
-                rank, *begins = layout.rank_and_offsets(None, m)
-                for half in (A, B):
+                rank, begins = layout.rank_and_offsets(None, m)
+                for half in layout.parts:
                     part = part_layout(module, half, rank, flat.adapter_elements)
                     rows = torch.randn(part.num_rows if rank else 0, part.row.row_len).to(dtype)
                     self.dense[slot, m, half] = rows.float()
@@ -71,6 +77,13 @@ class OuterPool:
             rank=ranks,
             scale=torch.rand(ranks.shape) + 0.5,
         )
+
+    def output(self, slot: int, module: int, y: torch.Tensor) -> torch.Tensor:
+        """The module's output if A and B yield `y`, float64."""
+        if slot not in WITH_AFFINES:
+            return y
+        gain, shift = self.dense[slot, module, AFFINE].double()
+        return y + gain * y + shift
 
 
 def segments_of(slots: Sequence[int], module: int, kernels: Any) -> Segments:
@@ -118,7 +131,8 @@ def test_embedding_adds_the_row_of_each_token(
         a, b = adapters.dense[slot, 0, A][int(tokens[t])], adapters.dense[slot, 0, B]
         assert torch.equal(v[t, 0, :rank], a)
         delta = adapters.tables.scale[slot, 0, 0].double() * (a.double() @ b.double())
-        torch.testing.assert_close(y[t].double(), before[t] + delta, rtol=1e-4, atol=1e-4)
+        expected = adapters.output(slot, 0, before[t] + delta)
+        torch.testing.assert_close(y[t].double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("slots", BATCHES.values(), ids=BATCHES.keys())
@@ -140,7 +154,8 @@ def test_head_adds_to_the_logits(
             continue
         a, b = adapters.dense[slot, 1, A].double(), adapters.dense[slot, 1, B].double()
         delta = adapters.tables.scale[slot, 0, 1].double() * (a @ x[t].double()) @ b
-        torch.testing.assert_close(y[t].double(), before[t] + delta, rtol=1e-4, atol=1e-3)
+        expected = adapters.output(slot, 1, before[t] + delta)
+        torch.testing.assert_close(y[t].double(), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_large_vocabulary_memory_is_proportional_to_rank() -> None:
@@ -152,4 +167,4 @@ def test_large_vocabulary_memory_is_proportional_to_rank() -> None:
         layout = adapter_layout(geometry, (), no_ranks, modules, np.full(2, rank, np.int32))
         num_elements = 2 * rank * ((1 << 18) + 2048)
         assert 0 <= layout.num_pages * geometry.total_page_bytes - 2 * num_elements < 2 * geometry.total_page_bytes
-        assert layout.outer_offsets.min() >= 0
+        assert layout.outer_offsets[:, :AFFINE].min() >= 0

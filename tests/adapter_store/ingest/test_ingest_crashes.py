@@ -103,7 +103,7 @@ def open_lab(
         registry = AdapterRegistry(opened)
         adapter_id = registry.create_adapter(add_tenant(opened, "acme"), "support").id
         opened.close()
-        files = make_adapter(use_dora=not is_valid)
+        files = make_adapter(bias="none" if is_valid else "all")
         lab = Lab(
             makers=makers,
             database_url=database_url,

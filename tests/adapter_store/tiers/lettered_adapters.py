@@ -11,7 +11,7 @@ from loramux.kernels.layout import AdapterLayout
 
 def adapter(digest: str, size: int = 10) -> PackedAdapter:
     ranks = np.zeros((0, 0), np.int32)
-    layout = AdapterLayout(ranks, np.zeros((0, 0, 2), np.int32), size)
+    layout = AdapterLayout(ranks, np.zeros((0, 0, 3), np.int32), size)
     return PackedAdapter(digest, layout, np.zeros((0, 0), np.float32), np.zeros((size, 1, 1), np.uint8))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from loramux.adapter_store.blobs.interface import BlobStore
 from loramux.adapter_store.cancellation import Cancellation
+from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packing import PackedAdapter
 from loramux.adapter_store.tiers.disk_tier import DiskTier
@@ -15,7 +16,7 @@ PLENTY = 1 << 30
 
 
 def open_source(blobs: BlobStore, target: PackTarget, tmp_path: Path, disk_bytes: int = PLENTY) -> PackedSource:
-    return PackedSource(blobs, DiskTier(tmp_path / "disk", disk_bytes, target.pack_key), target)
+    return PackedSource(blobs, DiskTier(tmp_path / "disk", disk_bytes, target.pack_key), target, BaseWeights(tmp_path))
 
 
 def fetch(source: PackedSource, digest: str) -> PackedAdapter:

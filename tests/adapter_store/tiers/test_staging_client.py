@@ -58,6 +58,7 @@ class Bench:
             blob_url or f"file://{self._directory / 'blobs'}",
             str(self._directory / "disk"),
             disk_bytes,
+            str(self._directory / "base"),
             EngineMemory(memory_bytes),
             HostTier(host_bytes),
             num_threads,

@@ -95,7 +95,7 @@ TYPES = [
     _config("dropout is a text", "invalid_config", "lora_dropout", lora_dropout=MARK),
     _config("inference mode is a number", "invalid_config", "inference_mode", inference_mode=0),
     _config("bias is null", "unsupported_config", "bias", bias=None),
-    _config("DoRA is a number", "unsupported_config", "use_dora", use_dora=0),
+    _config("DoRA is a number", "invalid_config", "use_dora", use_dora=0),
 ]
 
 RANGES = [
@@ -122,9 +122,9 @@ RANGES = [
 UNSUPPORTED = [
     _config("another method", "unsupported_config", "peft_type", peft_type="IA3"),
     _config("method in lower case", "unsupported_config", "peft_type", peft_type="lora"),
-    _config("DoRA", "unsupported_config", "use_dora", use_dora=True),
+    _config("DoRA with a bias", "unsupported_config", "lora_bias", use_dora=True, lora_bias=True),
     _config("bias of LoRA", "unsupported_config", "bias", bias="lora_only"),
-    _config("LoRA with a bias", "unsupported_config", "lora_bias", lora_bias=True),
+    _config("bias is text", "invalid_config", "lora_bias", lora_bias="true"),
     _config("saved modules", "unsupported_config", "modules_to_save", modules_to_save=["lm_head"]),
     _config("auto mapping", "invalid_config", "auto_mapping", auto_mapping=[MARK]),
     _config("transposed weights", "invalid_config", "fan_in_fan_out", fan_in_fan_out=MARK),

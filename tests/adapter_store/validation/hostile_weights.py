@@ -15,6 +15,7 @@ EMBEDDING = "base_model.model.model.embed_tokens."
 OUTER: dict[str, Any] = {"modules": ("model.embed_tokens", "lm_head")}
 Q_MODULE = "model.layers.0.self_attn.q_proj"
 ONES = np.ones((4, 32), np.float32)
+MAGNITUDE, BIAS = Q_A.replace("lora_A.weight", "lora_magnitude_vector"), Q_B.replace("weight", "bias")
 
 
 def _pair(name: str, code: str, param: str | None, change: Change, **adapter: Any) -> Hostile:
@@ -31,6 +32,11 @@ def _tensor(name: str, code: str, tensor: str, values: Any, param: str | None = 
             files.tensors[tensor] = values
 
     return _pair(name, code, param or tensor, change, **adapter)
+
+
+def _vector(last: float) -> np.ndarray:
+    """A vector of 32 ones, except the last value."""
+    return np.append(np.ones(31, np.float32), np.float32(last))
 
 
 def _renamed(old: str, new: str) -> Change:
@@ -133,8 +139,27 @@ COMBINATIONS = [
     _tensor("tensor that turns the line around", "unexpected_tensor", "\u202ekilroy", ONES, param="?kilroy"),
     _tensor("tensor with an escape sequence", "unexpected_tensor", "\x1b[31mkilroy", ONES, param="?[31mkilroy"),
     _tensor("tensor of look-alikes", "unexpected_tensor", Q_A.replace("q_proj", "q_рroj"), ONES),
-    _tensor("DoRA's magnitudes", "unexpected_tensor", Q_A.replace("lora_A.weight", "lora_magnitude_vector"), ONES),
-    _tensor("a bias", "unexpected_tensor", Q_B.replace("weight", "bias"), ONES),
+    _tensor("DoRA's magnitudes", "unexpected_tensor", MAGNITUDE, ONES),
+    _tensor("a bias", "unexpected_tensor", BIAS, ONES),
+    _tensor("magnitudes are missing", "missing_tensor", MAGNITUDE, None, use_dora=True),
+    _tensor("too many magnitudes", "base_mismatch", MAGNITUDE, np.ones(33, np.float32), use_dora=True),
+    _tensor("a matrix of magnitudes", "wrong_dimensions", MAGNITUDE, np.ones((32, 1), np.float32), use_dora=True),
+    _tensor("a magnitude of zero", "invalid_magnitude", MAGNITUDE, _vector(0.0), use_dora=True),
+    _tensor("a magnitude of minus zero", "invalid_magnitude", MAGNITUDE, _vector(-0.0), use_dora=True),
+    _tensor("an infinite magnitude", "not_finite", MAGNITUDE, _vector(np.inf), use_dora=True),
+    _tensor("a magnitude that is not a number", "not_finite", MAGNITUDE, _vector(np.nan), use_dora=True),
+    _tensor("a huge magnitude", "norm_too_large", MAGNITUDE, _vector(1e30), use_dora=True),
+    _tensor("biases are missing", "missing_tensor", BIAS, None, lora_bias=True),
+    _tensor("too few biases", "base_mismatch", BIAS, np.ones(31, np.float32), lora_bias=True),
+    _tensor("an infinite bias", "not_finite", BIAS, _vector(-np.inf), lora_bias=True),
+    _tensor("a huge bias", "norm_too_large", BIAS, _vector(1e9), lora_bias=True),
+    _pair(
+        "a bias of an embedding",
+        "unsupported_config",
+        "lora_bias",
+        lambda files: files.config.update(lora_bias=True),
+        **OUTER,
+    ),
     _tensor("base's own weights", "unexpected_tensor", Q_A.replace("lora_A", "base_layer"), ONES),
     _tensor("base's head", "unexpected_tensor", HEAD + "weight", ONES),
     _tensor("base's head beside its adapter", "unexpected_tensor", HEAD + "base_layer.weight", ONES, **OUTER),

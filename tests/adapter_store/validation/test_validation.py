@@ -22,6 +22,7 @@ from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.validation.validation import validate_files
 
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+MAGNITUDE = Q_A.replace("lora_A.weight", "lora_magnitude_vector")
 Q_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
 
 
@@ -296,12 +297,7 @@ LAYER_1_Q_A = Q_A.replace("layers.0", "layers.1")
             with_config(target_modules=["q_proj"]), "unexpected_tensor", Q_A.replace("q_p", "v_p"), id="extra"
         ),
         pytest.param(with_tensor("lm_head.weight", ONES), "unexpected_tensor", "lm_head.weight", id="foreign tensor"),
-        pytest.param(
-            with_tensor(Q_A.replace("lora_A.weight", "lora_magnitude_vector"), ONES),
-            "unexpected_tensor",
-            Q_A.replace("lora_A.weight", "lora_magnitude_vector"),
-            id="DoRA magnitudes",
-        ),
+        pytest.param(with_tensor(MAGNITUDE, ONES), "unexpected_tensor", MAGNITUDE, id="DoRA magnitudes"),
         pytest.param(with_tensor(Q_A, np.ones(32, np.float32)), "tensor_not_2d", Q_A, id="one dimension"),
         pytest.param(with_tensor(Q_A, ONES.astype(np.float64)), "unsupported_dtype", Q_A, id="float64"),
         pytest.param(with_tensor(Q_A, ONES.astype(np.int8)), "unsupported_dtype", Q_A, id="integers"),
@@ -323,7 +319,7 @@ LAYER_1_Q_A = Q_A.replace("layers.0", "layers.1")
             "layers_to_transform",
             id="layer that is not there",
         ),
-        pytest.param(with_config(use_dora=True), "unsupported_config", "use_dora", id="DoRA"),
+        pytest.param(with_config(use_dora=True), "missing_tensor", MAGNITUDE, id="DoRA without magnitudes"),
         pytest.param(with_config(r=0), "rank_out_of_range", "r", id="rank 0"),
     ],
 )

@@ -82,7 +82,7 @@ def test_empty_batch_writes_nothing(
     none = integers[:0]
     tables = AdapterTables(
         page_table=integers.view(1, 1),
-        off=torch.zeros(1, 2, 4, 2, dtype=torch.int32, device=DEVICE),
+        off=torch.zeros(1, 2, 4, 3, dtype=torch.int32, device=DEVICE),
         rank=torch.zeros(1, 2, 4, dtype=torch.int32, device=DEVICE),
         scale=torch.zeros(1, 2, 4, device=DEVICE),
     )

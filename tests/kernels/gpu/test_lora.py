@@ -134,6 +134,7 @@ def check(
             if not rank:
                 assert torch.equal(y[t, columns], before[t, columns])
             expected = before[t, columns].double() + scales[slot, layer, module] * (v @ b)
+            expected = adapters.output(slot, layer, module, expected)
             torch.testing.assert_close(y[t, columns].double(), expected, rtol=tolerance, atol=1e-3)
 
 
@@ -422,7 +423,7 @@ def test_outer_modules_compile_for_hopper(
     geometry = PageGeometry(32, 8, 128, 2, 2)
     raw = tensor(9, 32, geometry.page_bytes, dtype=torch.uint8)
     pool = PoolViews(raw, raw.view(torch.bfloat16), raw.view(torch.bfloat16), geometry).flat
-    tables = AdapterTables(tensor(64, 128), tensor(64, 1, 2, 2), tensor(64, 1, 2), tensor(64, 1, 2).float())
+    tables = AdapterTables(tensor(64, 128), tensor(64, 1, 2, 3), tensor(64, 1, 2), tensor(64, 1, 2).float())
     segments = Segments(tensor(64), tensor(17), tensor(16), 64)
     embedding = ModuleGroup((0,), 128256, (4096,), (0,), is_embedding=True)
     head = ModuleGroup((1,), 4096, (128256,), (0,))
@@ -480,7 +481,7 @@ def test_compiles_for_hopper(
     raw = tensor(9, 32, geometry.page_bytes, dtype=torch.uint8)
     pool = PoolViews(raw, raw.view(torch.bfloat16), raw.view(torch.bfloat16), geometry)
     rank, scale = tensor(64, 32, 7), tensor(64, 32, 7, dtype=torch.float32)
-    tables = AdapterTables(tensor(64, 128), tensor(64, 32, 7, 2), rank, scale)
+    tables = AdapterTables(tensor(64, 128), tensor(64, 32, 7, 3), rank, scale)
     segments = Segments(tensor(num_tokens), tensor(num_segments + 1), tensor(num_segments), max_rows=max_rows)
     num_planes = lora_shrink.num_splits(group, E, num_tokens, num_segments)
     planes = tensor(num_planes, num_tokens, 3, 64, dtype=torch.float32)

@@ -1,0 +1,70 @@
+"""Gains and shifts of modules: `y + gain * y + shift`, where `y` already contains the adapter's A and B.
+
+DoRA (https://arxiv.org/abs/2402.09353) gives each output of `W + scale * B A` the norm `magnitude`. PEFT's `lora_bias`
+adds `scale * bias`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.base_weights import BaseWeights
+from loramux.adapter_store.formats.module_places import ModulePlace
+
+_BLOCK_ELEMENTS = 1 << 22
+"""Number of the base's weights that are read at a time."""
+
+
+def dora_affine(
+    place: ModulePlace,
+    A: npt.NDArray[np.float32],
+    B: npt.NDArray[np.float32],
+    scale: float,
+    magnitude: npt.NDArray[np.float32],
+    base: BaseWeights,
+) -> npt.NDArray[np.float32]:
+    """Gain and shift of a DoRA module, float32 `[2, out_features]`.
+
+    `A` is `[rank, in_features]` and `B` is `[out_features, rank]`. The shift restores the base's bias, which DoRA does
+    not scale. Raises AdapterRejected if a gain is not finite, because an output's norm is 0.
+    """
+    norm = np.sqrt(
+        _squares_of_columns(place, A, B, scale, base)
+        if place.shape.is_embedding
+        else _squares_of_rows(place, A, B, scale, base)
+    )
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        gain = magnitude / norm - 1
+    if not np.isfinite(gain).all():
+        raise AdapterRejected("invalid_magnitude", "a magnitude scales weights that are all zero", place.magnitude_name)
+    bias = base.bias(place.key)
+    shift = np.zeros_like(gain) if bias is None else -gain * bias
+    return np.stack([gain, shift]).astype(np.float32)
+
+
+def _squares_of_rows(
+    place: ModulePlace, A: npt.NDArray[np.float32], B: npt.NDArray[np.float32], scale: float, base: BaseWeights
+) -> npt.NDArray[np.float64]:
+    """The squared norms of the rows of `W + scale * B A`, one per output."""
+    num_rows, block = place.shape.out_features, max(1, _BLOCK_ELEMENTS // place.shape.in_features)
+    squares = np.empty(num_rows)
+    for begin in range(0, num_rows, block):
+        end = min(begin + block, num_rows)
+        changed = base.rows(place.key, begin, end) + np.float32(scale) * (B[begin:end] @ A)
+        squares[begin:end] = np.einsum("ij,ij->i", changed, changed)
+    return squares
+
+
+def _squares_of_columns(
+    place: ModulePlace, A: npt.NDArray[np.float32], B: npt.NDArray[np.float32], scale: float, base: BaseWeights
+) -> npt.NDArray[np.float64]:
+    """The squared norms of an embedding's columns, one per output; the base stores one row per token."""
+    num_tokens, block = place.shape.in_features, max(1, _BLOCK_ELEMENTS // place.shape.out_features)
+    squares = np.zeros(place.shape.out_features)
+    for begin in range(0, num_tokens, block):
+        end = min(begin + block, num_tokens)
+        changed = base.rows(place.key, begin, end) + np.float32(scale) * (A[:, begin:end].T @ B.T)
+        squares += np.einsum("ij,ij->j", changed, changed)
+    return squares
