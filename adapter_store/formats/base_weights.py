@@ -107,10 +107,9 @@ def _mapped(path: Path) -> dict[str, _Tensor]:
     start = 8 + int.from_bytes(data[:8], "little")
     header: dict[str, Any] = json.loads(data[8:start])
     header.pop("__metadata__", None)
-    return {
-        name: _Tensor(
-            data, *(start + offset for offset in entry["data_offsets"]), entry["dtype"], tuple(entry["shape"])
-        )
-        for name, entry in header.items()
-        if entry["dtype"] in STORAGE
-    }
+    found: dict[str, _Tensor] = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        if entry["dtype"] in STORAGE:
+            found[name] = _Tensor(data, start + begin, start + end, entry["dtype"], tuple(entry["shape"]))
+    return found

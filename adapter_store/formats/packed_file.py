@@ -168,8 +168,8 @@ def _laid_out(target: bytes, ranks: bytes, outer_ranks: bytes, has_affines: bool
     is invalid.
     """
     found = PackTarget.from_document(json.loads(target))
-    tables = (np.array(json.loads(table), np.int32) for table in (ranks, outer_ranks))
-    return found, found.layout(*tables, has_affines)
+    inner, outer = (np.array(json.loads(table), np.int32) for table in (ranks, outer_ranks))
+    return found, found.layout(inner, outer, has_affines)
 
 
 def _read_header(descriptor: int) -> tuple[_Header, int]:

@@ -14,6 +14,7 @@ from loramux.adapter_store.blobs.blob_url import open_blob_store
 from loramux.adapter_store.blobs.interface import BlobStore, canonical_key, packed_key
 from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.blobs.s3_blobs import S3BlobStore
+from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.adapter_store.formats.canonical import write_canonical
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packed_file import write_packed
@@ -182,7 +183,7 @@ def store_adapter(make_adapter: AdapterMaker, target: PackTarget, tmp_path: Path
         canonical, packed_path = tmp_path / uuid.uuid4().hex, tmp_path / uuid.uuid4().hex
         report = validate_files(files.config_bytes, files.tensor_bytes, target)
         digest = write_canonical(files.tensor_bytes, report.scales, canonical)
-        packed = pack(canonical, target)
+        packed = pack(canonical, target, BaseWeights(tmp_path))
         write_packed(packed_path, packed, target)
         blobs.put(canonical_key(digest), canonical)
         if is_packed:

@@ -33,14 +33,14 @@ from tests.engine.device.gpu_backend import gpu_backend
 
 PLANS = [
     AdapterPlan("r1", 1, ["v_proj"], alpha=2.0),
-    AdapterPlan("r3", 3, ALL_LINEARS, alpha=6.0),
-    AdapterPlan("r31", 31, ["k_proj", "o_proj", "up_proj"], layers=[1]),
+    AdapterPlan("r3", 3, ALL_LINEARS, alpha=6.0, use_dora=True),
+    AdapterPlan("r31", 31, ["k_proj", "o_proj", "up_proj"], layers=[1], lora_bias=True),
     AdapterPlan("by-layer", 4, ALL_LINEARS, rank_pattern={"layers.1.mlp.down_proj": 20}),
 ]
 OUTER_PLANS = [
     AdapterPlan("r3", 3, ["q_proj", "down_proj"], alpha=6.0),
-    AdapterPlan("head", 17, ["lm_head"]),
-    AdapterPlan("both", 4, ["embed_tokens", "lm_head", "v_proj"], alpha=8.0),
+    AdapterPlan("head", 17, ["lm_head"], lora_bias=True),
+    AdapterPlan("both", 4, ["embed_tokens", "lm_head", "v_proj"], alpha=8.0, use_dora=True),
 ]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 

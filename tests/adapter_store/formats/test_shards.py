@@ -17,7 +17,7 @@ from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packed_file import read_packed, write_packed
 from loramux.adapter_store.formats.packing import PackedAdapter, pack
 from loramux.adapter_store.validation.validation import validate_files
-from loramux.kernels.layout import A, B, LinearShape, PageGeometry, part_layout
+from loramux.kernels.layout import A, LinearShape, PageGeometry, part_layout
 from tests.adapter_store.blobs.watched_blobs import WatchedBlobStore
 from tests.adapter_store.linears import fused_linears, llama_linears, outer_linears
 from tests.adapter_store.tiers.open_source import fetch, open_source

@@ -15,8 +15,13 @@ from loramux.adapter_store.tiers.packed_source import PackedSource
 PLENTY = 1 << 30
 
 
-def open_source(blobs: BlobStore, target: PackTarget, tmp_path: Path, disk_bytes: int = PLENTY) -> PackedSource:
-    return PackedSource(blobs, DiskTier(tmp_path / "disk", disk_bytes, target.pack_key), target, BaseWeights(tmp_path))
+def open_source(
+    blobs: BlobStore, target: PackTarget, tmp_path: Path, disk_bytes: int = PLENTY, base: Path | None = None
+) -> PackedSource:
+    """Open a source with a new disk tier. The base's weights are in `base`, or else in `tmp_path`."""
+    return PackedSource(
+        blobs, DiskTier(tmp_path / "disk", disk_bytes, target.pack_key), target, BaseWeights(base or tmp_path)
+    )
 
 
 def fetch(source: PackedSource, digest: str) -> PackedAdapter:

@@ -10,11 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from loramux.adapter_store.blobs.interface import BlobStore, canonical_key, packed_key
 from loramux.adapter_store.blobs.memory import MemoryBlobStore
 from loramux.adapter_store.errors import AdapterCorrupt, AdapterUnavailable
+from loramux.adapter_store.formats.base_weights import BaseWeights
+from loramux.adapter_store.formats.module_places import module_places
 from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.packing import pack
 from tests.adapter_store.blobs.watched_blobs import WatchedBlobStore
 from tests.adapter_store.tiers.open_source import fetch, open_source
 
@@ -117,6 +122,47 @@ def test_a_wrong_packed_blob_is_rebuilt_and_replaced(
     watched.damage(key)
     assert_equal(fetch(open_source(watched, target, tmp_path), stored.digest), stored.packed)
     assert watched.read_bytes(key) == right
+
+
+def save_base(target: PackTarget, directory: Path, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    base = {
+        f"{place.key}.weight": torch.randn(place.shape.out_features, place.shape.in_features, generator=generator)
+        for place in module_places(target)
+    }
+    save_file(base, directory / "model.safetensors")
+
+
+def test_dora_adapter_is_packed_again_for_a_base_with_other_weights(
+    watched: WatchedBlobStore, target: PackTarget, tmp_path: Path, store_adapter: Any
+) -> None:
+    save_base(target, tmp_path, 0)
+    stored = store_adapter(watched, is_packed=True, use_dora=True)
+    assert_equal(fetch(open_source(watched, target, tmp_path), stored.digest), stored.packed)
+    assert watched.num_gets == {"packed": 1}
+    # The file on disk and the one in the blob store were both packed for the first base.
+    save_base(target, tmp_path, 1)
+    found = fetch(open_source(watched, target, tmp_path), stored.digest)
+    expected = pack(watched.read_bytes(canonical_key(stored.digest)), target, BaseWeights(tmp_path))
+    assert_equal(found, expected)
+    assert not np.array_equal(found.payload, stored.packed.payload)
+    num_gets = dict(watched.num_gets)
+    assert_equal(fetch(open_source(watched, target, tmp_path), stored.digest), expected)
+    assert watched.num_gets == num_gets, "the new file is on disk"
+    assert_equal(fetch(open_source(watched, target, tmp_path / "elsewhere", base=tmp_path), stored.digest), expected)
+    assert watched.num_gets == {**num_gets, "packed": num_gets["packed"] + 1}, "and in the blob store"
+
+
+def test_dora_adapter_is_unavailable_while_the_base_cannot_be_read(
+    watched: WatchedBlobStore, target: PackTarget, tmp_path: Path, store_adapter: Any
+) -> None:
+    save_base(target, tmp_path, 0)
+    stored = store_adapter(watched, use_dora=True)
+    (tmp_path / "model.safetensors").rename(tmp_path / "away")
+    with pytest.raises(AdapterUnavailable, match="the base's weights cannot be read"):
+        fetch(open_source(watched, target, tmp_path), stored.digest)
+    (tmp_path / "away").rename(tmp_path / "model.safetensors")
+    assert_equal(fetch(open_source(watched, target, tmp_path), stored.digest), stored.packed)
 
 
 def test_wrong_canonical_bytes_are_never_served(
