@@ -21,6 +21,8 @@ import torch
 from moto.server import ThreadedMotoServer
 from peft import PeftModel
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_tensors
+from safetensors.torch import save_file as save_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from loramux.admin.demo.prompts import DEMO_PROMPTS
@@ -270,12 +272,9 @@ def spoil(kind: str, directory: Path) -> None:
 def test_an_unfit_adapter_is_rejected_and_leaves_nothing(stand: Stand, tmp_path: Path, kind: str) -> None:
     directory = tmp_path / "adapter"
     shutil.copytree(DEMO / "adapters" / "formal", directory)
-    # numpy has no bfloat16, so convert the adapter to float32.
-    from safetensors.torch import load_file as load_torch
-    from safetensors.torch import save_file as save_torch
-
     path = directory / "adapter_model.safetensors"
-    save_torch({name: value.float() for name, value in load_torch(path).items()}, path)
+    # numpy has no bfloat16, so convert the adapter to float32.
+    save_tensors({name: value.float() for name, value in load_tensors(path).items()}, path)
     spoil(kind, directory)
     before = stand.blobs()
     name = kind.replace(" ", "-").lower()
@@ -316,6 +315,29 @@ def test_metrics_and_health_are_served(stand: Stand) -> None:
     for port in (stand.deployment.port, stand.deployment.admin_port):
         for path in ("live", "ready"):
             assert httpx.get(f"http://127.0.0.1:{port}/health/{path}").status_code == 200
+
+
+def test_a_dora_adapter_is_packed_with_the_servers_base(
+    stand: Stand, expected: dict[tuple[str | None, str], str], tmp_path: Path
+) -> None:
+    """A DoRA adapter whose magnitudes are the norms of the changed weights gives the plain adapter's answers."""
+    directory = tmp_path / "adapter"
+    shutil.copytree(DEMO / "adapters" / "pirate", directory)
+    config = json.loads((directory / "adapter_config.json").read_text())
+    path = directory / "adapter_model.safetensors"
+    tensors, base = load_tensors(path), load_tensors(DEMO / "base" / "model.safetensors")
+    for name in [name for name in tensors if "lora_A" in name]:
+        module = name.removesuffix(".lora_A.weight")
+        a, b = tensors[name].float(), tensors[f"{module}.lora_B.weight"].float()
+        weight = base[module.removeprefix("base_model.model.") + ".weight"].float()
+        changed = weight + config["lora_alpha"] / config["r"] * (b @ a)
+        tensors[f"{module}.lora_magnitude_vector"] = changed.norm(dim=1)
+    save_tensors(tensors, path)
+    (directory / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    stand.deployment.json("adapters", "push", str(directory), "--tenant", "harbour", "--name", "dora")
+    for prompt in DEMO_PROMPTS:
+        text, _, _ = ask(stand, "harbour", "dora", prompt, stream=False)
+        assert text == expected["pirate", prompt]
 
 
 def test_a_restart_keeps_everything_and_an_interrupt_drains(
