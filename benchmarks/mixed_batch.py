@@ -21,11 +21,14 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file, save
 
 from benchmarks import peft_ways
 from benchmarks.machine import add_allow_busy, busy_share, describe, require_idle
 from benchmarks.random_model import SHAPES, load_peft, make_base
+from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.adapter_store.formats.canonical import write_canonical
+from loramux.adapter_store.formats.module_places import module_places
 from loramux.adapter_store.formats.packing import PackedAdapter, pack
 from loramux.adapter_store.validation.validation import validate_files
 from loramux.engine.adapters.stager import MemoryStager
@@ -66,9 +69,31 @@ def pack_adapters(model: Any, base: Path, scratch: Path, num_adapters: int, dtyp
     return packed
 
 
+def pack_with_magnitudes(base: Path, scratch: Path, num_adapters: int, dtype: str) -> list[PackedAdapter]:
+    """Pack the saved adapters as DoRA adapters that compute the same: each magnitude is its changed weight's norm."""
+    weights, target = BaseWeights(base), pack_target(ModelConfig.load(base), dtype)
+    places = {place.a_name: place for place in module_places(target)}
+    packed = []
+    for index in range(num_adapters):
+        saved = scratch / "adapters" / f"a{index}"
+        config = json.loads((saved / "adapter_config.json").read_text())
+        tensors = load_file(saved / "adapter_model.safetensors")
+        for a_name in [name for name in tensors if name in places]:
+            place = places[a_name]
+            change = config["lora_alpha"] / config["r"] * (tensors[place.b_name].float() @ tensors[a_name].float())
+            weight = torch.from_numpy(weights.rows(place.key, 0, place.shape.out_features))
+            tensors[place.magnitude_name] = (weight + change).norm(dim=1)
+        text = json.dumps({**config, "use_dora": True}).encode()
+        data = save(tensors)
+        report = validate_files(text, data, target)
+        write_canonical(data, report.scales, saved / "dora.safetensors")
+        packed.append(pack(saved / "dora.safetensors", target, weights))
+    return packed
+
+
 def assemble(base: Path, packed: list[PackedAdapter], dtype: str, threads: int) -> AssembledEngine:
     config = EngineConfig(
-        model_dir=str(base), blob_url="", cache_dir="", dtype=dtype, pool_bytes=2 << 30, num_threads=threads
+        model_dir=str(base), blob_url="", cache_dir="", dtype=dtype, pool_bytes=3 << 30, num_threads=threads
     )
     assembled = assemble_engine(config, lambda: None, MemoryStager({one.digest: one for one in packed}))
     for one in packed:
@@ -104,9 +129,10 @@ def run_loramux(
     return answers, time.perf_counter() - started
 
 
-def check(base: Path, prompts: torch.Tensor, model: Any, packed: list[PackedAdapter], threads: int) -> None:
-    """Exit unless loramux and peft generate the same tokens in float32."""
-    expected, _ = peft_ways.mixed_batch(model, prompts, NUM_CHECKED_TOKENS)
+def check(
+    base: Path, prompts: torch.Tensor, expected: list[list[int]], packed: list[PackedAdapter], threads: int
+) -> None:
+    """Exit unless loramux generates the expected tokens in float32."""
     assembled = assemble(base, packed, "float32", threads)
     found, _ = run_loramux(assembled, prompts, NUM_CHECKED_TOKENS, [one.digest for one in packed])
     assembled.adapters.close()
@@ -131,7 +157,9 @@ def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Way],
 
     console.print("float32: compare the tokens of loramux and peft, then time peft")
     model = load_peft(base, count, rank, torch.float32)
-    check(base, prompts, model, pack_adapters(model, base, scratch, count, "float32"), threads)
+    expected, _ = peft_ways.mixed_batch(model, prompts, NUM_CHECKED_TOKENS)
+    check(base, prompts, expected, pack_adapters(model, base, scratch, count, "float32"), threads)
+    check(base, prompts, expected, pack_with_magnitudes(base, scratch, count, "float32"), threads)
     console.print(f"  checked: {count} x {NUM_CHECKED_TOKENS} tokens are equal")
     if not arguments.skip_float32:
         # The check has already warmed up the model.
@@ -151,13 +179,17 @@ def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Way],
     record("peft switching adapters", peft_ways.switching(model, prompts, arguments.output)[1])
     del model
     gc.collect()
-    assembled = assemble(base, packed, "bfloat16", threads)
+    dora = pack_with_magnitudes(base, scratch, count, "bfloat16")
+    assembled = assemble(base, [*packed, *dora], "bfloat16", threads)
     digests: list[str | None] = [one.digest for one in packed]
-    run_loramux(assembled, prompts, 4, digests)
+    dora_digests: list[str | None] = [one.digest for one in dora]
+    for warm_up in (digests, dora_digests):
+        run_loramux(assembled, prompts, 4, warm_up)
     # Alternate, so that drift in the machine's speed affects all methods alike.
     for _ in range(arguments.repeats):
         record("loramux, base only", run_loramux(assembled, prompts, arguments.output, [None] * count)[1])
         record("loramux, distinct adapters", run_loramux(assembled, prompts, arguments.output, digests)[1])
+        record("loramux, distinct DoRA adapters", run_loramux(assembled, prompts, arguments.output, dora_digests)[1])
         record("loramux, one adapter", run_loramux(assembled, prompts, arguments.output, digests[:1] * count)[1])
     assembled.adapters.close()
     workload = (
@@ -204,6 +236,7 @@ def main() -> None:
         "distinct adapters over the better peft way": ours / best_peft,
         "base only over transformers' better static batch": base / best_static,
         "time of distinct adapters over base only": base / ours,
+        "time of distinct DoRA adapters over distinct adapters": ours / speed["loramux, distinct DoRA adapters"],
         "time of one adapter over base only": base / speed["loramux, one adapter"],
     }
     for name, value in ratios.items():
