@@ -294,6 +294,36 @@ def add_ranks_to_sums(typing_context: Any, x: Any, weights: Any, places: Any, ah
     return types.none(types.int64, weights, places, ahead, types.int64, types.int64), generate
 
 
+@intrinsic
+def scale_and_shift(typing_context: Any, weights: Any, gain: Any, shift: Any, size: Any, y: Any) -> Any:
+    """`y[o] += weights[gain + o] * y[o] + weights[shift + o]` for `size` outputs `o`, a multiple of 16.
+
+    `y` is an address.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array, gain, shift, size, y = args
+        flat = make_array(weights)(context, builder, array).data
+        gains, shifts = (builder.gep(flat, [index]) for index in (gain, shift))
+        lanes = ir.VectorType(_FLOAT, PANEL)
+        outputs = builder.inttoptr(y, _FLOAT.as_pointer())
+
+        def step(o: Any, values: list[Any]) -> list[Any]:
+            place = builder.bitcast(builder.gep(outputs, [o]), lanes.as_pointer())
+            value = builder.load(place, align=4)
+            gain_lanes, shift_lanes = (
+                emit_load(builder, builder.gep(row, [o]), weights.dtype, PANEL) for row in (gains, shifts)
+            )
+            shifted = builder.fadd(value, shift_lanes)
+            builder.store(emit_multiply_add(builder, gain_lanes, value, shifted), place, align=4)
+            return values
+
+        _loop(builder, size, PANEL, [], step)
+        return context.get_dummy_value()
+
+    return types.none(weights, types.int64, types.int64, types.int64, types.int64), generate
+
+
 def _sums_of_products(builder: Any, x: list[Any], lanes_at: Emit, size: Any, before: list[Any]) -> list[Any]:
     """`before[r] + sum over k of x[r][k] * lanes_at(k)` for `size` >= 1 elements `k`; `x` contains addresses."""
     x_rows = [builder.inttoptr(row, _FLOAT.as_pointer()) for row in x]

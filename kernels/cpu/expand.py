@@ -7,10 +7,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loramux.kernels.cpu.addresses import B_CHUNK, B_PADDED, COLUMN, MODULE, OUT, place
-from loramux.kernels.cpu.blocks import add_ranks, add_ranks_to_sums, eight_rows, four_rows
+from loramux.kernels.cpu.blocks import (
+    COLUMNS_STEP,
+    add_ranks,
+    add_ranks_to_sums,
+    eight_rows,
+    four_rows,
+    scale_and_shift,
+)
 from loramux.kernels.cpu.compiled import helper
 from loramux.kernels.cpu.tasks import IS_WIDE, RANKS, READ_COST, share_of
-from loramux.kernels.cpu.vectors import PANEL, floats_at, widen
+from loramux.kernels.cpu.vectors import PANEL, floats_at, prefetch, widen
 from loramux.kernels.layout import AFFINE, MAX_CHUNK, NO_AFFINE, B
 
 RANK_BLOCK = 64
@@ -102,9 +109,12 @@ def _expand_segment(
 @helper
 def _apply_affine(y: int, y_step: int, rows: Any, begin: int, end: int, pool: Any, visit: Any) -> None:
     """Replace the visit's columns of a segment's rows by `y + gain * y + shift`."""
+    whole = visit.length - visit.length % PANEL
     for j in range(begin, end):
-        row = floats_at(y + np.int64(rows[j]) * y_step)
-        for e in range(visit.length):
+        address = y + np.int64(rows[j]) * y_step
+        scale_and_shift(pool, visit.gain, visit.shift, whole, address)
+        row = floats_at(address)
+        for e in range(whole, visit.length):
             row[e] += widen(pool[visit.gain + e]) * row[e] + widen(pool[visit.shift + e])
 
 
@@ -115,6 +125,10 @@ def _expand_visit(
 ) -> None:  # fmt: skip
     """Process one visit; `ahead` contains the pool indices at which the next visit begins."""
     begin, end = np.int64(starts[visit.segment]), np.int64(starts[visit.segment + 1])
+    if visit.gain != NO_AFFINE:
+        for e in range(0, visit.length, COLUMNS_STEP):
+            prefetch(pool, visit.gain + e)
+            prefetch(pool, visit.shift + e)
     _expand_segment(
         visit.planes, 4 * row_stride, visit.y, 4 * y_stride, rows, begin, end,
         pool, places, ahead, visit.num_ranks, visit.factor, visit.length, sums,
