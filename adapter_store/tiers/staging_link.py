@@ -140,4 +140,5 @@ class StagingLink:
 def _environment() -> dict[str, str]:
     """This process's environment, with the blob store credentials and module path but without allocator tuning."""
     kept = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
-    return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    # One thread, because packing a DoRA adapter multiplies large matrices while the engine needs its cores.
+    return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OPENBLAS_NUM_THREADS": "1"}
