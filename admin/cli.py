@@ -10,6 +10,7 @@ from loramux.admin.commands import (
     adapters,
     aliases,
     audit,
+    check,
     database,
     doctor,
     grants,
@@ -41,6 +42,7 @@ app.command("serve", rich_help_panel=HERE)(serve.serve)
 app.command("gateway", rich_help_panel=HERE)(serve.gateway)
 app.command("demo", rich_help_panel=HERE)(serve.demo)
 app.add_typer(database.app, name="db", rich_help_panel=HERE)
+app.command("check", rich_help_panel=HERE)(check.check)
 app.command("doctor", rich_help_panel=HERE)(doctor.doctor)
 app.add_typer(tenants.app, name="tenants", rich_help_panel=VERBS)
 app.add_typer(keys.app, name="keys", rich_help_panel=VERBS)

@@ -70,7 +70,7 @@ def push_adapter(
     when the directory is not an adapter, the server rejects the adapter, or `timeout_s` elapses. A push that fails or
     is interrupted cancels its upload.
     """
-    with _with_parsers(_paths(directory, without), parsers or {}) as paths:
+    with _with_parsers(adapter_files(directory, without), parsers or {}) as paths:
         return _push_files(client, paths, tenant, name, timeout_s, progress)
 
 
@@ -161,11 +161,11 @@ def _with_parsers(paths: list[Path], parsers: Mapping[str, str]) -> Iterator[lis
 
 def num_bytes_of(directory: Path, without: Collection[str] = ()) -> int:
     """Number of bytes read by a push of this directory: each file is read twice, for hashing and for the upload."""
-    return 2 * sum(path.stat().st_size for path in _paths(directory, without))
+    return 2 * sum(path.stat().st_size for path in adapter_files(directory, without))
 
 
-def _paths(directory: Path, without: Collection[str]) -> list[Path]:
-    """The files to upload. Raises PushRefused if a required one is missing."""
+def adapter_files(directory: Path, without: Collection[str] = ()) -> list[Path]:
+    """The files to upload, the two required ones first. Raises PushRefused if one of these is missing."""
     further = [directory / file_name for file_name in FURTHER_NAMES if file_name not in without]
     return [_file_of(directory, file_name) for file_name in FILE_NAMES] + [path for path in further if path.is_file()]
 

@@ -31,6 +31,8 @@ from loramux.kernels.layout import LinearShape, PageGeometry
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_HEAD_DIM = 256
+MAX_LAYERS = 1024
+"""Largest number of layers. No model has a third of it, and the lists of layers stay small."""
 
 SILU, GELU_TANH = "silu", "gelu_tanh"
 EMBEDDING, HEAD = 0, 1
@@ -145,7 +147,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(path.read_text())
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelNotSupported(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelNotSupported(f"{path} does not contain a JSON object")
@@ -162,6 +164,8 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     raw = {**ASSUMED[architecture], **raw}
     is_gemma = architecture in GEMMA
     num_layers, hidden_size = positive(raw, "num_hidden_layers"), positive(raw, "hidden_size")
+    if num_layers > MAX_LAYERS:
+        raise ModelNotSupported(f"num_hidden_layers {num_layers} is above {MAX_LAYERS}")
     num_heads = positive(raw, "num_attention_heads")
     head_dim = hidden_size // num_heads if raw.get("head_dim") is None else positive(raw, "head_dim")
     if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,11 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loramux.engine.errors import ModelNotSupported
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-_DERIVED = (".rotary_emb.inv_freq",)
-"""Name suffixes of tensors that can be derived from config.json; older versions of transformers stored them."""
+from loramux.engine.model.weight_files import EMBEDDING, HEAD, unreadable, weight_paths
+from loramux.engine.model.weight_shapes import misshapen, missing, unread, unused_tensors
 
 
 class WeightSource(Protocol):
@@ -37,26 +33,24 @@ class Weights:
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor `name`. Raises ModelNotSupported if it is missing or has a different shape."""
         if name not in self._files:
-            raise ModelNotSupported(f"the model has no tensor {name}")
+            raise missing(name)
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         self._unread.discard(name)
         if tuple(tensor.shape) != shape:
-            raise ModelNotSupported(f"the tensor {name} has shape {list(tensor.shape)}, config.json says {list(shape)}")
+            raise misshapen(name, tuple(tensor.shape), shape)
         return tensor
 
     def check_all_read(self) -> None:
         """Raise ModelNotSupported if any tensor is unread, because the model then needs an unsupported computation."""
-        unread = sorted(name for name in self._unread if not name.endswith(_DERIVED))
+        unused = unused_tensors(self._unread)
         # A head tied to the embedding may be stored separately if the two are equal.
-        if unread == [HEAD] and EMBEDDING in self._files:
+        if unused == [HEAD] and EMBEDDING in self._files:
             head, embedding = (self._files[name].get_tensor(name) for name in (HEAD, EMBEDDING))
             if not torch.equal(head, embedding):
                 raise ModelNotSupported(f"config.json ties {HEAD} to {EMBEDDING}, but the two differ")
             return
-        if unread:
-            raise ModelNotSupported(
-                f"the model has {len(unread)} tensors that its architecture does not use, such as {unread[0]}"
-            )
+        if unused:
+            raise unread(unused)
 
 
 @contextmanager
@@ -67,25 +61,12 @@ def open_weights(model_dir: Path) -> Iterator[Weights]:
     """
     with ExitStack() as stack:
         files: dict[str, safe_open] = {}
-        for path in _shards(model_dir):
+        for path in weight_paths(model_dir):
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise ModelNotSupported(f"{path} is not a readable safetensors file: {error}") from error
+                raise unreadable(path, error) from error
             files.update(dict.fromkeys(file.keys(), file))
         weights = Weights(files)
         yield weights
         weights.check_all_read()
-
-
-def _shards(model_dir: Path) -> list[Path]:
-    index = model_dir / "model.safetensors.index.json"
-    if not index.is_file():
-        return [model_dir / "model.safetensors"]
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ModelNotSupported(f"{index} is malformed") from error
-    if any(Path(name).name != name for name in names):
-        raise ModelNotSupported(f"{index} names a file outside the model directory")
-    return [model_dir / name for name in sorted(names)]

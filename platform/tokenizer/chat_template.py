@@ -37,10 +37,10 @@ class ChatTemplate:
     def load(model_dir: Path) -> ChatTemplate | None:
         """The templates of a Hugging Face directory, or None if it has none. Raises ModelFilesError."""
         config = read_json(model_dir / "tokenizer_config.json")
-        sources = _sources(model_dir, config)
-        if DEFAULT not in sources and TOOL_USE not in sources:
-            return None
         try:
+            sources = _sources(model_dir, config)
+            if DEFAULT not in sources and TOOL_USE not in sources:
+                return None
             return ChatTemplate(sources, read_special_tokens(model_dir))
         except Exception as error:  # a malformed template can raise anything
             raise ModelFilesError(f"the chat template of {model_dir} is malformed: {reason(error)}") from error
@@ -104,7 +104,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         document = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFilesError(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise ModelFilesError(f"{path} does not contain a JSON object")

@@ -26,7 +26,7 @@ command takes the server's address and key together from the first of these that
 | exit code | meaning |
 |---:|---|
 | 0 | done |
-| 1 | the server refused the call, or a `doctor` check failed |
+| 1 | the server refused the call, a `doctor` check failed, or `check` found a problem |
 | 2 | the command or the settings are wrong; nothing was sent |
 | 3 | the server does not answer, or no server is configured |
 | 130 | Ctrl-C |

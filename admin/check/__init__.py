@@ -1,0 +1,1 @@
+"""`loramux check`: would this base model or this adapter be served?"""

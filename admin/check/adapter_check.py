@@ -1,0 +1,95 @@
+"""Checks an adapter's directory against a base, as a server validates an upload: in the same confined processes."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE
+from loramux.adapter_store.formats.further_files import MAX_FURTHER_BYTES, FurtherFiles
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.validation.further_checks import check_further_files
+from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
+from loramux.adapter_store.validation.report import Warn
+from loramux.adapter_store.validation.validator import Accepted, SubprocessValidator, ValidationJob
+from loramux.admin.check.verdict import Problem, Verdict
+from loramux.admin.client.push import PushRefused, adapter_files
+from loramux.engine.config import pack_target, resolve_device, resolve_dtype
+from loramux.engine.errors import ModelNotSupported
+from loramux.engine.model.model_config import ModelConfig
+from loramux.platform.tokenizer.chat_template import ModelFilesError, read_special_tokens
+from loramux.platform.tokenizer.tenant_templates import TenantTemplates
+
+REPORTED = ("num_parameters", "max_rank", "num_pages", "dtypes", "largest_effect", "modules", "recorded")
+"""The facts of the validation's report that are shown."""
+
+
+def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> Verdict:
+    """Check an adapter for the base in the directory `base`, whose weights are not needed.
+
+    Raises ValidationFailed or Unavailable if a confined process cannot run, so that there is no verdict.
+    """
+    try:
+        config = ModelConfig.load(base)
+        target = pack_target(config, resolve_dtype(dtype, config, resolve_device("auto")))
+        special_tokens = read_special_tokens(base)
+    except (ModelNotSupported, ModelFilesError) as error:
+        return _refused(directory, Problem("model_not_supported", f"the base is not served: {error}", "config.json"))
+    try:
+        # A directory of a download cache consists of links, which validation would refuse.
+        files = {path.name: path.resolve() for path in adapter_files(directory)}
+        _check_sizes(files, target)
+        with closing(TenantTemplates(special_tokens)) as templates:
+            contents = {name: path.read_bytes() for name, path in files.items() if name in FURTHER_FILES}
+            further = check_further_files(contents, templates.check_upload)
+        accepted = _validate(files, target)
+    except (PushRefused, AdapterRejected) as error:
+        return _refused(directory, Problem(error.code or "not_an_adapter", error.message, error.param))
+    except OSError as error:
+        return _refused(directory, Problem("not_a_file", str(error), None))
+    return Verdict("adapter", str(directory), _facts(accepted, further, target), warnings=_warnings(accepted))
+
+
+def _check_sizes(files: dict[str, Path], target: PackTarget) -> None:
+    """Raise AdapterRejected for a file that could not be uploaded because of its size."""
+    limits = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: target.max_tensors_bytes, **MAX_FURTHER_BYTES}
+    for name, path in files.items():
+        size = path.stat().st_size
+        if not 0 < size <= limits[name]:
+            code = "file_too_large" if size > 0 else "invalid_size"
+            raise AdapterRejected(code, f"{name} must have 1 to {limits[name]} bytes", name)
+
+
+def _validate(files: dict[str, Path], target: PackTarget) -> Accepted:
+    with tempfile.TemporaryDirectory() as scratch, closing(SubprocessValidator(niceness=0)) as validator:
+        job = ValidationJob(
+            config=files[CONFIG_FILE],
+            tensors=files[TENSORS_FILE],
+            canonical=Path(scratch) / "canonical",
+            packed=Path(scratch) / "packed",
+        )
+        return validator.validate(job, target)
+
+
+def _facts(accepted: Accepted, further: FurtherFiles, target: PackTarget) -> dict[str, Any]:
+    return {
+        "digest": accepted.digest,
+        **{name: accepted.report[name] for name in REPORTED},
+        "page_bytes": target.geometry.total_page_bytes,
+        "dtype": target.dtype,
+        **further.report(),
+    }
+
+
+def _warnings(accepted: Accepted) -> tuple[Warn, ...]:
+    return tuple(
+        Warn(found["code"], found["message"], found["count"], tuple(found["params"]))
+        for found in accepted.report["warnings"]
+    )
+
+
+def _refused(directory: Path, problem: Problem) -> Verdict:
+    return Verdict("adapter", str(directory), problems=(problem,))

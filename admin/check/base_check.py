@@ -1,0 +1,117 @@
+"""Checks a base model's directory: its configuration, tokenizer, templates, and the headers of its weights."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.answer_parsers import NO_CHOICE
+from loramux.adapter_store.formats.file_names import GENERATION_FILE
+from loramux.adapter_store.formats.generation_config import parse_generation_config
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.validation.report import Warn
+from loramux.admin.check.verdict import Problem, Verdict
+from loramux.engine.config import pack_target, resolve_device, resolve_dtype
+from loramux.engine.errors import ModelNotSupported
+from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.model.weight_files import HEAD, stored_tensors
+from loramux.engine.model.weight_shapes import check_shapes, weight_shapes
+from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
+from loramux.platform.tokenizer.conversation import TemplateRefused
+from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from loramux.platform.tool_calls.detection import chosen_markers, chosen_parser
+from loramux.platform.tool_calls.reasoning import REASONING_MARKERS
+
+RANKS = (8, 16, 64)
+"""The ranks for which the report says how many pages an adapter of all linear layers takes."""
+
+
+def check_base(directory: Path, dtype: str = "auto") -> Verdict:
+    """Check everything that a server reads when it starts, except the weights themselves."""
+    try:
+        config = ModelConfig.load(directory)
+        target = pack_target(config, resolve_dtype(dtype, config, resolve_device("auto")))
+    except ModelNotSupported as error:
+        return Verdict("base", str(directory), problems=(Problem("model_not_supported", str(error), "config.json"),))
+    facts = _facts(config, target)
+    problems: list[Problem] = []
+    warnings: list[Warn] = []
+    try:
+        stored = stored_tensors(directory)
+        check_shapes(config, stored)
+        facts["stored_dtypes"] = sorted({tensor.dtype for tensor in stored.values()})
+        if config.tied_embeddings and HEAD in stored:
+            message = f"{HEAD} must equal the embedding, which is compared when the server starts"
+            warnings.append(Warn("head_not_compared", message))
+    except ModelNotSupported as error:
+        problems.append(Problem("model_not_supported", str(error), "model.safetensors"))
+    try:
+        tokenizer = ModelTokenizer.load(directory)
+        template_facts, template_warnings = _template(tokenizer.chat_template)
+        facts |= template_facts
+        warnings += template_warnings
+    except ModelFilesError as error:
+        problems.append(Problem("model_files_not_usable", str(error), "tokenizer.json"))
+    if (problem := _generation_problem(directory / GENERATION_FILE)) is not None:
+        problems.append(problem)
+    return Verdict("base", str(directory), facts, tuple(problems), tuple(warnings))
+
+
+def _facts(config: ModelConfig, target: PackTarget) -> dict[str, Any]:
+    geometry = target.geometry
+    return {
+        "architecture": config.architecture,
+        "dtype": target.dtype,
+        "num_parameters": sum(map(math.prod, weight_shapes(config).values())),
+        "num_layers": config.num_layers,
+        "vocab_size": config.vocab_size,
+        "max_model_len": config.max_model_len,
+        "adapter_modules": [module.name for module in (*config.modules, *config.outer_modules)],
+        "page_bytes": geometry.total_page_bytes,
+        "pages_by_rank": {str(rank): _num_pages(target, rank) for rank in RANKS},
+    }
+
+
+def _num_pages(target: PackTarget, rank: int) -> int:
+    """Pages of an adapter with this rank on all linear layers."""
+    return target.layout(np.full((target.geometry.num_layers, len(target.modules)), rank, np.int32)).num_pages
+
+
+def _template(template: ChatTemplate | None) -> tuple[dict[str, Any], list[Warn]]:
+    """What the chat template supports, and how the answers of a model with this template are parsed."""
+    nothing = {"chat_template": False, "takes_tools": False, "tool_call_parser": None, "reasoning_parser": None}
+    if template is None:
+        return nothing, [Warn("no_chat_template", "the base has no chat template: chat needs an adapter's own")]
+    try:
+        features = template.features()
+        source = template.source(has_tools=features.tools)
+    except TemplateRefused as refused:
+        return nothing, [Warn("chat_template_refused", f"chat requests will fail: {refused.message}")]
+    markers = chosen_markers(NO_CHOICE, source)
+    parser = chosen_parser(NO_CHOICE, source)
+    warnings = []
+    if features.tools and parser is None:
+        message = "the chat template takes tools, but no parser reads its calls: they stay part of the text"
+        warnings.append(Warn("no_tool_parser", message))
+    facts = {
+        "chat_template": True,
+        "takes_tools": features.tools,
+        "tool_call_parser": parser,
+        "reasoning_parser": next((name for name, known in REASONING_MARKERS.items() if known == markers), None),
+    }
+    return facts, warnings
+
+
+def _generation_problem(path: Path) -> Problem | None:
+    if not path.is_file():
+        return None
+    try:
+        parse_generation_config(path.read_bytes())
+    except AdapterRejected as error:
+        message = f"{error.message}; correct it, or start with --generation-config off"
+        return Problem(error.code, message, error.param or GENERATION_FILE)
+    return None

@@ -1,0 +1,96 @@
+"""`loramux check`: would this directory be served?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loramux.admin.commands.options import AsJson
+from loramux.admin.commands.output import error_document, fail, print_json, print_table
+from loramux.admin.exit_codes import REFUSED
+
+if TYPE_CHECKING:
+    from loramux.admin.check.verdict import Verdict
+
+ADAPTER_FILE = "adapter_config.json"
+
+
+def check(
+    directory: Annotated[
+        Path, typer.Argument(help="A base model's or an adapter's directory.", file_okay=False, exists=True)
+    ],
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="The base model's directory, for an adapter; its weights are not needed.",
+            file_okay=False,
+            exists=True,
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16, as for 'loramux serve'.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Check without a server whether a base model or an adapter would be served, and why not; exit code 1 if not.
+
+    Of a base's weights only the headers are read. An adapter is validated in the process that validates uploads, with
+    the same limits and the same sandbox. Not checked: whether this machine has enough memory, and a server's settings.
+    """
+    from loramux.adapter_store.validation.validator import ValidationFailed
+    from loramux.admin.check.adapter_check import check_adapter
+    from loramux.admin.check.base_check import check_base
+    from loramux.platform.errors import Unavailable
+
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise typer.BadParameter("use auto, float32 or bfloat16", param_hint="--dtype")
+    is_adapter = (directory / ADAPTER_FILE).exists()
+    if is_adapter and model is None:
+        raise typer.BadParameter("an adapter is checked against its base: --model DIRECTORY", param_hint="--model")
+    try:
+        # Log lines, for example of a sandbox that this machine lacks, must not mix with the report.
+        with redirect_stdout(sys.stderr):
+            verdict = check_base(directory, dtype) if model is None else check_adapter(directory, model, dtype)
+    except (ValidationFailed, Unavailable) as error:
+        fail(str(error), REFUSED, error_document(str(error), "check_failed") if as_json else None)
+    print_json(verdict.document()) if as_json else _show(verdict)
+    if not verdict.is_served:
+        raise typer.Exit(REFUSED)
+
+
+def _show(verdict: Verdict) -> None:
+    rows = list(_rows(verdict.facts))
+    if rows:
+        print_table(("fact", "value"), rows)
+    for warning in verdict.warnings:
+        where = f" ({warning.count}: {', '.join(warning.params)})" if warning.params else ""
+        print(f"warning: {warning.message}{where}")
+    for problem in verdict.problems:
+        where = "" if problem.param is None else f" [{problem.param}]"
+        print(f"problem: {problem.message} ({problem.code}){where}")
+    print(f"{verdict.path} {'would be served' if verdict.is_served else 'would not be served'}")
+
+
+def _rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    for name, value in facts.items():
+        if name == "modules":
+            for kind, found in value.items():
+                yield kind, f"{len(found['ranks'])} of rank {_span(found['ranks'])}, effect {found['largest_effect']}"
+        elif isinstance(value, dict):
+            yield from ((f"{name} {key}", inner) for key, inner in value.items())
+        else:
+            yield name, _shown(value)
+
+
+def _shown(value: Any) -> object:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list) else value
+
+
+def _span(ranks: list[int]) -> str:
+    return str(ranks[0]) if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"

@@ -1,0 +1,58 @@
+"""The safetensors files of a model directory, and the tensors in their headers. No weights are read here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from loramux.engine.errors import ModelNotSupported
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+DERIVED = (".rotary_emb.inv_freq",)
+"""Name suffixes of tensors that can be derived from config.json; older versions of transformers stored them."""
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor's header entry."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def weight_paths(model_dir: Path) -> list[Path]:
+    """`model.safetensors`, or the shards that `model.safetensors.index.json` names. Raises ModelNotSupported."""
+    index = model_dir / INDEX
+    if not index.is_file():
+        return [model_dir / "model.safetensors"]
+    try:
+        names = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ModelNotSupported(f"{index} is malformed") from error
+    if any(Path(name).name != name for name in names):
+        raise ModelNotSupported(f"{index} names a file outside the model directory")
+    return [model_dir / name for name in sorted(names)]
+
+
+def stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
+    """The tensors of a model directory by name, read from the files' headers alone. Raises ModelNotSupported."""
+    found: dict[str, StoredTensor] = {}
+    for path in weight_paths(model_dir):
+        try:
+            with safe_open(path, framework="np") as file:
+                for name in file.keys():  # noqa: SIM118 - the file is not iterable
+                    entry = file.get_slice(name)
+                    found[name] = StoredTensor(str(entry.get_dtype()), tuple(entry.get_shape()))
+        except (SafetensorError, OSError) as error:
+            raise unreadable(path, error) from error
+    return found
+
+
+def unreadable(path: Path, error: Exception) -> ModelNotSupported:
+    return ModelNotSupported(f"{path} is not a readable safetensors file: {error}")

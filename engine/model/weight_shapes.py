@@ -1,0 +1,75 @@
+"""The tensors that the decoder reads, so that a model directory can be checked without loading its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from loramux.engine.errors import ModelNotSupported
+from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.model.weight_files import DERIVED, EMBEDDING, HEAD, StoredTensor
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The name and the shape of each tensor that the decoder reads."""
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    for layer in range(config.num_layers):
+        shapes.update((f"model.layers.{layer}.{name}", shape) for name, shape in _layer_shapes(config))
+    shapes["model.norm.weight"] = (config.hidden_size,)
+    if not config.tied_embeddings:
+        shapes[HEAD] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    qkv, o, *feed_forward = config.module_groups
+    biased = {
+        *(qkv if config.qkv_bias else ()),
+        *(o if config.o_bias else ()),
+        *(module for group in feed_forward if config.mlp_bias for module in group),
+    }
+    for index, module in enumerate(config.modules):
+        yield f"{module.name}.weight", (module.out_features, module.in_features)
+        if index in biased:
+            yield f"{module.name}.bias", (module.out_features,)
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if config.output_norms:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    for norm in norms:
+        yield f"{norm}.weight", (config.hidden_size,)
+    for norm in ("q_norm", "k_norm") if config.qk_norm else ():
+        yield f"self_attn.{norm}.weight", (config.head_dim,)
+
+
+def check_shapes(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
+    """Raise ModelNotSupported, as loading the weights would, for a missing, misshapen or unused tensor.
+
+    A separate head of a model with tied embeddings must equal the embedding, which headers do not show.
+    """
+    wanted = weight_shapes(config)
+    for name, shape in wanted.items():
+        if name not in stored:
+            raise missing(name)
+        if stored[name].shape != shape:
+            raise misshapen(name, stored[name].shape, shape)
+    unused = unused_tensors(stored.keys() - wanted.keys())
+    if unused and unused != [HEAD]:
+        raise unread(unused)
+
+
+def unused_tensors(names: Collection[str]) -> list[str]:
+    """Those of the names that the decoder should have read, sorted."""
+    return sorted(name for name in names if not name.endswith(DERIVED))
+
+
+def missing(name: str) -> ModelNotSupported:
+    return ModelNotSupported(f"the model has no tensor {name}")
+
+
+def misshapen(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> ModelNotSupported:
+    return ModelNotSupported(f"the tensor {name} has shape {list(found)}, config.json says {list(wanted)}")
+
+
+def unread(names: list[str]) -> ModelNotSupported:
+    return ModelNotSupported(
+        f"the model has {len(names)} tensors that its architecture does not use, such as {names[0]}"
+    )

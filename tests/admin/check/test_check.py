@@ -1,0 +1,200 @@
+"""`loramux check` says of a directory whether it would be served, and why not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from loramux.admin.cli import app
+from tests.demo_base import DEMO_BASE
+
+DEMO = DEMO_BASE.parent
+PIRATE = DEMO / "adapters" / "pirate"
+TOOLS = DEMO / "tools"
+
+
+def check(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["check", *map(str, arguments)])
+
+
+def checked(*arguments: object) -> dict[str, Any]:
+    result = check(*arguments, "--json")
+    document = json.loads(result.stdout)
+    assert document["object"] == "check"
+    assert result.exit_code == (0 if document["served"] else 1), result.output
+    assert document["served"] is not bool(document["problems"])
+    return dict(document)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A copy of the demo base whose files a test can change."""
+    directory = tmp_path / "base"
+    shutil.copytree(DEMO_BASE, directory)
+    return directory
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    directory = tmp_path / "pirate"
+    shutil.copytree(PIRATE, directory)
+    return directory
+
+
+def test_base_is_described() -> None:
+    facts = checked(DEMO_BASE)["facts"]
+    assert (facts["architecture"], facts["max_model_len"], facts["num_parameters"]) == (
+        "LlamaForCausalLM",
+        1024,
+        2492672,
+    )
+    assert (facts["chat_template"], facts["takes_tools"], facts["stored_dtypes"]) == (True, False, ["BF16"])
+    tools = checked(TOOLS / "base")["facts"]
+    assert (tools["takes_tools"], tools["tool_call_parser"], tools["reasoning_parser"]) == (True, "hermes", "think")
+    spoken = check(DEMO_BASE)
+    assert (spoken.exit_code, spoken.stdout.splitlines()[-1]) == (0, f"{DEMO_BASE} would be served")
+
+
+def test_adapter_takes_the_reported_pages() -> None:
+    facts = checked(DEMO / "adapters" / "json", "--model", DEMO_BASE)["facts"]
+    assert facts["max_rank"] == 16
+    assert facts["num_pages"] == checked(DEMO_BASE)["facts"]["pages_by_rank"]["16"]
+    assert facts["modules"]["mlp.up_proj"]["ranks"] == [16] * 4
+    concierge = checked(TOOLS / "adapters" / "concierge", "--model", TOOLS / "base")["facts"]
+    assert concierge["chat_template"]["size"] == (TOOLS / "adapters/concierge/chat_template.jinja").stat().st_size
+    spoken = check(PIRATE, "--model", DEMO_BASE)
+    assert (spoken.exit_code, "4 of rank 8" in spoken.stdout) == (0, True)
+
+
+def test_dtype_changes_the_size_of_a_page() -> None:
+    bfloat16, float32 = (checked(DEMO_BASE, "--dtype", dtype)["facts"] for dtype in ("bfloat16", "float32"))
+    assert float32["page_bytes"] == 2 * bfloat16["page_bytes"]
+    assert check(DEMO_BASE, "--dtype", "int8").exit_code == 2
+
+
+def without_tensor(base: Path) -> None:
+    tensors = load_file(base / "model.safetensors")
+    save_file({name: tensors[name] for name in tensors if name != "model.norm.weight"}, base / "model.safetensors")
+
+
+def rewrite(name: str, **changes: Any) -> Callable[[Path], None]:
+    def apply(base: Path) -> None:
+        path = base / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "says"),
+    [
+        (lambda base: (base / "config.json").unlink(), "model_not_supported", "has no config.json"),
+        (rewrite("config.json", architectures=["MambaForCausalLM"]), "model_not_supported", "MambaForCausalLM"),
+        (rewrite("config.json", quantization_config={"bits": 4}), "model_not_supported", "quantization_config"),
+        (rewrite("config.json", vocab_size=1000), "model_not_supported", "config.json says [1000, 256]"),
+        (lambda base: (base / "model.safetensors").unlink(), "model_not_supported", "model.safetensors"),
+        (without_tensor, "model_not_supported", "no tensor model.norm.weight"),
+        (lambda base: (base / "tokenizer.json").unlink(), "model_files_not_usable", "fast tokenizer"),
+        (rewrite("tokenizer_config.json", chat_template="{% if"), "model_files_not_usable", "malformed"),
+        (rewrite("generation_config.json", temperature=-1), "invalid_generation_config", "--generation-config off"),
+    ],
+)
+def test_one_fault_of_a_base_is_named(base: Path, damage: Callable[[Path], None], code: str, says: str) -> None:
+    damage(base)
+    (problem,) = checked(base)["problems"]
+    assert problem["code"] == code
+    assert says in problem["message"]
+    assert f"{base} would not be served" in check(base).stdout
+
+
+def test_several_faults_of_a_base_are_all_named(base: Path) -> None:
+    for name in ("model.safetensors", "tokenizer.json"):
+        (base / name).unlink()
+    assert [problem["param"] for problem in checked(base)["problems"]] == ["model.safetensors", "tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("template", "warning"),
+    [
+        (None, "no_chat_template"),
+        ("{{ raise_exception('no') }}", "chat_template_refused"),
+        ("{{ messages[0].content }} {{ tools and tools[0].function.name }}", "no_tool_parser"),
+    ],
+)
+def test_template_that_limits_chat_is_a_warning(base: Path, template: str | None, warning: str) -> None:
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    rewrite("tokenizer_config.json", chat_template=template)(base)
+    document = checked(base)
+    assert (document["served"], [found["code"] for found in document["warnings"]]) == (True, [warning])
+
+
+def poison(adapter: Path) -> None:
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors[min(tensors)][0, 0] = torch.nan
+    save_file(tensors, adapter / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [
+        (rewrite("adapter_config.json", use_qalora=True), "unsupported_config"),
+        (rewrite("adapter_config.json", r=4), "rank_mismatch"),
+        (lambda adapter: (adapter / "adapter_model.safetensors").write_bytes(b"PK" + bytes(20)), "archive_not_allowed"),
+        (lambda adapter: (adapter / "adapter_model.safetensors").write_bytes(b""), "invalid_size"),
+        (lambda adapter: (adapter / "adapter_model.safetensors").unlink(), "file_missing"),
+        (lambda adapter: (adapter / "adapter_config.json").write_bytes(b" " * ((1 << 20) + 1)), "file_too_large"),
+        (lambda adapter: (adapter / "chat_template.jinja").write_text("{% if"), "invalid_template"),
+        (lambda adapter: (adapter / "parsers.json").write_text('{"tool_call_parser": "x"}'), "invalid_parsers"),
+        (poison, "not_finite"),
+    ],
+)
+def test_fault_of_an_adapter_has_the_code_of_an_upload(
+    adapter: Path, damage: Callable[[Path], None], code: str
+) -> None:
+    damage(adapter)
+    (problem,) = checked(adapter, "--model", DEMO_BASE)["problems"]
+    assert problem["code"] == code
+
+
+def test_adapter_of_another_base_is_refused(base: Path) -> None:
+    rewrite("config.json", num_hidden_layers=3)(base)
+    (problem,) = checked(PIRATE, "--model", base)["problems"]
+    assert (problem["code"], "3 layers" in problem["message"]) == ("base_mismatch", True)
+    rewrite("config.json", num_hidden_layers=0)(base)
+    (problem,) = checked(PIRATE, "--model", base)["problems"]
+    assert problem["code"] == "model_not_supported"
+
+
+def test_files_of_a_download_cache_are_links(adapter: Path, tmp_path: Path) -> None:
+    linked = tmp_path / "snapshot"
+    linked.mkdir()
+    for path in adapter.iterdir():
+        (linked / path.name).symlink_to(path)
+    assert checked(linked, "--model", DEMO_BASE)["served"]
+
+
+def test_adapter_needs_a_base() -> None:
+    result = check(PIRATE)
+    assert (result.exit_code, "--model" in result.stderr) == (2, True)
+
+
+def test_nothing_imports_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom loramux.admin.check.adapter_check import check_adapter\n"
+        "from loramux.admin.check.base_check import check_base\n"
+        "from pathlib import Path\n"
+        "assert check_base(Path(sys.argv[1])).is_served\n"
+        "assert check_adapter(Path(sys.argv[2]), Path(sys.argv[1])).is_served\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program, str(DEMO_BASE), str(PIRATE)], check=True, timeout=60)

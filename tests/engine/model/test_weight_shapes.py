@@ -1,0 +1,148 @@
+"""The headers of a model directory are enough to say what loading its weights would say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from loramux.engine.device.backend import open_backend
+from loramux.engine.errors import ModelNotSupported
+from loramux.engine.model.decoder import Decoder
+from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.model.weight_files import stored_tensors
+from loramux.engine.model.weight_shapes import check_shapes, weight_shapes
+from loramux.engine.model.weights import open_weights
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 31,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "llama-tied-biased": {
+        "architectures": ["LlamaForCausalLM"],
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "mistral": {"architectures": ["MistralForCausalLM"]},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "gemma2": {"architectures": ["Gemma2ForCausalLM"]},
+    "gemma3": {"architectures": ["Gemma3ForCausalLM"]},
+    "phi3": {"architectures": ["Phi3ForCausalLM"]},
+}
+
+
+class RecordedWeights:
+    """Zeros of every shape that is asked for, and a record of the questions."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, tuple[int, ...]] = {}
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        self.asked[name] = shape
+        return torch.zeros(shape)
+
+
+def write_config(directory: Path, family: str, **changes: Any) -> ModelConfig:
+    (directory / "config.json").write_text(json.dumps({**SHAPE, **CONFIGS[family], **changes}))
+    return ModelConfig.load(directory)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_shapes_are_those_that_the_decoder_reads(tmp_path: Path, family: str) -> None:
+    config = write_config(tmp_path, family)
+    weights = RecordedWeights()
+    Decoder(config, weights, torch.float32, 64, open_backend("cpu"))
+    assert weight_shapes(config) == weights.asked
+
+
+def loaded(directory: Path, config: ModelConfig) -> str:
+    """What loading the weights says."""
+    try:
+        with open_weights(directory) as weights:
+            Decoder(config, weights, torch.float32, 64, open_backend("cpu"))
+    except ModelNotSupported as error:
+        return str(error)
+    return "loaded"
+
+
+def checked(directory: Path, config: ModelConfig) -> str:
+    """What the headers say."""
+    try:
+        check_shapes(config, stored_tensors(directory))
+    except ModelNotSupported as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, "loaded"),
+        ({"model.layers.0.self_attn.rotary_emb.inv_freq": (8,)}, "loaded"),
+        ({"model.norm.weight": None}, "no tensor model.norm.weight"),
+        ({"model.layers.1.mlp.up_proj.weight": (40, 47)}, "has shape [40, 47], config.json says [40, 48]"),
+        ({"lm_head.weight": (30, 48)}, "has shape [30, 48]"),
+        ({"model.layers.0.mlp.up_proj.bias": (40,)}, "does not use, such as model.layers.0.mlp.up_proj.bias"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_headers_say_what_loading_says(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    config = write_config(tmp_path, "llama")
+    shapes = {**weight_shapes(config), **change}
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items() if shape is not None}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert says in checked(tmp_path, config)
+    assert checked(tmp_path, config) == loaded(tmp_path, config)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x08\0\0\0\0\0\0\0{", b"\x02\0\0\0\0\0\0\0{}\0"])
+def test_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    config = write_config(tmp_path, "llama")
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert "not a readable safetensors file" in checked(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        ("[]", "malformed"),
+        ('{"weight_map": []}', "malformed"),
+        ("[" * 100_000, "malformed"),
+        ('{"weight_map": {"a": "../other.safetensors"}}', "outside the model directory"),
+        ('{"weight_map": {"a": "absent.safetensors"}}', "absent.safetensors is not a readable"),
+    ],
+)
+def test_unusable_index_is_refused(tmp_path: Path, index: str, says: str) -> None:
+    config = write_config(tmp_path, "llama")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert says in checked(tmp_path, config) == loaded(tmp_path, config)
+
+
+def test_shards_are_read_together(tmp_path: Path) -> None:
+    config = write_config(tmp_path, "llama")
+    shapes = weight_shapes(config)
+    shards = {name: f"part-{at % 2}.safetensors" for at, name in enumerate(shapes)}
+    for shard in set(shards.values()):
+        save_file({name: torch.zeros(shapes[name]) for name in shapes if shards[name] == shard}, tmp_path / shard)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    assert checked(tmp_path, config) == loaded(tmp_path, config) == "loaded"
+
+
+def test_absurd_number_of_layers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotSupported, match="num_hidden_layers 1000000000 is above 1024"):
+        write_config(tmp_path, "llama", num_hidden_layers=10**9)
