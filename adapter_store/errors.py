@@ -55,6 +55,15 @@ class AdapterRejected(Refused):
         self.report: Mapping[str, Any] = report or {}
 
 
+class MergeRefused(Refused):
+    """Adapters cannot be merged; `param` is the adapter, the module or the setting at fault.
+
+    The codes: `invalid_sources`, `invalid_weight`, `invalid_density`, `merge_unsupported`, `merge_across_tenants`,
+    `shape_mismatch`, `wrong_dimensions`, `rank_mismatch`, `rank_out_of_range`, `missing_tensor`, and those of AdapterRejected for a file
+    that cannot be read.
+    """
+
+
 class UploadRefused(Refused):
     """An upload's declaration, bytes or source are not acceptable, or the upload is expired or already used."""
 

@@ -55,8 +55,7 @@ def expected_modules(config: PeftConfig, target: PackTarget, ranks_in_file: Mapp
                 raise AdapterRejected(
                     "rank_out_of_range", f"a rank must be between 1 and {MAX_RANK}", TENSOR_PREFIX + place.key
                 )
-        alpha = _value(config.alpha_pattern, place.key, config.alpha)
-        scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+        scale = scale_of(config, place.key, rank)
         vector_name = place.magnitude_name if config.use_dora else place.bias_name if config.lora_bias else None
         if config.lora_bias and place.shape.is_embedding:
             raise AdapterRejected("unsupported_config", "PEFT does not support lora_bias for embeddings", "lora_bias")
@@ -64,6 +63,12 @@ def expected_modules(config: PeftConfig, target: PackTarget, ranks_in_file: Mapp
     if not expected:
         raise AdapterRejected("invalid_config", "the configuration targets no module of the base", "target_modules")
     return expected
+
+
+def scale_of(config: PeftConfig, key: str, rank: int) -> float:
+    """The factor of the product `B A` of a module with this rank."""
+    alpha = _value(config.alpha_pattern, key, config.alpha)
+    return alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
 
 
 def _check_names(config: PeftConfig, keys: Sequence[str]) -> None:

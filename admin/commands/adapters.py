@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from loramux.admin.commands.adapter_merge import merge
 from loramux.admin.commands.adapter_placement import pin, preload, unpin
 from loramux.admin.commands.adapter_service import archive, disable, enable, promote, restore, rollback
 from loramux.admin.commands.adapter_views import print_version, print_versions, shown_aliases, shown_targets
@@ -25,10 +23,8 @@ from loramux.admin.commands.output import (
     tell,
     time_in,
 )
+from loramux.admin.commands.transfer_progress import transfer_progress
 from loramux.admin.exit_codes import REFUSED
-
-if TYPE_CHECKING:
-    from loramux.admin.client.push import Progress
 
 DEFAULT_ALIAS = "default"
 
@@ -96,7 +92,7 @@ def push(
         raise typer.BadParameter("put a parsers.json into the s3:// source", param_hint="--tool-parser")
     try:
         num_bytes = None if is_remote else num_bytes_of(directory, without)
-        with connected(as_json) as client, _progress(num_bytes, as_json) as progress:
+        with connected(as_json) as client, transfer_progress(num_bytes, as_json) as progress:
             if is_remote:
                 pushed = register_source(client, source, tenant, name, timeout_s)
             else:
@@ -131,7 +127,7 @@ def pull(
     from loramux.admin.client.pull import PullRefused, pull_version
 
     try:
-        with connected_to(model, as_json) as (client, named), _progress(None, as_json) as progress:
+        with connected_to(model, as_json) as (client, named), transfer_progress(None, as_json) as progress:
             pulled = pull_version(client, named, directory, may_replace=force, progress=progress)
     except (PullRefused, OSError) as error:
         fail(str(error), REFUSED, error_document(str(error), "pull_refused") if as_json else None)
@@ -169,6 +165,7 @@ def show(
         print_versions(named.document, versions)
 
 
+app.command()(merge)
 app.command()(promote)
 app.command()(rollback)
 app.command()(disable)
@@ -178,19 +175,3 @@ app.command()(restore)
 app.command()(pin)
 app.command()(unpin)
 app.command()(preload)
-
-
-@contextmanager
-def _progress(num_bytes: int | None, as_json: bool) -> Iterator[Progress]:
-    """Show a progress bar on a terminal. Without `num_bytes`, the bar shows only the number of bytes received."""
-    if as_json or not sys.stderr.isatty():
-        yield lambda _what, _num_bytes: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.description:>7}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("", total=num_bytes)
-        yield lambda what, done: bars.update(task, description=what, advance=done)

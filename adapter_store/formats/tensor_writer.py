@@ -1,0 +1,35 @@
+"""Writes a safetensors file of float32 matrices, one at a time, so that memory use is bounded by the largest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+_ALIGNMENT = 8
+
+
+def write_tensors(
+    destination: Path,
+    shapes: Mapping[str, tuple[int, int]],
+    tensor: Callable[[str], npt.NDArray[np.float32]],
+) -> None:
+    """Write the tensors in the order of `shapes`; `tensor` makes each one when its turn comes."""
+    document: dict[str, object] = {}
+    position = 0
+    for name, (rows, columns) in shapes.items():
+        end = position + rows * columns * 4
+        document[name] = {"dtype": "F32", "shape": [rows, columns], "data_offsets": [position, end]}
+        position = end
+    header = json.dumps(document, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % _ALIGNMENT)
+    with destination.open("wb") as out:
+        out.write(len(header).to_bytes(8, "little"))
+        out.write(header)
+        for name, shape in shapes.items():
+            made = np.ascontiguousarray(tensor(name), dtype="<f4")
+            assert made.shape == shape
+            out.write(made.data)

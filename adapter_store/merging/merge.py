@@ -1,0 +1,153 @@
+"""Merges several adapters into the files of a new one, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loramux.adapter_store.errors import MergeRefused
+from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.tensor_writer import write_tensors
+from loramux.adapter_store.merging.methods import Matrix, MergeMethod, MergeSettings, combine
+from loramux.adapter_store.merging.plain_lora import PlainLora, PlainModule
+from loramux.kernels.layout import MAX_RANK
+
+MAX_ADAPTERS = 16
+"""Maximum number of adapters in one merge. All their matrices of one module are in memory at the same time."""
+
+MAX_WEIGHT = 1000.0
+
+Wrote = Callable[[int], None]
+"""Called with the number of bytes just written."""
+
+
+def check_weights(weights: Sequence[float]) -> None:
+    """Raise MergeRefused for a number of adapters, or for a weight, that cannot be merged."""
+    if not 2 <= len(weights) <= MAX_ADAPTERS:
+        raise MergeRefused("invalid_sources", f"merge from 2 to {MAX_ADAPTERS} adapters", "sources")
+    for weight in weights:
+        if not (math.isfinite(weight) and 0 < abs(weight) <= MAX_WEIGHT):
+            raise MergeRefused(
+                "invalid_weight", f"a weight must be a number other than 0, up to {MAX_WEIGHT:g}", "weight"
+            )
+
+
+def merge_adapters(
+    adapters: Sequence[PlainLora],
+    weights: Sequence[float],
+    settings: MergeSettings,
+    directory: Path,
+    wrote: Wrote = lambda _: None,
+) -> None:
+    """Write the merged adapter's two files into `directory`. Raises MergeRefused.
+
+    The tensors equal those of PEFT's `add_weighted_adapter` in float32, but for rows that PEFT pads with zeros: a
+    module has the sum of the ranks of the adapters that change it. Every module's scale is 1, also with `use_rslora`,
+    for which PEFT scales the merged adapter once more.
+    """
+    check_weights(weights)
+    members = _members(adapters, weights)
+    modules = {key: _merged_module(key, found, settings.method) for key, found in members.items()}
+    shapes: dict[str, tuple[int, int]] = {}
+    makers: dict[str, Callable[[], Matrix]] = {}
+    for key, module in modules.items():
+        shapes[module.a_name] = (module.rank, module.in_features)
+        shapes[module.b_name] = (module.out_features, module.rank)
+        for name, is_a in ((module.a_name, True), (module.b_name, False)):
+            makers[name] = _maker(members[key], name, is_a, settings)
+
+    def tensor(name: str) -> Matrix:
+        # A sum that is too large is refused by the validation of the merged adapter.
+        with np.errstate(over="ignore", invalid="ignore"):
+            made = makers[name]()
+        wrote(made.nbytes)
+        return made
+
+    config = _config(list(modules.values()), adapters[0])
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    write_tensors(directory / TENSORS_FILE, shapes, tensor)
+
+
+_Member = tuple[PlainLora, PlainModule, float]
+
+
+def _members(adapters: Sequence[PlainLora], weights: Sequence[float]) -> dict[str, list[_Member]]:
+    """The adapters that change each module, with their weights."""
+    members: dict[str, list[_Member]] = {}
+    for adapter, weight in zip(adapters, weights, strict=True):
+        for key, module in adapter.modules.items():
+            members.setdefault(key, []).append((adapter, module, weight))
+    return members
+
+
+def _merged_module(key: str, members: Sequence[_Member], method: MergeMethod) -> PlainModule:
+    first_adapter, first, _ = members[0]
+    for adapter, module, _ in members[1:]:
+        pair = f"{first_adapter.name} and {adapter.name}"
+        if (module.a_name, module.in_features, module.out_features) != (
+            first.a_name,
+            first.in_features,
+            first.out_features,
+        ):
+            raise MergeRefused("shape_mismatch", f"{pair} have different shapes of {key}: their bases differ", key)
+        if method is not MergeMethod.CAT and module.rank != first.rank:
+            raise MergeRefused(
+                "rank_mismatch",
+                f"{pair} have ranks {first.rank} and {module.rank} on {key}, but {method} needs equal ranks: use cat",
+                key,
+            )
+    rank = sum(module.rank for _, module, _ in members) if method is MergeMethod.CAT else first.rank
+    if rank > MAX_RANK:
+        raise MergeRefused(
+            "rank_out_of_range", f"the merged rank of {key} is {rank}; at most {MAX_RANK} is served", key
+        )
+    return PlainModule(key, first.a_name, first.b_name, first.in_features, first.out_features, rank, 1.0)
+
+
+def _maker(members: Sequence[_Member], name: str, is_a: bool, settings: MergeSettings) -> Callable[[], Matrix]:
+    """A function that reads a tensor of all members and combines them."""
+    if settings.method is MergeMethod.CAT:
+        return lambda: _concatenated(members, name, is_a)
+
+    def make() -> Matrix:
+        weights = []
+        for _, module, weight in members:
+            # Each of A and B takes the square root, and A the sign.
+            weighted = weight * module.scale
+            weights.append(math.copysign(math.sqrt(abs(weighted)), weighted if is_a else 1.0))
+        return combine(name, [adapter.tensor(name) for adapter, _, _ in members], weights, settings)
+
+    return make
+
+
+def _concatenated(members: Sequence[_Member], name: str, is_a: bool) -> Matrix:
+    if not is_a:
+        return np.concatenate([adapter.tensor(name) for adapter, _, _ in members], axis=1)
+    return np.concatenate(
+        [adapter.tensor(name) * np.float32(weight) * np.float32(module.scale) for adapter, module, weight in members]
+    )
+
+
+def _config(modules: Sequence[PlainModule], first: PlainLora) -> dict[str, Any]:
+    """PEFT's configuration: the modules by their full names, with the ranks that differ from the most frequent one."""
+    ranks = [module.rank for module in modules]
+    usual = max(sorted(set(ranks)), key=ranks.count)
+    pattern = {module.key: module.rank for module in modules if module.rank != usual}
+    return {
+        "peft_type": "LORA",
+        "task_type": first.config.recorded["task_type"],
+        "base_model_name_or_path": first.config.recorded["base_model_name_or_path"],
+        "inference_mode": True,
+        "bias": "none",
+        "use_rslora": False,
+        "r": usual,
+        "lora_alpha": usual,
+        "rank_pattern": pattern,
+        "alpha_pattern": pattern,
+        "target_modules": [module.key for module in modules],
+    }

@@ -1,0 +1,100 @@
+"""Merge adapters of one tenant into a new version: download them, merge them here, and push the result.
+
+The server validates the result like any upload, and the key needs no rights but those to read and to push.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from loramux.adapter_store.errors import MergeRefused
+from loramux.adapter_store.merging.merge import check_weights, merge_adapters
+from loramux.adapter_store.merging.methods import MergeSettings
+from loramux.adapter_store.merging.plain_lora import PlainLora
+from loramux.admin.client.client import AdminClient
+from loramux.admin.client.named_adapter import NamedAdapter, find_named
+from loramux.admin.client.pull import pull_version
+from loramux.admin.client.push import FURTHER_NAMES, Progress, PushedVersion, push_adapter
+
+_SOURCE = re.compile(r"([^=]+)(?:=([^=]+))?")
+_INTO = re.compile(r"([^/@:=]+)/([^/@:=]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class MergeSource:
+    """An adapter as it was named, `tenant/adapter[@version]`, and its weight."""
+
+    model: str
+    weight: float
+
+    @classmethod
+    def parse(cls, text: str) -> MergeSource:
+        """Parse `tenant/adapter[@version][=weight]`; the weight is 1 by default. Raises MergeRefused."""
+        match = _SOURCE.fullmatch(text)
+        try:
+            return cls(match[1], float(match[2] or "1"))  # type: ignore[index]
+        except (TypeError, ValueError):
+            message = "name a source as tenant/adapter, tenant/adapter@version or tenant/adapter@version=weight"
+            raise MergeRefused("invalid_sources", message, text) from None
+
+
+@dataclass(frozen=True, slots=True)
+class MergedVersion:
+    """The new version, and the versions that it was merged from, each with its number."""
+
+    pushed: PushedVersion
+    sources: tuple[MergeSource, ...]
+
+
+def merge_versions(
+    client: AdminClient,
+    sources: Sequence[MergeSource],
+    into: str,
+    settings: MergeSettings,
+    timeout_s: float = 300.0,
+    progress: Progress = lambda _what, _num_bytes: None,
+) -> MergedVersion:
+    """Merge versions of one tenant's adapters into the next version of `into`, `tenant/adapter`.
+
+    The optional files of the first source become part of the version. Raises MergeRefused, PullRefused, PushRefused or
+    AdminError.
+    """
+    check_weights([source.weight for source in sources])
+    match = _INTO.fullmatch(into)
+    if match is None:
+        raise MergeRefused("invalid_model_name", "name the merged adapter as tenant/adapter", "into")
+    tenant, name = match.groups()
+    # Find all adapters before the first download.
+    found = [find_named(client, source.model) for source in sources]
+    for named in found:
+        _check_tenant(named, tenant)
+    with tempfile.TemporaryDirectory() as scratch:
+        places = [Path(scratch) / str(index) for index in range(len(found))]
+        pulled = [
+            pull_version(client, named, place, progress=progress) for named, place in zip(found, places, strict=True)
+        ]
+        merged = Path(scratch) / "merged"
+        merged.mkdir()
+        with ExitStack() as stack:
+            adapters = [stack.enter_context(PlainLora(version.directory, version.model)) for version in pulled]
+            weights = [source.weight for source in sources]
+            merge_adapters(adapters, weights, settings, merged, lambda num_bytes: progress("merge", num_bytes))
+        for file_name in FURTHER_NAMES:
+            if (places[0] / file_name).exists():
+                shutil.copyfile(places[0] / file_name, merged / file_name)
+        pushed = push_adapter(client, merged, tenant, name, timeout_s, progress)
+    versions = (MergeSource(one.model, source.weight) for one, source in zip(pulled, sources, strict=True))
+    return MergedVersion(pushed, tuple(versions))
+
+
+def _check_tenant(named: NamedAdapter, tenant: str) -> None:
+    """An operator can read every tenant's adapters, but a merge must not carry weights from one tenant to another."""
+    if tenant not in (named.document["tenant"], named.document["tenant_id"]):
+        model = named.document["model"]
+        raise MergeRefused("merge_across_tenants", f"{model} belongs to another tenant than {tenant}", model)
