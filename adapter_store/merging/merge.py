@@ -6,12 +6,12 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from loramux.adapter_store.errors import MergeRefused
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.peft_document import peft_document
 from loramux.adapter_store.formats.tensor_writer import write_tensors
 from loramux.adapter_store.merging.methods import Matrix, MergeMethod, MergeSettings, combine
 from loramux.adapter_store.merging.plain_lora import PlainLora, PlainModule
@@ -68,7 +68,8 @@ def merge_adapters(
         wrote(made.nbytes)
         return made
 
-    config = _config(list(modules.values()), adapters[0])
+    ranks = {key: module.rank for key, module in modules.items()}
+    config = peft_document(ranks, None, **_recorded(adapters[0]))
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     write_tensors(directory / TENSORS_FILE, shapes, tensor)
 
@@ -133,21 +134,7 @@ def _concatenated(members: Sequence[_Member], name: str, is_a: bool) -> Matrix:
     )
 
 
-def _config(modules: Sequence[PlainModule], first: PlainLora) -> dict[str, Any]:
-    """PEFT's configuration: the modules by their full names, with the ranks that differ from the most frequent one."""
-    ranks = [module.rank for module in modules]
-    usual = max(sorted(set(ranks)), key=ranks.count)
-    pattern = {module.key: module.rank for module in modules if module.rank != usual}
-    return {
-        "peft_type": "LORA",
-        "task_type": first.config.recorded["task_type"],
-        "base_model_name_or_path": first.config.recorded["base_model_name_or_path"],
-        "inference_mode": True,
-        "bias": "none",
-        "use_rslora": False,
-        "r": usual,
-        "lora_alpha": usual,
-        "rank_pattern": pattern,
-        "alpha_pattern": pattern,
-        "target_modules": [module.key for module in modules],
-    }
+def _recorded(first: PlainLora) -> dict[str, str]:
+    """What the first adapter says about its base."""
+    recorded = {name: first.config.recorded.get(name) for name in ("base_model_name_or_path", "revision")}
+    return {name: value for name, value in recorded.items() if value is not None}

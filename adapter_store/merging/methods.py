@@ -102,7 +102,7 @@ def keep_largest(matrix: Matrix, density: float) -> Matrix:
 
 
 def random_mask(settings: MergeSettings, name: str, index: int, shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-    """The values that adapter `index` keeps of a tensor. The mask depends on nothing but the arguments."""
+    """The values that adapter `index` keeps of a tensor. The mask depends only on the arguments."""
     if settings.density == 1:
         return np.ones(shape, np.bool_)
     random = np.random.default_rng((settings.seed, index, zlib.crc32(name.encode())))

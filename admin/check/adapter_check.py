@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.errors import AdapterRejected, ConversionRefused
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE
 from loramux.adapter_store.formats.further_files import MAX_FURTHER_BYTES, FurtherFiles
 from loramux.adapter_store.formats.pack_target import PackTarget
@@ -16,6 +17,7 @@ from loramux.adapter_store.validation.peft_config import MAX_CONFIG_BYTES
 from loramux.adapter_store.validation.report import Warn
 from loramux.adapter_store.validation.validator import Accepted, SubprocessValidator, ValidationJob
 from loramux.admin.check.verdict import Problem, Verdict
+from loramux.admin.client.gguf_source import converted_gguf
 from loramux.admin.client.push import PushRefused, adapter_files
 from loramux.engine.config import pack_target, resolve_device, resolve_dtype
 from loramux.engine.errors import ModelNotSupported
@@ -51,6 +53,15 @@ def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> Verdict:
     except OSError as error:
         return _refused(directory, Problem("not_a_file", str(error), None))
     return Verdict("adapter", str(directory), _facts(accepted, further, target), warnings=_warnings(accepted))
+
+
+def check_gguf(path: Path, base: Path, dtype: str = "auto") -> Verdict:
+    """Convert a llama.cpp adapter and check the result. Raises the same errors as `check_adapter`."""
+    try:
+        with converted_gguf(path, base) as directory:
+            return replace(check_adapter(directory, base, dtype), path=str(path))
+    except ConversionRefused as error:
+        return _refused(path, Problem.of(error))
 
 
 def _check_sizes(files: dict[str, Path], target: PackTarget) -> None:

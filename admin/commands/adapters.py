@@ -9,9 +9,10 @@ import typer
 
 from loramux.admin.commands.adapter_merge import merge
 from loramux.admin.commands.adapter_placement import pin, preload, unpin
+from loramux.admin.commands.adapter_push import push
 from loramux.admin.commands.adapter_service import archive, disable, enable, promote, restore, rollback
-from loramux.admin.commands.adapter_views import print_version, print_versions, shown_aliases, shown_targets
-from loramux.admin.commands.options import AnyTenant, AsJson, Tenant
+from loramux.admin.commands.adapter_views import print_version, print_versions, shown_aliases
+from loramux.admin.commands.options import AnyTenant, AsJson
 from loramux.admin.commands.output import (
     Columns,
     connected,
@@ -26,92 +27,7 @@ from loramux.admin.commands.output import (
 from loramux.admin.commands.transfer_progress import transfer_progress
 from loramux.admin.exit_codes import REFUSED
 
-DEFAULT_ALIAS = "default"
-
 app = typer.Typer(no_args_is_help=True, help="Push and list adapters, and choose which versions serve requests.")
-
-
-@app.command()
-def push(
-    source: Annotated[
-        str, typer.Argument(metavar="DIRECTORY|s3://BUCKET/PREFIX", help="Output of PEFT's save_pretrained.")
-    ],
-    tenant: Tenant,
-    name: Annotated[str, typer.Option(help="The adapter's name within the tenant.", show_default=False)],
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for validation.")] = 300.0,
-    no_template: Annotated[
-        bool, typer.Option("--no-template", help="Leave out the directory's chat_template.jinja.")
-    ] = False,
-    no_generation_config: Annotated[
-        bool, typer.Option("--no-generation-config", help="Leave out the directory's generation_config.json.")
-    ] = False,
-    tool_parser: Annotated[
-        str | None,
-        typer.Option(help="auto, off or a parser's name: how the version's tool calls are read.", show_default=False),
-    ] = None,
-    reasoning_parser: Annotated[
-        str | None,
-        typer.Option(
-            help="auto, off or a parser's name: how the version's reasoning is told apart.", show_default=False
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Upload a PEFT directory as the adapter's next version and wait until it is ready.
-
-    A chat_template.jinja, a generation_config.json and a parsers.json in the directory become part of the version. The
-    options for parsers take precedence over parsers.json. The server itself reads an s3:// source, which its operator
-    must allow, with all of its files.
-    """
-    from loramux.adapter_store.formats.answer_parsers import AnswerParsers, problem_with_parser
-    from loramux.admin.client.named_adapter import find_named
-    from loramux.admin.client.push import (
-        GENERATION_NAME,
-        TEMPLATE_NAME,
-        PushRefused,
-        num_bytes_of,
-        push_adapter,
-        register_source,
-    )
-
-    left_out = {TEMPLATE_NAME: no_template, GENERATION_NAME: no_generation_config}
-    without = [file_name for file_name, is_left_out in left_out.items() if is_left_out]
-    is_remote = source.startswith("s3://")
-    directory = Path(source)
-    if not is_remote and not directory.is_dir():
-        raise typer.BadParameter(f"there is no directory {source}", param_hint="DIRECTORY")
-    parsers = AnswerParsers(tool_parser, reasoning_parser).document()
-    for setting, value in parsers.items():
-        problem = problem_with_parser(setting, value)
-        if problem is not None:
-            hint = {"tool_call_parser": "--tool-parser", "reasoning_parser": "--reasoning-parser"}[setting]
-            raise typer.BadParameter(problem, param_hint=hint)
-    if is_remote and without:
-        raise typer.BadParameter("the server reads all files of an s3:// source", param_hint="--no-template")
-    if is_remote and parsers:
-        raise typer.BadParameter("put a parsers.json into the s3:// source", param_hint="--tool-parser")
-    try:
-        num_bytes = None if is_remote else num_bytes_of(directory, without)
-        with connected(as_json) as client, transfer_progress(num_bytes, as_json) as progress:
-            if is_remote:
-                pushed = register_source(client, source, tenant, name, timeout_s)
-            else:
-                pushed = push_adapter(client, directory, tenant, name, timeout_s, progress, without, parsers)
-            default = find_named(client, pushed.model).document["aliases"].get(DEFAULT_ALIAS, ())
-    except PushRefused as error:
-        fail(f"rejected ({error.code}): {error.message}", REFUSED, error.envelope() if as_json else None)
-    if as_json:
-        digests = {"digest": pushed.digest, "version_digest": pushed.version_digest}
-        print_json({"model": pushed.model, "version": pushed.version, **digests})
-    else:
-        print(
-            f"{pushed.model} version {pushed.version} is ready (rank {pushed.max_rank}, {pushed.version_digest[:12]})"
-        )
-        if [target["version"] for target in default] != [pushed.version]:
-            still = (
-                f"its bare name still selects version {shown_targets(default)}" if default else "no alias selects it"
-            )
-            print(f"{still}: loramux adapters promote {pushed.model}@{pushed.version}")
 
 
 @app.command()
@@ -165,6 +81,7 @@ def show(
         print_versions(named.document, versions)
 
 
+app.command()(push)
 app.command()(merge)
 app.command()(promote)
 app.command()(rollback)

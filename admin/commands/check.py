@@ -21,8 +21,11 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 def check(
-    directory: Annotated[
-        Path, typer.Argument(help="A base model's or an adapter's directory.", file_okay=False, exists=True)
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIRECTORY|FILE.gguf", help="A base model's or an adapter's directory, or a file.", exists=True
+        ),
     ],
     model: Annotated[
         Path | None,
@@ -42,19 +45,22 @@ def check(
     the same limits and the same sandbox. Not checked: whether this machine has enough memory, and a server's settings.
     """
     from loramux.adapter_store.validation.validator import ValidationFailed
-    from loramux.admin.check.adapter_check import check_adapter
+    from loramux.admin.check.adapter_check import check_adapter, check_gguf
     from loramux.admin.check.base_check import check_base
     from loramux.platform.errors import Unavailable
 
     if dtype not in ("auto", "float32", "bfloat16"):
         raise typer.BadParameter("use auto, float32 or bfloat16", param_hint="--dtype")
-    is_adapter = (directory / ADAPTER_FILE).exists()
-    if is_adapter and model is None:
+    is_file = not path.is_dir()
+    if model is None and (is_file or (path / ADAPTER_FILE).exists()):
         raise typer.BadParameter("an adapter is checked against its base: --model DIRECTORY", param_hint="--model")
     try:
         # Log lines, for example of a sandbox that this machine lacks, must not mix with the report.
         with redirect_stdout(sys.stderr):
-            verdict = check_base(directory, dtype) if model is None else check_adapter(directory, model, dtype)
+            if model is None:
+                verdict = check_base(path, dtype)
+            else:
+                verdict = (check_gguf if is_file else check_adapter)(path, model, dtype)
     except (ValidationFailed, Unavailable) as error:
         fail(str(error), REFUSED, error_document(str(error), "check_failed") if as_json else None)
     print_json(verdict.document()) if as_json else _show(verdict)

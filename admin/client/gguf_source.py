@@ -1,0 +1,49 @@
+"""A llama.cpp adapter as the source of a push or a check. It is converted here, so servers read only PEFT's files."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from loramux.adapter_store.errors import ConversionRefused
+from loramux.adapter_store.gguf.conversion import convert_gguf
+from loramux.admin.client.push import Progress
+from loramux.engine.errors import ModelNotSupported
+from loramux.engine.model.model_config import ModelConfig
+
+NAMES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3",
+}
+"""llama.cpp's name of each architecture."""
+
+
+@contextmanager
+def converted_gguf(
+    path: Path, base: Path | None, progress: Progress = lambda _what, _num_bytes: None
+) -> Iterator[Path]:
+    """A temporary directory with the converted adapter. `base` is the base model's directory, if it is known.
+
+    Raises ConversionRefused.
+    """
+    model = None
+    if base is not None:
+        try:
+            model = ModelConfig.load(base)
+        except ModelNotSupported as error:
+            raise ConversionRefused("base_mismatch", str(error), "config.json") from None
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch)
+        head_dim = None if model is None else model.head_dim
+        architecture = convert_gguf(path, directory, head_dim, lambda num_bytes: progress("convert", num_bytes))
+        if model is not None and NAMES[model.architecture] != architecture:
+            message = f"the adapter is for {architecture}, but the base is a {model.architecture}"
+            raise ConversionRefused("base_mismatch", message, "general.architecture")
+        yield directory
