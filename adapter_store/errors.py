@@ -42,8 +42,9 @@ class AdapterRejected(Refused):
     - both together: `base_mismatch`, `rank_mismatch`, `missing_tensor`, `unexpected_tensor`, `ambiguous_names`;
     - the values: `not_finite`, `norm_too_large`, `zero_effect`, `invalid_magnitude`;
     - the uploaded bytes: `upload_incomplete`, `size_mismatch`, `checksum_mismatch`;
-    - an operator's source: `source_not_found`, `source_unavailable`, `source_not_allowed`, `invalid_source`,
-      `file_too_large`, `identical_version`, `insufficient_quota`;
+    - an operator's source: `source_not_found`, `source_unavailable`, `source_unauthorized`, `source_moved`,
+      `source_not_allowed`, `invalid_source`, `file_too_large`, `size_mismatch`, `checksum_mismatch`,
+      `identical_version`, `insufficient_quota`;
     - weights in quarantine: `quarantined`;
     - validation itself: `validation_timeout`, `validation_killed`, `validation_failed`.
     """
@@ -59,8 +60,8 @@ class MergeRefused(Refused):
     """Adapters cannot be merged; `param` is the adapter, the module or the setting at fault.
 
     The codes: `invalid_sources`, `invalid_weight`, `invalid_density`, `merge_unsupported`, `merge_across_tenants`,
-    `shape_mismatch`, `wrong_dimensions`, `rank_mismatch`, `rank_out_of_range`, `missing_tensor`, and those of AdapterRejected for a file
-    that cannot be read.
+    `shape_mismatch`, `wrong_dimensions`, `rank_mismatch`, `rank_out_of_range`, `missing_tensor`, and those of
+    AdapterRejected for a file that cannot be read.
     """
 
 
@@ -152,7 +153,7 @@ class ClaimLost(StoreError):
 
 
 class SourceUnavailable(StoreError):
-    """The operator's bucket with a version's files cannot be read at the moment; a retry may succeed."""
+    """The bucket or hub with a version's files cannot be read at the moment; a retry may succeed."""
 
 
 class OriginalNotKept(StoreError):

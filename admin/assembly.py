@@ -18,6 +18,7 @@ from loramux.adapter_store.formats.answer_parsers import AnswerParsers
 from loramux.adapter_store.formats.file_names import GENERATION_FILE
 from loramux.adapter_store.formats.generation_config import NO_DEFAULTS, parse_generation_config
 from loramux.adapter_store.ingest.export import VersionExport
+from loramux.adapter_store.ingest.hub_client import HubClient
 from loramux.adapter_store.ingest.ingest import Ingest
 from loramux.adapter_store.ingest.jobs import IngestJobs
 from loramux.adapter_store.ingest.sources import AdapterSources
@@ -107,13 +108,14 @@ def assemble(
             metrics.store_breaker_open.set_function(lambda: blobs.breaker_state != "closed")
             templates = TenantTemplates(read_special_tokens(settings.model))
             stack.callback(templates.close)
+            hub = HubClient(settings.hf_endpoint, _revealed(settings.hf_token))
             ingest = Ingest(
                 registry,
                 blobs,
                 target,
                 directory.scratch,
                 MeasuredValidator(validator, metrics),
-                sources=AdapterSources(settings.adapter_sources),
+                sources=AdapterSources(settings.adapter_sources, hub=hub),
                 is_presigning=settings.presigned_uploads,
                 check_template=templates.check_upload,
             )

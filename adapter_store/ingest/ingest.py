@@ -195,12 +195,14 @@ class Ingest:
         return added.version
 
     def create_version_from(self, adapter_id: str, source_url: str) -> AdapterVersion:
-        """Create a version from files in an allowed bucket; only for platform administrators.
+        """Create a version from files in an allowed bucket or hub repository; only for platform administrators.
 
-        Raises AdapterNotFound or UploadRefused.
+        The commit that a hub's revision has now is recorded: if the revision moves before the files are fetched, the
+        version is rejected. Raises AdapterNotFound, UploadRefused, AdapterRejected, or SourceUnavailable if the hub
+        cannot be asked.
         """
         version = self._upload_rows.add_version_from(
-            adapter_id, self._sources.check(source_url), SOURCE_LIFETIME_S * 1_000_000
+            adapter_id, self._sources.pin(source_url), SOURCE_LIFETIME_S * 1_000_000
         )
         self._at_failpoint(Failpoint.VERSION_ADDED)
         self.has_pending.set()

@@ -1,81 +1,92 @@
-"""Adapter files in an operator's bucket, which the server fetches itself."""
+"""Adapter files in an operator's bucket or in a repository of a Hugging Face hub, which the server fetches itself."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any, Protocol
 
 from loramux.adapter_store.blobs.blob_url import open_blob_store
-from loramux.adapter_store.blobs.interface import BlobStore, check_size
-from loramux.adapter_store.errors import (
-    AdapterRejected,
-    BlobNotFound,
-    BlobStoreUnavailable,
-    BlobTooLarge,
-    InvalidBlobUrl,
-    SourceUnavailable,
-    UploadRefused,
-)
+from loramux.adapter_store.blobs.interface import BlobStore
+from loramux.adapter_store.errors import InvalidBlobUrl, SourceUnavailable, UploadRefused
+from loramux.adapter_store.ingest.bucket_source import BucketSource
+from loramux.adapter_store.ingest.hub_client import HubClient
+from loramux.adapter_store.ingest.hub_source import HubLocation, HubSource
 
 MAX_URL_LENGTH = 1000
-_URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_][A-Za-z0-9._-]*)*/?")
+FORMS = "s3://BUCKET/PREFIX or hf://OWNER/NAME@REVISION"
+_BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_][A-Za-z0-9._-]*)*/?")
+_ALLOWED_HUB = re.compile(r"hf://[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?/?")
+
+
+class Source(Protocol):
+    """The files of one adapter. Raises AdapterRejected, or SourceUnavailable if a later attempt may succeed."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is recorded in the version's report."""
+        ...
+
+    def has(self, name: str) -> bool: ...
+
+    def size(self, name: str, max_bytes: int) -> int:
+        """Return the size of a file in bytes, without copying it."""
+        ...
+
+    def fetch_file(self, name: str, destination: Path, max_bytes: int) -> None: ...
 
 
 class AdapterSources:
-    """The `s3://BUCKET/PREFIX` locations from which adapters may be fetched; none by default.
+    """The locations from which adapters may be fetched; none by default.
 
-    `open_store` opens the store for a URL; tests replace it.
+    A location is `s3://BUCKET/PREFIX`, or `hf://OWNER/NAME@REVISION`, in which `#COMMIT` can follow: the revision must
+    then be that commit. `allowed` contains prefixes such as `s3://BUCKET`, `hf://OWNER` or `hf://OWNER/NAME`.
+    `open_store` opens the store for a bucket's URL; tests replace it.
     """
 
-    def __init__(self, allowed: Collection[str] = (), open_store: Callable[[str], BlobStore] = open_blob_store) -> None:
+    def __init__(
+        self,
+        allowed: Collection[str] = (),
+        open_store: Callable[[str], BlobStore] = open_blob_store,
+        hub: HubClient | None = None,
+    ) -> None:
         self._allowed = tuple(f"{url.rstrip('/')}/" for url in allowed)
         self._open_store = open_store
+        self._hub = hub or HubClient()
 
     def check(self, url: str) -> str:
         """Return the URL without trailing slashes. Raises UploadRefused unless the source is allowed."""
-        if len(url) > MAX_URL_LENGTH or not is_source_url(url):
-            raise UploadRefused("invalid_source", "a source must have the form s3://BUCKET/PREFIX", "source")
-        if not f"{url.rstrip('/')}/".startswith(self._allowed or ("\0",)):
+        location = HubLocation.parse(url)
+        if len(url) > MAX_URL_LENGTH or (location is None and not _BUCKET.fullmatch(url)):
+            raise UploadRefused("invalid_source", f"a source must have the form {FORMS}", "source")
+        place = url if location is None else location.repository_url
+        if not f"{place.rstrip('/')}/".startswith(self._allowed or ("\0",)):
             raise UploadRefused("source_not_allowed", "adapters may not be taken from this source", "source")
         return url.rstrip("/")
 
-    def has(self, url: str, name: str) -> bool:
-        """Return True if a source has a file of that name. Raises the same errors as `fetch_file`."""
-        with _told(name, 0):
-            return self._open_store(self.check(url)).exists(name)
+    def pin(self, url: str) -> str:
+        """Check a URL and add the commit that a hub's revision has now. A bucket's URL is returned unchanged.
 
-    def size(self, url: str, name: str, max_bytes: int) -> int:
-        """Return the size of a source's file in bytes, without copying it. Raises the same errors as `fetch_file`."""
-        with _told(name, max_bytes):
-            found = self._open_store(self.check(url)).head(name)
-            if found is None:
-                raise BlobNotFound(name)
-            check_size(found.size, max_bytes)
-            return found.size
+        Raises UploadRefused, AdapterRejected or SourceUnavailable.
+        """
+        location = HubLocation.parse(self.check(url))
+        return url.rstrip("/") if location is None else location.at(location.resolve(self._hub)).url
 
-    def fetch_file(self, url: str, name: str, destination: Path, max_bytes: int) -> None:
-        """Copy one file from a source. Raises AdapterRejected, or SourceUnavailable if a later attempt may succeed."""
-        with _told(name, max_bytes):
-            # Check again: the allowed sources may have changed since the version was created.
-            self._open_store(self.check(url)).get(name, destination, max_bytes)
+    def open(self, url: str) -> Source:
+        """Open a source; it is checked again, because the allowed sources may have changed since the URL was recorded.
 
-
-@contextmanager
-def _told(name: str, max_bytes: int) -> Iterator[None]:
-    """Translate errors from reading a source into the version's errors."""
-    try:
-        yield
-    except BlobNotFound:
-        raise AdapterRejected("source_not_found", "the source has no such file", name) from None
-    except BlobTooLarge:
-        raise AdapterRejected("file_too_large", f"the file has more than {max_bytes} bytes", name) from None
-    except UploadRefused as error:
-        raise AdapterRejected(error.code, error.message, error.param) from None
-    except (BlobStoreUnavailable, InvalidBlobUrl) as error:
-        raise SourceUnavailable(str(error)) from error
+        Raises UploadRefused, AdapterRejected if a hub's revision has moved, or SourceUnavailable.
+        """
+        location = HubLocation.parse(self.check(url))
+        if location is not None:
+            return HubSource(self._hub, location.at(location.resolve(self._hub)))
+        try:
+            return BucketSource(self._open_store(url))
+        except InvalidBlobUrl as error:
+            raise SourceUnavailable(str(error)) from error
 
 
-def is_source_url(url: str) -> bool:
-    return _URL.fullmatch(url) is not None
+def is_allowable(url: str) -> bool:
+    """Return True if a setting can allow this location and everything below it."""
+    return any(form.fullmatch(url) is not None for form in (_BUCKET, _ALLOWED_HUB))

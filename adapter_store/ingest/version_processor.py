@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -15,6 +16,7 @@ from loramux.adapter_store.errors import (
     BlobTooLarge,
     ClaimLost,
     SourceUnavailable,
+    UploadRefused,
 )
 from loramux.adapter_store.formats.canonical import digest_of
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, FURTHER_FILES, TENSORS_FILE, UPLOAD_FILES
@@ -114,10 +116,11 @@ class VersionProcessor:
             canonical=scratch / "canonical",
             packed=scratch / "packed",
         )
+        facts: dict[str, Any] = {}
         if claimed.upload.source_url is None:
             self._fetch(claimed, scratch)
         else:
-            self._fetch_source(claimed, claimed.upload.source_url, scratch)
+            facts = self._fetch_source(claimed, claimed.upload.source_url, scratch)
         self._at_failpoint(Failpoint.FILES_FETCHED)
         further = {name: scratch / name for name in FURTHER_FILES if (scratch / name).exists()}
         files = check_further_files({name: path.read_bytes() for name, path in further.items()}, self._check_template)
@@ -134,7 +137,7 @@ class VersionProcessor:
                 accepted.max_rank,
                 accepted.num_pages,
                 job.canonical.stat().st_size,
-                accepted.report | files.report(),
+                accepted.report | files.report() | facts,
                 files,
             ),
         )
@@ -155,17 +158,23 @@ class VersionProcessor:
             if digest_of(scratch / file.name) != file.sha256:
                 raise AdapterRejected("checksum_mismatch", "the SHA-256 does not match", file.name)
 
-    def _fetch_source(self, claimed: ClaimedVersion, url: str, scratch: Path) -> None:
+    def _fetch_source(self, claimed: ClaimedVersion, url: str, scratch: Path) -> dict[str, Any]:
+        """Copy the files of a source, and return what is recorded about it."""
         found = []
         max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: self._target.max_tensors_bytes, **MAX_FURTHER_BYTES}
-        names = (*UPLOAD_FILES, *(name for name in FURTHER_FILES if self._sources.has(url, name)))
-        num_bytes = {name: self._sources.size(url, name, max_bytes[name]) for name in names}
+        try:
+            source = self._sources.open(url)
+        except UploadRefused as error:
+            raise AdapterRejected(error.code, error.message, error.param) from None
+        names = (*UPLOAD_FILES, *(name for name in FURTHER_FILES if source.has(name)))
+        num_bytes = {name: source.size(name, max_bytes[name]) for name in names}
         self._claims.announce(claimed, num_bytes)
         for name in names:
-            self._sources.fetch_file(url, name, scratch / name, num_bytes[name])
+            source.fetch_file(name, scratch / name, num_bytes[name])
             found.append(UploadFile(name, (scratch / name).stat().st_size, digest_of(scratch / name)))
         self._claims.record_files(claimed, found)
         self._at_failpoint(Failpoint.SOURCE_RECORDED)
+        return source.facts
 
     def _put(self, version: AdapterVersion, job: ValidationJob, accepted: Accepted, kept: KeptHeader) -> None:
         """Store an accepted version's blobs.

@@ -92,7 +92,7 @@ def _push_files(
 def register_source(
     client: AdminClient, source: str, tenant: str, name: str, timeout_s: float = 300.0
 ) -> PushedVersion:
-    """Have the server read the adapter from `source` (`s3://BUCKET/PREFIX`) as the next version of `tenant/name`.
+    """Have the server read the adapter from a bucket or hub, such as `s3://BUCKET/PREFIX`, as the next version.
 
     Requires a platform administrator's key and a source that the operator allows. Raises PushRefused or AdminError.
     """

@@ -21,7 +21,7 @@ def push(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="DIRECTORY|FILE.gguf|s3://BUCKET/PREFIX",
+            metavar="DIRECTORY|FILE.gguf|s3://BUCKET/PREFIX|hf://OWNER/NAME@REVISION",
             help="Output of PEFT's save_pretrained, or a LoRA adapter of llama.cpp.",
         ),
     ],
@@ -59,7 +59,7 @@ def push(
 
     A chat_template.jinja, a generation_config.json and a parsers.json in the directory become part of the version. The
     options for parsers take precedence over parsers.json. A .gguf file is converted on this machine. The server itself
-    reads an s3:// source, which its operator must allow, with all of its files.
+    reads an s3:// or hf:// source, which its operator must allow, with all of its files.
     """
     from loramux.adapter_store.errors import ConversionRefused
     from loramux.adapter_store.formats.answer_parsers import AnswerParsers, problem_with_parser
@@ -76,10 +76,10 @@ def push(
 
     left_out = {TEMPLATE_NAME: no_template, GENERATION_NAME: no_generation_config}
     without = [file_name for file_name, is_left_out in left_out.items() if is_left_out]
-    is_remote = source.startswith("s3://")
+    is_remote = source.startswith(("s3://", "hf://"))
     path = Path(source)
     if not is_remote and not path.exists():
-        raise typer.BadParameter(f"there is no directory {source}", param_hint="DIRECTORY")
+        raise typer.BadParameter(f"there is no directory or file {source}", param_hint="DIRECTORY")
     is_file = not is_remote and not path.is_dir()
     parsers = AnswerParsers(tool_parser, reasoning_parser).document()
     for setting, value in parsers.items():
@@ -88,9 +88,9 @@ def push(
             hint = {"tool_call_parser": "--tool-parser", "reasoning_parser": "--reasoning-parser"}[setting]
             raise typer.BadParameter(problem, param_hint=hint)
     if is_remote and without:
-        raise typer.BadParameter("the server reads all files of an s3:// source", param_hint="--no-template")
+        raise typer.BadParameter("the server reads all files of this source", param_hint="--no-template")
     if is_remote and parsers:
-        raise typer.BadParameter("put a parsers.json into the s3:// source", param_hint="--tool-parser")
+        raise typer.BadParameter("put a parsers.json into the source", param_hint="--tool-parser")
     try:
         num_bytes = None if is_remote or is_file else num_bytes_of(path, without)
         with connected(as_json) as client, transfer_progress(num_bytes, as_json) as progress, ExitStack() as stack:

@@ -18,6 +18,7 @@ from loramux.adapter_store.errors import (
     NothingToRollBack,
     OriginalNotKept,
     Refused,
+    SourceUnavailable,
     TenantNotFound,
     UploadNotFound,
     VersionInUse,
@@ -73,6 +74,9 @@ def api_error(error: Exception) -> ApiError:
             code="store_unavailable",
             retry_after_s=closed_for_s or RETRY_AFTER_S,
         )
+    if isinstance(error, SourceUnavailable):
+        # Only a platform administrator can name a source, so the message may contain its address.
+        return Unavailable(str(error), code="source_unavailable", retry_after_s=RETRY_AFTER_S)
     if type(error) in _NOT_FOUND:
         return NotFound(str(error), code=_NOT_FOUND[type(error)])
     return ApiError("the adapter store failed")

@@ -20,7 +20,8 @@ from pydantic_settings import (
 )
 
 from loramux.adapter_store.formats.answer_parsers import AUTO, problem_with_parser
-from loramux.adapter_store.ingest.sources import is_source_url
+from loramux.adapter_store.ingest.hub_client import ENDPOINT as HUB_ENDPOINT
+from loramux.adapter_store.ingest.sources import is_allowable
 from loramux.admin.client.suggestions import did_you_mean
 from loramux.admin.server.client_addresses import TrustedProxies
 from loramux.admin.server.oidc_settings import OidcSettings, is_trusted_url, parse_rule
@@ -31,7 +32,7 @@ CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG", "LORAMUX_PR
 """Variables that only the command line reads; they are not settings of the server."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-SECRETS = frozenset({"admin_key", "metrics_token", "oidc_client_secret"})
+SECRETS = frozenset({"admin_key", "hf_token", "metrics_token", "oidc_client_secret"})
 FLAGS = frozenset(
     {
         "model",
@@ -135,6 +136,10 @@ class Settings(DataSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     blob_url: str | None = None
     adapter_sources: Annotated[tuple[str, ...], NoDecode] = ()
+    hf_endpoint: str = HUB_ENDPOINT
+    """The Hugging Face hub of `hf://` sources."""
+    hf_token: SecretStr | None = None
+    """A token of that hub, for private repositories. Read access to the allowed repositories is enough."""
     presigned_uploads: bool = True
     sandbox: Literal["preferred", "required"] = "preferred"
     """`required`: refuse to start unless uploads can be validated behind landlock, seccomp and no_new_privs."""
@@ -213,7 +218,7 @@ class Settings(DataSettings):
             raise ValueError(f"{root_path!r} is not a valid path: use one such as /loramux")
         return root_path
 
-    @field_validator("admin_key", "metrics_token")
+    @field_validator("admin_key", "hf_token", "metrics_token")
     @classmethod
     def _is_plain(cls, secret: SecretStr | None) -> SecretStr | None:
         # A variable set from a file often ends with a line break.
@@ -250,7 +255,7 @@ class Settings(DataSettings):
             parse_rule(rule)
         return rules
 
-    @field_validator("oidc_issuer", "oidc_redirect_url")
+    @field_validator("hf_endpoint", "oidc_issuer", "oidc_redirect_url")
     @classmethod
     def _is_trusted(cls, url: str | None) -> str | None:
         if url is not None and not is_trusted_url(url):
@@ -283,10 +288,11 @@ class Settings(DataSettings):
 
     @field_validator("adapter_sources")
     @classmethod
-    def _are_buckets(cls, sources: tuple[str, ...]) -> tuple[str, ...]:
+    def _are_sources(cls, sources: tuple[str, ...]) -> tuple[str, ...]:
         for source in sources:
-            if not is_source_url(source):
-                raise ValueError(f"{source!r} is not a source of adapters: use s3://BUCKET or s3://BUCKET/PREFIX")
+            if not is_allowable(source):
+                forms = "s3://BUCKET, s3://BUCKET/PREFIX, hf://OWNER or hf://OWNER/NAME"
+                raise ValueError(f"{source!r} is not a source of adapters: use {forms}")
         return sources
 
     @property

@@ -84,7 +84,8 @@ MEANINGS = {
     "dtype": "Dtype of weights and arithmetic; `auto` uses the dtype in the model's `config.json`.",
     "device": "Device of the engine; `auto` uses an NVIDIA GPU of compute capability 8.0 or later if there is one.",
     "blob_url": "Store for adapter files: `file://DIR` or `s3://BUCKET/PREFIX`; by default in the data directory.",
-    "adapter_sources": "Buckets from which an operator can register adapters, separated by commas.",
+    "adapter_sources": "Buckets, and owners or repositories of a Hugging Face hub, from which an operator can register "
+    "adapters, separated by commas: see [Adapters](adapters.md#adapters-that-the-server-reads-itself).",
     "presigned_uploads": "Whether clients upload files to the S3 bucket directly.",
     "pool_bytes": "Memory of the pool shared by adapters and KV cache; by default the memory that the model leaves "
     "free on a GPU, or 1 GiB on a CPU.",

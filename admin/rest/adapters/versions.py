@@ -66,7 +66,8 @@ async def create_version(adapter_id: str, request: Request, services: Services, 
     """Create a version from an upload; poll the version until it is `ready` or `rejected`.
 
     If a version with identical bytes exists, that version is returned. A platform administrator can instead specify a
-    `source` (`s3://BUCKET/PREFIX`) that the operator allows.
+    `source` that the operator allows: `s3://BUCKET/PREFIX`, or `hf://OWNER/NAME@REVISION` of a Hugging Face hub. The
+    revision's commit is recorded; if the revision moves before the files are fetched, the version is rejected.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     body = await read_json(request, NewVersion)

@@ -169,10 +169,29 @@ def test_sources_can_be_a_comma_separated_string_or_a_list(
     assert load_settings(Settings, {"config": toml}).adapter_sources == ("s3://one/adapters", "s3://two")
     monkeypatch.setenv("LORAMUX_ADAPTER_SOURCES", "s3://three/a, s3://four")
     assert load_settings(Settings, {"config": toml}).adapter_sources == ("s3://three/a", "s3://four")
-    for wrong in ("file:///etc", '["s3://five"]', "s3://six/../seven"):
+    monkeypatch.setenv("LORAMUX_ADAPTER_SOURCES", "hf://acme,hf://acme/support")
+    assert load_settings(Settings, {"config": toml}).adapter_sources == ("hf://acme", "hf://acme/support")
+    for wrong in ("file:///etc", '["s3://five"]', "s3://six/../seven", "hf://", "hf://a/b@main", "hf://a/b/c"):
         monkeypatch.setenv("LORAMUX_ADAPTER_SOURCES", wrong)
         with pytest.raises(SettingsError, match="not a source of adapters"):
             load_settings(Settings, {"model": model})
+
+
+def test_hub_must_be_reached_safely_and_its_token_stays_hidden(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings(Settings, {"model": model}).hf_endpoint == "https://huggingface.co"
+    monkeypatch.setenv("LORAMUX_HF_TOKEN", "hf_secret\n")
+    settings = load_settings(Settings, {"model": model})
+    assert settings.hf_token is not None
+    assert settings.hf_token.get_secret_value() == "hf_secret"
+    assert "hf_secret" not in repr(settings)
+    monkeypatch.setenv("LORAMUX_HF_TOKEN", "hf_\x07secret")
+    with pytest.raises(SettingsError, match="printable ASCII") as caught:
+        load_settings(Settings, {"model": model})
+    assert "secret" not in str(caught.value)
+    monkeypatch.delenv("LORAMUX_HF_TOKEN")
+    monkeypatch.setenv("LORAMUX_HF_ENDPOINT", "http://hub.example")
+    with pytest.raises(SettingsError, match="neither an https URL nor a URL of this machine"):
+        load_settings(Settings, {"model": model})
 
 
 def test_trusted_proxies_can_be_addresses_and_networks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,173 @@
+"""The three calls of the Hugging Face hub's API that read an adapter's files, bounded in time and memory.
+
+huggingface_hub makes the same calls, but without a limit on the time or the size of an answer. Tests compare the two.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import httpx
+import msgspec
+
+from loramux.adapter_store.errors import AdapterRejected, SourceUnavailable
+
+ENDPOINT = "https://huggingface.co"
+CONNECT_S, READ_S = 5.0, 20.0
+"""Longest time to connect and to wait for the next bytes, in seconds."""
+
+ANSWER_S = 30.0
+"""Longest time for an answer about a repository, in seconds."""
+
+MIN_BYTES_PER_S = 256 << 10
+"""Slowest download, in bytes per second, after the first `ANSWER_S` seconds."""
+
+MAX_ANSWER_BYTES = 256 << 10
+MAX_REDIRECTS = 5
+_CHUNK_BYTES = 1 << 20
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a repository. The digest of a large file is its SHA-256, that of a small one git's hash."""
+
+    name: str
+    size: int
+    digest: str
+    is_large: bool
+
+
+class _Revision(msgspec.Struct):
+    sha: str
+
+
+class _Large(msgspec.Struct):
+    oid: str
+    size: int
+
+
+class _Entry(msgspec.Struct):
+    type: str
+    path: str
+    size: int = -1
+    oid: str = ""
+    lfs: _Large | None = None
+
+
+class HubClient:
+    """Reads from the hub at `endpoint`, with `token` if there is one.
+
+    Raises AdapterRejected (`source_not_found`, `source_unauthorized`, `source_moved`), or SourceUnavailable if a later
+    attempt may succeed. The token is sent only to the endpoint, not to the stores to which it redirects downloads.
+    """
+
+    def __init__(self, endpoint: str = ENDPOINT, token: str | None = None) -> None:
+        self._endpoint = endpoint.rstrip("/")
+        self._headers = {"user-agent": "loramux"} | ({"authorization": f"Bearer {token}"} if token else {})
+
+    def resolve(self, repository: str, revision: str) -> str:
+        """The commit of a branch, a tag or a commit."""
+        path = f"/api/models/{repository}/revision/{quote(revision, safe='')}"
+        answer: _Revision = self._answer(httpx.Request("GET", self._url(path), params={"expand": "sha"}), _Revision)
+        if not _COMMIT.fullmatch(answer.sha):
+            raise SourceUnavailable("the hub's answer has no commit")
+        return answer.sha
+
+    def files(self, repository: str, commit: str, names: Collection[str]) -> Mapping[str, HubFile]:
+        """Those of the named files that the repository has at a commit."""
+        path = f"/api/models/{repository}/paths-info/{commit}"
+        form = {"paths": list(names), "expand": "false"}
+        entries: list[_Entry] = self._answer(httpx.Request("POST", self._url(path), data=form), list[_Entry])
+        return {entry.path: _file(entry) for entry in entries if entry.type == "file" and entry.path in names}
+
+    def chunks(self, repository: str, commit: str, file: HubFile) -> Iterator[bytes]:
+        """The bytes of a file. The hub decides how many there are; the caller stops when it has enough."""
+        request = httpx.Request("GET", self._url(f"/{repository}/resolve/{commit}/{file.name}"))
+        deadline = time.monotonic() + ANSWER_S + file.size / MIN_BYTES_PER_S
+        with self._response(request, follow_redirects=True) as response:
+            for chunk in response.iter_bytes(_CHUNK_BYTES):
+                yield chunk
+                _check_deadline(deadline)
+
+    def _answer(self, request: httpx.Request, kind: Any) -> Any:
+        deadline = time.monotonic() + ANSWER_S
+        body = bytearray()
+        with self._response(request, follow_redirects=False) as response:
+            for chunk in response.iter_bytes(_CHUNK_BYTES):
+                body += chunk
+                _check_deadline(deadline)
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise SourceUnavailable(f"the hub's answer has more than {MAX_ANSWER_BYTES} bytes")
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise SourceUnavailable(f"the hub's answer cannot be read: {error}") from error
+
+    @contextmanager
+    def _response(self, request: httpx.Request, *, follow_redirects: bool) -> Iterator[httpx.Response]:
+        """Send a request, and translate failures."""
+        request.headers.update(self._headers)
+        client = httpx.Client(
+            timeout=httpx.Timeout(READ_S, connect=CONNECT_S),
+            max_redirects=MAX_REDIRECTS,
+            # A proxy from the environment cannot reach this machine's loopback interface.
+            trust_env=not _is_loopback(self._endpoint),
+        )
+        try:
+            with client:
+                response = client.send(request, stream=True, follow_redirects=follow_redirects)
+                try:
+                    _check_status(response)
+                    yield response
+                finally:
+                    response.close()
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            # The error's text can contain a signed URL.
+            raise SourceUnavailable(f"the hub at {self._endpoint} cannot be read ({type(error).__name__})") from None
+
+    def _url(self, path: str) -> str:
+        return self._endpoint + path
+
+
+def _check_status(response: httpx.Response) -> None:
+    status = response.status_code
+    if response.is_success:
+        return
+    if status in (401, 403):
+        message = "the hub refuses access: the repository does not exist, or the server's token may not read it"
+        raise AdapterRejected("source_unauthorized", message, "source")
+    if response.is_redirect:
+        raise AdapterRejected("source_moved", "the hub redirects to another repository: use its new name", "source")
+    if status in _RETRIED:
+        raise SourceUnavailable(f"the hub answered with {status}")
+    raise AdapterRejected("source_not_found", f"the hub has no such repository or revision ({status})", "source")
+
+
+def _check_deadline(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise SourceUnavailable("the hub sends too slowly")
+
+
+def _file(entry: _Entry) -> HubFile:
+    size, digest = (entry.size, entry.oid) if entry.lfs is None else (entry.lfs.size, entry.lfs.oid)
+    if size < 0 or not (_COMMIT if entry.lfs is None else _SHA256).fullmatch(digest):
+        raise SourceUnavailable("the hub's answer has a malformed size or hash")
+    return HubFile(entry.path, size, digest, entry.lfs is not None)
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,170 @@
+"""A small Hugging Face hub on this machine, with a second server that stores the large files, and faults on demand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+TOKEN = "hf_a-token-of-the-operator"
+
+
+def commit_of(files: dict[str, bytes]) -> str:
+    """A hash of the files, in the form of a commit."""
+    return hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+
+
+@dataclass
+class LocalHub:
+    """Repositories by name, each with its commits and revisions. `faults` replace the answer to a path's last part."""
+
+    url: str
+    store_url: str
+    commits: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
+    revisions: dict[tuple[str, str], str] = field(default_factory=dict)
+    private: set[str] = field(default_factory=set)
+    renamed: dict[str, str] = field(default_factory=dict)
+    faults: dict[str, Callable[[Answer], None]] = field(default_factory=dict)
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    """The path and the Authorization header of each request."""
+
+    def push(self, repository: str, files: dict[str, bytes], revision: str = "main") -> str:
+        """Move a revision to a new commit with these files, and return the commit."""
+        commit = commit_of(files)
+        self.commits[repository, commit] = files
+        self.revisions[repository, revision] = self.revisions[repository, commit] = commit
+        return commit
+
+
+class Answer:
+    """An answer in the making: a fault can change its parts."""
+
+    def __init__(self, status: int = 200, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        self.status = status
+        self.body = body
+        self.headers = headers or {}
+        self.num_declared: int | None = None
+        """The length to declare instead of the true one."""
+
+    @classmethod
+    def json(cls, document: Any) -> Answer:
+        return cls(200, json.dumps(document).encode(), {"content-type": "application/json"})
+
+
+@contextmanager
+def running_hub() -> Iterator[LocalHub]:
+    hub = LocalHub("", "")
+
+    class Hub(_Handler):
+        def answer(self, path: str, form: dict[str, list[str]]) -> Answer:
+            return _hub_answer(hub, path, form, self.headers.get("authorization"))
+
+    class Store(_Handler):
+        def answer(self, path: str, form: dict[str, list[str]]) -> Answer:
+            _, _, owner, name, commit, file = path.split("/")
+            return Answer(200, hub.commits[f"{owner}/{name}", commit][file])
+
+    for handler in (Hub, Store):
+        handler.hub = hub
+    with _serving(Hub) as hub.url, _serving(Store) as hub.store_url:
+        yield hub
+
+
+@contextmanager
+def _serving(handler: type[_Handler]) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: LocalHub
+
+    def answer(self, path: str, form: dict[str, list[str]]) -> Answer:
+        raise NotImplementedError
+
+    def do_GET(self) -> None:
+        self._respond({})
+
+    def do_HEAD(self) -> None:
+        self._respond({})
+
+    def do_POST(self) -> None:
+        self._respond(parse_qs(self.rfile.read(int(self.headers["content-length"])).decode()))
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+    def _respond(self, form: dict[str, list[str]]) -> None:
+        path = urlsplit(self.path).path
+        self.hub.requests.append((path, self.headers.get("authorization", "")))
+        answer = self.answer(path, form)
+        for part, fault in list(self.hub.faults.items()):
+            if part in path:
+                fault(answer)
+        self.send_response(answer.status)
+        declared = len(answer.body) if answer.num_declared is None else answer.num_declared
+        for name, value in {"content-length": str(declared), **answer.headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+
+
+def _hub_answer(hub: LocalHub, path: str, form: dict[str, list[str]], authorization: str | None) -> Answer:
+    parts = [unquote(part) for part in path.split("/")[1:]]
+    is_api = parts[:2] == ["api", "models"]
+    owner, name, verb, revision, *file = parts[2:] if is_api else parts
+    repository = f"{owner}/{name}"
+    if repository in hub.renamed:
+        return Answer(307, headers={"location": f"{hub.url}{path.replace(repository, hub.renamed[repository])}"})
+    if repository in hub.private and authorization != f"Bearer {TOKEN}":
+        return Answer(401, headers={"x-error-code": "RepoNotFound"})
+    commit = hub.revisions.get((repository, revision))
+    if commit is None:
+        return Answer(404, headers={"x-error-code": "RevisionNotFound"})
+    files = hub.commits[repository, commit]
+    if verb == "revision":
+        return Answer.json({"_id": "0", "id": repository, "sha": commit})
+    if verb == "paths-info":
+        return Answer.json([_entry(path, files[path]) for path in form["paths"] if path in files])
+    content = files.get(file[0])
+    if content is None:
+        return Answer(404, headers={"x-error-code": "EntryNotFound", "x-repo-commit": commit})
+    if not _is_large(file[0]):
+        return Answer(200, content, {"x-repo-commit": commit, "etag": f'"{_git_hash(content)}"'})
+    headers = {
+        "location": f"{hub.store_url}/store/{repository}/{commit}/{file[0]}?signature=secret",
+        "x-repo-commit": commit,
+        "x-linked-size": str(len(content)),
+        "x-linked-etag": f'"{hashlib.sha256(content).hexdigest()}"',
+    }
+    return Answer(302, headers=headers)
+
+
+def _entry(path: str, content: bytes) -> dict[str, Any]:
+    entry: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": _git_hash(content)}
+    if _is_large(path):
+        digest = hashlib.sha256(content).hexdigest()
+        entry["lfs"] = {"oid": digest, "size": len(content), "pointerSize": 134}
+    return entry
+
+
+def _is_large(path: str) -> bool:
+    return path.endswith(".safetensors")
+
+
+def _git_hash(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
