@@ -60,7 +60,8 @@ class ScoredRows(msgspec.Struct, frozen=True, gc=False):
 
 
 class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
-    """The host's description of one step. Sequences of the same adapter are adjacent, and so are their rows.
+    """The host's description of one step. Sequences of the same adapter are adjacent, and so are their rows. Rows of a
+    prompt before its adapter's activation belong to the base.
 
     Sequence `i` has rows `[cu_q[i], cu_q[i + 1])`, at most `max_q` of them, and a context `[0, seq_lens[i])`. The K and
     V of position `p` are stored in `pages[page_starts[i] + p // page_tokens]`; `kv_slots` int64 `[num_tokens]` contains
@@ -163,11 +164,15 @@ def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
     sample_rows: list[int] = []
     samples: list[SamplingRow] = []
     scores: list[ScoredRows] = []
+    # The rows before their sequence's adapter is activated, as half-open ranges.
+    base_rows: list[tuple[int, int]] = []
     for sequence, begin, num_tokens in zip(sequences, begins, counts, strict=True):
         known, end = sequence.tokens, begin + num_tokens
         pages += sequence.pages
         if sequence.num_unscored:
             scores.append(_scored_rows(sequence, len(tokens), num_tokens))
+        if begin < sequence.activation:
+            base_rows.append((len(tokens), len(tokens) + min(num_tokens, sequence.activation - begin)))
         if end > len(known):
             assert end == len(known) + 1, "only the newest token of a sequence can be in flight"
             tokens += known[begin:]
@@ -188,6 +193,8 @@ def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
         of_row = np.repeat(np.arange(len(scheduled)), counts)
         positions = np.arange(len(tokens), dtype=np.int32) - (cu_q[:-1] - first_positions)[of_row]
         row_slots, row_page_starts = row_slots[of_row], page_starts[of_row]
+    for first_row, end_row in base_rows:
+        row_slots[first_row:end_row] = -1
     page_of_row, place_in_page = np.divmod(positions, page_tokens)
     return Batch(
         tokens=np.asarray(array("i", tokens)),

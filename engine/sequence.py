@@ -46,7 +46,7 @@ class Sequence:
     """The one of these tokens that ended the sequence."""
     state: SequenceState = SequenceState.WAITING
     slot: int = -1
-    """The adapter's slot while the sequence is running; -1 for the base."""
+    """The adapter's slot while the sequence is running; -1 for the base. Rows before `activation` do not use it."""
     has_run: bool = False
     """True if the sequence has been in a step; a sequence that never ran is not billed."""
     num_computed: int = 0
@@ -88,6 +88,8 @@ class Sequence:
     """The request's other rules about new tokens; None for most sequences."""
     # Stored rather than computed, because each step reads these values several times per sequence.
     num_prompt: int = field(init=False)
+    activation: int = field(init=False)
+    """Position from which the adapter modifies the tokens: see `Add.activation`."""
     num_reserved: int = field(init=False)
     """Limit in tokens, including the prompt; initially from `Add.max_tokens`, later raised by `TokenGrants`."""
     num_unscored: int = field(init=False)
@@ -97,6 +99,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.tokens = list(self.add.prompt)
         self.num_tokens = self.num_prompt = len(self.tokens)
+        self.activation = self.add.activation
         self.num_reserved = self.num_prompt + self.add.max_tokens
         # Nothing predicts the first token.
         self.num_unscored = 0 if self.add.sampling.num_prompt_logprobs is None else self.num_prompt - 1

@@ -43,8 +43,8 @@ class SimulatedExecutor:
     """Computes tokens as a hash of the whole context, read through the page tables as attention would read it.
 
     Each position stores a state in place of K and V: `(state of the previous position) * 31 + token + position + salt`,
-    modulo a prime, where the salt depends on the adapter. The next token is the sum of the last state and the salt,
-    modulo the vocabulary. A wrong page, a wrongly shared page, a stale position or a wrong adapter changes the output.
+    modulo a prime, where the salt depends on the row's adapter. The next token is the last state plus its salt, modulo
+    the vocabulary. A wrong page, a wrongly shared page, a stale position or a wrong adapter changes the output.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class SimulatedExecutor:
                 logits[row] = torch.nan
         return logits
 
-    def generate(self, prompt: Sequence[int], num_tokens: int, digest: str | None) -> list[int]:
-        """The tokens that a correct engine must produce."""
+    def generate(self, prompt: Sequence[int], num_tokens: int, digest: str | None, activation: int = 0) -> list[int]:
+        """The tokens that a correct engine must produce if the adapter is activated at this position of the prompt."""
         state, tokens, salt = 0, list(prompt), _salt(digest)
         for position, token in enumerate(prompt):
-            state = _next_state(state, token, position, salt)
+            state = _next_state(state, token, position, salt if position >= activation else _salt(None))
         while len(tokens) < len(prompt) + num_tokens:
             token = self._next_token(state, salt)
             state = _next_state(state, token, len(tokens), salt)
@@ -124,8 +124,7 @@ class SimulatedExecutor:
         tokens = [token if token >= 0 else self._chosen[-1 - token] or 0 for token in batch.tokens.tolist()]
         written: list[int] = []
         for begin, end, seq_len, page_start in zip(cu_q, cu_q[1:], seq_lens, page_starts, strict=False):
-            assert slots[begin:end].count(slots[begin]) == end - begin, "a sequence has one adapter"
-            salt = salts[slots[begin]]
+            assert len({*slots[begin:end]} - {-1}) <= 1, "a sequence has one adapter"
             position = seq_len - (end - begin)
             for row in range(begin, end):
                 before = 0
@@ -133,7 +132,7 @@ class SimulatedExecutor:
                     page = pages[page_start + (position - 1) // page_tokens]
                     before = stored[page * page_tokens + (position - 1) % page_tokens]
                     assert before != UNWRITTEN, f"position {position - 1} was never written"
-                state = stored[kv_slots[row]] = _next_state(before, tokens[row], position, salt)
+                state = stored[kv_slots[row]] = _next_state(before, tokens[row], position, salts[slots[row]])
                 written.append(state)
                 position += 1
         return written

@@ -90,7 +90,8 @@ class KvPages:
             key = self._key(sequence, index)
             if key is None:
                 return
-            sequence.shared_pages.append(self._cache.insert(key, sequence.pages[index], sequence.add.digest))
+            digest = self._digest(sequence, index)
+            sequence.shared_pages.append(self._cache.insert(key, sequence.pages[index], digest))
         sequence.next_offer = (len(sequence.shared_pages) + 1) * self._page_tokens
 
     def detach(self, sequence: Sequence) -> None:
@@ -118,5 +119,12 @@ class KvPages:
                 return None
             begin = len(keys) * self._page_tokens
             tokens = sequence.tokens[begin : begin + self._page_tokens]
-            keys.append(self._cache.page_key(parent, sequence.add.digest, tokens))
+            digest = self._digest(sequence, len(keys))
+            num_base_tokens = 0 if digest is None else max(0, sequence.activation - begin)
+            keys.append(self._cache.page_key(parent, digest, tokens, num_base_tokens))
         return keys[index]
+
+    def _digest(self, sequence: Sequence, index: int) -> str | None:
+        """The adapter that modified tokens of the sequence's page `index`, or None."""
+        is_base = (index + 1) * self._page_tokens <= sequence.activation
+        return None if is_base else sequence.add.digest

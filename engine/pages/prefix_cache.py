@@ -18,6 +18,9 @@ class PrefixCache:
     The key of a page is `SHA-256(parent's key, adapter's digest or none, token ids)`. An owner's root is the parent of
     its first pages. Two sequences therefore share a page only if the same adapter computed the same tokens after the
     same prefix for the same owner. Sequences without an isolation key share nothing.
+
+    Pages before an adapter's activation have no digest, so the base and other adapters share them. The page in which an
+    adapter is activated belongs to the adapter, and its key also contains the number of tokens before the activation.
     """
 
     def __init__(self, pages: PagePool, policy: EvictionPolicy, page_tokens: int, identity: Tokens[bytes] = ()) -> None:
@@ -42,11 +45,19 @@ class PrefixCache:
             return None
         return hashlib.sha256(_tagged(isolation_key, *self._identity)).digest()
 
-    def page_key(self, parent: bytes, digest: str | None, tokens: Tokens[int]) -> bytes:
-        """Key of the page that follows the page `parent` and contains `tokens`, exactly one page's worth."""
+    def page_key(self, parent: bytes, digest: str | None, tokens: Tokens[int], num_base_tokens: int = 0) -> bytes:
+        """Key of the page that follows the page `parent` and contains `tokens`, exactly one page's worth.
+
+        The adapter does not modify the first `num_base_tokens` of them. Equal tokens can have different numbers,
+        because later tokens of a prompt can move the activation.
+        """
         assert len(tokens) == self._page_tokens
+        assert num_base_tokens < self._page_tokens
         adapter = b"" if digest is None else digest.encode()
-        return hashlib.sha256(_tagged(parent, adapter, array("i", tokens).tobytes())).digest()
+        parts = [parent, adapter, array("i", tokens).tobytes()]
+        if num_base_tokens:
+            parts.append(num_base_tokens.to_bytes(8, "little"))
+        return hashlib.sha256(_tagged(*parts)).digest()
 
     def find(self, key: bytes) -> CachedPage | None:
         return self._by_key.get(key)

@@ -40,6 +40,8 @@ def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tup
         return "invalid_request", "the prompt and max_tokens must each be at least one token"
     if not all(0 <= token < limits.vocab_size for token in add.prompt):
         return "invalid_request", f"token ids must be in [0, {limits.vocab_size})"
+    if not 0 <= add.activation < len(add.prompt) or (add.activation and add.digest is None):
+        return "invalid_request", "activation must be a position in the prompt, and 0 without an adapter"
     if not is_duration(add.timeout_s) or not is_duration(add.pause_s):
         return "invalid_request", "timeout_s and pause_s must be finite and not negative"
     if add.host_floor_bytes < 0:

@@ -118,7 +118,7 @@ class Simulation:
         self.adapter_pages.let_go()
 
     def expected(self, add: Add) -> list[int]:
-        return self.executor.generate(add.prompt, add.max_tokens, add.digest)
+        return self.executor.generate(add.prompt, add.max_tokens, add.digest, add.activation)
 
 
 def simulate_engine(

@@ -40,7 +40,8 @@ def assert_scored(simulation: Simulation, add: Add, scored: list[PromptLogprob])
     assert [one.token_id for one in scored] == list(add.prompt[1:])
     for position, one in enumerate(scored, start=1):
         # The simulated model gives its choice a logit of 1 and all others 0.
-        [likeliest] = simulation.executor.generate(add.prompt[:position], 1, add.digest)
+        digest = add.digest if position > add.activation else None
+        [likeliest] = simulation.executor.generate(add.prompt[:position], 1, digest, add.activation)
         assert one.top[0][0] == likeliest
         assert len(one.top) == 2
         assert one.rank == (1 if one.token_id == likeliest else 2)
@@ -52,6 +53,9 @@ def assert_scored(simulation: Simulation, add: Add, scored: list[PromptLogprob])
 def test_every_prompt_token_but_the_first_is_scored(num_prompt: int, lookahead: bool) -> None:
     simulation = simulate_engine(adapters={"a": 2}, lookahead=lookahead, max_batch_tokens=7)
     scored = [simulation.add(f"s{d}", num_prompt=num_prompt, digest=d, sampling=SCORING) for d in (None, "a")]
+    scored.append(
+        simulation.add("later", num_prompt=num_prompt, digest="a", sampling=SCORING, activation=num_prompt // 2)
+    )
     plain = simulation.add("plain", num_prompt=num_prompt)
     scores, tokens, _ = scores_of(simulation)
     for add in scored:

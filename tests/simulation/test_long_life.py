@@ -81,10 +81,11 @@ class Life:
     def check(self) -> None:
         assert set(self.finished) == set(self.adds)
         assert self.num_answers == self.num_calls
+        generate = self.simulation.executor.generate
         for name, add in self.adds.items():
             finished, received = self.finished[name], self.tokens.get(name, [])
             limit = self.extended.get(name, add.max_tokens)
-            assert received == self.simulation.executor.generate(add.prompt, limit, add.digest)[: len(received)]
+            assert received == generate(add.prompt, limit, add.digest, add.activation)[: len(received)]
             assert finished.cached_tokens <= finished.prompt_tokens in (0, len(add.prompt))
             assert finished.completion_tokens <= len(received)
             if finished.reason == "length":
@@ -97,11 +98,13 @@ class Life:
         prompt = rng.choice(self.prompts)
         if rng.random() < 0.3:
             self.prompts[rng.randrange(5)] = (*prompt, *self._tokens(rng.randint(1, 30)))[:200]
+        digest = rng.choice([None, None, *self.names, "missing"])
         add = self.simulation.make_add(
             name,
             prompt,
             rng.randint(1, 60),
-            rng.choice([None, None, *self.names, "missing"]),
+            digest,
+            activation=0 if digest is None else rng.choice([0, rng.randrange(len(prompt))]),
             share_key=rng.choice("abc"),
             weight=rng.choice([1, 3]),
             priority=rng.choice([0, 0, 0, 1]),
