@@ -99,6 +99,8 @@ adapter_versions = Table(
     Column("version_digest", String(64), nullable=True),
     Column("max_rank", Integer, nullable=True),
     Column("num_pages", Integer, nullable=True),
+    # The token ids that activate the adapter; NULL if it is always active.
+    Column("invocation_tokens", JSON(none_as_null=True), nullable=True),
     Column("canonical_bytes", BigInteger, nullable=True),
     Column("upload_id", ID, nullable=False),
     # SHA-256 of the uploaded files' checksums. Identical bytes become one version.

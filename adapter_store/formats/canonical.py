@@ -1,7 +1,8 @@
 """An adapter's canonical file, whose SHA-256 is the adapter's identity.
 
 It is a safetensors file with the tensors sorted by name, in their original dtype and without gaps. Its metadata has one
-key, `config`: JSON with sorted keys that contains each module's scale, with alpha, rsLoRA and patterns already applied.
+key, `config`: JSON with sorted keys that contains each module's scale, with alpha, rsLoRA and patterns already applied,
+and the tokens that activate the adapter, if there are any.
 Equal adapters yield equal bytes, regardless of the order and names of the tensors in the uploaded files.
 """
 
@@ -9,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from loramux.adapter_store.errors import AdapterCorrupt, AdapterRejected
+from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY
 from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_json
 from loramux.adapter_store.formats.tensor_file import TensorFile
 
@@ -22,13 +24,20 @@ _ALIGNMENT = 8
 
 
 def write_canonical(
-    tensors: Path | bytes, scales: Mapping[str, float], destination: Path, names: Mapping[str, str] | None = None
+    tensors: Path | bytes,
+    scales: Mapping[str, float],
+    destination: Path,
+    names: Mapping[str, str] | None = None,
+    invocation_tokens: Sequence[int] = (),
 ) -> str:
     """Write the canonical file of a validated upload and return its digest in hexadecimal.
 
     `names` maps each canonical tensor name to the upload's own name; if it is None, the names are the same.
     """
-    config = json.dumps({"peft_type": "LORA", "scales": dict(scales)}, sort_keys=True, separators=(",", ":"))
+    facts: dict[str, object] = {"peft_type": "LORA", "scales": dict(scales)}
+    if invocation_tokens:
+        facts[INVOCATION_KEY] = list(invocation_tokens)
+    config = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     with TensorFile(tensors) as file, destination.open("wb") as out:
         originals = names or {name: name for name in file.header.tensors}
         document: dict[str, object] = {"__metadata__": {"config": config}}

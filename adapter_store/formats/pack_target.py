@@ -51,6 +51,11 @@ class PackTarget:
             self.shard(module)
 
     @property
+    def vocab_size(self) -> int | None:
+        """Number of tokens of the base, or None for a target without an embedding."""
+        return next((module.in_features for module in self.outer_modules if module.is_embedding), None)
+
+    @property
     def storage_dtype(self) -> np.dtype[Any]:
         """The numpy dtype of packed elements; bfloat16 is stored as its bits."""
         return np.dtype("<f4") if self.dtype == "float32" else np.dtype("<u2")

@@ -54,6 +54,8 @@ class Verdict:
     canonical_bytes: int
     report: Mapping[str, Any]
     files: FurtherFiles = NO_FURTHER_FILES
+    invocation_tokens: Sequence[int] = ()
+    """The tokens that activate the adapter; empty if it is always active."""
 
 
 class VersionClaims:
@@ -151,6 +153,7 @@ class VersionClaims:
             "version_digest": version_digest(verdict.digest, checksums) if checksums else None,
             "max_rank": verdict.max_rank,
             "num_pages": verdict.num_pages,
+            "invocation_tokens": list(verdict.invocation_tokens) or None,
             "canonical_bytes": verdict.canonical_bytes,
             "report": dict(verdict.report),
         }
@@ -181,7 +184,8 @@ class VersionClaims:
 
     def reject(self, version_id: str, report: Mapping[str, Any]) -> None:
         """Reject a version permanently. Raises ClaimLost."""
-        nothing = {"digest": None, "version_digest": None, "max_rank": None, "num_pages": None, "canonical_bytes": None}
+        unset = ("digest", "version_digest", "max_rank", "num_pages", "invocation_tokens", "canonical_bytes")
+        nothing = dict.fromkeys(unset)
         with self._database.write() as connection:
             self._change(connection, version_id, {"state": "rejected", "report": dict(report), **nothing, **_NO_CLAIM})
             delete_further_files(connection, version_id)

@@ -139,6 +139,7 @@ class VersionProcessor:
                 job.canonical.stat().st_size,
                 accepted.report | files.report() | facts,
                 files,
+                accepted.invocation_tokens,
             ),
         )
         self._at_failpoint(Failpoint.ACCEPTED)

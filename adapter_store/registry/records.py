@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,6 +54,8 @@ class AdapterVersion:
     """Time at which the version was pinned in the page pool, or None if it is not pinned."""
     version_digest: str | None
     """The digest of the weights and the optional files; equal to `digest` if there are no such files."""
+    invocation_tokens: Sequence[int] | None
+    """The tokens that activate the adapter, or None if it is always active."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +143,5 @@ class AdapterRef:
     max_rank: int
     version_digest: str
     """The digest of the weights and the optional files; equal to `digest` if there are no such files."""
+    invocation_tokens: tuple[int, ...] = ()
+    """The tokens that activate the adapter; empty if it is always active."""

@@ -19,6 +19,7 @@ from loramux.adapter_store.errors import (
 from loramux.adapter_store.registry.records import DEFAULT_ALIAS, Adapter, AdapterRef, AdapterVersion
 from loramux.adapter_store.registry.resolution import (
     Suffix,
+    adapter_ref,
     default_models,
     draw,
     version_digest_of,
@@ -190,7 +191,7 @@ class AdapterRegistry:
         if caller_id is not None:
             parameters["caller_id"] = caller_id
         rows = self.database.query(versions_named(suffix, caller_id is not None), parameters)
-        found = [(AdapterRef(*row[:-1]), row[-1]) for row in rows]
+        found = [(adapter_ref(row), row[-1]) for row in rows]
         if not found:
             return None
         newest = found[0][0]
@@ -203,7 +204,7 @@ class AdapterRegistry:
         rows = self.database.query(default_models(), {"caller_id": tenant_id, "wanted": DEFAULT_ALIAS})
         # Each adapter's rows are sorted by ascending weight, so the version with the largest weight overwrites the
         # others.
-        return list({row.adapter_id: AdapterRef(*row) for row in rows}.values())
+        return list({row.adapter_id: adapter_ref(row) for row in rows}.values())
 
 
 def is_identifier(text: str) -> bool:
@@ -262,6 +263,7 @@ def select_versions() -> Select[*tuple[Any, ...]]:
         columns.ready_us,
         columns.pinned_us,
         version_digest_of(columns),
+        columns.invocation_tokens,
     )
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Literal
 
-from sqlalchemy import BindParameter, Column, ColumnElement, Select, bindparam, exists, func, literal, select
+from sqlalchemy import BindParameter, Column, ColumnElement, Row, Select, bindparam, exists, func, literal, select
 from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
 from loramux.adapter_store.registry.records import AdapterRef
 from loramux.migrations.schema import adapter_alias_targets, adapter_grants, adapter_versions, adapters, tenants
+
+_NUM_FACTS = len(fields(AdapterRef))
 
 Suffix = Literal["alias", "number", "digest"]
 """Kinds of suffix that can follow the adapter's name in a model name."""
@@ -71,6 +74,12 @@ def version_digest_of(columns: ReadOnlyColumnCollection[str, Column[Any]]) -> Co
     return func.coalesce(columns.version_digest, columns.digest)
 
 
+def adapter_ref(row: Row[*tuple[Any, ...]]) -> AdapterRef:
+    """The AdapterRef of a row whose first columns are those of `_select_in_service`."""
+    *facts, invocation_tokens = row[:_NUM_FACTS]
+    return AdapterRef(*facts, tuple(invocation_tokens or ()))
+
+
 def _select_in_service() -> Select[*tuple[Any, ...]]:
     return (
         select(
@@ -83,6 +92,7 @@ def _select_in_service() -> Select[*tuple[Any, ...]]:
             adapter_versions.c.digest,
             adapter_versions.c.max_rank,
             version_digest_of(adapter_versions.c),
+            adapter_versions.c.invocation_tokens,
         )
         .select_from(adapter_versions)
         .join(adapters, adapters.c.id == adapter_versions.c.adapter_id)

@@ -46,6 +46,8 @@ class Accepted:
     max_rank: int
     num_pages: int
     report: dict[str, Any]
+    invocation_tokens: tuple[int, ...] = ()
+    """The tokens that activate the adapter; empty if it is always active."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from loramux.adapter_store.errors import AdapterRejected, printable
 from loramux.adapter_store.formats.file_names import CONFIG_FILE
+from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY, check_invocation_tokens
 from loramux.adapter_store.formats.strict_json import DuplicateKey, InvalidJson, parse_strict_json
 from loramux.kernels.layout import MAX_RANK
 
@@ -33,6 +34,7 @@ _UNDERSTOOD = frozenset(
         "lora_bias",
         "layers_to_transform",
         "layers_pattern",
+        INVOCATION_KEY,
     }
 )
 
@@ -63,7 +65,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_qalora", "ensure_weight_tying"), (False, None)),
     **dict.fromkeys(
         (
-            "alora_invocation_tokens",
             "arrow_config",
             "corda_config",
             "enable_lora",
@@ -94,7 +95,8 @@ class PeftConfig:
 
     Patterns are `(module name, value)` pairs in file order. `target_modules` is None for all linear layers; `layers` is
     None for every layer. A tenant's regular expressions never run: if one selects modules (`targets_from_tensors`) or
-    ranks (`ranks_from_tensors`), the tensors of the file show what it selected.
+    ranks (`ranks_from_tensors`), the tensors of the file show what it selected. `invocation_tokens` is empty unless the
+    adapter is an activated LoRA (aLoRA).
 
     With `use_dora`, each module has a magnitude vector; with `lora_bias`, each B has a bias. PEFT allows only one.
     """
@@ -111,6 +113,7 @@ class PeftConfig:
     layers: tuple[int, ...] | None
     targets_from_tensors: bool
     ranks_from_tensors: bool
+    invocation_tokens: tuple[int, ...]
     recorded: dict[str, str | None]
 
 
@@ -132,6 +135,9 @@ def parse_peft_config(text: bytes) -> PeftConfig:
     use_dora, lora_bias = _switch(document, "use_dora"), _switch(document, "lora_bias")
     if use_dora and lora_bias:
         _refuse("unsupported_config", "PEFT does not support lora_bias with DoRA", "lora_bias")
+    invocation_tokens = _invocation_tokens(document)
+    if use_dora and invocation_tokens:
+        _refuse("unsupported_config", f"PEFT does not support DoRA with {INVOCATION_KEY}", "use_dora")
     ranks = _pattern(document, "rank_pattern")
     alphas = _pattern(document, "alpha_pattern")
     for name, _ in alphas:
@@ -158,6 +164,7 @@ def parse_peft_config(text: bytes) -> PeftConfig:
         layers=layers,
         targets_from_tensors=is_regex or bool(exclusions and isinstance(exclusions, str)) or has_own_layers,
         ranks_from_tensors=not all(_is_literal(name) for name, _ in ranks),
+        invocation_tokens=invocation_tokens,
         recorded={key: _recorded(document.get(key)) for key in _RECORDED},
     )
 
@@ -262,6 +269,22 @@ def _layers(value: Any) -> tuple[int, ...] | None:
     if not all(type(layer) is int and layer >= 0 for layer in layers):
         _refuse("invalid_config", "layers_to_transform must be one or more layer numbers", "layers_to_transform")
     return tuple(layers)
+
+
+def _invocation_tokens(document: dict[str, Any]) -> tuple[int, ...]:
+    value = document.get(INVOCATION_KEY)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not value or not all(type(token_id) is int for token_id in value):
+        _refuse("invalid_config", f"{INVOCATION_KEY} must be null or a list of token ids", INVOCATION_KEY)
+    try:
+        check_invocation_tokens(value)
+    except ValueError as error:
+        _refuse("invalid_config", str(error), INVOCATION_KEY)
+    if document.get("task_type") != "CAUSAL_LM":
+        # For every other task type, PEFT loads the adapter and then never activates it.
+        _refuse("unsupported_config", "an activated LoRA needs the task_type CAUSAL_LM", "task_type")
+    return tuple(value)
 
 
 def _recorded(value: str | None) -> str | None:

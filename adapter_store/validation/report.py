@@ -65,7 +65,8 @@ class Warn:
 class Report:
     """The result of a validation. `scales` contains each module's scale, in the order of the packed streams.
 
-    `names` maps PEFT's current name of each tensor to the file's own name.
+    `names` maps PEFT's current name of each tensor to the file's own name. `invocation_tokens` is empty unless the
+    adapter is an activated LoRA.
     """
 
     scales: Mapping[str, float]
@@ -75,6 +76,7 @@ class Report:
     num_parameters: int
     dtypes: tuple[str, ...]
     features: tuple[str, ...]
+    invocation_tokens: tuple[int, ...]
     effects: Sequence[Effect]
     recorded: Mapping[str, str | None]
     warnings: Sequence[Warn]
@@ -86,7 +88,7 @@ class Report:
 
     def document(self) -> dict[str, Any]:
         """Return the facts that are stored with a version."""
-        return {
+        facts = {
             "num_modules": len(self.scales),
             "num_parameters": self.num_parameters,
             "max_rank": self.max_rank,
@@ -99,6 +101,7 @@ class Report:
             "checks": self.checks.document(),
             "recorded": dict(self.recorded),
         }
+        return {**facts, "invocation_tokens": list(self.invocation_tokens)} if self.invocation_tokens else facts
 
 
 def without_effect(effects: Sequence[Effect]) -> list[Warn]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY
 from loramux.adapter_store.formats.module_places import TENSOR_PREFIX, module_places
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.safetensors_header import TensorEntry
@@ -32,12 +33,19 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
     checks = checks or CheckList()
     with checks.check("configuration"):
         parsed = parse_peft_config(config)
+        _check_vocabulary(parsed.invocation_tokens, target.vocab_size)
     with ExitStack() as stack:
         with checks.check("container"):
             file = stack.enter_context(TensorFile(tensors))
         with checks.check("modules"):
             needs_tensors = parsed.targets_from_tensors or parsed.ranks_from_tensors
             expected = expected_modules(parsed, target, _ranks(file, target) if needs_tensors else {})
+            if parsed.invocation_tokens and any(module.shape.is_embedding for module in expected):
+                raise AdapterRejected(
+                    "unsupported_config",
+                    "an activated LoRA cannot change the embedding, neither here nor in PEFT",
+                    INVOCATION_KEY,
+                )
         with checks.check("names"):
             names = current_names(file.header.tensors)
             entries = {name: file.header.tensors[original] for name, original in names.originals.items()}
@@ -74,11 +82,22 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
         num_parameters=sum(math.prod(entry.shape) for entry in entries.values()),
         dtypes=tuple(sorted({entry.dtype for entry in entries.values()})),
         features=tuple(name for name in ("use_dora", "lora_bias") if getattr(parsed, name)),
+        invocation_tokens=parsed.invocation_tokens,
         effects=weights.effects,
         recorded=parsed.recorded,
         warnings=warnings,
         checks=checks,
     )
+
+
+def _check_vocabulary(token_ids: Sequence[int], vocab_size: int | None) -> None:
+    for index, token_id in enumerate(token_ids):
+        if vocab_size is not None and token_id >= vocab_size:
+            raise AdapterRejected(
+                "base_mismatch",
+                f"the base has no such token: its vocabulary has {vocab_size} tokens, numbered from 0",
+                f"{INVOCATION_KEY}[{index}]",
+            )
 
 
 def _ranks(file: TensorFile, target: PackTarget) -> dict[str, int]:

@@ -18,6 +18,7 @@ import structlog
 
 import loramux
 from loramux.adapter_store.errors import AdapterRejected, StoreError
+from loramux.adapter_store.formats.invocation_tokens import check_invocation_tokens
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.validation.fork_server import Ended, ForkServer, ForkServerFailed, last_line
 from loramux.adapter_store.validation.job import Accepted, Limits, ValidationJob
@@ -138,6 +139,8 @@ class SubprocessValidator:
                     continue
                 if not stat.S_ISREG(path.lstat().st_mode):
                     raise ValueError("the process wrote something other than a file")
+            if decoded.accepted:
+                check_invocation_tokens(decoded.accepted.invocation_tokens)
             if (decoded.accepted is None) == (decoded.rejected is None):
                 raise ValueError("the process did not give exactly one verdict")
         except (ValueError, RecursionError, OSError) as error:

@@ -23,6 +23,8 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import (
     adapter_alias_history,
     adapter_alias_targets,
+    adapter_versions,
+    adapters,
     api_keys,
     metadata,
     quota_counters,
@@ -370,6 +372,31 @@ def test_versions_survive_a_downgrade_without_their_optional_files(database: Dat
     ref = AdapterRegistry(database).resolve("acme", "support")
     assert ref is not None
     assert ref.version_digest == ref.digest == "a" * 64
+
+
+def test_activated_versions_are_out_of_service_after_a_downgrade(database: Database) -> None:
+    """An older server would apply them to the whole prompt. They keep their tokens for the next upgrade."""
+    add_tenant(database, "acme")
+    with database.write() as connection:
+        owner = connection.execute(select(tenants.c.id)).scalar_one()
+        adapter = {"id": "ada_1", "tenant_id": owner, "name": "support", "created_us": 1}
+        connection.execute(insert(adapters).values(adapter))
+        for number, tokens in enumerate((None, [5, 6]), 1):
+            version = {"id": f"adv_{number}", "adapter_id": "ada_1", "number": number, "state": "ready"}
+            facts = {"digest": "a" * 64, "upload_id": "upl_1", "created_us": 1, "invocation_tokens": tokens}
+            report = (
+                {"recorded": {"revision": '"invocation_tokens"'}} if tokens is None else {"invocation_tokens": tokens}
+            )
+            connection.execute(insert(adapter_versions).values({**version, **facts, "report": report}))
+    command.downgrade(database._alembic_config(), "0015")
+    database.upgrade()
+    columns = adapter_versions.c
+    with database.read() as connection:
+        query = select(columns.state, columns.invocation_tokens).order_by(columns.number)
+        assert [tuple(row) for row in connection.execute(query)] == [("ready", None), ("archived", [5, 6])]
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+        activated = columns.invocation_tokens.is_not(None)
+        assert connection.execute(select(columns.number).where(activated)).scalars().all() == [2]
 
 
 def test_writers_in_one_process_take_turns_without_sleeping(tmp_path: Path) -> None:

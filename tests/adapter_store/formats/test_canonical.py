@@ -20,7 +20,7 @@ from loramux.adapter_store.validation.validation import validate_files
 
 def canonical(files: Any, target: PackTarget, path: Path) -> str:
     report = validate_files(files.config_bytes, files.tensor_bytes, target)
-    return write_canonical(files.tensor_bytes, report.scales, path)
+    return write_canonical(files.tensor_bytes, report.scales, path, invocation_tokens=report.invocation_tokens)
 
 
 def test_digest_is_the_hash_of_the_bytes(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:
@@ -46,6 +46,7 @@ def test_spelling_does_not_change_the_digest(make_adapter: Any, target: PackTarg
         pytest.param({"use_rslora": True}, id="rsLoRA"),
         pytest.param({"seed": 1}, id="weights"),
         pytest.param({"dtype": np.float16}, id="dtype"),
+        pytest.param({"alora_invocation_tokens": [1, 2]}, id="invocation tokens"),
         pytest.param({"modules": ("self_attn.q_proj", "mlp.up_proj")}, id="modules"),
     ],
 )
@@ -53,6 +54,14 @@ def test_settings_that_change_the_result_change_the_digest(
     make_adapter: Any, target: PackTarget, tmp_path: Path, other: dict[str, Any]
 ) -> None:
     assert canonical(make_adapter(), target, tmp_path / "a") != canonical(make_adapter(**other), target, tmp_path / "b")
+
+
+def test_each_list_of_invocation_tokens_has_its_own_digest(
+    make_adapter: Any, target: PackTarget, tmp_path: Path
+) -> None:
+    lists: list[list[int] | None] = [None, [1], [1, 2], [2, 1], [12]]
+    digests = {canonical(make_adapter(alora_invocation_tokens=tokens), target, tmp_path / "c") for tokens in lists}
+    assert len(digests) == len(lists)
 
 
 def test_canonical_file_is_valid_safetensors(make_adapter: Any, target: PackTarget, tmp_path: Path) -> None:

@@ -76,6 +76,20 @@ def test_the_first_ready_version_becomes_the_default(
     assert registry.list_models(acme) == [ref]
 
 
+def test_a_resolved_version_has_its_invocation_tokens(
+    registry: AdapterRegistry, versions: Versions, make_tenant: Callable[[str], str]
+) -> None:
+    acme = make_tenant("acme")
+    adapter = registry.create_adapter(acme, "support")
+    versions.add(adapter.id, "a", tokens=(5, 6))
+    versions.add(adapter.id, "b")
+    found = [registry.resolve("acme", "support", **name) for name in ({}, {"version": 1}, {"version": 2})]
+    assert [ref.invocation_tokens for ref in found if ref is not None] == [(5, 6), (5, 6), ()]
+    assert [ref.invocation_tokens for ref in registry.list_models(acme)] == [(5, 6)]
+    listed = [registry.get_version(adapter.id, number) for number in (1, 2)]
+    assert [version.invocation_tokens for version in listed if version is not None] == [[5, 6], None]
+
+
 def test_name_can_include_a_version(
     registry: AdapterRegistry, versions: Versions, make_tenant: Callable[[str], str]
 ) -> None:

@@ -26,6 +26,9 @@ def _spelt(name: str, code: str, members: str, param: str = CONFIG) -> Hostile:
     return _text(name, code, json.dumps(good_files().config)[:-1].encode() + b", " + members.encode() + b"}", param)
 
 
+_INVOCATION = "alora_invocation_tokens"
+_INVOKED = {_INVOCATION: [1, 2]}
+
 TEXTS = [
     _text("configuration of spaces", "invalid_json", b"   "),
     _text("configuration is a list", "invalid_json", b"[]"),
@@ -94,6 +97,22 @@ TYPES = [
     _config("task is a list", "invalid_config", "task_type", task_type=[MARK]),
     _config("dropout is a text", "invalid_config", "lora_dropout", lora_dropout=MARK),
     _config("inference mode is a number", "invalid_config", "inference_mode", inference_mode=0),
+    *(
+        _config(f"invocation tokens are {name}", "invalid_config", _INVOCATION, alora_invocation_tokens=value)
+        for name, value in {
+            "an empty list": [],
+            "an empty object": {},
+            "a truth": False,
+            "a number": 1,
+            "a text": MARK,
+            "an object": {MARK: 1},
+            "texts": [MARK],
+            "floats": [1.0],
+            "truths": [True],
+            "null in a list": [None],
+            "lists": [[1]],
+        }.items()
+    ),
     _config("bias is null", "unsupported_config", "bias", bias=None),
     _config("DoRA is a number", "invalid_config", "use_dora", use_dora=0),
 ]
@@ -115,6 +134,12 @@ RANGES = [
     _config("layer -1", "invalid_config", "layers_to_transform", layers_to_transform=[-1]),
     _config("layer 2 of 2", "base_mismatch", "layers_to_transform", layers_to_transform=[0, 2]),
     _config("layer of 300 digits", "base_mismatch", "layers_to_transform", layers_to_transform=10**299),
+    _config("invocation token -1", "invalid_config", _INVOCATION, alora_invocation_tokens=[1, -1]),
+    _config("invocation token 70 of 70", "base_mismatch", f"{_INVOCATION}[1]", alora_invocation_tokens=[69, 70]),
+    _config("invocation token 2**31", "invalid_config", _INVOCATION, alora_invocation_tokens=[2**31]),
+    _config("invocation token of 300 digits", "invalid_config", _INVOCATION, alora_invocation_tokens=[10**299]),
+    _config("257 invocation tokens", "invalid_config", _INVOCATION, alora_invocation_tokens=[1] * 257),
+    _config("100000 invocation tokens", "invalid_config", _INVOCATION, alora_invocation_tokens=[1] * 100_000),
     _config("4097 targets", "invalid_config", "target_modules", target_modules=["q_proj"] * 4097),
     _config("4097 ranks", "invalid_config", "rank_pattern", rank_pattern={f"kilroy{i}": 4 for i in range(4097)}),
 ]
@@ -133,7 +158,9 @@ UNSUPPORTED = [
     _config("LoftQ", "unsupported_config", "loftq_config", loftq_config={"loftq_bits": 4}),
     _config("EVA", "invalid_config", "eva_config", eva_config=[MARK]),
     _config("CorDA", "unsupported_config", "corda_config", corda_config={MARK: 1}),
-    _config("activated LoRA", "unsupported_config", "alora_invocation_tokens", alora_invocation_tokens=[1, 2]),
+    _config("activated LoRA with DoRA", "unsupported_config", "use_dora", use_dora=True, alora_invocation_tokens=[1]),
+    _config("activated LoRA for no task", "unsupported_config", "task_type", task_type=None, **_INVOKED),
+    _config("activated LoRA for another task", "unsupported_config", "task_type", task_type=MARK, **_INVOKED),
     _config("QALoRA", "unsupported_config", "use_qalora", use_qalora=True),
     _config("parts of a fused linear", "unsupported_config", "enable_lora", enable_lora=[True, False, True]),
     _config("replicated layers", "unsupported_config", "layer_replication", layer_replication=[[0, 2], [1, 2]]),

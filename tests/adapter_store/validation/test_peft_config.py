@@ -27,6 +27,12 @@ def test_settings_that_change_the_result_are_read() -> None:
     assert config.alpha_pattern == (("v_proj", 3.5),)
     assert config.layers == (1,)
     assert config.recorded["revision"] == "x"
+    assert config.invocation_tokens == ()
+
+
+@pytest.mark.parametrize("tokens", [[0], [5, 5], list(range(256))], ids=["one", "twice the same", "256"])
+def test_invocation_tokens_are_read(tokens: list[int]) -> None:
+    assert parse(alora_invocation_tokens=tokens, task_type="CAUSAL_LM").invocation_tokens == tuple(tokens)
 
 
 @pytest.mark.parametrize(

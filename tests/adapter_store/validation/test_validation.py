@@ -200,6 +200,29 @@ def test_outer_modules_are_validated_like_others(adapter_maker: Any, outer_targe
     assert report.num_parameters == 4 * (2 * (70 + 32) + 4 * 32)
 
 
+def test_invocation_tokens_are_described(adapter_maker: Any, outer_target: PackTarget) -> None:
+    files = adapter_maker(outer_target)(modules=("lm_head", "self_attn.q_proj"), alora_invocation_tokens=[69, 0])
+    report = validate_files(files.config_bytes, files.tensor_bytes, outer_target)
+    assert report.invocation_tokens == (69, 0)
+    assert report.document()["invocation_tokens"] == [69, 0]
+
+
+@pytest.mark.parametrize(
+    ("modules", "tokens", "code", "param"),
+    [
+        (("self_attn.q_proj",), [3, 70], "base_mismatch", "alora_invocation_tokens[1]"),
+        (("model.embed_tokens",), [3], "unsupported_config", "alora_invocation_tokens"),
+        (("lm_head", "model.embed_tokens"), [3], "unsupported_config", "alora_invocation_tokens"),
+    ],
+    ids=["beyond the vocabulary", "embedding", "embedding among others"],
+)
+def test_an_activation_that_the_base_cannot_have_is_refused(
+    adapter_maker: Any, outer_target: PackTarget, modules: tuple[str, ...], tokens: list[int], code: str, param: str
+) -> None:
+    files = adapter_maker(outer_target)(modules=modules, alora_invocation_tokens=tokens)
+    assert_refused(files.config_bytes, files.tensor_bytes, outer_target, code, param)
+
+
 @pytest.mark.parametrize(
     ("config", "modules", "expected"),
     [

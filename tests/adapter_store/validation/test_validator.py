@@ -179,6 +179,16 @@ HOSTILE_WORKERS = {
     "a number as its code": answering(rejected={"code": 1, "message": "x", "param": None, "report": {}}),
     "an endless answer": "import sys\nfor _ in range(100): sys.stdout.write('[' * 1_000_000)",
     "no output": answering(accepted=VERDICT),
+    **{
+        f"invocation tokens: {name}": answering(accepted={**VERDICT, "invocation_tokens": tokens})
+        for name, tokens in {
+            "text": "x",
+            "texts": ["x"],
+            "negative": [-1],
+            "large": [2**21],
+            "257": [1] * 257,
+        }.items()
+    },
     "a link as its output": f"""
 import json, os, sys
 job = json.load(sys.stdin)['job']
