@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from loramux.adapter_store.registry.records import AdapterRef
 from loramux.engine.messages import Add, SamplingParams
 from loramux.platform.accounts.model_names import ResolvedModel
 from loramux.platform.accounts.tenants import Share
@@ -69,6 +70,8 @@ class Plan:
     target: Target
     endpoint: str
     prompts: tuple[tuple[int, ...], ...]
+    activations: tuple[int | None, ...]
+    """The position in each prompt from which the adapter applies; None if the base alone answers the prompt."""
     num_choices: int
     max_tokens: int
     granted_tokens: int
@@ -92,6 +95,12 @@ class Plan:
         return self.prompt_tokens + self.num_sequences * self.granted_tokens
 
     @property
+    def adapter_to_load(self) -> AdapterRef | None:
+        """The adapter that the engine needs; None for the base, and if no prompt activates the adapter."""
+        is_needed = any(activation is not None for activation in self.activations)
+        return self.target.model.adapter if is_needed else None
+
+    @property
     def num_sequences(self) -> int:
         return len(self.prompts) * self.num_choices
 
@@ -107,7 +116,8 @@ class Plan:
         if choice and sampling.num_prompt_logprobs is not None:
             # One choice scores the prompt for all of them.
             sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
-        adapter, share = self.target.model.adapter, self.target.share
+        activation, share = self.activations[prompt_index], self.target.share
+        adapter = None if activation is None else self.target.model.adapter
         return Add(
             sequence_id=f"{self.request_id}-{prompt_index * self.num_choices + choice}",
             prompt=self.prompts[prompt_index],
@@ -117,6 +127,7 @@ class Plan:
             sampling=sampling,
             grammar=self.grammar,
             digest=adapter.digest if adapter is not None else None,
+            activation=activation or 0,
             share_key=share.key,
             weight=share.weight,
             isolation_key=share.isolation_key,

@@ -78,7 +78,7 @@ class RunningRequests:
     async def reserve(self, plan: Plan) -> Reservation:
         """Reserve the maximum cost. Raises QuotaExceeded, RequestTooLarge, DatabaseTrouble or one of TROUBLE."""
         self._check()
-        adapter = plan.target.model.adapter
+        adapter = plan.adapter_to_load
         if adapter is None:
             return await self._reserve(plan, loads_adapter=False)
         try:

@@ -30,6 +30,8 @@ class Prepared:
     """The format of tool calls; None if the request offers no tools, or if calls are not parsed."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The token ids of words that the answer must not contain."""
+    activations: tuple[int | None, ...] = ()
+    """See `Plan.activations`; set once the prompts are truncated."""
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -73,6 +73,7 @@ def make_plan(
         target=target,
         endpoint=endpoint.name,
         prompts=prompts,
+        activations=prepared.activations,
         num_choices=body.num_generated,
         max_tokens=max_tokens,
         granted_tokens=max_tokens if is_asked else min(max_tokens, max(CHUNK_TOKENS, sampling.min_tokens)),

@@ -13,6 +13,7 @@ from starlette.types import Receive
 
 from loramux.platform.accounts.principals import Principal
 from loramux.platform.errors import ApiError
+from loramux.platform.generation.activation import activations
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Generation
 from loramux.platform.generation.plan import Plan, Target
@@ -102,7 +103,11 @@ async def prepare(services: GatewayServices, endpoint: Endpoint[B], target: Targ
         num_characters = 2 * sum(len(word) + 1 for word in words)
         bad_words = await services.compute_if_long(num_characters, services.tokenizer.spellings, words)
     prompts = truncated(services.max_model_len, received.body, prepared.prompts)
-    return replace(prepared, prompts=prompts, bad_words=bad_words)
+    adapter = target.model.adapter
+    invocation_tokens = () if adapter is None else adapter.invocation_tokens
+    num_searched = sum(len(prompt) for prompt in prompts) if invocation_tokens else 0
+    found = await services.compute_if_long(num_searched, activations, prompts, invocation_tokens)
+    return replace(prepared, prompts=prompts, activations=found, bad_words=bad_words)
 
 
 async def constrain(services: GatewayServices, target: Target, constraint: Constraint | None) -> str:

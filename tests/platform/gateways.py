@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -58,15 +58,22 @@ class Gateway:
     def limit(self, metric: str, limit: int) -> None:
         QuotaPolicies(self.database).set(self.tenant.id, metric, limit)
 
-    def add_adapter(self, tenant: str, name: str, versions: int = 1, files: Mapping[str, bytes] | None = None) -> str:
+    def add_adapter(
+        self,
+        tenant: str,
+        name: str,
+        versions: int = 1,
+        files: Mapping[str, bytes] | None = None,
+        invocation_tokens: Sequence[int] = (),
+    ) -> str:
         """Add an adapter with ready versions and return its identifier. The last version is the default.
 
-        `files` are the optional files of each version, by name.
+        `files` are the optional files of each version, by name; `invocation_tokens` activate each version.
         """
         tenants = Tenants(self.database)
         owner = tenants.get(tenant) or tenants.create(tenant)
         digests = [digest_of(f"{tenant}/{name}@{number}") for number in range(1, versions + 1)]
-        return add_ready_adapter(self.database, owner.id, name, digests, files)
+        return add_ready_adapter(self.database, owner.id, name, digests, files, invocation_tokens)
 
 
 @asynccontextmanager

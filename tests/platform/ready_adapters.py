@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sqlalchemy import insert
 
@@ -17,11 +17,16 @@ from loramux.migrations.identifiers import new_id
 
 
 def add_ready_adapter(
-    database: Database, tenant_id: str, name: str, digests: list[str], files: Mapping[str, bytes] | None = None
+    database: Database,
+    tenant_id: str,
+    name: str,
+    digests: list[str],
+    files: Mapping[str, bytes] | None = None,
+    invocation_tokens: Sequence[int] = (),
 ) -> str:
     """Add an adapter with a ready version per digest, and return its identifier. The last version is the default.
 
-    `files` are the optional files of each version, by name.
+    `files` are the optional files of each version, by name; `invocation_tokens` activate each version.
     """
     further = FurtherFiles(files or {})
     adapter_id = new_id("ada")
@@ -39,6 +44,7 @@ def add_ready_adapter(
                     version_digest=version_digest(digest, further.checksums) if files else None,
                     max_rank=8,
                     num_pages=1,
+                    invocation_tokens=list(invocation_tokens) or None,
                     canonical_bytes=1,
                     upload_id=new_id("upl"),
                     report={},

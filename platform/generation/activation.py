@@ -1,0 +1,22 @@
+"""Finds the tokens that activate an adapter in a prompt, where PEFT finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def activations(prompts: Sequence[Sequence[int]], invocation_tokens: Sequence[int]) -> tuple[int | None, ...]:
+    """The position in each prompt from which the adapter applies, or None if the base alone computes the prompt.
+
+    An adapter without invocation tokens applies from the start.
+    """
+    return tuple(activation(prompt, invocation_tokens) if invocation_tokens else 0 for prompt in prompts)
+
+
+def activation(prompt: Sequence[int], invocation_tokens: Sequence[int]) -> int | None:
+    """The start of the last occurrence of the invocation tokens in a prompt, or None."""
+    # The search runs backwards over text with one character per token, because `str.find` takes linear time even for
+    # hostile prompts, while `str.rfind` does not.
+    text, wanted = ("".join(map(chr, reversed(token_ids))) for token_ids in (prompt, invocation_tokens))
+    num_after = text.find(wanted)
+    return None if num_after < 0 else len(prompt) - num_after - len(invocation_tokens)
