@@ -55,6 +55,8 @@ def print_version(adapter: Document, version: Document) -> None:
     rows: list[tuple[str, object]] = [
         (name, version[name]) for name in ("digest", "version_digest", "max_rank", "num_pages", "size", "chat_template")
     ]
+    if version["invocation_tokens"] is not None:
+        rows.append(("invocation_tokens", " ".join(map(str, version["invocation_tokens"]))))
     settings = version["generation_config"] or {}
     rows += [(f"generation_config {name}", value) for name, value in settings.items()]
     rows += [(name, version[name]) for name in _PARSERS if version[name] is not None]

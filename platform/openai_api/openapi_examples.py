@@ -82,6 +82,7 @@ _BY_NAME: Mapping[str, Any] = {
     "version_digest": _DIGEST,
     "chat_template": _DIGEST,
     "generation_config": {"temperature": 0.6, "top_k": 20},
+    "invocation_tokens": [128002, 78191],
     "tool_call_parser": "hermes",
     "reasoning_parser": None,
     "sha256": _DIGEST,

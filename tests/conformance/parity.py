@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft.tuners.lora.variants import calculate_alora_offsets
 
 from loramux.adapter_store.formats.packing import PackedAdapter
 from loramux.engine.adapters.stager import MemoryStager
@@ -57,15 +58,27 @@ class Subject:
         return assemble_engine(config, lambda: None, MemoryStager(self.adapters), backend=backend)
 
     @torch.no_grad()
-    def reference_logits(self, name: str | None, tokens: list[int]) -> torch.Tensor:
-        """The reference's logits for every position, float32 `[len(tokens), vocab_size]`."""
+    def reference_logits(self, name: str | None, tokens: list[int], num_prompt: int | None = None) -> torch.Tensor:
+        """The reference's logits for every position, float32 `[len(tokens), vocab_size]`.
+
+        An activated adapter is activated where peft finds its invocation in the first `num_prompt` tokens, or in all.
+        """
+        settings: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
             if name is None:
                 stack.enter_context(self.reference.disable_adapter())
             else:
                 self.reference.set_adapter(name)
-            logits: torch.Tensor = self.reference(input_ids=torch.tensor([tokens])).logits[0]
+                if self.reference.peft_config[name].alora_invocation_tokens:
+                    start = self.activation(name, tokens[:num_prompt])
+                    settings["alora_offsets"] = [None if start is None else len(tokens) - start]
+            logits: torch.Tensor = self.reference(input_ids=torch.tensor([tokens]), **settings).logits[0]
             return logits
+
+    def activation(self, name: str, prompt: list[int]) -> int | None:
+        """The position from which peft applies an activated adapter, or None."""
+        [offset] = calculate_alora_offsets(self.reference.peft_config, name, torch.tensor([prompt]))
+        return None if offset is None else len(prompt) - offset
 
 
 def make_subject(
@@ -133,7 +146,8 @@ def assert_parity(subject: Subject, name: str | None, add: Add, recorded: list[t
     """Compare each step's logits and greedy choice with the reference's after the same tokens."""
     assert len(recorded) == add.max_tokens
     generated = [int(row.argmax()) for row in recorded]
-    expected = subject.reference_logits(name, [*add.prompt, *generated[:-1]])[len(add.prompt) - 1 :]
+    num_prompt = len(add.prompt)
+    expected = subject.reference_logits(name, [*add.prompt, *generated[:-1]], num_prompt)[num_prompt - 1 :]
     for ours, theirs in zip(recorded, expected, strict=True):
         limit = TOLERANCE * theirs.abs().max()
         difference = (ours - theirs).abs().max()

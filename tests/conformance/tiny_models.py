@@ -192,7 +192,10 @@ def make_base(family: str, directory: Path, shape: dict[str, Any] = SHAPE, windo
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """The plan of one adapter: its rank, its target modules, and ranks and alphas that differ by layer or module."""
+    """The plan of one adapter: its rank, its target modules, and ranks and alphas that differ by layer or module.
+
+    `invocation_tokens` make it an activated LoRA.
+    """
 
     name: str
     rank: int
@@ -204,6 +207,7 @@ class AdapterPlan:
     layers: list[int] | None = None
     use_dora: bool = False
     lora_bias: bool = False
+    invocation_tokens: tuple[int, ...] = ()
 
     def for_family(self, family: str) -> AdapterPlan:
         """The same plan with the names of the family's linears."""
@@ -276,6 +280,7 @@ def _added_and_saved(base: PreTrainedModel, plans: list[AdapterPlan], directory:
             layers_to_transform=plan.layers,
             use_dora=plan.use_dora,
             lora_bias=plan.lora_bias,
+            alora_invocation_tokens=list(plan.invocation_tokens) or None,
             init_lora_weights=False,
             task_type="CAUSAL_LM",
         )
@@ -298,5 +303,5 @@ def pack_peft_directory(directory: Path, target: PackTarget, base_dir: Path) -> 
     tensors = directory / "adapter_model.safetensors"
     report = validate_files((directory / "adapter_config.json").read_bytes(), tensors, target)
     canonical = directory / "canonical.safetensors"
-    write_canonical(tensors, report.scales, canonical)
+    write_canonical(tensors, report.scales, canonical, invocation_tokens=report.invocation_tokens)
     return pack(canonical, target, BaseWeights(base_dir))

@@ -29,9 +29,9 @@ class VersionDocument(TypedDict):
 
     `digest` is the digest of the weights. A model name can contain `version_digest`, which also covers the optional
     files, after `@sha256:`. `chat_template` is the SHA-256 of the version's own template, `generation_config` has its
-    sampling defaults, `tool_call_parser` and `reasoning_parser` are the parsers that it was uploaded with, and `report`
-    is the validation report. The digests and sizes are null until validation has
-    succeeded.
+    sampling defaults, `tool_call_parser` and `reasoning_parser` are the parsers that it was uploaded with,
+    `invocation_tokens` are the token ids that activate an activated LoRA (null if the adapter is always active), and
+    `report` is the validation report. The digests and sizes are null until validation has succeeded.
     """
 
     id: str
@@ -46,6 +46,7 @@ class VersionDocument(TypedDict):
     tool_call_parser: str | None
     reasoning_parser: str | None
     max_rank: int | None
+    invocation_tokens: list[int] | None
     num_pages: int | None
     size: int | None
     pinned: bool
@@ -150,6 +151,7 @@ def describe_version(version: AdapterVersion) -> VersionDocument:
         "tool_call_parser": version.report.get("parsers", {}).get("tool_call_parser"),
         "reasoning_parser": version.report.get("parsers", {}).get("reasoning_parser"),
         "max_rank": version.max_rank,
+        "invocation_tokens": None if version.invocation_tokens is None else list(version.invocation_tokens),
         "num_pages": version.num_pages,
         "size": version.canonical_bytes,
         "pinned": version.pinned_us is not None,
