@@ -77,7 +77,7 @@ def version_digest_of(columns: ReadOnlyColumnCollection[str, Column[Any]]) -> Co
 def adapter_ref(row: Row[*tuple[Any, ...]]) -> AdapterRef:
     """The AdapterRef of a row whose first columns are those of `_select_in_service`."""
     *facts, invocation_tokens = row[:_NUM_FACTS]
-    return AdapterRef(*facts, tuple(invocation_tokens or ()))
+    return AdapterRef(*facts, invocation_tokens=tuple(invocation_tokens or ()))
 
 
 def _select_in_service() -> Select[*tuple[Any, ...]]:

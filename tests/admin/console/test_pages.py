@@ -165,7 +165,7 @@ async def test_optional_files_of_a_version_are_shown(operator: Browser, make_ada
     await operator.post("/adapters", tenant="templater", name="own")
     listed = (await operator.get("/adapters?tenant=templater")).text
     here = f"/adapters/{first_match(r'/console/adapters/(ada_[0-9a-f]{32})', listed)}"
-    directory = make_adapter()
+    directory = make_adapter(config={"task_type": "CAUSAL_LM", "alora_invocation_tokens": [5, 6]})
     template = "{{ messages }}"
     (directory / "chat_template.jinja").write_text(template)
     (directory / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 3}')
@@ -174,10 +174,12 @@ async def test_optional_files_of_a_version_are_shown(operator: Browser, make_ada
     shown = await _until_ready(operator, f"{here}/versions/1")
     assert "<dt>Parsers</dt><dd>tool calls hermes, reasoning off</dd>" in shown
     assert "temperature 0.5, top_k 3</dd>" in shown
+    assert "<dt>Activated by tokens</dt><dd><code>5 6</code></dd>" in shown
     assert "Digest of the weights" in shown
     assert hashlib.sha256(template.encode()).hexdigest() in shown
     page = (await operator.get(here)).text
     assert ">template</span>" in page
+    assert 'title="Tokens 5 6">activated</span>' in page
     assert 'title="tool calls hermes, reasoning off">parsers</span>' in page
     assert 'title="temperature 0.5, top_k 3">settings</span>' in page
 

@@ -109,6 +109,25 @@ async def test_version_document_shows_the_optional_files(
     assert (absent.status_code, absent.json()["error"]["code"]) == (404, "file_not_found")
 
 
+async def test_version_document_shows_the_invocation_tokens(
+    http: httpx.AsyncClient, make_adapter: Callable[..., Path]
+) -> None:
+    adapter_id = await new_adapter(http)
+    directory = make_adapter(config={"task_type": "CAUSAL_LM"})
+    plain = await push(http, adapter_id, directory)
+    assert plain["invocation_tokens"] is None
+    config = json.loads((directory / "adapter_config.json").read_text())
+    for tokens, number in (([5, 6], 2), ([6, 5], 3)):
+        (directory / "adapter_config.json").write_text(json.dumps({**config, "alora_invocation_tokens": tokens}))
+        version = await push(http, adapter_id, directory)
+        assert (version["state"], version["number"], version["invocation_tokens"]) == ("ready", number, tokens)
+        assert version["digest"] != plain["digest"]
+    (directory / "adapter_config.json").write_text(json.dumps({**config, "alora_invocation_tokens": [2**31]}))
+    refused = await push(http, adapter_id, directory)
+    assert (refused["state"], refused["invocation_tokens"], refused["digest"]) == ("rejected", None, None)
+    assert (refused["error"]["code"], refused["error"]["param"]) == ("invalid_config", "alora_invocation_tokens")
+
+
 async def test_version_document_shows_the_parsers(http: httpx.AsyncClient, make_adapter: Callable[..., Path]) -> None:
     adapter_id = await new_adapter(http)
     directory = make_adapter()
