@@ -23,11 +23,13 @@ from tests.engine.device.gpu_backend import gpu_backend
 
 INVOCATIONS = {"one": (5,), "three": (7, 8, 7), "head": (9, 9), "five": (3, 4, 3, 4, 3)}
 PLANS = [
-    AdapterPlan("one", 3, ["q_proj", "v_proj", "down_proj"], alpha=6.0, invocation_tokens=INVOCATIONS["one"]),
+    AdapterPlan(
+        "one", 3, ["q_proj", "v_proj", "down_proj"], alpha=6.0, lora_bias=True, invocation_tokens=INVOCATIONS["one"]
+    ),
     AdapterPlan("three", 16, ALL_LINEARS, use_rslora=True, alpha=4.0, invocation_tokens=INVOCATIONS["three"]),
     AdapterPlan("head", 5, ["lm_head", "k_proj", "up_proj"], invocation_tokens=INVOCATIONS["head"]),
     AdapterPlan("five", 8, ALL_LINEARS, layers=[1], invocation_tokens=INVOCATIONS["five"]),
-    AdapterPlan("plain", 4, ALL_LINEARS, alpha=8.0),
+    AdapterPlan("plain", 4, ALL_LINEARS, alpha=8.0, use_dora=True),
 ]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 NUM_TOKENS = 5

@@ -20,6 +20,7 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.engine.config import pack_target
 from loramux.engine.messages import Add, SamplingParams
 from loramux.engine.model.model_config import ModelConfig
+from loramux.platform.generation.activation import activations
 from tests.conformance.parity import TOLERANCE, Recorder, Subject, run
 from tests.conformance.tiny_models import (
     ALL_LINEARS,
@@ -90,6 +91,10 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
     if chance.random() < 0.3 and not settings["target_modules"][0].startswith("."):
         settings["layers_to_transform"] = chance.choice([0, [1], [0, 1], [NUM_LAYERS - 1]])
         settings["layers_pattern"] = chance.choice([None, "layers", ["layers"]])
+    # PEFT fails in the middle of an activated adapter of the embedding, and never activates one without a task type.
+    can_be_activated = settings["task_type"] is not None and not settings.get("use_dora")
+    if can_be_activated and not any("embed" in name for name in settings["target_modules"]) and chance.random() < 0.5:
+        settings["alora_invocation_tokens"] = [chance.randrange(2, 5) for _ in range(chance.randint(1, 3))]
     return settings
 
 
@@ -162,6 +167,12 @@ def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int)
             outcomes["refused by both"] += 1
             continue
         prompt = [chance.randrange(2, VOCAB_SIZE) for _ in range(9)]
+        tokens = settings.get("alora_invocation_tokens", [])
+        if tokens and chance.random() < 0.8:
+            place = chance.randrange(len(prompt))
+            prompt[place:place] = tokens
+        [position] = activations([prompt], tokens)
+        outcomes["activated" if tokens and position is not None else "never activated" if tokens else "plain"] += 1
         pair.subject.adapters[packed.digest] = packed
         sequence_id = f"{index}"
         assembled.engine.add(
@@ -171,7 +182,8 @@ def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int)
                 prompt=tuple(prompt),
                 max_tokens=1,
                 sampling=SamplingParams(temperature=0.0, ignore_eos=True),
-                digest=packed.digest,
+                digest=None if position is None else packed.digest,
+                activation=position or 0,
             ),
         )
         run(assembled.engine)
@@ -202,3 +214,4 @@ def test_a_few_configurations_give_pefts_logits(pair: Pair, monkeypatch: pytest.
 def test_hundreds_of_configurations_give_pefts_logits(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = compare(pair, monkeypatch, FEW, MANY)
     assert outcomes["equal"] >= MANY * 0.8
+    assert outcomes["activated"] > outcomes["never activated"] > 0
