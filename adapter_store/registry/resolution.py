@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 from sqlalchemy import BindParameter, Column, ColumnElement, Row, Select, bindparam, exists, func, literal, select
@@ -76,8 +76,9 @@ def version_digest_of(columns: ReadOnlyColumnCollection[str, Column[Any]]) -> Co
 
 def adapter_ref(row: Row[*tuple[Any, ...]]) -> AdapterRef:
     """The AdapterRef of a row whose first columns are those of `_select_in_service`."""
-    *facts, invocation_tokens = row[:_NUM_FACTS]
-    return AdapterRef(*facts, invocation_tokens=tuple(invocation_tokens or ()))
+    ref = AdapterRef(*row[:_NUM_FACTS])
+    # The column is a JSON list, or NULL.
+    return replace(ref, invocation_tokens=tuple(ref.invocation_tokens or ()))
 
 
 def _select_in_service() -> Select[*tuple[Any, ...]]:
