@@ -1,5 +1,3 @@
-"""A vocabulary of single bytes plus some longer tokens, mostly JSON punctuation and literals."""
-
 from __future__ import annotations
 
 from functools import cache
@@ -38,8 +36,6 @@ TOKENS = [*BYTES, *WORDS]
 
 
 class _Tokenizer:
-    """The tokenizer interface that llguidance expects."""
-
     eos_token_id = EOS
     bos_token_id = None
     special_token_ids = (EOS,)
@@ -52,7 +48,6 @@ class _Tokenizer:
 
 
 def tokenized(text: bytes, tokens: list[bytes]) -> list[int]:
-    """The longest token at each position, as most tokenizers would choose."""
     ids = []
     while text:
         longest = max((one for one in tokens if text.startswith(one)), key=len)
@@ -71,5 +66,4 @@ def ids(text: str) -> list[int]:
 
 
 def text(token_ids: list[int]) -> str:
-    """Decode the tokens, leaving out the end of sequence."""
     return b"".join(TOKENS[one] for one in token_ids if one != EOS).decode(errors="replace")

@@ -1,5 +1,3 @@
-"""Engines over a simulated device, with and without lookahead."""
-
 from __future__ import annotations
 
 from functools import partial

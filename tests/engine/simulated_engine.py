@@ -1,5 +1,3 @@
-"""An engine on a simulated device, and the output of each sequence."""
-
 from __future__ import annotations
 
 import random
@@ -42,8 +40,6 @@ class Clock:
 
 @dataclass
 class Simulation:
-    """An engine on a simulated device, its parts, and the output of each sequence."""
-
     engine: Engine
     pages: PagePool
     adapters: AdapterPool
@@ -157,8 +153,6 @@ def stats_of(simulation: Simulation) -> Stats:
 
 
 class Simulate(Protocol):
-    """Creates a simulation from the arguments of `simulate_engine`."""
-
     def __call__(self, **arguments: Any) -> Simulation: ...
 
 

@@ -1,5 +1,3 @@
-"""Settings that cannot work stop the engine from starting, with a one-sentence error."""
-
 from __future__ import annotations
 
 from pathlib import Path

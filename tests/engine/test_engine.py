@@ -1,5 +1,3 @@
-"""The engine on a simulated device: each sequence's output, and no leaks."""
-
 from __future__ import annotations
 
 import random
@@ -175,7 +173,6 @@ def test_seeded_stream_is_independent(simulate: Simulate, simulation: Simulation
 
 
 def test_random_traffic_leaks_nothing(simulate: Simulate) -> None:
-    """Random sequences arrive, are aborted or preempted, and evict one another's adapters."""
     rng = random.Random(3)
     names = {f"adapter{i}": rng.randint(1, 6) for i in range(12)}
     simulation = simulate(num_pages=40, num_slots=4, adapters=names, max_sequences=6)

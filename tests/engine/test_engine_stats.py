@@ -1,5 +1,3 @@
-"""The engine's statistics count nothing twice and separate prompt, cached and recomputed tokens."""
-
 from __future__ import annotations
 
 import msgspec

@@ -1,5 +1,3 @@
-"""The modules that an adapter changes are mapped to their groups."""
-
 from __future__ import annotations
 
 import numpy as np

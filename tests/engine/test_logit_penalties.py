@@ -1,5 +1,3 @@
-"""Bias and penalties follow vLLM's formula at a bounded cost. No token is missed while steps are in flight."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -141,9 +139,6 @@ def test_settings_without_edits_return_none() -> None:
     assert logit_penalties(SamplingParams(temperature=0.3, top_k=4, min_p=0.1, seed=1, min_tokens=4), [1, 2], 2) is None
 
 
-# Steps in flight
-
-
 def last_rows(batch: Batch, tokens: torch.Tensor) -> torch.Tensor:
     return tokens[torch.from_numpy(batch.sample_rows).long().to(tokens.device)].long()
 
@@ -224,7 +219,6 @@ def simulate(executor: object, monkeypatch: pytest.MonkeyPatch, lookahead: bool,
 
 
 def naive(prompt: tuple[int, ...], params: SamplingParams, num_tokens: int) -> list[int]:
-    """The tokens of a greedy sequence, with the penalties recomputed for each token."""
     output: list[int] = []
     for _ in range(num_tokens):
         last = [*prompt, *output][-1]
@@ -264,7 +258,7 @@ def test_sequence_skipped_by_a_step_keeps_its_tokens() -> None:
         inputs = device.inputs([row])
         committed.extend(one.token_id or 0 for one in device.sampler.choose(logits, [row], inputs).tokens())
         if step in (14, 15, 29):
-            # Run a step without this sequence after its earlier tokens have become known.
+            # After the sequence's earlier tokens are known, run a step without it.
             tokens[len(prompt) :] = committed
             other = SamplingRow(GREEDY, 0, 0)
             device.sampler.choose(TABLE[[0]].to(DEVICE), [other], device.inputs([other]))

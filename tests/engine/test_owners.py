@@ -1,5 +1,3 @@
-"""Gateways are independent: two of them can use equal IDs, and one can die without affecting the other."""
-
 from __future__ import annotations
 
 from collections import defaultdict

@@ -1,5 +1,3 @@
-"""Prompts are scored once and completely, whatever the steps look like."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""A timer with an invalid time is refused and does not stop other timers."""
-
 from __future__ import annotations
 
 import math

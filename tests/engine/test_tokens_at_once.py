@@ -1,5 +1,3 @@
-"""If an answer is not streamed, its tokens are sent in groups, and no token is lost."""
-
 from __future__ import annotations
 
 import pytest

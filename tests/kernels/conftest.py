@@ -15,7 +15,6 @@ from tests.kernels.implementations import CPU_KERNELS, cpu_kernels
 from tests.kernels.pools import AdapterPool, adapter_pool, poisoned_pool
 
 MAX_INTERPRETED = 6
-"""Maximum number of cases per test that the interpreter runs outside the campaign."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -47,7 +46,6 @@ def seeded() -> None:
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """The pool's dtype."""
     return request.param
 
 

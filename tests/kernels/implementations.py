@@ -1,5 +1,3 @@
-"""The kernel implementations that store K and V in the CPU's layout, by name."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -12,7 +10,6 @@ CPU_KERNELS = ("reference", "cpu")
 
 
 def cpu_kernels(name: str) -> Callable[[PoolViews], Kernels]:
-    """The implementation with this name. Numba is imported only if it is needed."""
     if name == "reference":
         return ReferenceKernels
     from loramux.kernels.cpu.kernels import CpuKernels

@@ -1,4 +1,4 @@
-"""One layer's kernels, launched as in an engine step, on the device under test and in the reference."""
+"""One layer's kernels, launched as in an engine step, for the reference and for the device under test."""
 
 from __future__ import annotations
 
@@ -56,8 +56,6 @@ STEPS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """The base weights of one layer."""
-
     norm: torch.Tensor
     qkv: torch.Tensor
     output: torch.Tensor
@@ -67,7 +65,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """A layer's inputs: `hidden` `[T, HIDDEN]`, the rows' rotary angles and pages, and their adapters' segments."""
+    """`hidden` is `[T, HIDDEN]`."""
 
     hidden: torch.Tensor
     cos: torch.Tensor  # [T, head_dim / 2]
@@ -77,7 +75,6 @@ class Step:
 
 
 def run(kernels: Kernels, weights: Weights, tables: AdapterTables, step: Step) -> list[torch.Tensor]:
-    """Run one layer's kernels. Return the residual and the outputs of both gates."""
     num_tokens = step.hidden.shape[0]
 
     def adapted(x: torch.Tensor, y: torch.Tensor, group: ModuleGroup) -> torch.Tensor:
@@ -101,7 +98,6 @@ def run(kernels: Kernels, weights: Weights, tables: AdapterTables, step: Step) -
 def step_of(
     contexts: Sequence[int], num_queries: Sequence[int], slots: Sequence[int], pages: torch.Tensor, weights: Weights
 ) -> Step:
-    """A step of sequences with two pages each. Their adapters are in `slots`."""
     owned = [pages[2 * i : 2 * i + -(-length // 16)] for i, length in enumerate(contexts)]
     positions = [torch.arange(length - rows, length) for length, rows in zip(contexts, num_queries, strict=True)]
     position = torch.cat(positions)
@@ -144,7 +140,6 @@ def padded(step: Step, num_tokens: int, num_segments: int, num_listed: int, max_
 
 
 def overwrite(old: Step, new: Step) -> None:
-    """Copy `new` into the tensors of `old`."""
     for a, b in ((old, new), (old.batch, new.batch), (old.segments, new.segments)):
         for name in a.__slots__:
             if isinstance(getattr(a, name), torch.Tensor):
@@ -164,7 +159,6 @@ class Side:
 
 
 def both_sides(gpu_module: ModuleType) -> tuple[Side, Side]:
-    """The reference on the CPU and the GPU's kernels on `DEVICE`, with the same weights, adapters and poisoned pool."""
     ranks = np.random.default_rng(0).choice([0, 1, 3, 16, 32], (4, 2, 4)).astype(np.int32)
     adapters = adapter_pool(MODULES, ranks, GEOMETRY, torch.float32)
     # Scale the adapters to the base's magnitude, because larger sums would only amplify rounding errors.

@@ -1,4 +1,4 @@
-"""A pool of random adapters, which are also kept as dense matrices. All unused elements are NaN."""
+"""Random adapters in a pool and as dense matrices. All unused elements are NaN."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Batches of sequences and their page lists, as in a step, with poison wherever the kernels must not read."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

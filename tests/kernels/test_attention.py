@@ -1,5 +1,3 @@
-"""KV writes and paged attention compared with a plain softmax over dense K and V."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,7 +15,6 @@ LAYER = 1
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """Attention for one sequence's last rows, computed head by head and row by row in float64."""
     out = torch.empty(q.shape, dtype=torch.float64)
     first = k.shape[0] - q.shape[0]
     for t in range(q.shape[0]):

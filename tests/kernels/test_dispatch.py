@@ -1,5 +1,3 @@
-"""Choosing kernels and their number of threads for a device. `warm` compiles everything that a step needs."""
-
 from __future__ import annotations
 
 import os
@@ -133,7 +131,7 @@ OTHER_SPECS = {
 def test_unsupported_attention_on_a_gpu_is_refused(
     spec: AttentionSpec, message: str, cuda: torch.device, make_poisoned_pool: Callable[..., PoolViews]
 ) -> None:
-    """Unsupported attention is refused even if only the last layer uses it."""
+    """The layout is refused even if only the last layer uses it."""
     shapes = KernelShapes(SHAPES.groups, (*SHAPES.attention, spec))
     with pytest.raises(ValueError, match=message):
         select_kernels(cuda, make_poisoned_pool(1, GEOMETRY, torch.float32), shapes)
@@ -202,7 +200,7 @@ SHARES = {
 def test_results_do_not_depend_on_how_threads_share_the_work(
     ranks: tuple[int, ...], make_adapter_pool: Callable[..., Any]
 ) -> None:
-    """Results are bitwise equal for any number of threads, and match the reference within rounding."""
+    """Results are bitwise equal for any number of threads and match the reference within rounding."""
     num_rows, most = len(ranks) + 1, max(ranks)
     table = np.array(ranks, np.int32).reshape(-1, 1, 1)
     adapters = make_adapter_pool([LinearShape("m", 1024, 1024)], table, PageGeometry(1, 8, 64, 4, 4), torch.float32)

@@ -1,5 +1,3 @@
-"""Norm, rotary embedding and gate compared with torch, for odd sizes and strided rows."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Shrink and expand compared with dense matrices, with ragged ranks, shuffled pages and poisoned memory."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -37,14 +35,12 @@ OUT_FEATURES = {"one": (96,), "three": (64, 63, 200)}
 
 
 def group_of(in_features: int, out_features: Sequence[int]) -> ModuleGroup:
-    """A group of the tables' modules 1, 2, and so on. Module 0 belongs to another group."""
     offsets = np.concatenate([[0], np.cumsum(out_features)])[:-1].tolist()
     modules = tuple(range(1, len(out_features) + 1))
     return ModuleGroup(modules, in_features, tuple(out_features), tuple(offsets))
 
 
 def segments_of(slots: Sequence[int], kernels: Any, max_rank: int) -> Segments:
-    """A batch's segments on the device under test."""
     segments = build_segments(np.array(slots, np.int32), kernels.segment_rows, max_rank)
     device = torch.get_default_device()
     return Segments(segments.rows.to(device), segments.starts.to(device), segments.slots.to(device), segments.max_rank)
@@ -114,7 +110,7 @@ def test_equals_dense_matrices(
 def test_lora_add_equals_shrink_then_expand(
     slots: list[int], dtype: torch.dtype, make_kernels: Callable[..., Any], make_adapter_pool: Callable[..., Any]
 ) -> None:
-    """`lora_add` agrees bit for bit with shrink and expand, even if an adapter changes the group in only one layer."""
+    """The results are bitwise equal, even if an adapter changes the group in only one layer."""
     group = group_of(128, OUT_FEATURES["three"])
     modules = [LinearShape("other", 72, 72), *(LinearShape("m", 128, out) for out in OUT_FEATURES["three"])]
     ranks = np.random.default_rng(len(slots)).choice(RANKS, (NUM_SLOTS, 2, len(modules))).astype(np.int32)

@@ -1,5 +1,3 @@
-"""Gather, shrink and expand for the outer modules, whose pages are each addressed as a single layer."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -41,7 +39,7 @@ BATCHES = {
 
 
 class OuterPool:
-    """Adapters with outer modules, as dense matrices and in shuffled pages of a pool that is otherwise NaN."""
+    """Adapters with outer modules, as dense matrices and in a pool that is otherwise NaN."""
 
     def __init__(self, make_poisoned_pool: Callable[..., Any], dtype: torch.dtype) -> None:
         geometry, flat = GEOMETRY[dtype], GEOMETRY[dtype].flat
@@ -87,7 +85,7 @@ class OuterPool:
 
 
 def segments_of(slots: Sequence[int], module: int, kernels: Any) -> Segments:
-    """Segments of the rows whose adapters change the module, plus an empty segment if the device pads its steps."""
+    """Segments of the rows whose adapters change the module. If the device pads its steps, an empty segment follows."""
     slots = [slot if slot >= 0 and RANKS[slot][module] else -1 for slot in slots]
     segments = build_segments(np.array(slots, np.int32), kernels.segment_rows, 64)
     device = torch.get_default_device()
@@ -159,7 +157,7 @@ def test_head_adds_to_the_logits(
 
 
 def test_large_vocabulary_memory_is_proportional_to_rank() -> None:
-    """Rows of an embedding's A are not padded, however short: 256k tokens at rank 1 take half a megabyte."""
+    """Rows of an embedding's A are not padded. 256k tokens at rank 1 take half a megabyte."""
     geometry = PageGeometry(num_layers=16, num_kv_heads=8, head_dim=64, kv_itemsize=2, adapter_itemsize=2)
     modules = (LinearShape("embedding", 1 << 18, 2048, is_embedding=True), LinearShape("head", 2048, 1 << 18))
     no_ranks = np.zeros((16, 0), np.int32)

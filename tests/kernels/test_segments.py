@@ -1,5 +1,3 @@
-"""Rows are grouped by adapter, completely and in order."""
-
 from __future__ import annotations
 
 import numpy as np

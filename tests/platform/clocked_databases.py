@@ -1,4 +1,4 @@
-"""Databases whose clock only the test advances. They are emptied after each test."""
+"""Databases on a clock that only the test advances."""
 
 from __future__ import annotations
 

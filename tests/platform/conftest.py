@@ -37,7 +37,7 @@ def postgres_accounts_url(postgres_server: str) -> str:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def clocked(request: pytest.FixtureRequest, clock: FakeClock) -> Iterator[Database]:
-    """An empty database of each kind on the fake clock; migrated once, emptied after each test."""
+    """Yield an empty database of each kind. Each is migrated once and emptied after each test."""
     database = Database(request.getfixturevalue(f"{request.param}_accounts_url"), clock)
     yield database
     empty(database)
@@ -46,7 +46,6 @@ def clocked(request: pytest.FixtureRequest, clock: FakeClock) -> Iterator[Databa
 
 @pytest.fixture
 def accounts(sqlite_accounts_url: str) -> Iterator[Database]:
-    """An empty SQLite database on the real clock, for tests that are not about SQL."""
     database = Database(sqlite_accounts_url)
     yield database
     empty(database)
@@ -84,7 +83,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 async def gateway(
     accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
 ) -> AsyncIterator[Gateway]:
-    """A gateway on SQLite whose engine repeats the prompt, with a context of 256 tokens and a vocabulary of 1024."""
+    """A gateway on SQLite. Its engine repeats the prompt. The context is 256 tokens and the vocabulary 1024."""
     async with open_gateway(accounts, tokenizer, threads) as gateway:
         yield gateway
 
@@ -93,13 +92,11 @@ async def gateway(
 async def gateway_on_each(
     clocked: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
 ) -> AsyncIterator[Gateway]:
-    """A gateway on each kind of database, on the fake clock."""
     async with open_gateway(clocked, tokenizer, threads) as gateway:
         yield gateway
 
 
 @pytest.fixture
 async def gateway_url(gateway: Gateway) -> AsyncIterator[str]:
-    """The URL of the gateway behind a real socket, for tests of streaming and of clients that disconnect."""
     async with listening(gateway.app) as url:
         yield url

@@ -1,5 +1,3 @@
-"""A PostgreSQL server for one test, which the test can pause, kill and restart."""
-
 from __future__ import annotations
 
 import contextlib
@@ -19,7 +17,7 @@ from tests.platform.small_disk import BALLAST, fill, mounted
 
 
 class FaultyPostgres:
-    """Real processes: `pause` stops them where they are, and `kill` ends them without warning."""
+    """`pause` stops the processes where they are, and `kill` ends them without warning."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
@@ -58,7 +56,6 @@ class FaultyPostgres:
         assert self._server.get_uri() == self.url
 
     def fill_disk(self) -> None:
-        """Fill the server's disk, which must not be used by anything else."""
         fill(self._server.pgdata)
 
     def free_disk(self) -> None:

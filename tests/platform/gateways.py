@@ -1,5 +1,3 @@
-"""A complete gateway over a scripted engine, with or without a socket."""
-
 from __future__ import annotations
 
 import asyncio
@@ -36,8 +34,6 @@ from tests.platform.ready_adapters import add_ready_adapter, digest_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gateway:
-    """A complete gateway over a scripted engine, reached over HTTP without a socket."""
-
     services: GatewayServices
     app: FastAPI
     engine: ScriptedEngine
@@ -144,7 +140,6 @@ class _QuietServer(uvicorn.Server):
 
 @asynccontextmanager
 async def listening(app: FastAPI) -> AsyncIterator[str]:
-    """Serve an app on a loopback port and yield its URL."""
     config = uvicorn.Config(app, port=0, lifespan="off", ws="none", log_config=None)
     server = _QuietServer(config)
     serving = asyncio.create_task(server.serve())

@@ -1,5 +1,3 @@
-"""Waits until PostgreSQL connections are blocked on locks, so that no test has to guess a delay."""
-
 from __future__ import annotations
 
 import time

@@ -1,5 +1,3 @@
-"""Adapters with ready versions, as rows without bytes in a blob store."""
-
 from __future__ import annotations
 
 import hashlib
@@ -59,5 +57,4 @@ def add_ready_adapter(
 
 
 def digest_of(name: str) -> str:
-    """A digest that stands for the bytes of the version with this name."""
     return hashlib.sha256(name.encode()).hexdigest()

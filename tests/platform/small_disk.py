@@ -1,4 +1,4 @@
-"""A disk that a test fills and empties: a real disk of a few megabytes if it can be mounted, or else an imitation."""
+"""A disk that a test fills and empties: a small tmpfs if it can be mounted, otherwise an imitation."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ DISK_MB = 8
 
 
 class SmallDisk(Protocol):
-    """A disk with a SQLite database and anything else that a test puts into its directory."""
-
     directory: Path
     database: Database
 
@@ -50,7 +48,6 @@ def mounted(directory: Path | str, size_mb: int) -> Iterator[None]:
 
 
 def fill(directory: Path | str) -> None:
-    """Fill the disk that is mounted at this directory."""
     assert os.path.ismount(directory)
     with Path(directory, BALLAST).open("ab", buffering=0) as ballast, contextlib.suppress(OSError):
         while True:
@@ -58,8 +55,6 @@ def fill(directory: Path | str) -> None:
 
 
 class MountedDisk:
-    """A mounted tmpfs."""
-
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.database = Database(migrated_sqlite(directory / DATABASE))
@@ -120,7 +115,6 @@ def empty_log(database: Path) -> None:
 
 @contextlib.contextmanager
 def small_disk(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallDisk]:
-    """A `mounted` or `imitated` disk with an empty database of the current schema."""
     with tempfile.TemporaryDirectory(prefix="loramux-disk-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         with mounted(directory, DISK_MB) if kind == "mounted" else contextlib.nullcontext():

@@ -1,5 +1,3 @@
-"""The demo's tokenizer with a chat template that knows tools and thinking."""
-
 from __future__ import annotations
 
 import shutil
@@ -23,7 +21,6 @@ Write calls as <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|end|>{% 
 
 
 def make_tool_base(folder: Path) -> Path:
-    """Write the tokenizer's files to `folder`, and return it."""
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json"):
         shutil.copy(DEMO_BASE / name, folder / name)
     (folder / "chat_template.jinja").write_text(TEMPLATE)

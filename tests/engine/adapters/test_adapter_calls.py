@@ -1,5 +1,3 @@
-"""Load, unload and pin calls take effect, and every call is answered, whatever else happens."""
-
 from __future__ import annotations
 
 import random
@@ -15,8 +13,6 @@ OWNER = b"gateway"
 
 
 class Calls:
-    """One gateway's load, unload and pin calls."""
-
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
         self.num_calls = 0
@@ -55,15 +51,11 @@ def phase_of(simulation: Simulation, digest: str) -> AdapterPhase:
 
 
 def use(simulation: Simulation, *digests: str) -> None:
-    """Run one short request per adapter, one after another."""
     for digest in digests:
         name = f"use-{digest}-{len(simulation.finished)}"
         add = simulation.add(name, digest=digest, max_tokens=2)
         simulation.run()
         assert simulation.tokens[name] == simulation.expected(add)
-
-
-# Unloads
 
 
 def test_unload_finishes_while_requests_keep_arriving(simulation: Simulation) -> None:
@@ -120,7 +112,6 @@ def test_overdue_unload_abandons_a_fetch_immediately(simulation: Simulation) -> 
     assert simulation.finished["s"].code == "adapter_unavailable"
     assert calls.outcome(call) == "absent"
     assert simulation.adapters.find("a") is None
-    # The store's answer to the abandoned fetch is discarded.
     late = simulation.add("late", digest="a")
     simulation.step()
     simulation.let_loads_go()
@@ -179,9 +170,6 @@ def test_unload_does_not_scan_all_sequences(simulation: Simulation, monkeypatch:
     simulation.run()
     assert calls.outcome(call) == "absent"
     assert looked_at == []
-
-
-# Pins
 
 
 def test_pinned_adapter_is_never_evicted(simulate: Simulate) -> None:
@@ -289,7 +277,7 @@ def test_requests_without_room_next_to_pins_are_refused_immediately(simulate: Si
 
 
 def test_unused_pinned_adapter_is_not_chosen_for_eviction(simulate: Simulate) -> None:
-    """A pin never ends, so if the pinned adapter were chosen for eviction, no slot would ever become free."""
+    """A pin never ends. Evicting the pinned adapter would wait for its slot forever."""
     simulation = simulate(num_slots=2, adapters={"a": 1, "b": 1, "c": 1})
     calls = Calls(simulation)
     calls.pin("a")
@@ -349,11 +337,7 @@ def test_pin_outlives_its_gateway_and_another_can_remove_it(simulation: Simulati
     assert not resident(simulation)["a"].is_pinned
 
 
-# Random combinations of calls
-
-
 def happenings(calls: Calls, names: list[str], rng: random.Random) -> list[Callable[[], object]]:
-    """Events that can happen at any time."""
     simulation = calls.simulation
     engine = simulation.engine
     return [

@@ -1,5 +1,3 @@
-"""Adapters are loaded into the pool, used, pinned, and evicted in the order of the queue."""
-
 from __future__ import annotations
 
 import random
@@ -19,8 +17,6 @@ SIZES = {"a": 2, "b": 2, "c": 2, "large": 7}
 
 
 class Bench:
-    """An adapter pool with eight pages and an in-memory stager."""
-
     def __init__(self, num_slots: int = 3, sizes: dict[str, int] = SIZES) -> None:
         self.pages = PagePool(8)
         self.stager, self.adapter_pages = MemoryStager(simulated_adapters(sizes)), SimulatedPages()
@@ -38,7 +34,6 @@ class Bench:
         )
 
     def ask(self, *digests: str, **demand: int) -> list[AdapterLoad]:
-        """Poll the pool once, with sequences that wait for these adapters in this order."""
         for digest in digests:
             self.pool.prefetch(digest)
         settled = self.pool.poll(Demand({digest: position for position, digest in enumerate(digests)}, **demand))
@@ -46,7 +41,6 @@ class Bench:
         return settled
 
     def bring(self, *digests: str) -> list[AdapterLoad]:
-        """Make these adapters resident and idle."""
         self.ask(*digests)
         self.ask(*digests)
         self.ask()
@@ -60,9 +54,6 @@ class Bench:
     @property
     def phases(self) -> dict[str, AdapterPhase]:
         return {load.digest: load.phase for load in self.pool.loads()}
-
-
-# Loading
 
 
 def test_an_adapter_is_fetched_then_copied_then_resident() -> None:
@@ -113,9 +104,6 @@ def test_an_adapter_that_can_never_fit_is_refused(size: int, pinned: tuple[str, 
     (failed,) = bench.ask("huge")
     assert failed.failure == f"the adapter is larger than {room}"
     assert list(bench.phases) == list(pinned)
-
-
-# Use
 
 
 def test_an_adapter_in_use_keeps_its_slot_and_pages() -> None:
@@ -169,9 +157,6 @@ def test_idle_time_counts_from_the_last_use() -> None:
     assert bench.pool.idle_s(load) == 3.0
 
 
-# Eviction order
-
-
 def test_adapters_without_waiters_are_evicted_first() -> None:
     bench = Bench(num_slots=2)
     bench.bring("b", "a")
@@ -219,9 +204,6 @@ def test_prefetched_adapter_leaves_room_for_running_sequences(num_growing: int, 
     assert (bench.find("a").phase is AdapterPhase.COPYING) == is_placed
 
 
-# Unloading
-
-
 def test_idle_adapter_is_unloaded_immediately() -> None:
     bench = Bench()
     bench.bring("a")
@@ -263,9 +245,6 @@ def test_adapter_marked_for_eviction_is_evicted_after_its_last_use() -> None:
     assert bench.pages.num_free == 8
 
 
-# Pins
-
-
 def test_a_pinned_adapter_stays_until_it_is_unpinned() -> None:
     bench = Bench(num_slots=1)
     (pinned,) = bench.bring("a")
@@ -285,9 +264,6 @@ def test_pages_beside_pins_count_the_sequences_own_adapter_once() -> None:
     assert bench.pool.num_pages_beside(None, 0) == 2
     assert bench.pool.num_pages_beside("b", 3) == 5
     assert bench.pool.num_pages_beside("a", 2) == 2
-
-
-# In an engine
 
 
 def test_one_fetch_serves_all_waiting_sequences(simulation: Simulation) -> None:
@@ -353,7 +329,6 @@ def test_adapters_that_do_not_fit_together_take_turns(
 
 
 def test_old_request_is_not_overtaken_forever(simulate: Simulate) -> None:
-    """A large adapter gets its pages even though small requests keep arriving."""
     simulation = simulate(num_pages=12, adapters={"large": 10, "small": 1})
     for i in range(4):
         simulation.add(f"early{i}", digest="small", max_tokens=8)
@@ -411,7 +386,7 @@ def test_adapters_without_waiters_are_released(simulate: Simulate) -> None:
 
 @pytest.mark.parametrize("shares", [1, 5], ids=["one account", "five accounts"])
 def test_long_queue_needs_about_one_load_per_request(simulate: Simulate, shares: int) -> None:
-    """`order` omits some waiting requests whose adapters are resident. These must not cause needless loads."""
+    """`order` leaves out some waiting requests whose adapters are resident. They must not cause extra loads."""
     popular = [f"popular{number}" for number in range(5)]
     rare = [f"rare{number}" for number in range(20)]
     simulation = simulate(num_pages=200, num_slots=6, max_sequences=4, adapters=dict.fromkeys([*popular, *rare], 1))

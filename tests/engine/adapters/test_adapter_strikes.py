@@ -1,5 +1,3 @@
-"""An adapter with three remembered strikes is refused. A strike is forgotten after MEMORY_S seconds."""
-
 from __future__ import annotations
 
 from loramux.engine.adapters.adapter_strikes import MAX_STRIKES, MEMORY_S, AdapterStrikes
@@ -19,7 +17,6 @@ def test_strikes_expire_one_by_one() -> None:
     assert strikes.is_quarantined("a")
     clock.now = MEMORY_S
     assert not strikes.is_quarantined("a")
-    # Two of the three strikes still count.
     strikes.strike("a")
     assert strikes.is_quarantined("a")
 

@@ -1,5 +1,3 @@
-"""A share's requests set its floor. A floor that does not fit affects no other floor."""
-
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -15,8 +13,6 @@ TIER_BYTES = 100
 
 
 class Tier:
-    """A fake host tier of 100 bytes that counts calls and refuses floors that do not fit."""
-
     def __init__(self) -> None:
         self.groups: dict[str, tuple[set[str], int]] = {}
         self.num_calls = 0

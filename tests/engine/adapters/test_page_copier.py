@@ -1,5 +1,3 @@
-"""Copying adapters into pages: order and failures."""
-
 from __future__ import annotations
 
 import threading
@@ -44,7 +42,7 @@ class NumberedFence:
         self.number = number
 
     def wait(self) -> None:
-        """Do nothing; the tests only read `number`."""
+        pass
 
 
 class SteppingAccelerator(HostAccelerator):
@@ -69,8 +67,6 @@ class SteppingAccelerator(HostAccelerator):
 
 
 class Bench:
-    """An adapter pool, the pages that adapters are copied into, and the slot tables."""
-
     def __init__(self, *adapters: PackedAdapter) -> None:
         self.accelerator = SteppingAccelerator()
         self.stager = MemoryStager({one.digest: one for one in adapters})
@@ -95,14 +91,12 @@ class Bench:
         return self.pool.poll(Demand({digest: position for position, digest in enumerate(wanted)}))
 
     def begin(self, digest: str) -> AdapterLoad:
-        """Request an adapter, stage it, and start copying it."""
         load = self.pool.prefetch(digest)
         assert self.poll(digest) == []
         assert load.phase is AdapterPhase.COPYING
         return load
 
     def settle(self, load: AdapterLoad) -> AdapterLoad:
-        """Wait until this load's copy has finished."""
         while True:
             assert self.woken.wait(10)
             self.woken.clear()
@@ -212,7 +206,6 @@ def test_failed_copy_releases_its_hold_and_reports_the_failure(
     assert failed.failure == "copying failed: RuntimeError"
     assert bench.pool.find("a") is None
     assert (bench.pages.num_free, bench.stager.num_held) == (NUM_PAGES, 0)
-    # The next request tries again.
     bench.accelerator.fails = False
     bench.load("a")
     bench.pool.close()

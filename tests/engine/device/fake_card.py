@@ -1,5 +1,3 @@
-"""A fake GPU with injected failures: steps run on the host, and the calls that a test names fail."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -22,7 +20,7 @@ ADVICE = (
 
 
 def cuda_error(what: str) -> torch.AcceleratorError:
-    """The error that torch raises for a failed CUDA call, including all the advice that torch appends."""
+    """Return the error that torch raises for a failed CUDA call, with the advice that torch appends."""
     return torch.AcceleratorError(f"CUDA error: {what}\n{ADVICE}")
 
 
@@ -35,8 +33,8 @@ def out_of_memory() -> torch.OutOfMemoryError:
 
 
 class FakeCard(HostAccelerator):
-    """A fake GPU. `broken` maps a call's name (`launch` for kernels) to its error; `lost`, if set, is raised by every
-    call.
+    """A fake GPU. `broken` maps a call's name (`launch` for kernels) to its error; If `lost` is set, every call raises
+    it.
     """
 
     def __init__(self, free: int = 60 * GIB, total: int = 80 * GIB) -> None:
@@ -74,8 +72,6 @@ class FakeCard(HostAccelerator):
 
 
 class FakeKernels(ReferenceKernels):
-    """The reference kernels, whose calls count as launches on `card`."""
-
     def __init__(self, pool: PoolViews, card: FakeCard) -> None:
         super().__init__(pool)
         self._card = card
@@ -86,8 +82,6 @@ class FakeKernels(ReferenceKernels):
 
 
 def fake_backend(card: FakeCard, make_linear: Any = DenseLinear) -> Backend:
-    """A GPU backend that runs steps on `card` and always samples the most likely token."""
-
     def sample_tokens(logits: torch.Tensor, *settings: torch.Tensor, all_greedy: bool = False) -> None:
         card.call("launch")
         settings[-1].copy_(logits.argmax(1))

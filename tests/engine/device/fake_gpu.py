@@ -1,5 +1,3 @@
-"""A fake GPU. No kernel runs: kernels are compiled or only looked up by name."""
-
 from __future__ import annotations
 
 import hashlib
@@ -52,16 +50,12 @@ DEVICES = itertools.count(1000)
 
 
 class ZeroWeights:
-    """All-zero weights, for engines that compute nothing."""
-
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class FakeDriver:
-    """The parts of a driver that Triton calls before a launch."""
-
     capability: int
     device: int
 
@@ -91,8 +85,6 @@ def fake_driver(capability: int) -> Iterator[None]:
 
 
 class UnlaunchedProgram:
-    """A substitute for a compiled program; its launches do nothing."""
-
     function = packed_metadata = None
 
     def launch_metadata(self, *arguments: Any) -> None:
@@ -120,7 +112,7 @@ def start_engine(
     accelerator: Accelerator | None = None,
     **settings: Any,
 ) -> AssembledEngine:
-    """Start an engine for `model` that is set up as on a GPU but uses host memory."""
+    """Start an engine that is set up for a GPU but uses host memory."""
     (directory / "config.json").write_text(json.dumps(model))
     gpu, sampling = (importlib.import_module(f"loramux.kernels.gpu.{name}") for name in ("kernels", "sampling"))
     backend = Backend(

@@ -1,5 +1,3 @@
-"""The GPU backend or, on machines without a GPU, a substitute that interprets Triton kernels in host memory."""
-
 from __future__ import annotations
 
 import pytest
@@ -10,7 +8,7 @@ from tests.kernels.gpu.interpreted import HAS_GPU, import_kernels, run_interpret
 
 
 def gpu_backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """Open the GPU backend or, without a GPU, its substitute, which lacks only CUDA itself."""
+    """Open the GPU backend or, without a GPU, its substitute, which interprets the kernels in host memory."""
     if HAS_GPU:
         return open_backend("cuda")
     run_interpreted(monkeypatch)

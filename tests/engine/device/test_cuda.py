@@ -1,5 +1,3 @@
-"""The GPU accelerator when CUDA calls fail, tested with a fake CUDA and, if available, the real one."""
-
 from __future__ import annotations
 
 import ctypes
@@ -22,7 +20,7 @@ ROW_BYTES = 1 << 20
 
 
 class FakeGraph:
-    """A graph that records its calls. If `ends_with` is set, ending the capture raises this error."""
+    """If `ends_with` is set, ending the capture raises this error."""
 
     def __init__(self, ends_with: Exception | None = None) -> None:
         self.calls: list[str] = []
@@ -137,7 +135,6 @@ def test_unregistered_memory_can_be_uploaded(accelerator: CudaAccelerator) -> No
 
 
 def require_working(accelerator: CudaAccelerator, host_tier: torch.Tensor) -> None:
-    """Upload rows, capture a step that reads them, and replay it."""
     pool = torch.zeros(4, ROW_BYTES, dtype=torch.uint8, device=accelerator.device)
     accelerator.upload(pool, [2, 0], host_tier[5:7], accelerator.fence())
     sums = torch.zeros(4, dtype=torch.int64, device=accelerator.device)

@@ -1,5 +1,3 @@
-"""Choosing the device for an engine, and one-sentence errors if no device can be used."""
-
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -63,7 +61,7 @@ def test_overlapping_launches_setting_reaches_the_kernels(monkeypatch: pytest.Mo
 
 
 class Driver:
-    """A fake NVIDIA driver on a machine with one GPU. Calls listed in `broken` return an error."""
+    """Calls listed in `broken` return an error."""
 
     def __init__(self, capability: tuple[int, int], broken: tuple[str, ...] = ()) -> None:
         self._attributes = dict(zip((75, 76), capability, strict=True))

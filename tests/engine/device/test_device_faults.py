@@ -1,5 +1,3 @@
-"""The engine process prints one line if its device fails, and a traceback only for bugs in the program."""
-
 from __future__ import annotations
 
 import ast
@@ -27,7 +25,6 @@ KERNEL = "@triton.jit\ndef kernel(x):\n    y = tl.load(x)\n    return tl.dot(y, 
 
 
 def raised_by(module: str, error: Exception) -> Exception:
-    """The error, with a traceback that includes a frame from `module`."""
     try:
         exec("def work(error):\n    raise error\nwork(error)", {"__name__": module, "error": error})
     except Exception as caught:
@@ -93,8 +90,6 @@ class Ended(BaseException):
 
 
 class Loop:
-    """The engine's loop in this process, on a simulated device that fails in a step or when tokens are read."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
         self.codes: list[int] = []
         self.simulation = simulate_engine(lookahead=True)

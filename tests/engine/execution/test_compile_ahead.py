@@ -1,5 +1,3 @@
-"""Compiling ahead covers exactly the programs that launches need."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Sampling on the device chooses the same tokens as sampling on the host."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -124,7 +122,6 @@ def test_resolve_replaces_negative_token_ids(sampler: DeviceSampler) -> None:
     chosen = [token.token_id for token in choose(sampler, logits, rows_of(*[GREEDY] * 4))]
     assert chosen[2] is None
     tokens = torch.tensor([7, -1, 0, -4, -3, -2], dtype=torch.int32, device=DEVICE)
-    # A row without a token resolves to 0.
     assert sampler.resolve(tokens).tolist() == [7, chosen[0], 0, chosen[3], 0, chosen[1]]
 
 
@@ -167,7 +164,6 @@ EDITED = [
 
 
 def edited_rows(params: list[SamplingParams], num_output: int) -> list[SamplingRow]:
-    """Rows of sequences with the same prompt and different answers so far."""
     rows = []
     for seed, one in enumerate(params):
         output = torch.randint(VOCAB_SIZE, (num_output,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -1,5 +1,3 @@
-"""The next step is submitted before the previous step's tokens are known."""
-
 from __future__ import annotations
 
 import pytest

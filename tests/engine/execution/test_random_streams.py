@@ -1,5 +1,3 @@
-"""Random streams follow Philox and are evenly distributed."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Sampling: distributions, truncation, seeds and log-probabilities."""
-
 from __future__ import annotations
 
 import math

@@ -1,6 +1,6 @@
-"""Sampling with extreme settings and logits, on the host and on the device, compared with the definition in float64.
+"""Compare sampling with its float64 definition at extreme settings.
 
-Each row is sampled with evenly spaced numbers in [0, 1), so a token's frequency equals its probability on any device.
+Each row is sampled at evenly spaced numbers in [0, 1), so a token's frequency equals its probability.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ LOGITS = st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, 2**31), st.sam
 
 
 def make(kind: str, seed: int, size: int) -> torch.Tensor:
-    """A random row of float32 logits of this kind."""
     return torch.tensor(KINDS[kind](np.random.default_rng(seed), size), dtype=torch.float32)
 
 
@@ -112,7 +111,6 @@ class Definition:
         return np.asarray(self.logits.max() - self.logits)
 
     def check(self, found: Sequence[SampledToken]) -> None:
-        """Check that tokens sampled with evenly spaced numbers follow the definition."""
         tokens = [one.token_id for one in found]
         assert None not in tokens, "a finite row has a token"
         values, place = np.unique(self.distances, return_inverse=True)
@@ -247,7 +245,6 @@ EDITS = st.builds(
 
 
 def edited(logits: Floats, params: SamplingParams, prompt: Sequence[int], answer: Sequence[int]) -> Floats:
-    """Apply the bias, then the penalties, and clip each result to a finite number."""
     changed = logits.copy()
     for token, bias in params.logit_bias:
         changed[token] = np.clip(changed[token] + bias, -LARGEST, LARGEST)

@@ -1,5 +1,3 @@
-"""A step's shape and metadata: every batch fits its shape, and no data from an earlier batch remains."""
-
 from __future__ import annotations
 
 import math

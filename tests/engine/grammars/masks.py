@@ -1,5 +1,3 @@
-"""Masks in the form that tests compare."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -8,5 +6,4 @@ from loramux.engine.grammars.grammar import Mask
 
 
 def allowed_tokens(mask: Mask) -> list[int]:
-    """The ids of the tokens that a mask allows."""
     return [int(token) for token in np.flatnonzero(np.unpackbits(mask, bitorder="little"))]

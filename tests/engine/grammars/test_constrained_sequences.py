@@ -1,5 +1,3 @@
-"""Constrained sequences follow their grammars to the end, next to unconstrained sequences."""
-
 from __future__ import annotations
 
 import json
@@ -32,7 +30,6 @@ def add(name: str, grammar: str = "", prompt: str = "Tell me", max_tokens: int =
 
 
 def run(simulation: Simulation) -> tuple[dict[str, list[int]], dict[str, Finished]]:
-    """Step until no work is left. Return the tokens and the final message of each sequence."""
     tokens: dict[str, list[int]] = defaultdict(list)
     ends: dict[str, Finished] = {}
     deadline_s = time.monotonic() + 60

@@ -1,5 +1,3 @@
-"""Supported model directories are read correctly, and everything else is refused by name."""
-
 from __future__ import annotations
 
 import json
@@ -316,7 +314,6 @@ def read(model_dir: Path, *names: str) -> None:
 
 
 def test_unused_tensor_is_refused(tmp_path: Path) -> None:
-    """The tensor may be a bias or norm that config.json does not mention."""
     used, inverse = "model.embed_tokens.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"
     save_file({used: torch.ones(4, 2), inverse: torch.ones(3)}, tmp_path / "model.safetensors")
     read(tmp_path, used)

@@ -1,5 +1,3 @@
-"""The eviction order under each policy."""
-
 from __future__ import annotations
 
 import random
@@ -14,8 +12,6 @@ from loramux.engine.pages.page_pool import PageOwner, PagePool
 
 @dataclass(eq=False)
 class Thing:
-    """An evictable object that records whether it was evicted."""
-
     key: str
     num_pages: int = 1
     cost: float = 1.0
@@ -101,8 +97,6 @@ def test_greedy_dual_remembers_evicted_items() -> None:
 
 
 class Waiters:
-    """The queue positions of the sequences that wait for each thing."""
-
     def __init__(self, things: list[Thing]) -> None:
         self._things = things
 
@@ -129,7 +123,7 @@ def filled(policy: EvictionPolicy, positions: list[int | None]) -> tuple[Reclaim
 
 
 def test_items_with_waiters_are_evicted_last_and_latest_position_first(policy: EvictionPolicy) -> None:
-    """Evicting an adapter that a sequence waits for would force an immediate reload, at the next waiter's expense."""
+    """Evicting an adapter that a sequence waits for forces an immediate reload."""
     reclaimer, things = filled(policy, [1, 7, 6, None, None])
     assert reclaimer.make_room(4, position=5)
     assert [thing.is_gone for thing in things] == [False, False, False, True, True]

@@ -1,5 +1,3 @@
-"""Sequences grow by pages, reuse prefixes computed by other sequences, and return their pages."""
-
 from __future__ import annotations
 
 import pytest
@@ -18,7 +16,7 @@ TOKENS = tuple(range(100, 120))
 
 
 class Bench:
-    """Sequences' KV pages in a small pool. `compute` simulates the steps that fill the pages."""
+    """`compute` simulates the steps that fill the pages."""
 
     def __init__(self, num_pages: int = 8) -> None:
         self.pages = PagePool(num_pages)
@@ -38,7 +36,6 @@ class Bench:
         self.kv.offer(sequence)
 
     def begin(self, num_prompt: int, isolation_key: bytes = OWNER) -> Sequence:
-        """A sequence whose whole prompt is computed or was found in the cache."""
         sequence = self.sequence(num_prompt, isolation_key)
         self.kv.attach(sequence, self.kv.find_prefix(sequence))
         self.compute(sequence, num_prompt - sequence.num_computed)

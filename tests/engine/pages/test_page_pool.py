@@ -1,5 +1,3 @@
-"""A page is either free or has an owner and a count of holders. Calls that would break this rule raise an error."""
-
 from __future__ import annotations
 
 import random

@@ -1,5 +1,3 @@
-"""The pool's share of a device's memory, with fake devices."""
-
 from __future__ import annotations
 
 import os

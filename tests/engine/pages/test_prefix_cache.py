@@ -1,5 +1,3 @@
-"""Cached prefixes are found only by their owners."""
-
 from __future__ import annotations
 
 import random
@@ -174,7 +172,6 @@ def test_preempted_sequence_reuses_its_own_pages(simulate: Simulate) -> None:
 
 
 def test_random_conversations_with_shared_prefixes_are_correct(simulate: Simulate) -> None:
-    """Conversations extend shared prefixes in only a few pages, with aborts and changing adapters."""
     rng = random.Random(5)
     names = {f"adapter{i}": 1 + i % 3 for i in range(6)}
     simulation = simulate(num_pages=48, num_slots=3, adapters=names, max_sequences=6)

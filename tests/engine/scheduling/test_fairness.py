@@ -1,5 +1,3 @@
-"""Queue order: by the service that each share has received, then by priority. No share waits forever."""
-
 from __future__ import annotations
 
 import itertools
@@ -111,7 +109,6 @@ def test_lower_priority_value_goes_first_within_a_share() -> None:
 
 
 def test_priority_changes_nothing_for_other_shares() -> None:
-    """Both shares run as many sequences at the same turns, whatever priorities one of them sets."""
     plain, urgent = FairQueue(), FairQueue()
     for queue, priority in ((plain, 0), (urgent, -9)):
         for arrival in range(6):
@@ -288,10 +285,6 @@ def test_sequences_are_ready_while_their_adapter_is_resident() -> None:
 
 
 def test_flood_barely_delays_a_polite_share(simulate: Simulate) -> None:
-    """One share keeps the queue full while another sends one request at a time. The test counts the steps to the first
-    token.
-    """
-
     def first_token_steps(flood_share: str) -> list[int]:
         rng = random.Random(1)
         simulation = simulate(num_pages=400, max_sequences=8, max_batch_tokens=128)
@@ -323,7 +316,6 @@ def test_flood_barely_delays_a_polite_share(simulate: Simulate) -> None:
 
 
 def test_equal_work_gives_equal_counters(simulate: Simulate) -> None:
-    """Two shares with equal traffic get equal service, with or without preemption and shared prefixes."""
     simulation: Simulation = simulate(num_pages=14, max_sequences=4)
     for i in range(12):
         simulation.add(f"s{i}", num_prompt=30, max_tokens=20, share_key="xy"[i % 2], isolation_key=b"k")

@@ -1,5 +1,3 @@
-"""Limits on waiting: deadlines, pauses, full queues, and unloaded adapters."""
-
 from __future__ import annotations
 
 import pytest

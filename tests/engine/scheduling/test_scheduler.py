@@ -1,5 +1,3 @@
-"""The contents of each step: decode rows, prompt chunks within the budget, new sequences, and preemption."""
-
 from __future__ import annotations
 
 import itertools
@@ -77,9 +75,6 @@ class Bench:
         return {sequence.sequence_id for sequence in self.scheduler.running}
 
 
-# The token budget
-
-
 def test_decode_rows_come_first_and_prompts_fill_the_budget() -> None:
     bench = Bench(max_batch_tokens=16)
     bench.add("short")
@@ -116,9 +111,6 @@ def test_finished_sequence_releases_all_resources() -> None:
     assert (bench.running, bench.scheduler.has_work) == (set(), False)
     assert bench.pages.num_free == 64 - 2
     assert bench.adapters.unload("a"), "its adapter is idle"
-
-
-# Adapters
 
 
 def test_rows_of_an_adapter_are_adjacent() -> None:
@@ -163,9 +155,6 @@ def test_demand_lists_adapters_in_queue_order() -> None:
     demand = bench.scheduler.order_waiting()
     assert list(demand.queue_positions.items()) == [("a", 1), ("b", 2)]
     assert (demand.num_free_sequence_slots, demand.num_growing, demand.short_position) == (2, 1, NOT_SHORT)
-
-
-# Preemption
 
 
 def begin_all(bench: Bench, *sequences: Sequence) -> None:
@@ -230,9 +219,6 @@ def test_no_preemption_while_a_copy_is_about_to_become_evictable() -> None:
     assert bench.running == {"x", "y"}
     bench.let_loads_go()
     assert bench.step() == {"x": 1}, "the idle adapter was evicted"
-
-
-# In an engine
 
 
 def test_sequences_of_one_adapter_are_adjacent(simulation: Simulation) -> None:

@@ -1,5 +1,3 @@
-"""Raising token limits for sequences that wait, are paused or lack their adapter. Pointless pauses are skipped."""
-
 from __future__ import annotations
 
 import pytest

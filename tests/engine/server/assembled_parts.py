@@ -1,5 +1,3 @@
-"""Parts of an engine's loop other than the engine: a ready message, and a stager controlled by a pipe."""
-
 from __future__ import annotations
 
 import os
@@ -12,7 +10,7 @@ READY = EngineReady(max_model_len=512, num_pages=64, page_tokens=16, device="cpu
 
 
 class Stager:
-    """A stager that completes all pending looks when the test writes to its pipe. The pipe is then replaced."""
+    """Completes all pending looks when the test writes to its pipe, then replaces the pipe."""
 
     def __init__(self) -> None:
         self.looks: list[Callable[[], None]] = []

@@ -1,5 +1,3 @@
-"""Credits: a gateway that reads late still gets every message, in order and only once."""
-
 from __future__ import annotations
 
 from loramux.engine.messages import EngineReady, Finished, FromEngine, SequenceOutput, StepOutput

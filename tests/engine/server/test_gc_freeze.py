@@ -1,5 +1,3 @@
-"""Objects that exist before a process starts serving are exempt from garbage collection; later ones are not."""
-
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,3 @@
-"""The engine's loop and its socket, over a simulated device."""
-
 from __future__ import annotations
 
 import os
@@ -33,8 +31,6 @@ from tests.engine.simulated_engine import Simulation, simulate_engine
 
 
 class Gateway:
-    """A gateway's end of the socket."""
-
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: Path) -> None:
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.RCVTIMEO, 10_000)
@@ -70,7 +66,6 @@ def stager() -> Iterator[Stager]:
 
 @pytest.fixture
 def served(simulation: Simulation, stager: Stager, tmp_path: Path) -> Iterator[tuple[Gateway, Gateway]]:
-    """Two gateways connected to an engine whose loop runs on a thread."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -129,7 +124,7 @@ def test_sequences_of_a_dead_gateway_end_even_without_a_failed_send(
     served: tuple[Gateway, Gateway], simulation: Simulation
 ) -> None:
     gone, staying = served
-    # Without credit, the gateway's tokens stay in the engine, so no failed send would reveal that the gateway is gone.
+    # Without credit, the gateway's tokens stay in the engine, so no failed send reveals that the gateway is gone.
     gone.send(simulation.make_add("same", (1, 2, 3), 500))
     assert gone.receive() == READY
     staying.send(Credit(count=1000))

@@ -1,5 +1,3 @@
-"""What a sequence must generate under rules, computed without the engine."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Collection

@@ -1,5 +1,3 @@
-"""Sequences that may generate only the listed tokens, next to sequences without rules."""
-
 from __future__ import annotations
 
 import re
@@ -92,7 +90,7 @@ def test_a_sequence_without_an_allowed_token_fails_alone(simulate: Simulate, tem
     finished = simulation.finished["none"]
     assert (finished.reason, finished.code) == ("error", "no_token_allowed")
     assert finished.message
-    # The tokens before are emitted and billed, and the one without a mask is not.
+    # The tokens before it are emitted and billed. The token without a mask is not.
     assert re.fullmatch("[ab]{3}", text(simulation.tokens["none"]))
     assert finished.completion_tokens == 3
     assert simulation.tokens["beside"] == simulation.expected(beside)

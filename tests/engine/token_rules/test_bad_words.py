@@ -1,5 +1,3 @@
-"""Words are never completed, in any batch and after preemption."""
-
 from __future__ import annotations
 
 import pytest
@@ -24,7 +22,7 @@ from tests.engine.token_rules.ruled_sequences import expected_tokens
 )
 def test_the_token_that_would_complete_a_word_is_forbidden(answer: list[int], forbidden: list[int]) -> None:
     params = SamplingParams(bad_words=((7,), (1, 2), (1, 2, 3)))
-    # A word does not begin in the prompt, which ends with token 1.
+    # The prompt ends with token 1, but a word does not begin in the prompt.
     rules = token_rules(params, [9, 1, *answer], 2, 70)
     assert rules is not None
     mask = rules.restrict(None)

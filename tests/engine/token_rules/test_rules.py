@@ -1,5 +1,3 @@
-"""Masks of the rules, alone and combined with a grammar's mask."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -47,7 +45,7 @@ def test_a_grammar_allows_only_what_the_rules_allow_too() -> None:
     before = grammar.copy()
     assert allowed(rules.restrict(grammar, held_back=(69,))) == [5]
     assert (grammar == before).all()
-    # The masks of later tokens do not remember the tokens held back.
+    # Masks of later tokens ignore the tokens held back.
     assert allowed(rules.restrict(None)) == [1, 5, 69]
 
 

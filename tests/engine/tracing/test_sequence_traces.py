@@ -1,5 +1,3 @@
-"""The spans that the engine records for traced requests. Only `otel_spans` imports OpenTelemetry."""
-
 from __future__ import annotations
 
 import ast
@@ -26,8 +24,6 @@ FIRST, SECOND = TRACE.format("a" * 32), TRACE.format("b" * 32)
 
 
 class Spans:
-    """A sink that collects all spans."""
-
     def __init__(self) -> None:
         self.records: list[tuple[str, SpanRecord]] = []
 

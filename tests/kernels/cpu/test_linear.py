@@ -1,5 +1,3 @@
-"""The packed linear layer compared with torch, and batches of rows compared with single rows."""
-
 from __future__ import annotations
 
 import weakref

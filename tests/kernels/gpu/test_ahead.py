@@ -1,5 +1,3 @@
-"""Programs are divided among compiler processes, and a failed process does not stop the engine."""
-
 from __future__ import annotations
 
 import io
@@ -21,7 +19,6 @@ DIE_OF_B = "import sys; sys.exit('no space left' if 'b' in sys.stdin.read() else
 
 
 def launch_two() -> None:
-    """Launch two programs of the same kernel."""
     from loramux.kernels.gpu.fused import silu_and_mul
 
     for dtype in (torch.float32, torch.bfloat16):

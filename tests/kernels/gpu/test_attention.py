@@ -1,5 +1,3 @@
-"""GPU KV writes and paged attention compared with a float64 softmax, on a GPU or in Triton's interpreter."""
-
 from __future__ import annotations
 
 import os
@@ -90,7 +88,7 @@ def context_of(
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """Attention for one sequence's last rows, computed in float64."""
+    """Compute attention for one sequence's last rows in float64."""
     group_size = spec.num_heads // spec.num_kv_heads
     k, v = (x.double().repeat_interleave(group_size, 1) for x in (k, v))
     scores = torch.einsum("thd,shd->hts", q.double(), k) * spec.scale
@@ -135,7 +133,6 @@ def check_attention_of(
 
 
 def queries(num_rows: int, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Random queries that are views into wider rows."""
     width = spec.num_heads * spec.head_dim
     qkv = (torch.randn(num_rows, width + 24) * 2).to(device, dtype)
     return qkv[:, 8 : width + 8].unflatten(1, (spec.num_heads, spec.head_dim))
@@ -392,7 +389,6 @@ def test_rotated_and_stored_rows_match_the_reference(
     tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2.0**-7}[dtype]
     torch.testing.assert_close(q.cpu().float()[~is_padding], rows[0][~is_padding], rtol=tolerance, atol=tolerance)
     assert torch.equal(q[is_padding], padded)
-    # The kernel changed only q, not its neighbours in the row.
     assert torch.equal(wide[:, 4 + widths[0] :], before[:, 4 + widths[0] :])
     assert torch.equal(wide[:, :4], before[:, :4])
     half = geometry.kv_elements // 2
@@ -401,7 +397,7 @@ def test_rotated_and_stored_rows_match_the_reference(
     keys = specified[..., :half].unflatten(-1, (num_kv_heads, head_dim, 16)).transpose(-1, -2)
     close = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
     torch.testing.assert_close(found[..., :half].unflatten(-1, shape), keys, **close)
-    # V is stored unchanged.
+    # V is not rotated.
     assert torch.equal(found[..., half:].nan_to_num(7.0), specified[..., half:].nan_to_num(7.0))
 
 

@@ -1,4 +1,4 @@
-"""GPU norms and gates compared with torch in float64, on a GPU or in Triton's interpreter."""
+"""GPU norms and gates compared with torch in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ TOLERANCE = {
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The GPU, or the host with the interpreter enabled, because parts of Triton read the mode when a kernel runs."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

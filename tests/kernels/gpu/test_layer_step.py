@@ -1,5 +1,3 @@
-"""One layer's step on the GPU kernels: captured once, then replayed after the contents of its tensors have changed."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -40,7 +38,7 @@ def test_replayed_step_uses_the_new_tensor_contents(
     gpu_module: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Replay with the same tensors and new contents: fewer segments, other lengths, new and finished sequences."""
+    """Replays with the same tensors but new contents: other lengths and segments, new and finished sequences."""
     if not HAS_GPU:
         run_interpreted(monkeypatch)
     reference, gpu = both_sides(gpu_module)

@@ -1,5 +1,3 @@
-"""GPU shrink and expand compared with dense matrices in float64, on a GPU or in Triton's interpreter."""
-
 from __future__ import annotations
 
 import importlib
@@ -52,7 +50,6 @@ THREE = (64, 63, 200)
 
 @pytest.fixture(scope="module")
 def triton_kernels() -> dict[str, ModuleType]:
-    """The modules under test, by name."""
     names = ("addresses", "launches", "shrink", "expand")
     return dict(zip(names, import_kernels(*names), strict=True))
 
@@ -116,7 +113,7 @@ def check(
     y: torch.Tensor,
     planes: torch.Tensor,
 ) -> None:
-    """Compare with float64: `y` has only rounding errors, and `planes` is written exactly where it must be."""
+    """Compare with float64. Only rounding errors are allowed in `y`, and `planes` must have no other changes."""
     x, before, y, planes = x.cpu(), before.cpu(), y.cpu(), planes.cpu()
     scales, tolerance = adapters.tables.scale.cpu().double(), TOLERANCE[y.dtype]
     for t, slot in enumerate(slots):
@@ -152,7 +149,7 @@ def run_case(
     pdl: bool = False,
     max_rows: int = 16,
 ) -> None:
-    """Shrink and expand random adapters. x, planes and y are views into wider rows that are poisoned or guarded."""
+    """x, planes and y are views into wider rows that are poisoned or guarded."""
     slots, num_segments = batch
     rng = np.random.default_rng(in_features + len(slots))
     group = group_of(in_features, out_features)
@@ -296,7 +293,7 @@ def test_captured_launch_works_for_any_segments(
     expand: Callable[..., None],
     make_adapter_pool: Callable[..., Any],
 ) -> None:
-    """The launch is captured once, as in a graph. Segments and tables are then rewritten in place."""
+    """The launch is captured once, as in a graph. Segments and tables then change in place."""
     geometry = geometry_of(torch.float32)
     modules = [LinearShape("m", 128, 96)]
     ranks = np.array([3, 31, 64], np.int32).reshape(3, 1, 1).repeat(2, 1)
@@ -362,7 +359,7 @@ def test_unsupported_geometry_is_refused(
 
 
 class CompiledForHopper:
-    """Intercepts a kernel's launches and compiles them for compute capability 9.0. No GPU is needed."""
+    """Intercepts a kernel's launches and compiles them for compute capability 9.0, which needs no GPU."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel

@@ -22,7 +22,6 @@ from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels
 REAL_TILES = {name: getattr(sampling, name) for name in ("GROUP", "GROUPS_PER_PROGRAM", "BLOCK", "MAX_CANDIDATES")}
 
 ALONE = "LORAMUX_TEST_ALONE"
-"""Environment variable that is set when a test runs in its own process."""
 
 EDGE = 2e-5
 """Distance of a uniform number from the border between two tokens, much larger than the error of float32 sums."""
@@ -32,8 +31,6 @@ LARGEST_UNIFORM = 1 - 2.0**-24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One row's settings. By default, tokens are sampled from the plain softmax."""
-
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -56,7 +53,6 @@ RESTRICTIONS = {
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scale down the tiles, so that a vocabulary of a thousand tokens behaves like one of a hundred thousand."""
     monkeypatch.setattr(sampling, "GROUP", 16)
     monkeypatch.setattr(sampling, "GROUPS_PER_PROGRAM", 8)
     monkeypatch.setattr(sampling, "BLOCK", 256)
@@ -75,7 +71,6 @@ def skip_overflow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def real_tiles(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the tile sizes used by a server."""
     for name, value in REAL_TILES.items():
         monkeypatch.setattr(sampling, name, value)
     if not HAS_GPU:
@@ -84,7 +79,6 @@ def real_tiles(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def columns(rows: list[Settings]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The rows' temperature, top_k, top_p and min_p as tensors for the kernel."""
     return (
         torch.tensor([one.temperature for one in rows], dtype=torch.float32),
         torch.tensor([one.top_k for one in rows], dtype=torch.int32),
@@ -132,10 +126,10 @@ def weights_of(logits: torch.Tensor, settings: Settings) -> torch.Tensor:
 
 
 def borders(weights: torch.Tensor, shares: tuple[float, ...]) -> tuple[torch.Tensor, list[int]]:
-    """Uniform numbers just before and just after borders between two tokens, and the tokens that they select.
+    """Return uniform numbers just before and after the borders between two tokens, and the tokens that they select.
 
-    The borders are those nearest to the given `shares` of the total weight. One more or one fewer kept token would
-    shift every other border by most of that token's share. So two draws show which tokens are kept, except for tokens
+    The borders are those nearest to the given `shares` of the total weight. Keeping one token more or fewer would shift
+    every other border by most of that token's share. Two draws therefore show which tokens are kept, except for tokens
     with less than 8 * EDGE of the weight in total.
     """
     share = weights / weights.sum()
@@ -153,7 +147,6 @@ def borders(weights: torch.Tensor, shares: tuple[float, ...]) -> tuple[torch.Ten
 
 
 def check_kept(logits: torch.Tensor, settings: Settings, shares: tuple[float, ...] = (0.5,)) -> set[int]:
-    """Sample from one row just around the borders between tokens, check the results, and return the kept tokens."""
     weights = weights_of(logits.float(), settings)
     uniform, expected = borders(weights, shares)
     rows = [settings] * len(expected)
@@ -187,7 +180,7 @@ def test_kept_tokens_with_real_tiles_match_the_specification(name: str, real_til
 def test_flat_row_is_narrowed_in_passes(
     settings: Settings, fewest: int, max_candidates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The threshold does not depend on whether the candidates fit in their buffer."""
+    """The threshold is the same whether or not the candidates fit in their buffer."""
     monkeypatch.setattr(sampling, "MAX_CANDIDATES", max_candidates)
     assert len(check_kept(torch.randn(1025) * 0.5, settings)) >= fewest
 
@@ -296,7 +289,6 @@ def test_tiny_temperature_chooses_the_most_likely_token(temperature: float) -> N
 
 
 def test_huge_temperature_keeps_the_order_of_tokens() -> None:
-    """The tokens in top_k have almost equal weights but different distances."""
     logits = torch.randn(1000) * 3
     assert check_kept(logits, Settings(temperature=1e4, top_k=5)) == set(logits.topk(5).indices.tolist())
     assert len(check_kept(logits, Settings(temperature=1e4, top_p=0.2))) == 200
@@ -393,7 +385,7 @@ def test_captured_graph_works_for_new_rows_without_synchronizing() -> None:
 
 
 class CompiledForHopper:
-    """Intercepts a kernel's launches and compiles them for compute capability 9.0. No GPU is needed."""
+    """Intercepts a kernel's launches and compiles them for compute capability 9.0, which needs no GPU."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -415,7 +407,7 @@ class CompiledForHopper:
         for i, argument in enumerate(arguments):
             is_tensor = isinstance(argument, torch.Tensor)
             signature[names[i]] = pointers[argument.dtype] if is_tensor else "i32"
-            # The launcher derives the same alignment from the arguments.
+            # Declare the alignment that Triton's launcher would derive from these arguments.
             if is_tensor or argument % 16 == 0:
                 aligned[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(fn=self._kernel, signature=signature, constexprs=constants, attrs=aligned)

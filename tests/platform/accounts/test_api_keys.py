@@ -1,5 +1,3 @@
-"""API keys grant exactly their scopes, and nothing once revoked, expired or owned by a suspended tenant."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""A key revoked in one gateway stops working in every other gateway within five seconds, on both databases."""
-
 from __future__ import annotations
 
 import time
@@ -29,8 +27,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OneGateway:
-    """A gateway's account caches, and the thread that invalidates them."""
-
     def __init__(self, database: Database) -> None:
         self.keys, self.tenants = ApiKeys(database), Tenants(database)
         self.num_told = 0
@@ -57,7 +53,6 @@ def two_gateways(database_url: str) -> Iterator[tuple[OneGateway, OneGateway]]:
 
 
 def until(is_so: object) -> float:
-    """Wait until a condition holds and return the number of seconds waited."""
     started = time.monotonic()
     while not is_so():  # type: ignore[operator]
         assert time.monotonic() - started < WITHIN_S
@@ -149,7 +144,6 @@ def test_every_cached_table_has_triggers_after_an_upgrade(database: Database) ->
 
 
 def settle(*gateways: OneGateway) -> None:
-    """Wait until all changes so far have been reported, so that values read from now on stay cached."""
     told: list[int] = []
     while told != (told := [gateway.num_told for gateway in gateways]):
         time.sleep(0.5)

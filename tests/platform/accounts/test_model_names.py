@@ -1,5 +1,3 @@
-"""A model name resolves to one version or to nothing; unknown and foreign names give the same error."""
-
 from __future__ import annotations
 
 from typing import Any

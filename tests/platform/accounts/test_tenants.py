@@ -1,5 +1,3 @@
-"""Tenants are created once, found by slug or identifier, and listed newest first."""
-
 from __future__ import annotations
 
 import pytest

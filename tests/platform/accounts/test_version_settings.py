@@ -1,5 +1,3 @@
-"""A version's template and defaults are read once, and equal digests share them."""
-
 from __future__ import annotations
 
 import itertools
@@ -35,7 +33,6 @@ def files(template: str | None = None, settings: str | None = None) -> dict[str,
 
 @pytest.fixture
 def add_version(clocked: Database, acme: Tenant) -> Add:
-    """Adds a version with these optional files and returns the model that it resolves to."""
     with clocked.write() as connection:
         values = {"id": "ada_1", "tenant_id": acme.id, "name": "support", "created_us": 0}
         connection.execute(insert(schema.adapters).values(values))

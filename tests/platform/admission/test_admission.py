@@ -1,5 +1,3 @@
-"""Quota accounting is exact: reservations are held, settlements are charged, and each request is settled once."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -128,7 +126,7 @@ def test_rate_limit_survives_clock_jumps_forward_and_back(
     admission = Admission(clocked)
 
     def admit_all() -> int:
-        """Count how many requests are admitted before the first refusal, and check its retry time."""
+        """Count the requests admitted before the first refusal, and check the refusal's retry time."""
         admitted, wait_s = 0, None
         while wait_s is None:
             try:

@@ -1,5 +1,3 @@
-"""Group commit on both databases: queued operations share a transaction, and a refusal affects only its own request."""
-
 from __future__ import annotations
 
 import asyncio
@@ -35,7 +33,7 @@ def anyio_backend() -> str:
 
 
 class CountedAdmission(Admission):
-    """Records the number of operations of each transaction; `hold` blocks the next one."""
+    """Records the number of operations in each transaction. `hold` blocks the next transaction."""
 
     def __init__(self, database: Database) -> None:
         super().__init__(database)
@@ -95,7 +93,6 @@ def closing(reservation: Reservation, completion: int = 5) -> Closing:
 
 
 async def gathered(committer: GroupCommit, admission: CountedAdmission, operations: Sequence[Operation]) -> list[Any]:
-    """Submit operations while a transaction is in progress and return their outcomes."""
     with admission.hold():
         answers = [committer.submit(operation) for operation in operations]
         # While the transaction is blocked, the committer's thread has taken at most the first operation.
@@ -109,7 +106,7 @@ async def test_queued_operations_share_a_transaction(
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 10_000)
     reserved = await gathered(committer, admission, [make_request() for _ in range(20)])
     assert all(isinstance(outcome, Reservation) for outcome in reserved)
-    # Each request was judged after the ones before it.
+    # Each request was judged after the requests before it.
     assert [outcome.limits[0].remaining for outcome in reserved] == [10_000 - 30 * (i + 1) for i in range(20)]
     assert sum(admission.sizes) == 20
     assert len(admission.sizes) <= 2
@@ -191,7 +188,6 @@ async def test_close_commits_waiting_operations(
     assert isinstance(await answers[0], Reservation)
     with clocked.read() as connection:
         assert connection.execute(select(func.count()).select_from(schema.reservations)).scalar() == 3
-    # A late task gets an error, and nothing else breaks.
     with pytest.raises(CommitterClosed):
         await committer.submit(make_request())
 

@@ -1,5 +1,3 @@
-"""On PostgreSQL, two callers end one request simultaneously. The second waits and sees the first one's result."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -24,8 +22,6 @@ from tests.platform.lock_waits import PATIENCE_S, until_wait
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A database with one running request, whose lease ends at `lease_expires_us`."""
-
     url: str
     database: Database
     request_id: str
@@ -43,7 +39,6 @@ class Running:
         return Extension(request_id=self.request_id, tokens=1)
 
     def ledger(self) -> tuple[int, list[int], list[str]]:
-        """The number of events, the adjustments' tokens, and the states of reservations."""
         with self.database.read() as connection:
             events = connection.execute(select(schema.usage_events.c.request_id)).all()
             adjustments = connection.execute(select(schema.usage_adjustments.c.completion_tokens)).scalars().all()

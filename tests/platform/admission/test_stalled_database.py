@@ -1,5 +1,3 @@
-"""With a database that silently blocks all writes, every caller gets an answer, even one that waits indirectly."""
-
 from __future__ import annotations
 
 import asyncio
@@ -48,7 +46,6 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def stalled(url: str) -> Iterator[None]:
-    """Another session holds a lock that every reservation and settlement waits for."""
     with psycopg.connect(url) as connection:
         connection.execute("LOCK TABLE reservations")
         yield

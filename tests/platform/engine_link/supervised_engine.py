@@ -1,5 +1,3 @@
-"""Runs a supervised engine for the duration of a block, sends it requests and collects their outcomes."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Memory freed by one step of the engine process is reused by the next step."""
-
 from __future__ import annotations
 
 import os

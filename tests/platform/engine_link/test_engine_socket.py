@@ -1,5 +1,3 @@
-"""The location of the engine's socket, and what killed servers leave behind."""
-
 from __future__ import annotations
 
 import tempfile

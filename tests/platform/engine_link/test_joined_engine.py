@@ -1,5 +1,3 @@
-"""A gateway's client for an engine that another process supervises: the client joins it, loses it, and joins again."""
-
 from __future__ import annotations
 
 import asyncio
@@ -58,7 +56,6 @@ async def until_ready(*engines: EngineClient) -> None:
 
 
 async def kill_while_it_runs(local: LocalEngine, *engines: EngineClient) -> list[Finished]:
-    """Kill the engine while it runs one request of each client, and return how the requests ended."""
     streams = [engine.submit(add("doomed", 900)) for engine in engines]
     for stream in streams:
         assert isinstance(await anext(stream), SequenceOutput)
@@ -85,7 +82,7 @@ def test_joined_engine_starts_and_stops_with_its_supervisor(demo_base: Path, tmp
             with pytest.raises(JoinRefused, match="serves another model"):
                 await JoinedEngine(local.socket_path, "0" * 64).start()
 
-            # Both gateways use the same sequence ids on one engine, and each gets only its own tokens.
+            # Both gateways use the same sequence IDs on one engine, and each gets only its own tokens.
             results = await asyncio.gather(*(collect(engine, add("same", 40)) for engine in (local, joined)))
             assert results[0] == results[1]
             assert len(results[0][0]) == 40
@@ -102,7 +99,6 @@ def test_joined_engine_starts_and_stops_with_its_supervisor(demo_base: Path, tmp
             stats = await joined.stats(5.0)
             assert (stats.num_running, stats.num_waiting) == (0, 0)
 
-            # The engine's death ends both gateways' streams, and both rejoin.
             ends = await kill_while_it_runs(local, local, joined)
             assert [end.code for end in ends] == ["engine_unavailable"] * 2
             assert all(end.completion_tokens >= 1 for end in ends)

@@ -1,5 +1,3 @@
-"""The supervised engine process: its streams, death, restart and shutdown."""
-
 from __future__ import annotations
 
 import asyncio
@@ -75,7 +73,6 @@ def test_engine_serves_dies_and_restarts(demo_base: Path, tmp_path: Path) -> Non
             assert good[0][:5] == results[0][0]
             assert (await engine.load("1" * 64, 10.0)).state == "failed"
 
-            # An abort ends the stream with the committed tokens.
             stream = engine.submit(add("long", 900))
             received = await anext(stream)
             assert isinstance(received, SequenceOutput)
@@ -84,7 +81,7 @@ def test_engine_serves_dies_and_restarts(demo_base: Path, tmp_path: Path) -> Non
             assert isinstance(rest[-1], Finished)
             assert (rest[-1].reason, 0 < rest[-1].completion_tokens < 900) == ("abort", True)
 
-            # A killed engine's streams end with the tokens received so far; new requests are refused until it is back.
+            # A killed engine's streams end with the tokens received so far. New requests are refused until it restarts.
             stream = engine.submit(add("doomed", 900))
             await anext(stream)
             assert engine.pid is not None

@@ -1,5 +1,3 @@
-"""A failing GPU: the supervisor gets a one-sentence error, streams end, and the next engine serves requests."""
-
 from __future__ import annotations
 
 import asyncio

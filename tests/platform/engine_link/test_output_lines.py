@@ -1,5 +1,3 @@
-"""A process's output becomes log events, however it is split into pieces."""
-
 from __future__ import annotations
 
 import asyncio

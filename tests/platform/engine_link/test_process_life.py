@@ -27,8 +27,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for the e
 
 
 class Server:
-    """`loramux serve` with a small engine that runs one sequence at a time."""
-
     def __init__(self, model: Path, data_dir: Path) -> None:
         own = {
             "PYTHONPATH": ".src",
@@ -73,7 +71,7 @@ class Server:
         raise AssertionError("there is no engine")
 
     def ask(self, *prompts: str) -> Any:
-        """A streamed call that takes seconds, because its prompts run one after another."""
+        """The call takes seconds, because its prompts run one after another."""
         body = {"model": "base", "prompt": prompts, "max_tokens": 900, "ignore_eos": True, "stream": True}
         return self.http.stream("POST", f"{self.url}/v1/completions", json=body)
 
@@ -142,7 +140,6 @@ def test_engine_death_restart_and_drain_with_a_hung_engine(server: Server) -> No
     until(lambda: server.health(server.url).status_code == 200)
     assert "reason" not in server.health(server.admin_url).json()
 
-    # The next engine hangs, and the server is asked to stop before the watchdog notices.
     second = server.engine_pid()
     assert second != first
     with server.ask("Hello again") as response:

@@ -1,5 +1,3 @@
-"""The shipped fake engine reports the same figures as a real one."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Engines that hang, crash repeatedly or cannot be killed, and the requests that cause this."""
-
 from __future__ import annotations
 
 import asyncio
@@ -91,9 +89,6 @@ def test_request_that_hangs_a_step_is_refused_after_two_deaths(demo_base: Path, 
             assert engine.pid == pid
 
     asyncio.run(scenario())
-
-
-# A fake engine process
 
 
 @pytest.fixture
@@ -203,9 +198,6 @@ def test_idle_engine_is_not_hung(toy: Callable[..., LocalEngine]) -> None:
             assert engine.pid == pid
 
     asyncio.run(scenario())
-
-
-# Components
 
 
 def test_watchdog_ignores_slow_starts_and_suspended_machines() -> None:

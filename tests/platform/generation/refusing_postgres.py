@@ -1,5 +1,3 @@
-"""A PostgreSQL that answers but refuses writes to some tables."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

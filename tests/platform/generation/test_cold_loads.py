@@ -1,5 +1,3 @@
-"""Cold loads are counted only when the engine must load an adapter, once per load, and refusals name the limit."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""A database that answers but refuses writes: streams always finish, and nothing is lost or left reserved."""
-
 from __future__ import annotations
 
 import asyncio
@@ -195,8 +193,6 @@ async def test_postgres_on_a_full_disk(tokenizer: ModelTokenizer, tmp_path: Path
 
 
 class CountedAdmission(Admission):
-    """Counts the transactions that the database rolled back."""
-
     num_refused = 0
 
     def commit(self, operations: Sequence[Operation]) -> list[Outcome]:

@@ -1,5 +1,3 @@
-"""A database that is down, silent, locked or out of connections: streams finish, nothing is lost, health reports it."""
-
 from __future__ import annotations
 
 import asyncio
@@ -86,7 +84,6 @@ def overrun(postgres: FaultyPostgres) -> Fault:
 
 
 async def trouble_under_streams(gateway: Gateway, begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Check that running streams finish during the trouble and are all in the ledger afterwards."""
     gateway.limit("tokens_per_minute", 1_000_000)
     gateway.engine.script = lambda add: Script(token_ids=(300,) * add.max_tokens, delay_s=0.15)
     assert is_whole(await ask(gateway))

@@ -1,5 +1,3 @@
-"""The disk with the database and the spool fills up at some step of a request's life, yet every token is billed."""
-
 from __future__ import annotations
 
 import asyncio
@@ -68,8 +66,6 @@ def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @dataclass(slots=True)
 class Lab:
-    """A gateway on a small disk, with its streams and answers."""
-
     gateway: Gateway
     disk: SmallDisk
     streams: list[asyncio.Task[Any]] = field(default_factory=list)
@@ -202,7 +198,6 @@ STEPS = [
 EACH = [("mounted", "memory"), ("imitated", "memory")]
 """Kinds of disk on which the spool cannot reserve space, so that settlements wait in memory."""
 SETTLES_BEFORE = (before_the_reservation, at_the_reservation, at_a_fold)
-"""Steps after which no settlement is waiting."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Settlements that the spool acknowledged survive crashes, torn lines, damage and a full disk."""
+"""An unfinished replay starts over, even in another process, and includes records added since then."""
 
 from __future__ import annotations
 

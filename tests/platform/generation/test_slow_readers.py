@@ -1,5 +1,3 @@
-"""Clients that do not read are charged for all tokens that they requested, and delay nobody else."""
-
 from __future__ import annotations
 
 import asyncio
@@ -95,7 +93,7 @@ async def test_outputs_for_a_gateway_without_credit_are_merged() -> None:
 
 
 async def received_all(gateway: Any, num_choices: int = NUM_CHOICES) -> Generation:
-    """Wait until the engine has finished the one running request, however much the client has read."""
+    """Wait until the engine has finished the running request, however little the client has read."""
     async with asyncio.timeout(30):
         while not gateway.services.running._tasks:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -123,7 +121,6 @@ async def test_stalled_reader_does_not_delay_settlement_or_other_clients(gateway
     assert MAX_SEPARATE <= generation.num_pending <= MAX_SEPARATE + NUM_CHOICES
     other = await gateway.openai.completions.create(model="base", prompt="a", max_tokens=8)
     assert other.usage.completion_tokens == 8
-    # Settlement does not wait for the client either.
     async with asyncio.timeout(10):
         while len(gateway.usage()) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -165,7 +162,6 @@ async def test_full_socket_blocks_only_its_own_stream(gateway: Any, gateway_url:
 
 
 def call(gateway: Any, body: Any) -> tuple[Any, Any]:
-    """The scope and the receive function of a call whose client stays connected."""
     messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
     async def receive() -> Any:

@@ -1,5 +1,3 @@
-"""Disconnecting clients, dying engines and exhausted quotas: each request is settled once, at its actual usage."""
-
 from __future__ import annotations
 
 import asyncio
@@ -37,9 +35,6 @@ async def settled(gateway: Any) -> Any:
     with gateway.database.read() as connection:
         assert connection.execute(select(schema.reservations)).all() == [], "a settled request is only in the ledger"
     return event
-
-
-# Clients that disconnect
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
@@ -82,7 +77,7 @@ async def test_a_stream_arrives_token_by_token(gateway: Any, gateway_url: str) -
         client.stream("POST", "/v1/completions", json={"model": "base", "prompt": "a", "stream": True}) as response,
     ):
         lines = response.aiter_lines()
-        # The engine has stalled; tokens that have arrived must not wait for later ones.
+        # The engine has stalled. Tokens that have arrived must not wait for later ones.
         received = [await asyncio.wait_for(anext(lines), 5) for _ in range(3)]
         assert [bool(line) for line in received] == [True, False, True]
         gateway.engine.die()
@@ -130,7 +125,7 @@ async def test_abandoned_request_on_a_hung_engine_pays_for_received_tokens(
 
 
 async def abandoned(gateway: Any, received: int) -> Any:
-    """The usage of a request whose client disconnected after `received` tokens."""
+    """Return the usage of a request whose client disconnected after `received` tokens."""
     asked = asyncio.create_task(gateway.http.post("/v1/completions", json={"model": "base", "prompt": "a"}))
     async with asyncio.timeout(10):
         while gateway.engine.num_running == 0:  # noqa: ASYNC110
@@ -146,9 +141,6 @@ async def eventually_received(gateway: Any, count: int) -> None:
     async with asyncio.timeout(10):
         while not any(one.num_received >= count for one in gateway.services.running._tasks.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-
-
-# Engines that die
 
 
 async def test_missing_engine_returns_503_and_charges_nothing(gateway: Any) -> None:
@@ -245,9 +237,6 @@ async def test_a_draining_server_ends_running_requests_with_503(gateway: Any) ->
     assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unavailable")
 
 
-# Exhausted quotas
-
-
 async def test_exhausted_quota_returns_429_with_its_name_and_headers(gateway_on_each: Any, clock: Any) -> None:
     gateway = gateway_on_each
     gateway.limit("requests_per_minute", 2)
@@ -306,9 +295,6 @@ async def test_the_usage_of_a_mixed_load_adds_up(gateway_on_each: Any) -> None:
     with gateway.database.read() as connection:
         counter = connection.execute(select(schema.quota_counters)).one()
     assert (counter.level, counter.reserved) == ((10_000 - 312) * 60_000_000, 0)
-
-
-# Databases in trouble
 
 
 def fail_settlements(gateway: Any, monkeypatch: pytest.MonkeyPatch, failures: int, *, is_answer_lost: bool) -> None:

@@ -1,5 +1,3 @@
-"""A gateway whose database gets into trouble, and checks of what its clients and operators see."""
-
 from __future__ import annotations
 
 import asyncio
@@ -41,12 +39,10 @@ async def ask(gateway: Gateway, max_tokens: int = NUM_TOKENS, model: str = "base
 
 
 def is_whole(answer: Any) -> bool:
-    """Return whether a stream is complete."""
     return answer.status_code == 200 and answer.text.rstrip().endswith("data: [DONE]")
 
 
 def is_refused(answer: Any) -> bool:
-    """Return whether a request got the refusal that gateways send while the database is in trouble."""
     return (
         answer.status_code == 503
         and answer.json()["error"]["code"] == "quota_unavailable"
@@ -55,8 +51,6 @@ def is_refused(answer: Any) -> bool:
 
 
 async def until_streaming(gateway: Gateway, num_streams: int) -> None:
-    """Wait until this many streams have received some tokens, but not all."""
-
     def num_amid() -> int:
         return sum(0 < received < NUM_TOKENS for received in gateway.services.running.progress().values())
 
@@ -86,7 +80,6 @@ async def until_spool_is_empty(gateway: Gateway) -> None:
 
 
 def assert_all_is_settled(gateway: Gateway) -> None:
-    """Check that no quota is reserved and no reservation is left."""
     with gateway.database.read() as connection:
         left = connection.execute(select(schema.reservations.c.id, schema.reservations.c.state)).all()
         held = connection.execute(select(schema.quota_counters.c.reserved)).scalars().all()

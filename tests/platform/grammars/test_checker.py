@@ -1,5 +1,3 @@
-"""Constraints are checked in a separate process, which one of them can crash. Tenants are isolated from each other."""
-
 from __future__ import annotations
 
 import asyncio
@@ -18,8 +16,6 @@ pytestmark = pytest.mark.anyio
 
 
 class Observed(list[tuple[str, tuple[str, ...]]]):
-    """Records the outcome and the unsupported keywords of each check."""
-
     def note(self, outcome: str, seconds: float, keywords: tuple[str, ...]) -> None:
         assert seconds >= 0
         self.append((outcome, keywords))
@@ -158,7 +154,7 @@ async def test_one_tenants_grammars_leave_a_process_to_others(checker: GrammarCh
     for one in slow:
         one.cancel()
     await asyncio.gather(*slow, return_exceptions=True)
-    # The check that was running goes on, and so does its turn: a tenant that disconnects gets no second process.
+    # The running check and its turn continue. A tenant that disconnects gets no second process.
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(checker.grammar("slow", Constraint.of_text("regex", "a|b", "p")), 0.01)
     assert await checker.grammar("slow", Constraint.of_text("regex", "a|c", "p"))

@@ -1,5 +1,3 @@
-"""Constraints that no finite answer satisfies are recognised, and others never are."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Compares the rollups with the ledger by having the database sum up all events again."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -12,13 +10,13 @@ from loramux.migrations.model_spans import rebuild_all_rollups
 
 
 def num_waiting(database: Database) -> int:
-    """Number of settlement transactions that are not folded into the rollups yet."""
+    """Number of settlement transactions that are not yet folded into the rollups."""
     with database.read() as connection:
         return connection.execute(select(func.count()).select_from(schema.usage_batches)).scalar_one()
 
 
 def all_rollups(database: Database) -> set[tuple[Any, ...]]:
-    """Every row, with its series' content in place of the series' number."""
+    """Return every row, with its series' content in place of the series' number."""
     rollups, series = schema.usage_rollups.c, schema.usage_series.c
     rest = [column for column in rollups if column.name != "series_id"]
     query = select(*rest, *(column for column in series if column.name != "id")).where(rollups.series_id == series.id)

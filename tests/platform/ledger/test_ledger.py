@@ -1,5 +1,3 @@
-"""Reports add up for every grouping and bucket, on both databases."""
-
 from __future__ import annotations
 
 import csv
@@ -26,7 +24,6 @@ HOUR_US = 3_600_000_000
 
 @pytest.fixture
 def used(clocked: Database, clock: Any) -> list[str]:
-    """The IDs of three of acme's requests within two hours and of one of another tenant's requests."""
     tenants, keys, admission = Tenants(clocked), ApiKeys(clocked), Admission(clocked)
     clock.now_us = 500_000 * HOUR_US
     made = []
@@ -188,5 +185,4 @@ def test_csv_round_trips_and_contains_no_formulas(start: str) -> None:
     header, first, second = csv.reader(io.StringIO(text, newline=""))
     assert header == ["tenant", "model", "requests"]
     assert first == ["a,b\nc", f'\'{start}HYPERLINK("x")', "1"]
-    # A number is not user-supplied text and stays a number.
     assert second == ["", "", "-2"]

@@ -1,5 +1,3 @@
-"""Token prices: whole nanos that add up, the right price at the right time, and no changes to the past."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Whatever its statistics say, SQLite uses an index for a tenant's sums and for pages of requests."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -34,7 +32,6 @@ SAMPLES = {
 
 @pytest.fixture
 def sampled(tmp_path: Path) -> Iterator[Database]:
-    """An empty database with the statistics of a large one."""
     url = migrated_sqlite(tmp_path / "loramux.db")
     database = Database(url)
     database.refresh_statistics()
@@ -49,7 +46,6 @@ def sampled(tmp_path: Path) -> Iterator[Database]:
 
 
 def plan(database: Database, ask: Any) -> str:
-    """SQLite's query plan for the statement that `ask` executes."""
     asked: list[tuple[str, Any]] = []
 
     def note(_connection: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:

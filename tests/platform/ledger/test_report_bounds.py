@@ -1,5 +1,3 @@
-"""A report's rows are counted before they are read, and every read has a time limit."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

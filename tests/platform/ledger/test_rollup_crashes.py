@@ -1,5 +1,3 @@
-"""Rollups equal the ledger after a process is killed during a fold, and after a migration during settlements."""
-
 from __future__ import annotations
 
 import os
@@ -33,19 +31,18 @@ NUM_SETTLED = 8
 MAX_FOLDS = 4
 """Largest number of folds by a process before it is killed."""
 MAX_MORE_S = 0.008
-"""Longest time that a process keeps running after its last counted fold, in seconds."""
+"""Longest time, in seconds, that a process keeps running after its last counted fold."""
 SETTLEMENT = Settlement(status="completed", prompt_tokens=7, completion_tokens=3)
 
 
 class Folders:
-    """Processes that fold, one at a time, each killed after a random time."""
+    """Forks one folding process at a time and kills it after a random time."""
 
     def __init__(self, process: subprocess.Popen[str], told: Path, seed: int) -> None:
         self._process = process
         self._told = told
         self._random = random.Random(seed)
         self.num_amid = 0
-        """Number of processes killed during a fold."""
 
     def fold_and_be_killed(self) -> None:
         assert self._process.stdin is not None
@@ -139,7 +136,7 @@ INSERT_EVENT = (
 
 
 class OldGateway(threading.Thread):
-    """Settles requests as gateways of the previous release do, and keeps running during the migration."""
+    """Settles requests as the previous release does, even during the migration."""
 
     def __init__(self, url: str, number: int) -> None:
         super().__init__(daemon=True)
@@ -158,7 +155,6 @@ class OldGateway(threading.Thread):
         self._database.close()
 
     def settles(self, num_more: int) -> None:
-        """Wait until the thread has settled this many more requests."""
         wanted, ends_s = self.num_settled + num_more, time.monotonic() + 20
         while self.num_settled < wanted:
             assert self.failure is None, self.failure

@@ -1,5 +1,3 @@
-"""Rollups plus unfolded batches equal the ledger exactly, whatever is queried, folded, rolled back or killed."""
-
 from __future__ import annotations
 
 import random
@@ -48,8 +46,6 @@ class Killed(BaseException):
 
 
 class Ledgers:
-    """Tenants whose requests settle at random, and the same sums computed from a list of facts."""
-
     def __init__(self, database: Database, clock: Any, seed: int) -> None:
         self.database, self.clock, self.random = database, clock, random.Random(seed)
         self.admissions = [Admission(database) for _ in range(3)]
@@ -66,7 +62,6 @@ class Ledgers:
         self.recovered: list[tuple[ReservationRequest, Settlement]] = []
 
     def _make_adapters(self) -> dict[str, str]:
-        """Adapters by version; every tenant calls them as if they were granted."""
         found = {}
         with self.database.write() as connection:
             for name in ("support", "sales"):
@@ -80,7 +75,6 @@ class Ledgers:
         return found
 
     def settle(self, admission: Admission | None = None) -> None:
-        """Settle a few requests in one transaction; some are recovered first and settled later."""
         admission = admission or self.random.choice(self.admissions)
         requests = [self._request() for _ in range(self.random.randint(1, 4))]
         admission.commit(requests)
@@ -121,7 +115,6 @@ class Ledgers:
         )
 
     def facts(self) -> list[dict[str, Any]]:
-        """Every event and adjustment, with its groups."""
         events, adjustments, tenants = schema.usage_events, schema.usage_adjustments, schema.tenants
         with self.database.read() as connection:
             slugs = {row.id: row.slug for row in connection.execute(select(tenants.c.id, tenants.c.slug))}
@@ -242,7 +235,7 @@ def test_every_report_equals_the_sum_of_the_ledger(
 
 
 def _fold_and_die(ledgers: Ledgers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start a fold that dies after some of its statements; none of its changes may remain."""
+    """Start a fold that dies after some of its statements. None of its changes may remain."""
     left = ledgers.random.randint(0, 7)
     execute = Connection.execute
 
@@ -260,7 +253,9 @@ def _fold_and_die(ledgers: Ledgers, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _check_rollups(database: Database, facts: list[dict[str, Any]]) -> None:
-    """Check that no batch is waiting, all grains and span lengths have equal totals, and the database's sums agree."""
+    """Check that no batch is waiting, that all grains and span lengths have equal totals, and that the database's sums
+    agree.
+    """
     rollups, total = schema.usage_rollups.c, tuple(sum(fact[name] for fact in facts) for name in AMOUNTS)
     sums = select(*(func.sum(rollups[name]) for name in AMOUNTS))
     with database.read() as connection:
@@ -387,7 +382,7 @@ def test_batch_announced_twice_is_folded_once(clocked: Database, clock: Any) -> 
     ledgers = Ledgers(clocked, clock, 5)
     ledgers.settle()
     ledgers.rollups.fold_all()
-    # A batch that is added again, as by restoring a backup of one table, contains nothing new.
+    # A batch that is added again, for example by restoring a backup of one table, contains nothing new.
     with clocked.write() as connection:
         connection.execute(insert(schema.usage_batches).values(id=1, at_us=clock.now_us))
     facts = Counter({"requests": 0})

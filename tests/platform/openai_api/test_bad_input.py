@@ -1,5 +1,3 @@
-"""Every bad request gets a status, a code and a field; nothing runs and nothing is reserved."""
-
 from __future__ import annotations
 
 import asyncio

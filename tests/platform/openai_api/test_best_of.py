@@ -1,5 +1,3 @@
-"""`best_of` through the official client: the best choices are returned, and all of them are reserved and billed."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -12,11 +10,11 @@ from loramux.platform.engine_link.scripted_engine import Script
 pytestmark = pytest.mark.anyio
 
 MEANS = (-3.0, -1.0, -2.0, -0.5)
-"""The mean log-probability of each choice. The better a choice is, the longer it is, and the lower its sum."""
+"""Mean log-probability of each choice. Better choices are longer and have lower sums."""
 
 
 def scripts(gateway: Any, tokenizer: Any, tokens_per_output: int = 1) -> list[tuple[int, ...]]:
-    """Make the engine answer each prompt with these four choices, and return their token ids."""
+    """Make the engine answer each prompt with these four choices, and return their token IDs."""
     texts = ["bad", "good good good good", "fair fair fair", "best best best best best best best"]
     ids = [tuple(tokenizer.encode(text)[1:]) for text in texts]
 

@@ -1,5 +1,3 @@
-"""`/v1/completions` through the official client, whole and streamed."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Each field is in the state that the table of request fields shows: without effect, refused, or done."""
-
 from __future__ import annotations
 
 import re

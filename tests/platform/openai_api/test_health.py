@@ -1,5 +1,3 @@
-"""Health checks are correct and need no key, even with a hung engine. Requests that crash engines are refused."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Hostile conversations: each is served or refused by the name of its field, while another tenant goes on."""
-
 from __future__ import annotations
 
 import asyncio
@@ -26,7 +24,7 @@ MANY = 10_000
 DEEP = 100_000
 
 LONGEST_S = 5.0
-"""Longest time of a request, in seconds. It is under one second on an idle machine, but other programs may run."""
+"""Longest time of a request, in seconds. On an idle machine, a request takes less than one second."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,6 @@ def tool_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
 async def attacked(
     accounts: Database, tool_tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
 ) -> AsyncIterator[Gateway]:
-    """A gateway whose base's template shows tools, with an adapter whose version has the same template."""
     async with open_gateway(accounts, tool_tokenizer, threads) as gateway:
         gateway.engine.max_model_len = 1024
         gateway.add_adapter("acme", "own", files={TEMPLATE_FILE: TEMPLATE.encode()})
@@ -89,7 +86,6 @@ SERVED: dict[str, dict[str, Any]] = {
     "empty arguments": messages(calls(call(arguments="")), result()),
     "Jinja in kwargs": messages(chat_template_kwargs={"enable_thinking": "{{ messages.__class__ }}"}),
 }
-"""Bodies that the template renders."""
 
 REFUSED: dict[str, tuple[str | None, dict[str, Any]]] = {
     "10,000 different tools": ("tools", messages(tools=[offered(f"f{number}") for number in range(MANY)])),
@@ -160,7 +156,7 @@ REFUSED: dict[str, tuple[str | None, dict[str, Any]]] = {
     ),
     "chat template in the body": ("chat_template", messages(chat_template="{{ 1 }}")),
 }
-"""Bodies that are refused, with the field that the refusal names; the longest fail on the context's length."""
+"""Bodies that are refused, and the field that each refusal names. The longest exceed the context."""
 
 LARGE = (
     "4,000 tool messages",
@@ -168,7 +164,7 @@ LARGE = (
     "long arguments",
     "required call with 10,000 parameters",
 )
-"""Names in REFUSED of bodies that take a large part of a second, tried in the campaign."""
+"""Names in REFUSED of bodies that take a large part of a second. Only the campaign uses them."""
 
 campaign = pytest.mark.campaign
 BASE_OR_OWN = ["base", pytest.param("own", marks=campaign)]
@@ -183,11 +179,9 @@ RAW: dict[str, bytes] = {
     "half a pair in a message": b'{"model": "base", "messages": [{"role": "user", "content": "\\ud800"}]}',
     "half a pair in a tool": b'{"model": "base", "messages": [], "tools": [{"function": {"name": "\\udfff"}}]}',
 }
-"""Bodies that are not valid JSON here."""
 
 
 async def attack(gateway: Gateway, body: dict[str, Any] | bytes) -> tuple[int, dict[str, Any]]:
-    """The status and the document of one request, while another tenant's requests go on."""
     bravo = {"authorization": f"Bearer {gateway.key_of('bravo')}"}
     polite = {"model": "base", "messages": [USER], "max_tokens": 1}
     sent = body if isinstance(body, bytes) else json.dumps({"model": "base", "max_tokens": 1, **body}).encode()

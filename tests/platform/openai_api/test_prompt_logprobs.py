@@ -1,5 +1,3 @@
-"""`prompt_logprobs`, and `echo` with `logprobs`, through the official client."""
-
 from __future__ import annotations
 
 from typing import Any

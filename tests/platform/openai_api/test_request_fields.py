@@ -1,5 +1,3 @@
-"""vLLM's request fields, on both endpoints: what each changes in the answer, in the engine's work and in the bill."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""A field that a request leaves out takes the adapter's default, then the base's, then the API's."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
@@ -29,7 +27,7 @@ OWN = b'{"temperature": 0.0, "repetition_penalty": 1.5, "max_new_tokens": 3}'
 async def own_gateway(
     request: pytest.FixtureRequest, accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor
 ) -> AsyncIterator[Gateway]:
-    """A gateway whose base has defaults, and whose adapter `acme/support` has its own, in force or switched off."""
+    """A gateway whose base and whose adapter `acme/support` have sampling defaults, in force or switched off."""
     settings = GatewaySettings(base_defaults=BASE, applies_adapter_defaults=request.param)
     async with open_gateway(accounts, tokenizer, threads, settings) as gateway:
         gateway.add_adapter("acme", "support", files={GENERATION_FILE: OWN})
@@ -37,7 +35,6 @@ async def own_gateway(
 
 
 async def sent(gateway: Gateway, model: str, **fields: Any) -> Add:
-    """Complete a prompt and return the sequence that reached the engine."""
     seen: list[Add] = []
 
     def script(add: Add) -> Script:

@@ -1,5 +1,3 @@
-"""Every form of structured-output request, and the errors for invalid ones."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""`/tokenize` and `/detokenize` have vLLM's bodies and answers, need a key, and charge nothing."""
-
 from __future__ import annotations
 
 from typing import Any

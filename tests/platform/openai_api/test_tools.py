@@ -1,5 +1,3 @@
-"""Tool calls and reasoning in chat completions, through the official client, whole and streamed."""
-
 from __future__ import annotations
 
 import json
@@ -39,7 +37,6 @@ def tool_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
 async def tools(
     accounts: Database, tool_tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
 ) -> AsyncIterator[Gateway]:
-    """A gateway whose model's template knows tools and thinking."""
     async with open_gateway(accounts, tool_tokenizer, threads) as gateway:
         gateway.engine.max_model_len = 1024
         yield gateway
@@ -49,8 +46,6 @@ async def tools(
 def with_parsers(
     accounts: Database, tool_tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
 ) -> WithParsers:
-    """Opens a gateway with these parsers for the same model."""
-
     def opened(
         tool_call_parser: str | None = None, reasoning_parser: str | None = None
     ) -> AbstractAsyncContextManager[Gateway]:
@@ -61,7 +56,6 @@ def with_parsers(
 
 
 def answers(gateway: Gateway, text: str) -> None:
-    """Let the engine answer every request with this text."""
     token_ids = gateway.services.tokenizer.encode(text)[1:]
     gateway.engine.script = lambda add: Script(token_ids=token_ids)
 
@@ -72,7 +66,6 @@ def prompt_of(gateway: Gateway) -> str:
 
 
 async def streamed(gateway: Gateway, **fields: Any) -> Any:
-    """The completion that the official client's helper assembles from a stream."""
     async with gateway.openai.chat.completions.stream(model="base", messages=ASKED, **fields) as stream:
         return await stream.get_final_completion()
 

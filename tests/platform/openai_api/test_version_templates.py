@@ -1,5 +1,3 @@
-"""Adapters that bring a chat template: each request's prompt is rendered with its own version's template."""
-
 from __future__ import annotations
 
 import asyncio
@@ -23,7 +21,6 @@ def template(house: str) -> dict[str, bytes]:
 
 
 async def prompt_of(gateway: Gateway, model: str, secret: str, **fields: Any) -> str:
-    """The prompt that reaches the engine for one chat request."""
     headers = {"authorization": f"Bearer {secret}"}
     body = {"model": model, "messages": ASKED, "max_tokens": 1, **fields}
     response = await gateway.http.post("/v1/chat/completions", json=body, headers=headers)

@@ -1,6 +1,6 @@
-"""A model of quotas in plain dictionaries. Admission on a database must agree with it after every step.
+"""A model of quotas in plain dictionaries, with which admission on a database must agree after every step.
 
-The model shares no code with the platform: windows are local dates, and sums are recomputed from the requests each
+The model shares no code with the platform. Windows are local dates, and sums are recomputed from the requests each
 time.
 """
 
@@ -23,7 +23,7 @@ def cost(prompt: int, cached: int, completion: int) -> int:
 
 @dataclass
 class Policy:
-    """One limit. After it has changed, reservations can exceed it."""
+    """Reservations can exceed a limit that was lowered."""
 
     id: str
     subject: str
@@ -44,7 +44,7 @@ class Policy:
 
 @dataclass
 class Bucket:
-    """A rate's level in 1/60,000,000 of a token or request, and the time of its last refill."""
+    """`level` is in 1/60,000,000 of a token or request."""
 
     level: int
     at_us: int
@@ -52,7 +52,7 @@ class Bucket:
     def now(self, policy: Policy, now_us: int) -> Bucket:
         full = policy.burst * MINUTE_US
         if self.at_us > now_us + MINUTE_US:
-            # The clock was wrong. Undo the refill for minutes that are still to come, but forgive the tokens used in
+            # The clock was wrong. Undo the refill for minutes that have not come yet, but forgive the tokens used in
             # those minutes.
             early = policy.limit * (self.at_us - now_us)
             return Bucket(min(full, self.level - min(early, max(0, self.level))), now_us)
@@ -61,13 +61,11 @@ class Bucket:
 
 
 Count = tuple[str, str, tuple[int, ...]]
-"""Policy, subject, and the local date or month, which is an empty tuple if the policy has no window."""
+"""A policy, a subject, and the local date or month. The date is empty if the policy has no window."""
 
 
 @dataclass
 class Request:
-    """An admitted request, the amounts that it holds, and how it ended."""
-
     id: str
     tenant: str
     prompt: int
@@ -85,18 +83,13 @@ class Request:
 
 
 class QuotaOracle:
-    """Every quota rule, in its simplest form."""
-
     def __init__(self, zones: dict[str, str], owners: dict[str, str]) -> None:
         self.zones = {tenant: ZoneInfo(zone) for tenant, zone in zones.items()}
         self.owners = owners
-        """The tenant of each subject."""
         self.policies: dict[tuple[str, str], Policy] = {}
         self.buckets: dict[Count, Bucket] = {}
         self.exceeded: dict[Count, int] = {}
         self.requests: dict[str, Request] = {}
-
-    # Policies
 
     def set_policy(self, policy: Policy, now_us: int) -> None:
         old = self.policies.get((policy.subject, policy.metric))
@@ -116,8 +109,6 @@ class QuotaOracle:
         for counts in (self.buckets, self.exceeded):
             for count in [count for count in counts if count[0] == policy.id]:
                 del counts[count]
-
-    # Requests
 
     def binding(self, tenant: str, key: str, adapter: str | None, now_us: int) -> list[tuple[Policy, Count]]:
         own = {
@@ -155,7 +146,7 @@ class QuotaOracle:
         return self.used(policy, count) + self.reserved(count) + wanted <= policy.limit
 
     def admit(self, request: Request, bound: list[tuple[Policy, Count]], now_us: int) -> set[str]:
-        """Record the amounts that an admitted request holds and return the policies that it exceeds."""
+        """Record the amounts that an admitted request holds, and return the policies that it exceeds."""
         beyond = set()
         for policy, count in bound:
             wanted = self.price(policy, request.prompt, request.completion)
@@ -172,7 +163,7 @@ class QuotaOracle:
         return beyond
 
     def refuse(self, bound: list[tuple[Policy, Count]], now_us: int) -> None:
-        """A refusal charges nothing, but corrects a bucket whose time was wrong."""
+        """A refusal charges nothing, but it corrects a bucket whose time was wrong."""
         for policy, count in bound:
             if count in self.buckets and self.buckets[count].at_us > now_us + MINUTE_US:
                 self.touch(policy, count, now_us)
@@ -202,7 +193,7 @@ class QuotaOracle:
         return True
 
     def close(self, request: Request, state: str, charged: tuple[int, int, int], has_run: bool, now_us: int) -> None:
-        """Charge a request or, if its recovery charged it already, correct that charge."""
+        """Charge a request. If its recovery has already charged it, correct that charge."""
         was_recovered, before = request.state == "recovered", request.charged
         for policy, count in self.holding(request):
             if policy.metric == "requests_per_minute" and has_run:
@@ -229,8 +220,6 @@ class QuotaOracle:
             for request in self.requests.values()
             if request.state == "open" and not 0 <= request.lease_us - now_us <= 2 * LEASE_US
         ]
-
-    # Sums
 
     def holding(self, request: Request) -> list[tuple[Policy, Count]]:
         by_id = {policy.id: policy for policy in self.policies.values()}
@@ -262,6 +251,5 @@ class QuotaOracle:
         return Bucket(policy.burst * MINUTE_US, now_us) if known is None else known.now(policy, now_us)
 
     def touch(self, policy: Policy, count: Count, now_us: int) -> None:
-        """Refill a rate's bucket up to the current time before changing it."""
         if policy.is_rate:
             self.buckets[count] = self.bucket(policy, count, now_us)

@@ -1,5 +1,3 @@
-"""A rate's bucket when the clock jumps: no jump refills it twice or stops refilling."""
-
 from __future__ import annotations
 
 from hypothesis import given, settings
@@ -16,7 +14,6 @@ passing = st.integers(0, 3 * MINUTE_US)
 
 
 def used_up(counter: Counter, limit: int, burst: int, now_us: int) -> tuple[Counter, int]:
-    """The bucket after a caller has taken everything it admits, and the amount taken."""
     counter = counter.refilled(limit, burst, now_us)
     admitted = max(0, counter.free_units // UNITS)
     return counter.changed(level=-admitted * UNITS), admitted

@@ -1,5 +1,3 @@
-"""An adapter's limits count each calling tenant separately: a grantee neither sees nor spends the owner's share."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -23,8 +21,6 @@ METRICS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests", "t
 
 
 class Two:
-    """An owner with an adapter, and a tenant that may call it."""
-
     def __init__(self, database: Database) -> None:
         self.database = database
         self.owner, self.grantee = (Tenants(database).create(slug) for slug in ("owner", "grantee"))

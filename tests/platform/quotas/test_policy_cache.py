@@ -1,5 +1,3 @@
-"""The rules and windows that apply to a request, in hand-written cases that do not rely on the oracle."""
-
 from __future__ import annotations
 
 import threading
@@ -50,8 +48,6 @@ def test_tenants_policy_replaces_the_platforms_unless_in_shadow_mode(mode: str, 
 
 
 class SlowDict(dict[str, Any]):
-    """A dictionary that pauses after each update."""
-
     def __init__(self) -> None:
         self.is_resting, self.may_go_on = threading.Event(), threading.Event()
 

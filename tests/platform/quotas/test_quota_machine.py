@@ -1,4 +1,4 @@
-"""A property-based state machine: admission on each database compared with plain dictionaries after every step.
+"""Admission on each database, compared with plain dictionaries after every step of a property-based state machine.
 
 Requests are reserved, extended, checkpointed, settled twice, recovered and settled late. Limits of every scope and mode
 are set, changed and deleted. Clocks jump forwards and backwards across windows in time zones with daylight saving.
@@ -124,8 +124,6 @@ def crash_at(database: Database, statement: int) -> Iterator[None]:
 
 
 class QuotaMachine(RuleBasedStateMachine):
-    """Two tenants with a key and an adapter each, on `database`, which uses `clock`."""
-
     database: Database
     clock: FakeClock
 
@@ -141,7 +139,7 @@ class QuotaMachine(RuleBasedStateMachine):
         limits=st.lists(st.fixed_dictionaries(LIMIT), min_size=4, max_size=9),
     )
     def begin(self, start: datetime, zones: list[str], limits: list[dict[str, Any]]) -> None:
-        # Prices start early enough that no backward jump reaches a time without prices.
+        # Prices start early enough that every time reached by a backward jump has a price.
         self.clock.now_us = int(start.timestamp()) * 1_000_000 - PRICED_AHEAD_US
         tenants, keys = Tenants(self.database), ApiKeys(self.database)
         self.tenants = [tenants.create(f"tenant-{i}", timezone=zone).id for i, zone in enumerate(zones[:2])]
@@ -165,14 +163,12 @@ class QuotaMachine(RuleBasedStateMachine):
         return adapter_id
 
     def _try(self, crash: int | None, work: Callable[[], Any]) -> Any:
-        """Run some work and return its outcome; with `crash`, a gateway first starts the same work and dies."""
+        """Run some work and return its outcome. With `crash`, a gateway first starts the same work and dies."""
         if crash is not None:
             with crash_at(self.database, crash):
                 work()
             self.agrees()
         return work()
-
-    # Policies
 
     @rule(limit=st.fixed_dictionaries(LIMIT))
     def set_policy(self, limit: dict[str, Any]) -> None:
@@ -210,8 +206,6 @@ class QuotaMachine(RuleBasedStateMachine):
         subject, metric = data.draw(st.sampled_from(list(self.oracle.policies)))
         assert self.policies.delete(self.oracle.policies[subject, metric].id)
         self.oracle.delete_policy(subject, metric)
-
-    # Requests
 
     @rule(
         asked=st.lists(
@@ -328,8 +322,6 @@ class QuotaMachine(RuleBasedStateMachine):
             charged = (request.prompt, 0, request.checkpoint)
             self.oracle.close(request, "recovered", charged, True, self.clock.now_us)
 
-    # Time
-
     @rule(seconds=SECONDS)
     def pass_time(self, seconds: float) -> None:
         self.clock.advance(seconds)
@@ -356,8 +348,6 @@ class QuotaMachine(RuleBasedStateMachine):
         while moment.astimezone(zone).date() <= today:
             moment += timedelta(minutes=30)
         self.clock.now_us = int(moment.timestamp()) * 1_000_000 + offset_us
-
-    # Invariants
 
     @invariant()
     def agrees(self) -> None:
@@ -409,7 +399,7 @@ class QuotaMachine(RuleBasedStateMachine):
         ]
 
     def _no_hard_limit_is_passed(self) -> None:
-        """Only late settlements and usage from before the limit was set may exceed a hard limit."""
+        """Only late settlements, and usage from before the limit was set, may exceed a hard limit."""
         for request in self.oracle.requests.values():
             for policy, count in self.oracle.holding(request):
                 if policy.mode == "hard" and not policy.has_changed and not policy.is_rate:

@@ -1,5 +1,3 @@
-"""Files count against a tenant's limit as soon as they are declared, and only once until they become a version."""
-
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +22,6 @@ HOUR_US = 3_600_000_000
 
 
 class Shelf:
-    """A tenant's two adapters, and the files that the tenant stores."""
-
     def __init__(self, database: Database, tenant: Tenant) -> None:
         limits = AdapterLimits()
         registry = AdapterRegistry(database, limits=limits)
@@ -43,7 +39,7 @@ class Shelf:
 
     @property
     def standing(self) -> tuple[int, int, int, int]:
-        """The used, reserved and remaining amounts of the limit, and the number of excesses of a soft limit."""
+        """Return the used, reserved and remaining amounts of the limit, and how often a soft limit was exceeded."""
         (limit,) = QuotaOverview(self.database).effective(QuotaCaller(tenant_id=self.tenant.id))
         return limit.used, limit.reserved, limit.remaining, limit.num_exceeded
 

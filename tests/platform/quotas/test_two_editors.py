@@ -1,5 +1,3 @@
-"""A change based on an outdated read is refused, however close together the calls are."""
-
 from __future__ import annotations
 
 import threading
@@ -19,7 +17,6 @@ from loramux.platform.quotas.policies import QuotaPolicies
 NUM_EDITORS = 6
 
 Edit = Callable[[int, Callable[[Any], None]], Any]
-"""Change an object to the variant with this number, after passing its current state to the check."""
 
 
 def _tenant(database: Database) -> tuple[Any, Edit]:
@@ -62,7 +59,7 @@ def test_exactly_one_of_several_concurrent_editors_wins(
         outcomes = list(threads.map(attempt, range(NUM_EDITORS)))
     winners = [outcome for outcome in outcomes if outcome is not None]
     assert len(winners) == 1
-    # The losers' changes appear nowhere, and the next editor sees the winner's.
+    # The losers' changes appear nowhere, and the next editor sees the winner's changes.
     found: list[Any] = []
     edit(NUM_EDITORS, found.append)
     assert found == winners

@@ -1,5 +1,3 @@
-"""Metrics name only the ten policies with the most refusals, however many policies exist."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""One trace per request; a client's own trace is honoured as far as the operator allows."""
-
 from __future__ import annotations
 
 import gzip

@@ -1,5 +1,3 @@
-"""Chat templates that try to take time or memory, or to leave the sandbox."""
-
 from __future__ import annotations
 
 NAMESPACE = "{% set n = namespace(x='aa') %}"
@@ -101,4 +99,4 @@ UNUSABLE = {
     "unpaired surrogate": '{{ messages[0].content }}{{ "\\ud800" }}',
     "refuses with a surrogate": '{{ raise_exception("\\ud800") }}',
 }
-"""Templates of which no conversation can be rendered as text with the user's message."""
+"""Templates that render no conversation as text with the user's message."""

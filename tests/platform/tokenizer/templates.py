@@ -1,5 +1,3 @@
-"""Chat templates in the style of the served families, written for the tests."""
-
 from __future__ import annotations
 
 CHATML = """\

@@ -1,5 +1,3 @@
-"""Templates render every part of a conversation as transformers does, within limits that no request can pass."""
-
 from __future__ import annotations
 
 import json
@@ -175,7 +173,7 @@ def test_a_long_history_ends_within_the_limits(source: str) -> None:
         template.render(history)
     assert caught.value.param == "messages"
     assert time.thread_time() - started_s < 2 * MAX_RENDER_S
-    # The next rendering of the thread has its own time.
+    # Each rendering on the thread has its own time limit.
     assert rendered("{% for m in messages %}{{ m.role }}{% endfor %}", history[:5000]) == "user" * 5000
 
 

@@ -1,5 +1,3 @@
-"""A tenant's template renders what the base's would, cannot cost others anything, and cannot leave its process."""
-
 from __future__ import annotations
 
 import asyncio
@@ -41,7 +39,7 @@ def templates() -> Iterator[TenantTemplates]:
 
 
 async def outcome(rendering: Awaitable[str]) -> str | tuple[str, str | None]:
-    """The text, or the refusal's message and parameter."""
+    """Return the text, or the refusal's message and parameter."""
     try:
         return await rendering
     except InvalidRequest as refused:
@@ -103,7 +101,6 @@ def root(context, missing=None, environment=environment):
         except OSError:
             yield "refused "
 """
-"""A compiled template that has left the Jinja sandbox."""
 
 
 async def test_template_that_escapes_is_still_confined(templates: TenantTemplates) -> None:
@@ -152,7 +149,7 @@ async def test_slow_template_delays_only_its_own_tenant(templates: TenantTemplat
     assert not any(one.done() for one in slow[1:])
     for one in slow:
         one.cancel()
-    # The next turn comes when the running rendering ends.
+    # The next turn starts when the running rendering ends.
     await templates.render("a", PLAIN, ASKED)
 
 
@@ -167,7 +164,7 @@ async def test_requests_that_were_cancelled_do_not_free_their_tenants_turn(templ
         await hang_up()
         assert templates._idle.qsize() >= NUM_PROCESSES - 1
     assert await templates.render("b", PLAIN, ASKED) == "Hello 🦊"
-    # The next turn comes when the running rendering ends.
+    # The next turn starts when the running rendering ends.
     await templates.render("a", PLAIN, ASKED)
 
 

@@ -1,5 +1,3 @@
-"""Tokens become text piece by piece without loss, and stop strings are found however they are split."""
-
 from __future__ import annotations
 
 import json
@@ -168,7 +166,7 @@ def test_stop_strings_cut_pieces_like_the_whole_text(parts: list[str], stops: li
         read += part
         if finder.is_found:
             break
-    # The first piece that completes a stop string decides; within that piece, the stop string that begins first wins.
+    # The first piece that completes a stop string decides. Within that piece, the stop string that begins first wins.
     found = [(read.find(stop), len(stop)) for stop in stops if stop in read]
     assert finder.is_found == bool(found)
     if found:

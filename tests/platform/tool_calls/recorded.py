@@ -1,5 +1,3 @@
-"""Answers as each family writes them, with the text and the calls that they contain."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

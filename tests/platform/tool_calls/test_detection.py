@@ -1,5 +1,3 @@
-"""The parser for a template follows from what the template shows or asks for."""
-
 from __future__ import annotations
 
 import pytest

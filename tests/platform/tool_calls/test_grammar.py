@@ -1,5 +1,3 @@
-"""Grammars of tool calls: every answer that follows them is read back as calls that satisfy the tools' schemas."""
-
 from __future__ import annotations
 
 import json
@@ -61,7 +59,6 @@ def written(rules: AnswerRules, seed: int) -> str | None:
 
 
 def accepts(rules: AnswerRules, text: str) -> bool:
-    """True if the text is a complete answer."""
     vocabulary = byte_vocabulary()
     grammar = checked_grammar("answer", msgspec.json.encode(rules).decode(), vocabulary)
     matcher = LLMatcher(vocabulary, grammar, limits=parser_limits())
@@ -69,7 +66,6 @@ def accepts(rules: AnswerRules, text: str) -> bool:
 
 
 def read(text: str, format_name: str) -> tuple[str, list[tuple[str, str]]]:
-    """The text and the calls that the format's parser finds."""
     parser, content = PARSERS[format_name](), ""
     calls: list[tuple[str, str]] = []
     for event in [*parser.feed(text), *parser.finish()]:

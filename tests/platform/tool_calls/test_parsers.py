@@ -1,5 +1,3 @@
-"""Tool calls are found in each family's answers, wherever the text is cut into pieces."""
-
 from __future__ import annotations
 
 import time
@@ -12,7 +10,6 @@ from tests.platform.tool_calls.recorded import RECORDED, Recorded
 
 
 def read(format_name: str, pieces: list[str]) -> tuple[str, list[list[str]]]:
-    """The text and the calls that the parser finds in the pieces."""
     parser, text = PARSERS[format_name](), ""
     calls: list[list[str]] = []
     for piece in [*pieces, None]:
@@ -42,7 +39,7 @@ def test_every_cut_gives_the_same_calls(recorded: Recorded) -> None:
 def test_an_answer_that_was_cut_off_has_the_calls_that_were_begun(recorded: Recorded) -> None:
     for end in range(len(recorded.answer)):
         text, calls = read(recorded.format_name, [recorded.answer[:end]])
-        # White space beside calls is dropped; otherwise, what is shown as text was written in this order.
+        # White space beside calls is dropped. Everything else that is shown as text was written in this order.
         written = iter(recorded.answer)
         assert all(character in written for character in text)
         for (name, arguments), (one, whole) in zip(calls, recorded.calls, strict=False):
@@ -54,7 +51,7 @@ HOSTILE_OPENINGS = {
     "functiongemma": "<start_function_call>call:f{x:[",
     "gemma4": "<|tool_call>call:f{x:[",
 }
-"""The start of a call whose arguments the parser rewrites as JSON."""
+"""The start of a call with arguments that the parser rewrites as JSON."""
 
 HOSTILE_UNITS = (
     "[",

@@ -1,5 +1,3 @@
-"""Reasoning is separated from the answer, wherever the text is cut into pieces."""
-
 from __future__ import annotations
 
 import pytest
