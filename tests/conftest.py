@@ -1,4 +1,4 @@
-"""Fixtures shared by the tests of all folders: real databases of both kinds, and the demo base.
+"""Fixtures shared by the tests of all folders.
 
 Database fixtures import their dependencies locally, because kernels and engine are also tested without them.
 """
@@ -32,7 +32,6 @@ def short_path() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[str]:
-    """The URL of a real PostgreSQL server that runs for the whole test session."""
     from tests.postgres import running_server
 
     with running_server() as url:
@@ -41,7 +40,6 @@ def postgres_server() -> Iterator[str]:
 
 @pytest.fixture
 def postgres_url(postgres_server: str) -> Iterator[str]:
-    """The URL of a new, empty database on the PostgreSQL server."""
     from tests.postgres import new_database
 
     with new_database(postgres_server, "template1") as url:
@@ -69,7 +67,6 @@ def postgres_template(postgres_server: str) -> str:
 
 @pytest.fixture
 def migrated_postgres_url(postgres_server: str, postgres_template: str) -> Iterator[str]:
-    """The URL of a new database with the current schema on the PostgreSQL server."""
     from tests.postgres import new_database
 
     with new_database(postgres_server, postgres_template) as url:
@@ -88,7 +85,6 @@ def migrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def database(migrated_url: str) -> Iterator[Database]:
-    """An open database with the current schema."""
     from loramux.migrations.database import Database
 
     database = Database(migrated_url)

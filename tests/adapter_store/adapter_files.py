@@ -1,5 +1,3 @@
-"""Random LoRA adapters in PEFT's two-file format, generated with numpy."""
-
 from __future__ import annotations
 
 import json
@@ -19,8 +17,6 @@ def tensor_name(layer: int, module: str, half: str) -> str:
 
 @dataclass
 class AdapterFiles:
-    """An adapter's two files, as PEFT saves them. Tests may modify either file."""
-
     config: dict[str, Any]
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
 
@@ -35,8 +31,6 @@ class AdapterFiles:
 
 @dataclass(frozen=True)
 class AdapterMaker:
-    """Generates random adapters for a target."""
-
     target: PackTarget
 
     def __call__(

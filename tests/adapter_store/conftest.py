@@ -1,5 +1,3 @@
-"""Fixtures: a small base, random adapters for it, and blob stores of every kind."""
-
 from __future__ import annotations
 
 import uuid
@@ -69,13 +67,11 @@ def make_adapter(target: PackTarget) -> AdapterMaker:
 
 @pytest.fixture
 def adapter_maker() -> type[AdapterMaker]:
-    """The AdapterMaker class, for tests that use their own target."""
     return AdapterMaker
 
 
 @pytest.fixture(scope="session")
 def s3_endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The URL of an S3-compatible HTTP server."""
     if not IS_RADOSGW:
         yield request.getfixturevalue("moto_endpoint")
         return
@@ -98,7 +94,6 @@ def moto_endpoint() -> Iterator[str]:
 
 @pytest.fixture
 def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the environment variables that point boto3 at the server."""
     for name, value in (
         ("AWS_ENDPOINT_URL", s3_endpoint),
         ("AWS_ACCESS_KEY_ID", ACCESS_KEY),
@@ -111,7 +106,7 @@ def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def s3_resource(s3_endpoint: str) -> Any:
-    """A boto3 resource that accesses the S3 server directly, bypassing our code and the proxy."""
+    """Access the S3 server through boto3, not through our code or the proxy."""
     import boto3
 
     return boto3.resource(
@@ -133,15 +128,13 @@ def s3_bucket(s3_environment: None, s3_resource: Any) -> str:
 
 @pytest.fixture
 def raw_bucket(s3_resource: Any, s3_bucket: str) -> Any:
-    """The new bucket, accessed directly through boto3, bypassing our code and the proxy."""
+    """A new bucket, accessed through boto3 and not through our code or the proxy."""
     return s3_resource.Bucket(s3_bucket)
 
 
 @pytest.fixture
 def fault_proxy(s3_endpoint: str, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """A proxy in front of the S3 server. Stores opened later connect through the proxy, which injects no faults at
-    first.
-    """
+    """Stores opened later connect through the proxy, which injects no faults at first."""
     proxy = FaultProxy(s3_endpoint)
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
     yield proxy
@@ -150,7 +143,6 @@ def fault_proxy(s3_endpoint: str, s3_bucket: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(params=["memory", "local", "s3"])
 def blobs(request: pytest.FixtureRequest) -> BlobStore:
-    """An empty blob store, once per kind."""
     if request.param == "memory":
         return MemoryBlobStore()
     if request.param == "local":
@@ -165,7 +157,7 @@ def memory_blobs() -> MemoryBlobStore:
 
 @pytest.fixture
 def make_tenant(database: Database) -> Callable[[str], str]:
-    """Adds a tenant and returns the tenant's identifier."""
+    """Add a tenant and return the tenant's identifier."""
     return partial(add_tenant, database)
 
 

@@ -1,5 +1,3 @@
-"""Linear layers of test bases: Llama's, Phi-3's with fused q/k/v and gate/up, and those outside the layers."""
-
 from __future__ import annotations
 
 from loramux.kernels.layout import LinearShape
@@ -31,7 +29,6 @@ def fused_linears(hidden: int, queries: int, keys: int, intermediate: int) -> Li
 
 
 def outer_linears(vocab: int, hidden: int) -> Linears:
-    """The embedding and the head."""
     return (
         LinearShape("model.embed_tokens", vocab, hidden, is_embedding=True),
         LinearShape("lm_head", hidden, vocab),

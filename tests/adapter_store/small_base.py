@@ -1,5 +1,3 @@
-"""The small base model that most of these tests use: its linear layers and its pool's page layout."""
-
 from __future__ import annotations
 
 from loramux.adapter_store.formats.pack_target import PackTarget

@@ -1,5 +1,3 @@
-"""The record of an adapter that a test has put into a blob store."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""Adds a tenant's row without the service that creates tenants."""
-
 from __future__ import annotations
 
 from sqlalchemy import insert
@@ -10,7 +8,6 @@ from loramux.migrations.schema import tenants
 
 
 def add_tenant(database: Database, slug: str) -> str:
-    """Add a tenant and return its identifier."""
     tenant_id = new_id("ten")
     with database.write() as connection:
         connection.execute(

@@ -1,5 +1,3 @@
-"""A helper that waits for another thread or process."""
-
 from __future__ import annotations
 
 import threading

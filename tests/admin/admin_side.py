@@ -1,5 +1,3 @@
-"""The admin app's services over SQLite and local blobs, with the real validation process and a fake engine."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -63,8 +61,6 @@ TARGET = PackTarget(
 
 @dataclass
 class AdminSide:
-    """The app's services, with the parts that a test can inspect or break."""
-
     services: AdminServices
     blobs: BlobStore
     engine: ScriptedEngine

@@ -1,5 +1,3 @@
-"""An HTTP client for an app in the test process, without a socket."""
-
 from __future__ import annotations
 
 import httpx

@@ -1,5 +1,3 @@
-"""Run `loramux` in the test process against a running server."""
-
 from __future__ import annotations
 
 import json
@@ -20,11 +18,11 @@ typer.testing._get_command = cache(typer.testing._get_command)
 
 
 Run = Callable[..., Any]
-"""Runs `loramux` with arguments; the result has exit_code, stdout and stderr."""
+"""Runs `loramux` with arguments. The result has exit_code, stdout and stderr."""
 
 
 def command_line(url: str, monkeypatch: pytest.MonkeyPatch, config: Path) -> Run:
-    """Return a function that runs `loramux` against the server at `url`, with profiles stored under `config`."""
+    """Profiles are stored under `config`."""
     monkeypatch.setenv("LORAMUX_ADMIN_URL", url)
     monkeypatch.setenv("LORAMUX_ADMIN_KEY", ADMIN_KEY)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(config))
@@ -33,6 +31,5 @@ def command_line(url: str, monkeypatch: pytest.MonkeyPatch, config: Path) -> Run
 
 
 def printed_json(result: Any) -> dict[str, Any]:
-    """The JSON that a command printed."""
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))

@@ -1,5 +1,3 @@
-"""Fixtures for the admin side: its services, its app, a running server, the command line and a browser."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
@@ -38,7 +36,6 @@ def log() -> Iterator[list[Any]]:
 
 @pytest.fixture
 def admin_blobs(tmp_path: Path) -> BlobStore:
-    """The blob store; a test module can override this fixture."""
     return LocalBlobStore(tmp_path / "blobs")
 
 
@@ -62,7 +59,7 @@ def admin_side(
 
 @pytest.fixture
 async def http(admin_side: AdminSide) -> AsyncIterator[httpx.AsyncClient]:
-    """A client that calls the admin app with the operator's key."""
+    """A client of the admin app that uses the operator's key."""
     transport = httpx.ASGITransport(create_admin_app(admin_side.services))
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://admin", headers=headers) as client:
@@ -83,19 +80,18 @@ def admin_url(admin_server: RunningServer) -> str:
 
 @pytest.fixture
 def loramux(admin_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """A function that runs `loramux` against the running server, without any profiles."""
     return command_line(admin_url, monkeypatch, tmp_path / "config")
 
 
 @pytest.fixture
 def make_adapter(tmp_path: Path) -> MakeAdapter:
-    """A function that writes a PEFT directory for TARGET, with new weights on every call."""
+    """Write a PEFT directory for TARGET, with new weights on every call."""
     return partial(write_peft_directory, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def console_side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdminSide]:
-    """Services shared by the module's tests; each test adds the objects it needs."""
+    """Services shared by the module's tests. Each test adds the objects it needs."""
     with open_admin_side(tmp_path_factory.mktemp("console"), TARGET) as side:
         yield side
 
@@ -107,6 +103,5 @@ def console_app(console_side: AdminSide) -> ASGIApp:
 
 @pytest.fixture
 async def browser(console_app: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
-    """A browser that is not signed in."""
     async with client_of(console_app) as client:
         yield client

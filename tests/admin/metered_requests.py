@@ -1,5 +1,3 @@
-"""Record requests in the ledger without a gateway."""
-
 from __future__ import annotations
 
 from loramux.migrations.identifiers import new_id
@@ -12,7 +10,6 @@ from tests.admin.admin_side import AdminSide
 def begin_request(
     admin_side: AdminSide, tenant_id: str, key_id: str, model: str, prompt: int, completion: int = 16
 ) -> str:
-    """Reserve quota for a request, which then counts as running, and return the request's identifier."""
     request_id = new_id("req")
     Admission(admin_side.services.database).reserve(
         ReservationRequest(
@@ -32,7 +29,6 @@ def begin_request(
 def settle_request(
     admin_side: AdminSide, tenant_id: str, key_id: str, model: str, prompt: int, completion: int
 ) -> None:
-    """Record a completed request with these token counts."""
     request_id = begin_request(admin_side, tenant_id, key_id, model, prompt, completion)
     settlement = Settlement(status="completed", prompt_tokens=prompt, completion_tokens=completion)
     Admission(admin_side.services.database).settle(request_id, settlement)

@@ -1,5 +1,3 @@
-"""The OpenAI side on the admin tests' database, with an engine that repeats the prompt."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -1,5 +1,3 @@
-"""PEFT directories for the admin side's target."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""An app on a real listener, in a thread of the test process."""
-
 from __future__ import annotations
 
 import asyncio
@@ -17,8 +15,6 @@ from loramux.admin.server.listeners import bind, url_of
 
 @dataclass
 class RunningServer:
-    """An app served by a real listener in a thread."""
-
     url: str
     server: HttpServer
     thread: threading.Thread

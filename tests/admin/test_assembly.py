@@ -1,5 +1,3 @@
-"""Assembling a server's parts: the database is upgraded or refused, and stores and model files are checked."""
-
 from __future__ import annotations
 
 import asyncio
@@ -223,7 +221,6 @@ def test_invalid_generation_config_of_the_base_is_refused(demo_base: Path, tmp_p
 
 
 def copied(model: Path, directory: Path, generation_config: str | None) -> Path:
-    """A model directory with this generation_config.json, or without one."""
     place = directory / "copy"
     place.mkdir()
     shutil.copyfile(model / "config.json", place / "config.json")

@@ -16,7 +16,6 @@ NOW_US = 1_000_000
 
 
 def rows_of(table: Table, until: Column[int], times_us: Sequence[int]) -> list[dict[str, Any]]:
-    """One row for each time in `times_us`, with values for the table's other required columns."""
     rest = [column for column in table.c if column is not until and not column.nullable]
     made = []
     for number, time_us in enumerate(times_us):

@@ -1,5 +1,3 @@
-"""`loramux gateway` shares a server's engine and database, and refuses invalid setups."""
-
 from __future__ import annotations
 
 import os

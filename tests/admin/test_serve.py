@@ -1,5 +1,3 @@
-"""`loramux serve` in its own process: it starts, serves and drains, or explains in one sentence why it cannot start."""
-
 from __future__ import annotations
 
 import os
@@ -28,7 +26,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 
 
 def serve(*arguments: object, lacking: str = "", **variables: str) -> subprocess.Popen[str]:
-    """Start the server; `lacking` names a sandbox feature to hide from it."""
+    """`lacking` names a sandbox feature to hide from the server."""
     python = [sys.executable, lesser_kernel.__file__, lacking] if lacking else [sys.executable]
     return subprocess.Popen(
         [*python, "-m", "loramux.admin.cli", "serve", *(str(argument) for argument in arguments)],
@@ -40,8 +38,6 @@ def serve(*arguments: object, lacking: str = "", **variables: str) -> subprocess
 
 
 class Server:
-    """A running server, with the URLs that it printed."""
-
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self.lines: list[str] = []
@@ -56,7 +52,7 @@ class Server:
         self.admin_url = self.lines[2].split()[-1]
 
     def ended(self) -> tuple[int, str, str]:
-        """Wait until the server exits; return its exit code and the remaining stdout and stderr."""
+        """Wait until the server exits. Return its exit code and the remaining stdout and stderr."""
         output, errors = self.process.communicate(timeout=40)
         return self.process.returncode, output, errors
 

@@ -44,8 +44,6 @@ SETTLING_S = 2.0
 
 @dataclass(slots=True)
 class Finding:
-    """The results of one attack on one kind of database."""
-
     database: str
     attack: str
     outcomes: dict[str, int]
@@ -64,14 +62,12 @@ class Finding:
 
 
 Note = Callable[[Finding], None]
-"""Called with each finding as soon as it is complete."""
 
 
 @asynccontextmanager
 async def polite_tenant(
     stand: Stand, seed: int, dice: random.Random, bystanders: ThreadPoolExecutor, asked: list[Asked]
 ) -> AsyncIterator[None]:
-    """Run the polite tenant during the block, and add its requests to `asked`."""
     settings = PoliteSettings(
         port=stand.deployment.port,
         key=stand.polite.key,
@@ -100,7 +96,7 @@ async def polite_tenant(
 
 
 async def count(stand: Stand, only: Sequence[str], seed: int, num_calls: int, kind: str, note: Note) -> None:
-    """Run every counted attack once; after each, compare the ledger with the engine's token count."""
+    """Run every counted attack once. After each, compare the ledger with the engine's token count."""
     for name, attack in COUNTED.items():
         if name not in only:
             continue
@@ -118,7 +114,7 @@ async def feel(
     note: Note,
     bystanders: ThreadPoolExecutor,
 ) -> None:
-    """Alternate every felt attack with equally long quiet periods; `bystanders` starts the polite tenant."""
+    """Alternate every felt attack with equally long quiet periods. `bystanders` starts the polite tenant."""
     for name, attack in FELT.items():
         if name not in only:
             continue

@@ -1,5 +1,3 @@
-"""Flood the admin listener with one tenant's calls, such as reports that cover a huge number of end users."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""All of the campaign's attacks by name, in two groups: counted and felt."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""A tenant tries to exceed its limit on cold loads through every route that makes the engine load an adapter."""
-
 from __future__ import annotations
 
 import asyncio
@@ -19,7 +17,7 @@ LOADS = "loramux_engine_adapter_loads_total", ()
 
 
 async def attack(stand: Stand, dice: random.Random, num_calls: int) -> Counter[str]:
-    """Request `NUM_ADAPTERS` cold adapters by preload and by completion; loads beyond the limit are a fault."""
+    """Request `NUM_ADAPTERS` cold adapters by preload and by completion. Loads beyond the limit are a fault."""
     slug = f"cold-{dice.randrange(10**9)}"
     key, adapter_ids = await asyncio.to_thread(_prepare, stand, slug, dice)
     before, started = stand.metrics()[LOADS], time.monotonic()
@@ -49,7 +47,6 @@ async def attack(stand: Stand, dice: random.Random, num_calls: int) -> Counter[s
 
 
 def _prepare(stand: Stand, slug: str, dice: random.Random) -> tuple[str, list[str]]:
-    """Create a tenant with cold adapters and a limit; return the tenant's key and the adapters' identifiers."""
     command = stand.deployment.json
     command("tenants", "create", slug)
     scopes = [option for scope in ("adapters", "tenant:develop") for option in ("--scope", scope)]

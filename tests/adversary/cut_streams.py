@@ -1,5 +1,3 @@
-"""Clients that abandon streams at random points, and clients that race for the last tokens of a quota."""
-
 from __future__ import annotations
 
 import asyncio

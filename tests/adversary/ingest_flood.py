@@ -1,5 +1,3 @@
-"""One tenant floods the server with uploads and versions; responses are counted by status and error code."""
-
 from __future__ import annotations
 
 import hashlib
@@ -25,8 +23,6 @@ Counts = Counter[str]
 
 @dataclass(frozen=True, slots=True)
 class PeftFiles:
-    """An adapter's two files."""
-
     config: bytes
     tensors: bytes
 
@@ -59,7 +55,6 @@ def open_without_end(admin_url: str, key: str, adapter_id: str, size: int, num_c
 
 
 def cancel_uploads(admin_url: str, key: str, adapter_id: str) -> None:
-    """Cancel every open upload of an adapter."""
     url = f"/admin/v1/adapters/{adapter_id}/uploads"
     with _client(admin_url, key) as http:
         while found := http.get(url, params={"limit": 100}).json()["data"]:
@@ -70,7 +65,7 @@ def cancel_uploads(admin_url: str, key: str, adapter_id: str) -> None:
 def flood_versions(
     admin_url: str, key: str, adapter_id: str, files: Sequence[PeftFiles], num_threads: int = 4
 ) -> Counts:
-    """Push versions as fast as the server accepts them; never wait for validation or retry a refused push."""
+    """Push versions as fast as the server accepts them. Never wait for validation or retry a refused push."""
 
     def push(one: PeftFiles) -> Counts:
         counts = Counts()

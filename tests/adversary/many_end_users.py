@@ -1,5 +1,3 @@
-"""Fill the ledger with requests from a huge number of end users, so that reports by end user are expensive."""
-
 from __future__ import annotations
 
 import time
@@ -25,7 +23,7 @@ _REQUEST_ID = {True: "printf('req_%s%024x', :tag, i)", False: "'req_' || :tag ||
 
 
 def add_end_users(database: Database, tenant_id: str, num_events: int, days: int = 7) -> None:
-    """Insert `num_events` requests from the last `days` days, each with a different end user, and rebuild the rollups.
+    """Insert `num_events` requests from the last `days` days, each with a different end user. Then rebuild the rollups.
 
     No server may use the database while this runs.
     """

@@ -1,4 +1,4 @@
-"""A tenant that sends requests at a steady rate and times each first token: `python -m tests.adversary.polite_tenant`.
+"""Sends requests at a steady rate and times each first token: `python -m tests.adversary.polite_tenant`.
 
 The tenant runs in its own process, so that the attacker cannot distort its timings. It reads its settings from standard
 input as one line of JSON, sends requests until standard input is closed, and prints one line of JSON per request. Runs
@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoliteSettings:
-    """The server to call, and the rate of requests."""
-
     port: int
     key: str
     model: str
@@ -31,8 +29,6 @@ class PoliteSettings:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request as seen by its client."""
-
     status: int
     """HTTP status, or 0 if the connection failed."""
     first_token_s: float | None
@@ -42,7 +38,7 @@ class Asked:
 
 
 async def ask_at_a_steady_rate(settings: PoliteSettings, over: asyncio.Event) -> None:
-    """Send requests as a Poisson process; a slow request does not delay the next."""
+    """Send requests as a Poisson process. A slow request does not delay the next."""
     dice, prompt_dice = random.Random(settings.seed), random.Random(settings.prompt_seed)
     under_way: set[asyncio.Task[None]] = set()
 
@@ -60,7 +56,7 @@ async def ask_at_a_steady_rate(settings: PoliteSettings, over: asyncio.Event) ->
 
 
 async def ask(settings: PoliteSettings, dice: random.Random) -> Asked:
-    """Stream one completion on a new connection; the random prompt prevents cache hits."""
+    """Stream one completion on a new connection. The random prompt prevents cache hits."""
     prompt = [dice.randrange(3, 500) for _ in range(48)]
     body = json.dumps(
         {

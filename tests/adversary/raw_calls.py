@@ -1,5 +1,3 @@
-"""Hostile raw HTTP: broken requests, broken bodies, and hostile values for every documented operation."""
-
 from __future__ import annotations
 
 import asyncio
@@ -68,16 +66,12 @@ FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request as raw bytes."""
-
     port: int
     data: bytes
     what: str
 
 
 class RawCalls:
-    """Generates random calls, using only `dice` for randomness."""
-
     def __init__(self, stand: Stand, dice: random.Random) -> None:
         self._stand = stand
         self._dice = dice
@@ -162,7 +156,7 @@ class RawCalls:
 
 
 async def attack(stand: Stand, dice: random.Random, num_calls: int) -> Counter[str]:
-    """Send `num_calls` calls and count the responses by status; record undocumented responses in the stand."""
+    """Send `num_calls` calls and count the responses by status. Record undocumented responses in the stand."""
     calls = RawCalls(stand, dice)
     statuses: Counter[str] = Counter()
     places = asyncio.Semaphore(NUM_AT_ONCE)
@@ -183,7 +177,7 @@ async def attack(stand: Stand, dice: random.Random, num_calls: int) -> Counter[s
 
 
 async def send(port: int, data: bytes) -> bytes:
-    """Send raw bytes and return the server's response, or a response with the invented status 598 after a timeout."""
+    """Send raw bytes and return the server's response, or the invented status 598 after a timeout."""
     received = b""
     try:
         async with asyncio.timeout(ANSWER_S):
@@ -208,7 +202,6 @@ def is_documented(answer: bytes) -> bool:
 
 
 def _operations(url: str, key: str) -> list[tuple[int, str, str, list[str]]]:
-    """Return every documented operation's port, method, path and query parameter names."""
     headers = {"authorization": f"Bearer {key}"}
     document = httpx.get(f"{url}/openapi.json", headers=headers, trust_env=False, timeout=30).json()
     return [

@@ -1,5 +1,3 @@
-"""Attacks on a listener's sockets: connections that send nothing, send very slowly, or never read."""
-
 from __future__ import annotations
 
 import asyncio
@@ -20,8 +18,6 @@ AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloodCounts:
-    """An attack's connections, counted by outcome."""
-
     held: int
     """Connections still open at the end."""
     closed: int
@@ -34,7 +30,7 @@ class FloodCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The address to attack and, optionally, the source address; on loopback, any address in 127.0.0.0/8."""
+    """The address to attack and, optionally, the source address. On loopback, it can be any address in 127.0.0.0/8."""
 
     host: str
     port: int
@@ -46,7 +42,6 @@ Attack = Callable[[socket.socket], Awaitable[None]]
 
 
 def request(method: str, path: str, headers: Mapping[str, str], content: bytes = b"") -> bytes:
-    """A complete HTTP request."""
     lines = [f"{method} {path} HTTP/1.1", "host: flooded", *(f"{name}: {value}" for name, value in headers.items())]
     if method != "GET":
         lines.append(f"content-length: {len(content)}")
@@ -59,8 +54,6 @@ async def idle(connection: socket.socket) -> None:
 
 
 def slow_head(path: str = "/v1/models") -> Attack:
-    """Send an endless request head, one byte at a time."""
-
     async def attack(connection: socket.socket) -> None:
         await _send(connection, f"GET {path} HTTP/1.1\r\nhost: flooded\r\nx-slow: ".encode())
         await _drip(connection)
@@ -69,8 +62,6 @@ def slow_head(path: str = "/v1/models") -> Attack:
 
 
 def slow_body(path: str, headers: Mapping[str, str], num_bytes: int = 60_000) -> Attack:
-    """Send a request's head immediately and its body one byte at a time."""
-
     async def attack(connection: socket.socket) -> None:
         await _send(connection, request("POST", path, headers, b"x" * num_bytes)[:-num_bytes])
         await _drip(connection)
@@ -89,7 +80,7 @@ def slow_reader(whole: bytes, num_times: int = 1) -> Attack:
 
 
 def attack_of(kind: str, key: str) -> Attack:
-    """Return the attack of one of the KINDS, for the OpenAI listener; `key` is used if the attack needs one."""
+    """Return an attack on the OpenAI listener. `key` is used if the attack needs one."""
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     return {
         "idle": idle,
@@ -159,7 +150,6 @@ async def _one(target: Target, attack: Attack, hold_s: float) -> Outcome:
 
 
 def _outcome(connection: socket.socket) -> Outcome:
-    """The outcome of a connection that this client has not closed."""
     try:
         answered = connection.recv(12, socket.MSG_PEEK)
     except BlockingIOError:

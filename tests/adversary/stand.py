@@ -1,5 +1,3 @@
-"""A running server with a polite tenant and an attacker, and the state to check after the attacks."""
-
 from __future__ import annotations
 
 import contextlib
@@ -40,8 +38,6 @@ PATIENCE_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A tenant and its keys."""
-
     slug: str
     tenant_id: str
     key: str
@@ -54,8 +50,6 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """The server under attack, its accounts, and its database."""
-
     deployment: Deployment
     server: subprocess.Popen[str]
     database: Database
@@ -83,7 +77,6 @@ class Stand:
         return {"authorization": f"Bearer {self.deployment.admin_key}"}
 
     def adapter_id(self, account: Account) -> str:
-        """Return the identifier of an account's adapter."""
         answer = httpx.get(
             f"{self.admin_url}/admin/v1/adapters",
             params={"tenant": account.slug},
@@ -94,7 +87,6 @@ class Stand:
         return next(str(one["id"]) for one in answer.json()["data"] if one["name"] == ADAPTER)
 
     def num_billed(self) -> int:
-        """Completion tokens in the ledger."""
         events, adjustments = schema.usage_events.c, schema.usage_adjustments.c
         with self.database.read() as connection:
             return sum(
@@ -103,7 +95,6 @@ class Stand:
             )
 
     def metrics(self) -> dict[tuple[str, tuple[str, ...]], float]:
-        """Metric values by name and label values."""
         shown = httpx.get(f"{self.admin_url}/metrics", trust_env=False, timeout=10).text
         return {
             (sample.name, tuple(sample.labels.values())): sample.value
@@ -120,7 +111,7 @@ class Stand:
         return found
 
     def _num_database_descriptors(self) -> int:
-        """Number of open SQLite files or PostgreSQL connections, which grows with concurrency and never shrinks."""
+        """Number of open SQLite files or PostgreSQL connections. It grows with concurrency and never shrinks."""
         if not self.database.is_sqlite:
             query = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()")
             with self.database.read() as connection:
@@ -147,7 +138,6 @@ class Stand:
 
 @contextmanager
 def open_stand(kind: str) -> Iterator[Stand]:
-    """Run a server for the demo base, on SQLite with local blobs or on PostgreSQL with S3."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-adversary-")))
         # Limit the engine to one thread, so that the gateway's event loop has a core of its own.
@@ -192,7 +182,6 @@ def _account(made: Deployment, slug: str) -> Account:
 
 
 def _family(pid: int) -> list[int]:
-    """The process identifiers of a process and all its descendants."""
     found = [pid]
     for parent in found:
         with contextlib.suppress(OSError):
@@ -203,7 +192,6 @@ def _family(pid: int) -> list[int]:
 
 @contextmanager
 def _s3(directory: Path) -> Iterator[dict[str, str]]:
-    """Run an S3-compatible server with a bucket in its own process, and yield environment variables for clients."""
     port = free_port()
     environment = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",

@@ -1,5 +1,3 @@
-"""Tests of hot loads on a CPU: output files, and no figures if the pool contains wrong bytes."""
-
 from __future__ import annotations
 
 import json

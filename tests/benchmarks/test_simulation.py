@@ -1,5 +1,3 @@
-"""The simulation benchmark runs the requested sequences and aborts if an answer is wrong."""
-
 from __future__ import annotations
 
 import json

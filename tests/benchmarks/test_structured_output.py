@@ -1,5 +1,3 @@
-"""The benchmark of structured output: its schemas, its check of answers, and its verdicts."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""A running server with the demo's tenants on its own PostgreSQL, and Chromium tabs with the console."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -24,7 +22,6 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking",
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[FaultyPostgres]:
-    """The demo's PostgreSQL server; tests can stop it."""
     with faulty_postgres() as server:
         yield server
 
@@ -68,7 +65,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def new_tab(chromium: Any, demo: Demo) -> Iterator[NewTab]:
-    """Opens signed-in tabs, each in its own browser context. After the test, no tab may have logged an error."""
+    """Open signed-in tabs, each in its own browser context. After the test, no tab may have logged an error."""
     tabs: list[Tab] = []
 
     def new(width: int = 1440, scheme: str = "light", key: str | None = None) -> Tab:
@@ -98,8 +95,6 @@ def tab(new_tab: NewTab) -> Tab:
 
 @pytest.fixture
 def adapter_files() -> Callable[[str], list[str]]:
-    """Returns the paths of a demo adapter's two files."""
-
     def files(name: str) -> list[str]:
         folder: Path = DEMO_FILES / "adapters" / name
         return [str(folder / file) for file in ("adapter_config.json", "adapter_model.safetensors")]

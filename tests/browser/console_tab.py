@@ -1,5 +1,3 @@
-"""A browser page that shows the console, and errors logged by the browser."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,8 +9,6 @@ from tests.browser.browser_tools import axe_source
 
 @dataclass
 class Tab:
-    """A browser page that shows the console, and errors logged by the browser."""
-
     page: Any
     root: str
     complaints: list[str] = field(default_factory=list)

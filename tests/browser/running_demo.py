@@ -1,5 +1,3 @@
-"""The demo's server, with an admin client and the tenants' keys."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,8 +12,6 @@ from tests.platform.faulty_postgres import FaultyPostgres
 
 @dataclass
 class Demo:
-    """The demo's server, with an admin client and the tenants' keys."""
-
     server: DemoServer
     postgres: FaultyPostgres
     client: AdminClient

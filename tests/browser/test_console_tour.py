@@ -1,5 +1,3 @@
-"""The console of a running demo in a real browser: every page opens and every main action works."""
-
 from __future__ import annotations
 
 import contextlib
@@ -357,7 +355,6 @@ def _keep(page: Any, name: str) -> None:
 
 
 def _engine_of(demo: Demo) -> psutil.Process:
-    """Return the engine's process, one of the server's children."""
     children = psutil.Process(demo.server.pid).children()
     return next(child for child in children if any("engine" in word for word in child.cmdline()))
 

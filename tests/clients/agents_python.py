@@ -1,5 +1,3 @@
-"""Prints what an agent of `openai-agents` does with its tool as one JSON document."""
-
 from __future__ import annotations
 
 import asyncio

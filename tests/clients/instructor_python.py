@@ -1,5 +1,3 @@
-"""Prints what `instructor` receives as one JSON document. `instructor` parses answers into pydantic models."""
-
 from __future__ import annotations
 
 import json

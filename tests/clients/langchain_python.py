@@ -1,5 +1,3 @@
-"""Prints what `langchain-openai` receives as one JSON document."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Prints the tool loops of `langchain-openai` (`bind_tools`) as one JSON document."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Prints what `litellm` receives as one JSON document. Many proxies and agents call models through `litellm`."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Prints the tool loops of `litellm` as one JSON document."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Prints what the `llm` command does with a tool and with a schema as one JSON document."""
-
 from __future__ import annotations
 
 import json

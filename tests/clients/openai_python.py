@@ -1,5 +1,3 @@
-"""Prints what the official Python client receives as one JSON document. Runs in its own Python environment."""
-
 from __future__ import annotations
 
 import asyncio

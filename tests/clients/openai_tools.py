@@ -1,5 +1,3 @@
-"""Prints the tool loops of the official Python client as one JSON document: a free call, and three forced ones."""
-
 from __future__ import annotations
 
 import json
@@ -31,7 +29,7 @@ FORCED: Any = {**CHAT, "tool_choice": {"type": "function", "function": {"name": 
 
 
 def loop(client: openai.OpenAI, asked: Any, choice: Any = "none") -> dict[str, Any]:
-    """Answer the call of a message with a result, and return the call and the final answer."""
+    """Answer the call in a message with a result. Return the call and the final answer."""
     (call,) = asked.tool_calls
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     history: Any = [QUESTION, asked, result]

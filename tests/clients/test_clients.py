@@ -70,7 +70,6 @@ def stand(tmp_path_factory: pytest.TempPathFactory, demo_base: Path) -> Iterator
         pushed = made.json("adapters", "push", str(PIRATE), "--tenant", "harbour", "--name", "pirate")
         assert pushed["model"] == MODEL
         made.command("grants", "add", MODEL, "--tenant", "limited")
-        # Allow one request per five seconds, because a request is faster than that even on a busy machine.
         limit = ("--metric", "requests_per_minute", "--limit", "12", "--burst", "1")
         assert made.command("quotas", "set", "--tenant", "limited", *limit).returncode == 0
         yield Stand(made, *keys)
@@ -78,7 +77,6 @@ def stand(tmp_path_factory: pytest.TempPathFactory, demo_base: Path) -> Iterator
 
 @pytest.fixture(scope="module")
 def tool_stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    """The base that calls tools, with both of its adapters."""
     made = deployment(DEMO / "tools" / "base", tmp_path_factory.mktemp("tool-clients"), ("--dtype", "float32"), {})
     with made.running():
         made.json("tenants", "create", "harbour")
@@ -93,7 +91,6 @@ def tool_stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
 
 @pytest.fixture(scope="module")
 def plain(stand: Stand) -> dict[str, Any]:
-    """The answer to the clients' question over plain HTTP."""
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
@@ -108,7 +105,6 @@ def plain(stand: Stand) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=CLIENTS, ids=str)
 def seen(request: pytest.FixtureRequest, stand: Stand) -> dict[str, Any]:
-    """The document that one client printed."""
     return output_of(stand, *CLIENTS[request.param])
 
 

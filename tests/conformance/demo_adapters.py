@@ -1,5 +1,3 @@
-"""Variants of the demo's adapters, each with its own digest."""
-
 from __future__ import annotations
 
 import shutil

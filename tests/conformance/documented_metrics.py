@@ -1,5 +1,3 @@
-"""The metrics that docs/metrics.md lists and those that a server exposes, in the same form."""
-
 from __future__ import annotations
 
 import re
@@ -12,7 +10,6 @@ ROW = re.compile(r"^\| `(?P<name>[a-z_]+)` \| (?P<kind>\w+) \|(?P<labels>[^|]*)\
 
 
 def documented() -> dict[str, tuple[str, frozenset[str]]]:
-    """The type and labels of each metric that docs/metrics.md lists, by name."""
     rows = list(ROW.finditer(DOCUMENT.read_text()))
     assert all(row["unit"].strip() for row in rows), "every metric has a unit"
     return {row["name"]: (row["kind"], frozenset(re.findall(r"`(\w+)`", row["labels"]))) for row in rows}

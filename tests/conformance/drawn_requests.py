@@ -1,5 +1,3 @@
-"""Requests of every kind for the gateways' campaign, drawn with a seed."""
-
 from __future__ import annotations
 
 import json
@@ -21,7 +19,6 @@ LAB_ADAPTERS: Mapping[str, str | None] = {
 """The chat templates of the adapters that every tenant of the lab has; None stands for the base's template."""
 
 TOOL_MODELS = ("base", "base", "plain", "caller")
-"""Models whose templates show tools."""
 
 PERSON = {
     "type": "object",
@@ -39,7 +36,7 @@ _ANSWERS = ("", "Rome is sunny.", "<tool_call>not a call</tool_call>", "<think>\
 
 @dataclass(frozen=True, slots=True)
 class DrawnRequest:
-    """One request, and whether it must be refused with status 400."""
+    """A request, and whether it must be refused with status 400."""
 
     kind: str
     path: str
@@ -52,7 +49,7 @@ class DrawnRequest:
         return not self.is_refused and self.path != TOKENIZE
 
     def as_tokenize(self) -> DrawnRequest:
-        """The same prompt for `/tokenize`, which takes text or a conversation, but no token ids."""
+        """Return a body for `/tokenize` with the same prompt, which takes text or a conversation, but no token IDs."""
         assert self.path == CHAT
         return DrawnRequest("tokenize", TOKENIZE, self.body)
 
@@ -63,7 +60,7 @@ def streamed_completion(max_tokens: int, **fields: Any) -> DrawnRequest:
 
 
 class RequestDraw:
-    """Draws requests of all kinds. Without `with_refusals`, none that must be refused."""
+    """Draws requests of all kinds. Without `with_refusals`, no request must be refused."""
 
     def __init__(self, dice: random.Random, *, with_refusals: bool = True) -> None:
         self._dice = dice

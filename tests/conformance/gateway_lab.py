@@ -1,5 +1,3 @@
-"""Several gateway processes on one database and one engine process, and clients cheap enough to run many of them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -37,8 +35,6 @@ PATIENCE_S = 60.0
 
 @dataclass(slots=True)
 class LabGateway:
-    """One gateway process, with its settings."""
-
     settings: dict[str, Any]
     pid: int = 0
 
@@ -152,14 +148,14 @@ class GatewayLab:
         until(is_ready, lambda: Path(gateway.settings["log"]).read_text()[-2000:])
 
     def stop(self, gateway: LabGateway) -> None:
-        """Ask a gateway to stop, and wait until its process and its own processes have exited."""
+        """Ask a gateway to stop, and wait until it and its child processes have exited."""
         children = children_of(gateway.pid)
         os.kill(gateway.pid, signal.SIGTERM)
         until(lambda: not Path(f"/proc/{gateway.pid}").exists())
         until(lambda: not any(map(is_running, children)), lambda: f"{children} outlived their gateway")
 
     def kill(self, gateway: LabGateway) -> None:
-        """Kill a gateway, and wait until its own processes have noticed and exited."""
+        """Kill a gateway, and wait until its child processes have noticed and exited."""
         children = children_of(gateway.pid)
         os.kill(gateway.pid, signal.SIGKILL)
         until(lambda: not Path(f"/proc/{gateway.pid}").exists())
@@ -203,13 +199,12 @@ class GatewayLab:
         until(lambda: self.num_open() == 0, lambda: f"{self.num_open()} reservations are open", patience_s)
 
     def events_of(self, tenant_id: str) -> dict[str, Any]:
-        """A tenant's rows in the ledger, by request."""
         events = schema.usage_events
         with self.database.read() as connection:
             return {row.request_id: row for row in connection.execute(select(events).filter_by(tenant_id=tenant_id))}
 
     def check_bills(self, tenant_id: str, answers: Iterable[tuple[int, bytes]]) -> int:
-        """Check that the ledger, the usage in complete answers, and the counters agree; return the ledger's tokens.
+        """Check that the ledger, the usage in complete answers and the counters agree. Return the ledger's tokens.
 
         No request may be open.
         """
@@ -240,12 +235,11 @@ class GatewayLab:
 
 
 async def ask(port: int, key: str, max_tokens: int, cut_after: int | None = None) -> tuple[int, bytes]:
-    """Request a streamed completion of one prompt token; see `send`."""
     return await send(port, key, streamed_completion(max_tokens), cut_after)
 
 
 async def send(port: int, key: str, request: DrawnRequest, cut_after: int | None = None) -> tuple[int, bytes]:
-    """Send a request on a new connection, and return the status and everything that was received.
+    """Send a request on a new connection. Return the status and everything that was received.
 
     With `cut_after`, disconnect after that many reads. The status is 0 if nothing was received.
     """
@@ -283,7 +277,6 @@ def usage_of(answer: bytes) -> tuple[str, Truth] | None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that a process has started."""
     found: list[int] = []
     for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):

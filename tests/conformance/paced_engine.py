@@ -1,4 +1,4 @@
-"""An engine process without a model: the real loop, engine and scheduler over a simulated device, at a fixed pace.
+"""An engine process without a model: the real loop, engine and scheduler on a simulated device, at a fixed pace.
 
 `python -m tests.conformance.paced_engine SOCKET MODEL_DIR ENDS` appends a line to the file ENDS when a sequence ends,
 with the number of tokens that the engine committed. The ledger is checked against this file.

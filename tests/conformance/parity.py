@@ -1,5 +1,3 @@
-"""Comparison of an engine's logits and greedy tokens with those of transformers and peft."""
-
 from __future__ import annotations
 
 import contextlib
@@ -39,8 +37,6 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Subject:
-    """A base model on disk, the same model in peft, and packed adapters."""
-
     directory: Path
     reference: Any
     digests: dict[str, str]
@@ -88,7 +84,6 @@ def make_subject(
     shape: dict[str, Any] = SHAPE,
     window: int = WINDOW,
 ) -> Subject:
-    """A random base model of a family, with the planned adapters on disk and packed."""
     base = make_base(family, directory / "base", shape, window)
     plans = [plan.for_family(family) for plan in plans]
     reference = add_adapters(base, plans, directory / "adapters")

@@ -1,6 +1,6 @@
-"""A real Prometheus server on loopback, from Debian's package.
+"""A real Prometheus server on loopback.
 
-`python -m tests.conformance.prometheus_server` installs the package if it is missing.
+`python -m tests.conformance.prometheus_server` installs Debian's package if it is missing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ class PrometheusMissing(Exception):
 
 
 class Prometheus:
-    """A running server, queried over its HTTP API."""
-
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
 

@@ -1,5 +1,3 @@
-"""Random constraints, each with an equivalent regular expression over bytes that can check prefixes."""
-
 from __future__ import annotations
 
 import json
@@ -32,8 +30,6 @@ MAX_NESTING = 9
 
 @dataclass(frozen=True)
 class Language:
-    """A constraint as written in a request, and an equivalent pattern over bytes."""
-
     kind: Kind
     text: str
     pattern: str
@@ -51,7 +47,6 @@ class Language:
 
 
 def languages(count: int, seed: int = 0) -> Iterator[Language]:
-    """Yield regular expressions, choices, schemas and context-free grammars in equal numbers."""
     makers = (_regex, _choice, _schema, _grammar)
     for number in range(count):
         yield makers[number % len(makers)](random.Random(seed * count + number))
@@ -85,7 +80,7 @@ def _choice(generator: random.Random) -> Language:
 
 
 def _grammar(generator: random.Random) -> Language:
-    """A grammar of nested lists. A regular expression can describe them only up to a fixed depth."""
+    """A grammar of nested lists, which a regular expression can describe only up to a fixed depth."""
     leaf = generator.choice(('"a"', '"ab" | "abc"', "/[0-9]{1,3}/", '"\\"" /[a-c]*/ "\\""'))
     leaf_pattern = {
         '"a"': "a",
@@ -107,7 +102,6 @@ def _schema(generator: random.Random) -> Language:
 
 
 def _value(generator: random.Random, depth: int) -> tuple[Any, str]:
-    """A schema and the pattern of its values."""
     kind = generator.randrange(8 if depth else 5)
     if kind == 0:
         low, high = sorted(generator.choices(range(4), k=2))

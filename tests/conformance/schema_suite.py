@@ -68,7 +68,7 @@ class Counts:
 
 
 def suite(folder: Path = FOLDER) -> Path:
-    """Return the directory with the suite's drafts; download it if it is missing."""
+    """Return the directory with the suite's drafts. Download the suite if it is missing."""
     drafts = next(folder.glob("*/json/tests"), None)
     if drafts is None:
         wanted = f"jsonschema=={version('jsonschema')}"
@@ -81,7 +81,6 @@ def suite(folder: Path = FOLDER) -> Path:
 
 
 def cases(draft: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keyword and the schema of each test group in a draft."""
     for path in sorted((suite() / draft).glob("*.json")):
         for group in json.loads(path.read_text()):
             yield path.stem, group["schema"]
@@ -95,8 +94,6 @@ class Answer:
 
 
 class Writer:
-    """Generates an answer of random tokens under a grammar."""
-
     def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer, generator: random.Random) -> None:
         self._grammar = Grammar(VOCAB_SIZE)
         self._grammar.begin(matcher.deep_copy())
@@ -145,7 +142,6 @@ class Writer:
 
 
 async def run(num_answers: int, drafts: list[str]) -> dict[str, dict[str, Counts]]:
-    """Check every schema of the drafts, and return the counts by draft and keyword."""
     vocabulary = load_vocabulary(DEMO_BASE, VOCAB_SIZE, (EOS,))
     checker = GrammarChecker(DEMO_BASE, VOCAB_SIZE, (EOS,))
     found: dict[str, dict[str, Counts]] = {}

@@ -1,5 +1,3 @@
-"""A `loramux serve` process, used as an operator would use it: from the command line and through official clients."""
-
 from __future__ import annotations
 
 import json
@@ -25,8 +23,6 @@ LORAMUX = [sys.executable, "-m", "loramux.admin.cli"]
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A server's data directory, settings, ports and key, which survive a restart."""
-
     model: Path
     data_dir: Path
     arguments: tuple[str, ...]

@@ -1,5 +1,3 @@
-"""An engine on a fake GPU that fails: errors at startup, and how each sequence ends if the GPU fails later."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -36,9 +34,6 @@ def card() -> FakeCard:
 def assemble(subject: Subject, card: FakeCard, make_linear: Any = None, **settings: Any) -> AssembledEngine:
     backend = fake_backend(card) if make_linear is None else fake_backend(card, make_linear)
     return subject.assemble(backend, **{"max_batch_tokens": 16, "max_sequences": 4, **settings})
-
-
-# At startup
 
 
 def refusal(kind: type[EngineError], subject: Subject, card: FakeCard, **arguments: Any) -> str:
@@ -98,15 +93,11 @@ def test_a_card_that_fails_at_the_start_is_to_blame(subject: Subject, card: Fake
     assert device_fault(failed.value) == "CUDA error: no kernel image is available for execution on the device"
 
 
-# While serving
-
-
 def add(name: str, num_tokens: int = 6, digest: str | None = None) -> Add:
     return Add(sequence_id=name, prompt=(5, 6, 7), max_tokens=num_tokens, sampling=GREEDY, digest=digest)
 
 
 def finished(engine: Engine) -> dict[str, Finished]:
-    """Run all sequences to the end, and return each one's final message."""
     while engine.has_work:
         engine.step()
     messages = [one.message for one in engine.take_outbox()]

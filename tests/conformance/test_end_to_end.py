@@ -37,8 +37,6 @@ BUCKET = "loramux-test"
 
 @dataclass(frozen=True)
 class Stand:
-    """A running deployment with a tenant and a key for each adapter."""
-
     deployment: Deployment
     keys: dict[str, str]
     blobs: Any
@@ -122,7 +120,6 @@ def expected() -> dict[tuple[str | None, str], str]:
 
 
 def usage(stand: Stand, tenant: str) -> tuple[int, int, int]:
-    """The number of requests, prompt tokens and completion tokens billed to a tenant."""
     done = stand.deployment.command("usage", "--tenant", tenant, "--format", "json")
     assert done.returncode == 0, done.stderr
     results = [result for bucket in json.loads(done.stdout)["data"] for result in bucket["results"]]

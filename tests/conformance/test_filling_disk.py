@@ -1,5 +1,3 @@
-"""Gateway processes on a disk that fills up and is freed during streams: the ledger matches the reported usage."""
-
 from __future__ import annotations
 
 import asyncio
@@ -34,7 +32,7 @@ Answers = list[tuple[int, bytes]]
 
 
 class FillingDisk:
-    """The disk that contains the database and the gateways' data and logs."""
+    """The disk contains the database and the gateways' data and logs."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -89,7 +87,6 @@ async def run_once(lab: GatewayLab, disk: FillingDisk, key: str, dice: random.Ra
 
 
 def num_in_memory(lab: GatewayLab) -> int:
-    """Number of settlements waiting in the gateways' memory."""
     ports = [gateway.settings["admin_port"] for gateway in lab.gateways]
     texts = [httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text for port in ports]
     return sum(int(float(re.findall(r"^loramux_held_settlements (\S+)$", text, re.MULTILINE)[0])) for text in texts)

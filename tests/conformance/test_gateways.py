@@ -99,7 +99,7 @@ def test_clients_that_race_for_the_last_tokens_overspend_none(lab: GatewayLab, n
 
 
 async def costs_of(lab: GatewayLab, key: str, requests: list[DrawnRequest]) -> list[int]:
-    """The tokens that each request reserves: those of its prompt, which `/tokenize` counts, and `MAX_TOKENS`."""
+    """The tokens that each request reserves: `MAX_TOKENS`, and those of its prompt, which `/tokenize` counts."""
     places = asyncio.Semaphore(32)
 
     async def cost(number: int, request: DrawnRequest) -> int:

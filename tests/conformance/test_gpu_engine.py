@@ -1,8 +1,8 @@
-"""The engine's GPU path, on a GPU if there is one, otherwise with its kernels interpreted on the CPU.
+"""The engine's GPU path, on a GPU or with its kernels interpreted on the CPU.
 
-With interpreted kernels, everything except CUDA itself runs as on a GPU: padded shapes, one packed copy of a step's
-metadata, captured steps that read each batch from the same buffers, tokens that stay on the device, and steps that are
-submitted before the previous step's tokens are known.
+Even with interpreted kernels, only CUDA is missing. Shapes are padded, a step's metadata is one packed copy, captured
+steps read each batch from the same buffers, tokens stay on the device, and a step is submitted before the previous
+step's tokens are known.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ def requests(
 def requests_of(
     subject: Subject, wanted: list[tuple[str | None, int]], sampling: SamplingParams = GREEDY, num_tokens: int = 4
 ) -> dict[str, tuple[str | None, Add]]:
-    """One request for each pair of adapter and prompt length."""
     made: dict[str, tuple[str | None, Add]] = {}
     generator = torch.Generator().manual_seed(3)
     for name, length in wanted:
@@ -97,7 +96,6 @@ def requests_of(
 
 
 def tokens_of(engine: Engine, adds: Iterable[Add]) -> dict[str, list[int]]:
-    """Run requests to completion, and return each one's tokens."""
     for add in adds:
         engine.add(b"", add)
     tokens: dict[str, list[int]] = defaultdict(list)
@@ -243,8 +241,6 @@ def test_a_shape_whose_capture_fails_runs_uncaptured(
     subject: Subject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class RefusingAccelerator(HostAccelerator):
-        """An accelerator that refuses every capture."""
-
         num_captures = 0
 
         def capture(self, step: Callable[[], None]) -> Callable[[], None]:
@@ -333,7 +329,7 @@ def test_kernels_of_outer_modules_are_warmed_up_with_each_shape(
 
 
 def noting(name: str, kernel: Callable[..., None], launched: set[tuple[str, int, int]]) -> Callable[..., None]:
-    """A kernel that also records the values its launch is compiled for: the number of segments and the maximum rank."""
+    """Record the values that a kernel's launch is compiled for: the number of segments and the maximum rank."""
 
     def note(self: ReferenceLora, *arguments: Any) -> None:
         (call,) = (one for one in arguments if isinstance(one, LoraCall))
@@ -344,5 +340,4 @@ def noting(name: str, kernel: Callable[..., None], launched: set[tuple[str, int,
 
 
 def greedy(logits: torch.Tensor, *settings: torch.Tensor, all_greedy: bool = False) -> None:
-    """Write each row's most likely token to the last tensor in `settings`."""
     settings[-1].copy_(logits.argmax(1))

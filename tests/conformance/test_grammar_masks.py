@@ -40,7 +40,7 @@ def forced_text(language: Language, prefix: bytes) -> bytes:
 
 
 def check_walk(language: Language, vocabulary: LLTokenizer, tokens: list[bytes], generator: random.Random) -> int:
-    """Compare the masks of one random answer with the oracle, and return the number of masks."""
+    """Compare the masks of one random answer with the oracle. Return the number of masks."""
     text = checked_grammar(language.kind, language.text, vocabulary)
     grammar = Grammar(VOCAB_SIZE)
     grammar.begin(LLMatcher(vocabulary, text, log_level=0, limits=parser_limits()))

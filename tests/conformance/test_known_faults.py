@@ -1,4 +1,4 @@
-"""Faults that users of other engines have reported, ruled out here with real weights and kernels.
+"""Faults that users of other engines have reported, tested with real weights and kernels.
 
 Pure scheduling faults are in `tests/simulation/test_known_faults.py`.
 """

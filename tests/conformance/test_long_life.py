@@ -1,4 +1,4 @@
-"""A long random run with real weights and kernels: a request gets the reference's tokens whatever else happens.
+"""A long random run with real weights and kernels: every request gets the reference's tokens.
 
 `tests/simulation/test_long_life.py` does the same on a simulated device, where every token is known exactly.
 """
@@ -41,7 +41,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 
 class Life:
-    """Drives one engine with random events; its pool is too small for the load."""
+    """Drives one engine with random events. The pool is too small for the load."""
 
     def __init__(self, subject: Subject, seed: int) -> None:
         self.subject = subject
@@ -67,7 +67,6 @@ class Life:
         self.loaded: set[str] = set()
 
     def events(self) -> Counter[str]:
-        """Number of events so far, by kind."""
         stats = self.engine.stats(StatsRequest(call_id=""))
         self.loaded |= {one.digest for one in stats.adapters}
         return Counter(

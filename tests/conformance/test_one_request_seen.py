@@ -1,4 +1,4 @@
-"""Traces, logs and metrics of one server: they show a request completely, and reveal nothing private about it."""
+"""Traces, logs and metrics of one server show a request completely and reveal nothing private about it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The traces, logs and metrics that a server left."""
-
     made: Deployment
     logs: str
     metrics: str

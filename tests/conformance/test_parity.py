@@ -1,6 +1,6 @@
 """Logits and greedy tokens equal those of transformers and peft, one request at a time and in one mixed batch.
 
-All families run the mixed batch; `make campaign-parity` adds the rest of the matrix.
+All families run the mixed batch. `make campaign-parity` adds the rest of the matrix.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def requests(subject: Subject, max_tokens: int) -> dict[str, tuple[str | None, Add]]:
-    """One request for each adapter and several for the base, with prompts of 1 to 600 tokens."""
     names: list[str | None] = [None, "r1", "r3", None, "r4", "r8", None, "r31", "by-layer", None, "r16", "r64"]
     generator = torch.Generator().manual_seed(11)
     made = {}
@@ -234,7 +233,7 @@ def test_a_batch_without_such_adapters_launches_nothing_for_them(
 def test_longrope_follows_the_longest_context_that_is_served(
     max_model_len: int, num_prompt: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers chooses the factors by a sequence's current length. Logits agree where both choose the same."""
+    """Transformers chooses the factors by a sequence's current length. Logits agree where both choose the same."""
     make_base("phi3-longrope", tmp_path)
     untouched = Phi3ForCausalLM.from_pretrained(tmp_path).eval()
     assembled = Subject(tmp_path, untouched, {}, {}, {}).assemble(max_model_len=max_model_len)

@@ -1,6 +1,6 @@
 """Random configurations that both peft and loramux accept give equal logits, from the saved directory to the engine.
 
-peft saves each configuration and reloads it as the reference; our code processes it like an upload.
+Peft saves each configuration and reloads it as the reference. Our code processes it like an upload.
 """
 
 from __future__ import annotations
@@ -100,8 +100,6 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
 
 @dataclass
 class Pair:
-    """The base for peft, and the same base for an engine."""
-
     base: Any
     subject: Subject
     target: Any
@@ -190,7 +188,7 @@ def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int)
         try:
             expected = pair.reference_logits(directory, prompt)
         except RuntimeError as error:
-            # The same sorting, with a regular expression among the patterns: our ranks are those of the tensors.
+            # The patterns are sorted and include a regular expression. Our ranks are those of the tensors.
             if "size mismatch" not in str(error) or not any("*" in name for name in settings["rank_pattern"]):
                 raise
             outcomes["refused by peft"] += 1

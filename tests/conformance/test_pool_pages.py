@@ -1,5 +1,3 @@
-"""The number of pool pages that sixteen adapters of mixed ranks take."""
-
 from __future__ import annotations
 
 from pathlib import Path

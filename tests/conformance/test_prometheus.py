@@ -1,5 +1,3 @@
-"""The dashboard's queries and the alert rules, on a real Prometheus server that scrapes a server under load."""
-
 from __future__ import annotations
 
 import json
@@ -89,7 +87,6 @@ def call_until(made: Deployment, key: str, model: str, until: float, pause_s: fl
 
 
 def engine_of(pid: int) -> int:
-    """The process ID of a server's engine."""
     children = [
         int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
     ]
@@ -107,7 +104,6 @@ def wait_until(is_so: Any, timeout_s: float = 30.0) -> None:
 
 
 def dashboard() -> list[tuple[str, str]]:
-    """The title and expression of each query."""
     panels = json.loads((DEPLOY / "grafana" / "loramux.json").read_text())["panels"]
     return [(panel["title"], target["expr"]) for panel in panels for target in panel.get("targets", ())]
 

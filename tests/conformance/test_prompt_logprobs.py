@@ -1,5 +1,3 @@
-"""Log-probabilities of prompts equal those of transformers and peft, on the CPU's path and on the GPU's."""
-
 from __future__ import annotations
 
 from collections import defaultdict

@@ -1,5 +1,3 @@
-"""`loramux serve` with an engine that loses its staging process: requests are not affected."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""`loramux serve` on a failing S3 store: resident adapters are served; cold adapters are correct or refused."""
-
 from __future__ import annotations
 
 import os
@@ -30,8 +28,6 @@ BUCKET = "loramux-faults"
 
 @dataclass
 class Seen:
-    """The answers that one group of clients got."""
-
     outcomes: Counter[str] = field(default_factory=Counter)
     slowest_s: float = 0.0
     wrong: list[str] = field(default_factory=list)
@@ -123,7 +119,7 @@ def suffer(
                     break
 
     def keep_streaming(name: str) -> None:
-        """Keep the adapter in use: running requests' adapters stay, and recently used adapters are evicted last."""
+        """Keep the adapter in use. Running requests' adapters stay, and recently used adapters are evicted last."""
         body = {"model": name, "prompt": "The ship", "max_tokens": 100, "ignore_eos": True, "stream": True}
         while not is_over.is_set():
             with client.stream("POST", "/v1/completions", json=body) as answer:

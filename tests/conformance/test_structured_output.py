@@ -1,5 +1,3 @@
-"""Structured output through a running server: official client, real tokenizer, adapters in one batch, exact bills."""
-
 from __future__ import annotations
 
 import json
@@ -53,7 +51,6 @@ def ask(client: OpenAI, model: str, seed: int, *, max_tokens: int = 200, **field
 
 
 def billed(made: Deployment) -> int:
-    """Completion tokens in the tenant's report."""
     done = made.command("usage", "--tenant", "acme", "--format", "json")
     assert done.returncode == 0, done.stderr
     return sum(
@@ -134,6 +131,5 @@ def test_forbidden_tokens_are_never_generated(server: tuple[Deployment, OpenAI],
 
 
 def token_ids(text: str) -> list[int]:
-    """The tokens of the single characters."""
     tokenizer = ModelTokenizer.load(DEMO_BASE)
     return [tokenizer.encode(one, add_special_tokens=False)[-1] for one in text]

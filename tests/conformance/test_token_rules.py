@@ -1,5 +1,3 @@
-"""Rules about tokens hold on the CPU's path and on the GPU's, and other rows of the batch do not change."""
-
 from __future__ import annotations
 
 from collections import defaultdict

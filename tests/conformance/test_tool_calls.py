@@ -1,5 +1,3 @@
-"""Tool calls and thinking through a running server: a base that calls tools, and two tenants' adapters for it."""
-
 from __future__ import annotations
 
 import json
@@ -69,7 +67,6 @@ def user(question: str) -> dict[str, Any]:
 
 
 def loop(stand: Stand, model: str, question: str) -> tuple[Any, Any]:
-    """The message with the call, and the message after its result."""
     asked = stand.ask(model, [user(question)], tools=TOOLS).choices[0]
     assert asked.finish_reason == "tool_calls", asked
     results = [

@@ -1,5 +1,3 @@
-"""Random tiny base models and PEFT adapters, made with transformers and peft and packed like uploads."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -79,7 +77,6 @@ def _llama(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 
 def _llama2(shape: dict[str, Any], _: int) -> PreTrainedModel:
-    """A Llama with as many KV heads as query heads."""
     config = LlamaConfig(**{**shape, "num_key_value_heads": shape["num_attention_heads"]}, tie_word_embeddings=False)
     return LlamaForCausalLM(config)
 
@@ -131,7 +128,6 @@ def _phi3(shape: dict[str, Any], window: int) -> PreTrainedModel:
 
 
 def _phi3_longrope(shape: dict[str, Any], _: int) -> PreTrainedModel:
-    """A Phi-3 that rotates three quarters of each head, and scales each pair of channels by its own factor."""
     num_pairs = int(shape["hidden_size"] // shape["num_attention_heads"] * 0.75) // 2
     rope = {
         "rope_type": "longrope",
@@ -168,7 +164,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any], int], PreTrainedModel]] = {
     "phi3-window": _phi3,
     "phi3-longrope": _phi3_longrope,
 }
-"""Functions by family that make a random model from a shape and a window."""
+"""Creates a random model of a family from a shape and a window."""
 
 FUSED_MODULES = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -177,7 +173,6 @@ FUSED_MODULES = {
 
 
 def make_base(family: str, directory: Path, shape: dict[str, Any] = SHAPE, window: int = WINDOW) -> PreTrainedModel:
-    """Make a random base model of a family in float32, save it to `directory` and return it."""
     torch.manual_seed(sum(family.encode()))
     model = FAMILIES[family](shape, window)
     with torch.no_grad():
@@ -210,7 +205,6 @@ class AdapterPlan:
     invocation_tokens: tuple[int, ...] = ()
 
     def for_family(self, family: str) -> AdapterPlan:
-        """The same plan with the names of the family's linears."""
         if not family.startswith("phi3"):
             return self
         return dataclasses.replace(

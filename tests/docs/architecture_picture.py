@@ -1,5 +1,3 @@
-"""`docs/architecture.svg`: a picture of each folder's packages, in the order of its import contract."""
-
 from __future__ import annotations
 
 import tomllib
@@ -35,7 +33,7 @@ path { fill: none; stroke: #818b98; stroke-opacity: 0.7 }
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A package's position in the picture; `is_last` marks the last box of a row."""
+    """`is_last` marks the last box of a row."""
 
     left: float
     top: float
@@ -48,7 +46,6 @@ Arrows = set[tuple[str, str]]
 
 
 def architecture_picture() -> str:
-    """Return the picture as SVG."""
     graph = grimp.build_graph("loramux", include_external_packages=False, cache_dir=None)
     layers = _contracts()
     drawn: list[str] = []
@@ -69,7 +66,6 @@ def architecture_picture() -> str:
 
 
 def _contracts() -> Mapping[str, Layers]:
-    """Read each folder's layers, top to bottom, from `pyproject.toml`."""
     settings: Mapping[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contracts = settings["tool"]["importlinter"]["contracts"]
     return {
@@ -125,7 +121,6 @@ def _width(layers: Layers) -> float:
 
 
 def _panel(folder: str, layers: Layers, arrows: Arrows, x: float, y: float, width: float) -> tuple[list[str], float]:
-    """Return one folder's SVG elements, drawn at `(x, y)`, and the folder's height."""
     height = 40 + len(layers) * ROW
     drawn = [
         f'<rect class="panel" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="8"/>',

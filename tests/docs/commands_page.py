@@ -1,5 +1,3 @@
-"""`docs/commands.md`, generated from the command-line interface."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

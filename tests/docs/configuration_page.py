@@ -1,5 +1,3 @@
-"""`docs/configuration.md`, generated from the settings classes."""
-
 from __future__ import annotations
 
 import types

@@ -1,5 +1,3 @@
-"""`docs/demo.svg`: a picture of the output of `make demo`. Usage: python -m tests.docs.demo_picture."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""`docs/endpoints.md`, generated from the OpenAPI documents of both listeners."""
-
 from __future__ import annotations
 
 import tempfile
@@ -71,7 +69,7 @@ HEALTH = "`GET /health/live` and `GET /health/ready` on both listeners are for l
 
 
 def endpoints_page() -> str:
-    """Generate the page; build a server's services in a temporary directory to get the routes and schemas."""
+    """Build a server's services in a temporary directory to get the routes and schemas."""
     with (
         tempfile.TemporaryDirectory() as directory,
         open_admin_side(Path(directory), TARGET) as side,
@@ -114,7 +112,6 @@ def _shown(parameter: dict[str, Any]) -> str:
 
 
 def _body(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
-    """List a body's fields, with required fields in bold."""
     if "anyOf" in schema:
         return ", or ".join(_body(form, schemas) for form in schema["anyOf"])
     if "$ref" in schema:

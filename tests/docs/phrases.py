@@ -1,5 +1,3 @@
-"""Find phrases that readers stumble over, and suggest plainer words. Part of `make check`."""
-
 from __future__ import annotations
 
 import re
@@ -10,10 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = frozenset({".html", ".md", ".py", ".toml", ".yaml", ".yml"})
-"""Suffixes of the files to check; other files are data."""
 
 NOT_READ = frozenset({Path(__file__), Path(__file__).with_name("test_phrases.py")})
-"""Files that contain the phrases themselves."""
 
 SUGGESTIONS: Mapping[str, str] = {
     r"\banew\b": "again",

@@ -1,5 +1,3 @@
-"""`docs/request-fields.md`, generated from the bodies that both endpoints accept."""
-
 from __future__ import annotations
 
 import json
@@ -155,6 +153,5 @@ def _state(body: type[GenerationRequest], name: str) -> str:
 
 
 def _accepted(name: str) -> str:
-    """The values with which a refused field is accepted."""
     neutral = {**ChatRequest.NEUTRAL, **CompletionRequest.NEUTRAL}.get(name, ())
     return f" (accepted: {', '.join(f'`{json.dumps(value)}`' for value in neutral)})" if neutral else ""

@@ -1,8 +1,8 @@
 """Run a page's marked code blocks in one shell, from top to bottom.
 
-A block is marked by its info string. A ```sh run``` block runs in the shell; a ```python run``` block runs in a new
-Python process with the shell's environment. Other blocks are not run. Each page is one session, so later blocks see
-variables exported by earlier blocks.
+A ```sh run``` block runs in the shell. A ```python run``` block runs in a new Python process with the shell's
+environment. Other blocks are not run. Each page is one session, so later blocks see variables exported by earlier
+blocks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ TIMEOUT_S = 150.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Typed:
-    """The result of running a page's blocks."""
-
     exit_code: int
     output: str
     errors: str

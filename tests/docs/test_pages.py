@@ -1,5 +1,3 @@
-"""Reference pages match the program, links resolve, and commands in the documentation work."""
-
 from __future__ import annotations
 
 import json
@@ -57,7 +55,6 @@ def type_in_place(page: Path, directory: Path) -> Typed:
 
 @pytest.mark.campaign
 def test_readme_quickstart_works(tmp_path: Path) -> None:
-    """Serve a base, create a tenant, key and quota, push an adapter, call it, and read the report."""
     typed = type_in_place(ROOT / "README.md", tmp_path)
     assert typed.exit_code == 0, typed.errors + typed.output
     assert "acme/support version 1 is ready" in typed.output

@@ -1,5 +1,3 @@
-"""The phrase check finds phrases in all kinds of files, and passes on this repository."""
-
 from __future__ import annotations
 
 from pathlib import Path

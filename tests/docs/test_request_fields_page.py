@@ -1,5 +1,3 @@
-"""The table of request fields lists every field, and no other."""
-
 from __future__ import annotations
 
 from tests.docs.request_fields_page import MEANINGS, known_fields

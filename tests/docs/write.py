@@ -1,5 +1,3 @@
-"""`make docs`: write the pages in `docs/` that are generated from the program."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

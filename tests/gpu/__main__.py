@@ -1,4 +1,4 @@
-"""Run everything that needs a GPU within nine minutes; `--interpret` rehearses it on a CPU.
+"""Run everything that needs a GPU within nine minutes. `--interpret` rehearses it on a CPU.
 
 Run it from the repository root: `PYTHONPATH=.src python -m tests.gpu --out DIR`. It needs torch, triton, numba, numpy,
 safetensors, msgspec, transformers, peft and pytest. Each stage runs in its own processes, has a time limit, and writes
@@ -90,7 +90,6 @@ def run_stage(stage: Stage, arguments: argparse.Namespace, num_processes: int, l
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print one line and, if the stage failed, each failed process's last lines."""
     print(f"{result['stage']}: {result['outcome']}, {result['seconds']} s, {result['summary']}", flush=True)
     if result["outcome"] in GOOD:
         return

@@ -1,6 +1,6 @@
 """Run the benchmark's checks after compiling in parallel processes: `python -m tests.gpu.benchmark_checks`.
 
-`--interpret` checks the small model in Triton's interpreter; other arguments are passed to the benchmark.
+`--interpret` checks the small model in Triton's interpreter. Other arguments are passed to the benchmark.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Two steps of one layer, for a tool that checks memory accesses: `compute-sanitizer python -m tests.gpu.mixed_step`.
 
 Each batch mixes rows for the base with rows for adapters of several ranks, and prefills with decodes. Steps are
-launched without a graph, so that the tool sees each kernel. Disable torch's memory cache so that the tool knows where
+launched without a graph, so that the tool sees each kernel. Disable torch's memory cache, so that the tool knows where
 each tensor ends.
 """
 

@@ -1,5 +1,3 @@
-"""Runs processes in parallel, writes their output to files, and stops them together."""
-
 from __future__ import annotations
 
 import contextlib
@@ -66,7 +64,6 @@ def run_at_once(
 
 
 def _has_ended(process: subprocess.Popen[bytes], until: float) -> bool:
-    """Wait for the process until `until`, and return True if it has ended."""
     try:
         process.wait(max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:

@@ -1,5 +1,3 @@
-"""Builds a stage's outcome for its result file and its line in the table."""
-
 from __future__ import annotations
 
 import json
@@ -18,7 +16,7 @@ NUM_SLOWEST = 10
 
 @dataclass(slots=True)
 class Tests:
-    """The test results of all shares. A crashed share is missing; its output ends with the name of its last test."""
+    """The test results of all shares. A crashed share is missing. Its output ends with the name of its last test."""
 
     num_passed: int = 0
     num_skipped: int = 0
@@ -64,7 +62,6 @@ def _parsed(path: Path) -> ElementTree.ElementTree | None:
 
 
 def _benchmark_of(scratch: Path) -> Any:
-    """The benchmark's results, or None if it wrote none."""
     try:
         return json.loads((scratch / "benchmark.json").read_text())
     except (OSError, ValueError):
@@ -72,7 +69,6 @@ def _benchmark_of(scratch: Path) -> Any:
 
 
 def result_of(name: str, seconds: float, ended: list[Ended], note: str, scratch: Path) -> dict[str, Any]:
-    """The outcome of a stage, with all its details."""
     tests = tests_of(scratch)
     allowed = (0,) if tests is None else (0, NO_TESTS)
     summary = [str(tests)] if tests else []

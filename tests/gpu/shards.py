@@ -1,4 +1,4 @@
-"""A pytest plugin: `--shard 2/12` keeps every twelfth test, starting with the third, to split tests among processes."""
+"""Splits tests among processes: `--shard 2/12` keeps every twelfth test, starting with the third."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""The stages of a first run on a GPU, the cheapest and most informative first."""
-
 from __future__ import annotations
 
 import os
@@ -94,7 +92,7 @@ def registration(setting: Setting) -> Plan:
 
 
 def sanitized(tool: str, environment: dict[str, str]) -> Callable[[Setting], Plan]:
-    """Run the mixed step under one of the sanitizer's tools, or without the sanitizer if it is not installed."""
+    """Run the mixed step under one of the sanitizer's tools. Without a sanitizer, run the step alone."""
 
     def plan(setting: Setting) -> Plan:
         step = module("tests.gpu.mixed_step")

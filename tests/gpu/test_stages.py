@@ -1,5 +1,3 @@
-"""Tests of the GPU run on a CPU: the processes that it starts and stops, the files that it writes, and its imports."""
-
 from __future__ import annotations
 
 import json
@@ -42,7 +40,7 @@ exec "$@"
 
 
 def rehearse(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """Run the stages without the packages that REFUSE hides, and return the process and each stage's result."""
+    """Run the stages without the packages that REFUSE hides. Return the process and each stage's result."""
     (folder / "sitecustomize.py").write_text(REFUSE)
     sanitizer = folder / "compute-sanitizer"
     sanitizer.write_text(SANITIZER)

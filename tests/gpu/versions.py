@@ -1,5 +1,3 @@
-"""Print this machine's versions, and fail if it cannot run the GPU tests: `python -m tests.gpu.versions`."""
-
 from __future__ import annotations
 
 import importlib
@@ -20,7 +18,6 @@ TOOLS = ("compute-sanitizer", "ncu", "nvcc", "nvidia-smi")
 
 
 def problems(is_interpreted: bool) -> list[str]:
-    """One sentence for each missing requirement."""
     found = []
     for name in NEEDED:
         try:

@@ -1,4 +1,4 @@
-"""Layout rules: the namespace package can be imported from anywhere, and every package is documented."""
+"""The namespace package can be imported from anywhere, and every package is documented."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""The contents of the wheel and the sdist, built from the files that git tracks: `make test-package`."""
-
 from __future__ import annotations
 
 import os
@@ -22,8 +20,6 @@ BUILD = "import hatchling.build as build, sys; print(build.build_{kind}(sys.argv
 
 @dataclass(frozen=True)
 class Built:
-    """A checkout's distributions, and the wheel built from its sdist."""
-
     sdist: Path
     wheel: Path
     wheel_of_sdist: Path

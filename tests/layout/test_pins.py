@@ -1,4 +1,4 @@
-"""All packages installed by `make venv` are pinned; all except torch and triton are also verified by hash."""
+"""All packages installed by `make venv` are pinned. All except torch and triton are also verified by hash."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_modified_wheel_is_refused(tmp_path: Path, target: str) -> None:
 
 
 def test_environment_keeps_python_and_constraints_until_make_clean(tmp_path: Path) -> None:
-    """Other values are refused with the fix; by default, targets use the values that created the environment."""
+    """Other values are refused with the fix. By default, targets use the values that created the environment."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("pyproject.toml", "constraints.txt", "constraints-cuda.txt", "constraints.lock"):
         (tmp_path / name).touch()

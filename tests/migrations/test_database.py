@@ -1,5 +1,3 @@
-"""The migrations produce the declared schema on both databases; a wrong schema is refused."""
-
 from __future__ import annotations
 
 import hashlib

@@ -1,5 +1,3 @@
-"""Pipelined round trips to PostgreSQL: transactions are atomic, and errors are SQLAlchemy's."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence

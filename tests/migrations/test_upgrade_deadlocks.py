@@ -1,5 +1,3 @@
-"""An upgrade that deadlocks with running gateways is retried a limited number of times."""
-
 from __future__ import annotations
 
 import time
@@ -30,7 +28,6 @@ class Upgraded(Database):
 
 @pytest.fixture
 def of_before(postgres_url: str) -> Iterator[Upgraded]:
-    """A database with an older schema."""
     database = Upgraded(postgres_url)
     database.upgrade("0011")
     yield database
@@ -38,7 +35,6 @@ def of_before(postgres_url: str) -> Iterator[Upgraded]:
 
 
 def until_waiting(url: str, num_waiting: int) -> None:
-    """Wait until `num_waiting` sessions are waiting for locks on the reservations."""
     ends_s = time.monotonic() + 20
     with psycopg.connect(url, autocommit=True) as connection:
         while connection.execute(NUM_WAITING).fetchone() != (num_waiting,):

@@ -1,4 +1,4 @@
-"""Regression tests, on the simulated device, for faults that users of other engines have reported.
+"""Regression tests for faults that users of other engines have reported, on the simulated device.
 
 Tests for faults that need real weights are in `tests/conformance/test_known_faults.py`.
 """

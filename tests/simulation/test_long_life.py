@@ -1,4 +1,4 @@
-"""Long random runs on the simulated device: whatever happens to requests, nothing is lost or leaked."""
+"""Long random runs on the simulated device. Whatever happens to requests, nothing is lost or leaked."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""A loopback server that answers every request one byte at a time, over HTTP or HTTPS."""
-
 from __future__ import annotations
 
 import socket

@@ -1,5 +1,3 @@
-"""An HTTP proxy that injects realistic network and server faults between a client and an S3 server."""
-
 from __future__ import annotations
 
 import http.client
@@ -45,7 +43,7 @@ def no_faults(method: str, path: str) -> Fault | None:
 
 
 class SeededPlan:
-    """Picks one of `faults` at random for a fraction `rate` of the requests."""
+    """Injects one of `faults`, drawn at random, into a fraction `rate` of the requests."""
 
     def __init__(self, seed: int, rate: float, faults: Sequence[Fault] = tuple(Fault)) -> None:
         self._random = random.Random(seed)
@@ -81,7 +79,7 @@ class _Answer:
 
 
 class FaultProxy:
-    """Listens on loopback until `stop` is called; `plan` can be changed at any time.
+    """Listens on loopback until `stop` is called. `plan` can be changed at any time.
 
     Request headers named in `dropped` (lower case) are not forwarded. POSTs are forwarded one at a time, because moto
     checks that a key is free and assembles a multipart blob in two separate steps.
@@ -148,7 +146,7 @@ class FaultProxy:
             self._seen[path] = answer
 
     def stale(self, path: str) -> _Answer:
-        """A stale answer: a 404, or another key's answer, as if that object had once been stored under this key."""
+        """Return a 404, or another key's answer, as if that object had once been stored under this key."""
         with self._lock:
             others = [answer for seen, answer in self._seen.items() if seen != path]
             if others and self._random.random() < 0.7:

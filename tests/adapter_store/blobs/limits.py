@@ -1,5 +1,3 @@
-"""S3 limits for tests: small parts, and short or long timeouts."""
-
 from __future__ import annotations
 
 from loramux.adapter_store.blobs.s3_limits import MIN_PART_BYTES, S3Limits
@@ -19,4 +17,3 @@ HURRIED = S3Limits(
 """Timeouts short enough to test a hung store, but long enough for small blobs on a busy machine."""
 
 PATIENT = S3Limits(read_s=2.0, first_pause_s=0.01, max_pause_s=0.05, part_bytes=MIN_PART_BYTES)
-"""Longer timeouts for large blobs."""

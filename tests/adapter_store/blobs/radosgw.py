@@ -75,11 +75,11 @@ ms_mon_client_mode = crc
 
 
 class RadosgwMissing(Exception):
-    """The server's programs are not installed; the message says how to install them."""
+    """The server's programs are missing. The message says how to install them."""
 
 
 class Radosgw:
-    """A running server at `url`, which accepts `ACCESS_KEY` and `SECRET_KEY`. Raises RadosgwMissing or RuntimeError."""
+    """Accepts `ACCESS_KEY` and `SECRET_KEY` at `url`. Raises RadosgwMissing or RuntimeError."""
 
     def __init__(self) -> None:
         missing = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -130,7 +130,7 @@ class Radosgw:
         self._make_pools()
 
     def _make_pools(self) -> None:
-        """Put an object, so that radosgw creates its pools now. This takes a second or two."""
+        """Put an object, so that radosgw creates its pools now. This takes one or two seconds."""
         client = boto3.client(
             "s3",
             endpoint_url=self.url,
@@ -174,7 +174,7 @@ class Radosgw:
 
 
 def install() -> None:
-    """Install missing packages with apt-get. Raises RadosgwMissing if that is not permitted or fails."""
+    """Install missing packages with apt-get. Raises RadosgwMissing if the installation is not permitted or fails."""
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if not missing:
         return

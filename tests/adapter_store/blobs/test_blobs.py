@@ -1,5 +1,3 @@
-"""Tests that run against every kind of blob store."""
-
 from __future__ import annotations
 
 import hashlib

@@ -1,5 +1,3 @@
-"""The circuit breaker and the retry budget: calls stop while a service fails, and resume one at a time."""
-
 from __future__ import annotations
 
 import threading

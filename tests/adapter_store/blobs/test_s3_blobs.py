@@ -1,5 +1,3 @@
-"""S3-specific features: multipart and unfinished uploads, presigned requests, and the startup probe."""
-
 from __future__ import annotations
 
 import hashlib

@@ -1,5 +1,3 @@
-"""When the network or the server fails, the S3 store returns correct bytes or raises an error by the deadline."""
-
 from __future__ import annotations
 
 import io
@@ -176,7 +174,7 @@ def test_failed_range_is_requested_again(
 
 
 def put_in_parts(raw_bucket: Any, data: bytes) -> None:
-    """Upload in parts as other tools do. The resulting object has no checksum that can be compared."""
+    """The uploaded object has no checksum that can be compared, as if another tool had uploaded it in parts."""
     config = TransferConfig(multipart_threshold=MIN_PART_BYTES, multipart_chunksize=MIN_PART_BYTES)
     raw_bucket.upload_fileobj(io.BytesIO(data), "p/k/large", Config=config)
 

@@ -1,5 +1,3 @@
-"""A blob store that tests can observe, delay and break."""
-
 from __future__ import annotations
 
 import threading
@@ -12,7 +10,7 @@ from loramux.adapter_store.errors import BlobStoreUnavailable
 
 
 class WatchedBlobStore(MemoryBlobStore):
-    """An in-memory blob store that counts reads. A test can delay its answers or take it down."""
+    """Counts reads. A test can delay its answers or take it down."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,3 @@
-"""Equal adapters have the same digest, however their files are written."""
-
 from __future__ import annotations
 
 import hashlib

@@ -1,5 +1,3 @@
-"""Every safetensors file that our parser accepts is accepted by the safetensors library, with equal tensors."""
-
 from __future__ import annotations
 
 import json
@@ -71,7 +69,7 @@ def mutated_files(draw: st.DrawFn) -> bytes:
 
 
 def is_accepted_alike(content: bytes) -> bool:
-    """Return whether our parser accepts the file. If so, check that the library reads the same tensors."""
+    """Return whether our parser accepts the file. If it does, check that the library reads the same tensors."""
     try:
         with TensorFile(content) as ours:
             found = {

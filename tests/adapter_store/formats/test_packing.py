@@ -1,5 +1,3 @@
-"""Each element of a packed adapter is at the address given by the formula, and all other bytes are zero."""
-
 from __future__ import annotations
 
 import hashlib

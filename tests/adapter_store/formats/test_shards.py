@@ -1,5 +1,3 @@
-"""An adapter's shards for several GPUs add up to the whole adapter and compute the same result."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Fixtures for in-process ingestion, with one tenant's adapter."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -20,8 +18,6 @@ from tests.adapter_store.ingest.ingest_world import DirectValidator, IngestWorld
 def open_world(
     database: Database, target: PackTarget, tmp_path: Path, make_tenant: Callable[[str], str]
 ) -> Callable[..., IngestWorld]:
-    """Opens an ingestion world with one tenant's adapter."""
-
     def open_one(blobs: BlobStore, validator: Validator | None = None) -> IngestWorld:
         registry = AdapterRegistry(database)
         adapter = registry.create_adapter(make_tenant("acme"), "support")
@@ -32,5 +28,4 @@ def open_world(
 
 @pytest.fixture
 def world(open_world: Callable[..., IngestWorld], memory_blobs: MemoryBlobStore) -> IngestWorld:
-    """An ingestion world with an in-memory blob store."""
     return open_world(memory_blobs)

@@ -1,4 +1,4 @@
-"""Real processes that ingest adapters and die or stop at a given step.
+"""Forks processes that ingest adapters and die or stop at a given step.
 
 python -m tests.adapter_store.ingest.ingest_process
 
@@ -46,7 +46,7 @@ class DirectValidator:
 
 
 class Server:
-    """Ingestion as on a server, configured by `job`."""
+    """`job` configures the ingestion."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._job = job
@@ -91,7 +91,6 @@ class Server:
         self._ingest.process(version.id)
 
     def _recover(self) -> None:
-        """Recover, as a server does at startup and periodically after that."""
         self._ingest.recover()
         while (version_id := self._ingest.next_waiting()) is not None:
             self._ingest.process(version_id)

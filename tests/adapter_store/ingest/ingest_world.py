@@ -1,5 +1,3 @@
-"""In-process ingestion with a registry, a blob store, and components that tests can make fail."""
-
 from __future__ import annotations
 
 import hashlib
@@ -31,13 +29,13 @@ SECOND_US = 1_000_000
 
 
 class DirectValidator:
-    """A validator that runs in the calling process, which is faster. Tests can make it fail."""
+    """Validates in the calling process, which is faster. Tests can make it fail."""
 
     def __init__(self) -> None:
         self.is_broken = False
         self.num_calls = 0
         self.meanwhile: Callable[[], None] = lambda: None
-        """Function to call once, during the next validation."""
+        """Called once, during the next validation."""
 
     def validate(self, job: ValidationJob, target: PackTarget) -> Accepted:
         self.num_calls += 1
@@ -84,8 +82,6 @@ class FailingBlobStore(MemoryBlobStore):
 
 @dataclass
 class IngestWorld:
-    """In-process ingestion, its registry and blob store, and methods that check their contents."""
-
     registry: AdapterRegistry
     blobs: BlobStore
     target: PackTarget
@@ -101,7 +97,6 @@ class IngestWorld:
         return self.ingest
 
     def another(self, scratch: Path, at_failpoint: FailpointHook = no_op, lease_s: float = 30.0) -> Ingest:
-        """Ingestion on another server that shares the database and the blob store."""
         return Ingest(
             self.registry, self.blobs, self.target, scratch, self.validator, lease_s=lease_s, at_failpoint=at_failpoint
         )
@@ -125,7 +120,7 @@ class IngestWorld:
         return upload
 
     def push(self, files: Any, tensors: bytes | None = None, **further: bytes) -> AdapterVersion:
-        """Push an adapter; `further` has its optional files, by name."""
+        """`further` maps the names of optional files to their content."""
         upload = self.upload(files.config_bytes, files.tensor_bytes if tensors is None else tensors, **further)
         version = self.ingest.create_version(self.adapter_id, upload.id)
         return self.ingest.process(version.id) if version.state == "pending" else version

@@ -29,8 +29,6 @@ AWS = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DE
 
 
 class ProcessMaker:
-    """The process that forks all the others; see `ingest_process.py`."""
-
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.adapter_store.ingest.ingest_process"],
@@ -52,7 +50,6 @@ class ProcessMaker:
         self._process.stdout.close()
 
     def start(self, job: Mapping[str, Any]) -> int:
-        """Start a process and return its process ID."""
         return int(self._ask(do="start", job=dict(job))["process"])
 
     def signal(self, process: int, number: int) -> None:
@@ -73,8 +70,6 @@ class ProcessMaker:
 
 @dataclass
 class Lab:
-    """A database, a blob store, an adapter's files, the processes that use them, and methods that check the outcome."""
-
     makers: ProcessMaker
     database_url: str
     blob_url: str
@@ -104,7 +99,6 @@ class Lab:
             (self.files_directory / name).write_bytes(data)
 
     def start(self, kind: str, **details: Any) -> int:
-        """Start a server with its own scratch directory."""
         self.num_servers += 1
         job = {
             "kind": kind,
@@ -124,7 +118,6 @@ class Lab:
         return self.makers.start({**job, **details})
 
     def run(self, kind: str, **details: Any) -> int:
-        """Run a server until it exits, and return the result of `wait`."""
         return self.makers.wait(self.start(kind, **details))
 
     def acknowledged(self, what: str) -> list[str]:

@@ -1,5 +1,3 @@
-"""One server at a time validates a version, and another takes over if it goes silent. Only one verdict is written."""
-
 from __future__ import annotations
 
 import threading
@@ -25,8 +23,6 @@ from tests.adapter_store.ingest.ingest_world import SECOND_US, DirectValidator, 
 
 @dataclass
 class Clock:
-    """The database's clock, which advances only when a test says so."""
-
     now_us: int = 1_000_000 * SECOND_US
 
     def __call__(self) -> int:

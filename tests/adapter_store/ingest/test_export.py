@@ -1,5 +1,3 @@
-"""Uploaded files are exported byte for byte or not at all. Memory use does not grow with file size."""
-
 from __future__ import annotations
 
 import json
@@ -61,7 +59,7 @@ def with_equal_tensors(files: Any) -> bytes:
 
 
 def with_older_names(files: Any) -> bytes:
-    """The file uses tensor names from older PEFT versions. The canonical file uses the current names."""
+    """Rename the tensors to older PEFT names. The canonical file uses the current names."""
     files.tensors = {
         name.replace(".weight", ".default.weight"): tensor for name, tensor in reversed(files.tensors.items())
     }

@@ -1,5 +1,3 @@
-"""A version's optional files are part of its identity, survive crashes, and are checked before anything is kept."""
-
 from __future__ import annotations
 
 import hashlib

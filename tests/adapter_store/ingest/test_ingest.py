@@ -1,5 +1,3 @@
-"""From upload to version: invalid adapters are rejected and leave nothing behind, and a crash loses nothing."""
-
 from __future__ import annotations
 
 import threading
@@ -360,7 +358,6 @@ def test_file_uploaded_after_its_version_is_removed(world: IngestWorld, make_ada
     made: list[AdapterVersion] = []
 
     def slow() -> Iterator[bytes]:
-        # Create and process the version, which deletes its files, while this file is still being uploaded.
         version = world.ingest.create_version(world.adapter_id, upload.id)
         made.append(world.ingest.process(version.id))
         yield files.config_bytes

@@ -1,5 +1,3 @@
-"""A server killed during ingestion loses no acknowledged upload or version, and leaves nothing behind."""
-
 from __future__ import annotations
 
 import os
@@ -36,7 +34,7 @@ AFTER_THE_VERDICT = (Failpoint.PUBLISHED, Failpoint.FIRST_FILE_DELETED, Failpoin
 
 @dataclass(frozen=True)
 class Crash:
-    """A scenario: a server that pushes or registers an adapter dies after doing `step` for the `nth` time."""
+    """A server that pushes or registers an adapter dies after doing `step` for the `nth` time."""
 
     kind: str
     step: Failpoint
@@ -89,8 +87,6 @@ def open_lab(
     target: PackTarget,
     make_adapter: Any,
 ) -> Iterator[OpenLab]:
-    """Opens a lab on the given kinds of database and blob store, with the files of an adapter."""
-
     def open_one(database: str = "sqlite", store: str = "local", is_valid: bool = True, **details: Any) -> Lab:
         if database == "sqlite":
             database_url = migrated_sqlite(lab_directory / "loramux.db")

@@ -1,5 +1,3 @@
-"""Open uploads are capped per tenant, even if calls race. Cancelling an upload releases its slot and its bytes."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -31,7 +29,6 @@ def upload_rows(database: Database) -> UploadRows:
 
 @pytest.fixture
 def adapter_ids(registry: AdapterRegistry, make_tenant: Callable[[str], str]) -> list[str]:
-    """Two adapters of one tenant and one adapter of another."""
     acme, globex = make_tenant("acme"), make_tenant("globex")
     named = ((acme, "support"), (acme, "sales"), (globex, "support"))
     return [registry.create_adapter(tenant_id, name).id for tenant_id, name in named]

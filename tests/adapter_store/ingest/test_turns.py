@@ -1,5 +1,3 @@
-"""Tenants take turns at validation: one tenant's backlog delays another tenant by at most one version."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -22,8 +20,6 @@ HOUR_US = 3600 * SECOND_US
 
 
 class Queue:
-    """Several tenants' pending versions, without bytes, and methods that claim and decide them."""
-
     def __init__(self, database: Database, make_tenant: Callable[[str], str]) -> None:
         self._database = database
         self._upload_rows = UploadRows(database)
@@ -54,7 +50,6 @@ class Queue:
         assert server.claim_version(known[name]) is not None
 
     def decide(self, turns: IngestTurns, num_versions: int) -> list[str]:
-        """Claim and reject versions as a server would, and return their names in order."""
         server = VersionClaims(self._database)
         decided = []
         for _ in range(num_versions):

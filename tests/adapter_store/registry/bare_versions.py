@@ -1,5 +1,3 @@
-"""Adapter versions without bytes that are accepted or rejected immediately."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,8 +13,6 @@ HOUR_US = 3_600_000_000
 
 @dataclass(frozen=True)
 class Versions:
-    """Adds versions without bytes to an adapter."""
-
     upload_rows: UploadRows
     claims: VersionClaims
 

@@ -1,5 +1,3 @@
-"""A fixture that adds versions without bytes."""
-
 from __future__ import annotations
 
 import pytest

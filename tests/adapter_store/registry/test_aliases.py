@@ -1,5 +1,3 @@
-"""Aliases on both databases: valid targets, weighted traffic splitting, and rollbacks."""
-
 from __future__ import annotations
 
 import threading
@@ -42,7 +40,6 @@ class Named:
         return {target.number: target.weight for target in self.aliases.get(self.adapter.id, name).targets}
 
     def drawn(self, num_texts: int, name: str | None = None) -> dict[str, int]:
-        """The version chosen for each of `num_texts` sticky texts."""
         found = {}
         for number in range(num_texts):
             ref = self.registry.resolve("acme", "support", alias=name, sticky=f"user {number}")

@@ -1,5 +1,3 @@
-"""Name resolution to versions, on both databases."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

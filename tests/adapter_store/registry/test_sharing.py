@@ -1,5 +1,3 @@
-"""Grants on both databases: which tenants can call another tenant's adapter."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""An engine's disk tier in its own process, driven by lines on standard input.
+"""Runs an engine's disk tier in its own process.
 
 `python disk_tier_process.py DIRECTORY MAX_BYTES` answers each line with one line:
 

@@ -1,5 +1,3 @@
-"""Empty adapters with single-letter names, and a host tier that contains some of them."""
-
 from __future__ import annotations
 
 import numpy as np

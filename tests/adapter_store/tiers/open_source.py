@@ -1,5 +1,3 @@
-"""A packed-adapter source with a disk tier, as in a staging process."""
-
 from __future__ import annotations
 
 from pathlib import Path

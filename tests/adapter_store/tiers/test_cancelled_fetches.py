@@ -1,5 +1,3 @@
-"""A caller can cancel a blob fetch at any time without affecting others. A fetch without callers is abandoned."""
-
 from __future__ import annotations
 
 import threading
@@ -24,8 +22,6 @@ from tests.adapter_store.waiting import wait_until
 
 
 class Bench:
-    """A source whose blob store can be made to hang, and callers on threads."""
-
     def __init__(self, target: PackTarget, directory: Path, store_adapter: Any, pool: ThreadPoolExecutor) -> None:
         self.blobs = WatchedBlobStore()
         self._target = target
@@ -34,7 +30,6 @@ class Bench:
         self._pool = pool
         self._lock = threading.Lock()
         self.num_downloads = 0
-        """Number of downloads in progress, including those without a waiting caller."""
         self.source = self.reopen()
 
     def reopen(self, disk_bytes: int = PLENTY) -> PackedSource:

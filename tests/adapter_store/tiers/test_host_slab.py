@@ -1,5 +1,3 @@
-"""Pieces never overlap while in use, and all pieces are eventually freed."""
-
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,3 @@
-"""Eviction from host memory: order, leases, floors and the limit."""
-
 from __future__ import annotations
 
 import random

@@ -1,5 +1,3 @@
-"""Adapters are read from the disk, or from the blob store if the disk does not have the correct bytes."""
-
 from __future__ import annotations
 
 import random

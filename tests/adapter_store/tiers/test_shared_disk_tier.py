@@ -1,5 +1,3 @@
-"""Engine processes share one directory: no file in use disappears, and files of dead processes are removed."""
-
 from __future__ import annotations
 
 import os
@@ -23,8 +21,6 @@ A, B, C, D = (digest_of(number) for number in range(4))
 
 
 class Engine:
-    """A disk tier in a separate process."""
-
     def __init__(self, directory: Path, max_bytes: int) -> None:
         environment = {**os.environ, "PYTHONPATH": f"{ROOT / '.src'}{os.pathsep}{ROOT}"}
         self.process = subprocess.Popen(
@@ -130,7 +126,7 @@ def test_use_by_another_engine_affects_eviction_order(directory: Path, start: St
     tier, other = DiskTier(directory, 250, PACK_KEY), start(250)
     put(tier, A, 100)
     put(tier, B, 100)
-    # The other engine adds and removes no file, so only the timestamp of A's file shows that A was used.
+    # The other engine adds and removes no file. Only the timestamp of A's file shows that it used A.
     assert other("hold", A) == "100"
     other("close")
     put(tier, C, 100)

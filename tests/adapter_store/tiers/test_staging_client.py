@@ -1,5 +1,3 @@
-"""The staging process puts only complete adapters into shared memory, even if it dies or hangs."""
-
 from __future__ import annotations
 
 import gc
@@ -34,7 +32,7 @@ PLENTY = 1 << 26
 
 
 class Bench:
-    """Clients over a local blob store that contains `adapters`. Host memory keeps only adapters in use by default."""
+    """By default, host memory keeps only the adapters in use."""
 
     def __init__(self, target: PackTarget, directory: Path, store_adapter: Any, num_adapters: int) -> None:
         blobs = LocalBlobStore(directory / "blobs")
@@ -135,7 +133,6 @@ def place(client: StagingClient, found: StagedAdapter | NotStaged) -> int | None
 
 
 def passing_place(client: StagingClient, digest: str) -> int | None:
-    """Stage the adapter, release it immediately, and return its offset."""
     found = staged(client, digest)
     begin = place(client, found)
     found.release()
@@ -199,9 +196,6 @@ def test_adapter_comes_from_the_blob_store_first_and_then_from_disk(bench: Bench
     assert {tier.tier: tier.used_bytes > 0 for tier in counts.tiers} == {"host": True, "disk": True, "blobs": False}
     assert (counts.num_loaded, counts.num_failed) == (2, 0)
     assert stages(client)["disk read"].num_bytes == 2 * bench.adapters[0].payload.nbytes
-
-
-# Host memory
 
 
 def test_adapter_in_host_memory_is_not_requested(bench: Bench) -> None:
@@ -289,9 +283,6 @@ def test_close_releases_everything(bench: Bench) -> None:
     assert all(entry.num_leases == 0 for entry in client._host._entries.values())
 
 
-# Shared memory
-
-
 def test_unused_adapter_releases_its_memory(bench: Bench) -> None:
     first, second, third = bench.adapters
     client = bench.open(memory_bytes=first.payload.nbytes + ALIGNMENT)
@@ -337,9 +328,6 @@ def test_two_holds_on_an_adapter_share_its_memory_until_both_end(bench: Bench) -
     assert place(client, third) != 0
     assert bench.is_right(third)
     assert np.array_equal(view, first.payload)
-
-
-# Requests
 
 
 def test_cancelled_request_is_not_reported_and_keeps_no_memory(bench: Bench) -> None:
@@ -411,9 +399,6 @@ def test_concurrent_requests_are_limited_and_all_are_answered(bench: Bench) -> N
     found = results(client, len(digests))
     assert sorted(one.digest for one in found) == sorted(digests)
     assert sum(isinstance(one, StagedAdapter) and bench.is_right(one) for one in found) == len(bench.adapters)
-
-
-# Processes that die or hang
 
 
 @pytest.mark.parametrize("max_pieces", [1, 1000])
@@ -581,7 +566,7 @@ def test_process_waiting_for_the_blob_store_is_not_killed(bench: Bench, monkeypa
         client.request(bench.adapters[0].digest)
         for _ in range(5):
             bench.now_s += SILENCE_S
-            # The process is pinged and given as much time as it needs to answer.
+            # The process is pinged and gets as much time as it needs to answer.
             wait_until(lambda: not client.poll() and heard_s(client) == bench.now_s)
         assert process_of(client) is process
 
@@ -610,7 +595,6 @@ def test_look_reports_the_contents_of_the_disk_tier(bench: Bench) -> None:
     host, disk = client.contents()
     assert (host.tier, disk.tier) == ("host", "disk")
     assert [one.digest for one in disk.adapters] == [one.digest for one in reversed(held)]
-    # If no process can answer, `look` reports the last known state.
     looked.clear()
     stop(client)
     client.look(looked.set)

@@ -1,5 +1,3 @@
-"""During blob store faults, fetches return no wrong byte, fail by their deadline and do not delay other callers."""
-
 from __future__ import annotations
 
 import random
@@ -29,7 +27,7 @@ NUM_ON_DISK, NUM_COLD, NUM_THREADS = 3, 8, 6
 DEADLINE_S = 4 * HURRIED.body_s + HURRIED.call_s
 MARGIN_S = 1.0
 ON_DISK_S = 0.5
-"""Time limit for reading a small file, in seconds; mostly extra time for thread scheduling."""
+"""Time limit for reading a small file, in seconds. Most of it allows for thread scheduling."""
 
 
 @pytest.mark.parametrize(

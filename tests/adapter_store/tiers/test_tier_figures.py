@@ -1,5 +1,3 @@
-"""Each lookup and each stage of a load is counted in its tier, with its number of bytes."""
-
 from __future__ import annotations
 
 from pathlib import Path

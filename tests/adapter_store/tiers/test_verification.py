@@ -1,5 +1,3 @@
-"""Payload verification: wrong bytes are never served, whatever happens to a file, and no hashing is wasted."""
-
 from __future__ import annotations
 
 import hashlib
@@ -85,8 +83,6 @@ def test_lane_sums_detect_disk_and_memory_damage(payload: npt.NDArray[np.uint8],
 
 
 class Reader:
-    """Reads a payload in pieces, as from a file, and counts the bytes read."""
-
     def __init__(self, data: bytes, piece: int) -> None:
         self._data = data
         self._piece = piece
@@ -112,7 +108,7 @@ def test_payload_is_read_once_and_verified_by_its_proof(payload: npt.NDArray[np.
     wrong = data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]
     assert not PayloadCheck(first.proof).run(found, sha256, Reader(wrong, piece))
     assert not PayloadCheck().run(found, sha256, Reader(wrong, piece))
-    # A proof of other bytes proves nothing about these.
+    # A proof of other bytes says nothing about these bytes.
     other = PayloadCheck(Proof("0" * 64, lane_sums(payload)))
     assert not other.run(found, sha256, Reader(wrong, piece))
     with pytest.raises(EOFError):
@@ -153,8 +149,6 @@ def test_packed_file_is_read_once_in_order_and_in_place(
 
 
 class Bench:
-    """A source whose fetches all read the file on the disk."""
-
     def __init__(self, target: PackTarget, tmp_path: Path, store_adapter: Any) -> None:
         self.blobs = WatchedBlobStore()
         self._target = target

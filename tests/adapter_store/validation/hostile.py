@@ -1,4 +1,4 @@
-"""Entry type for the catalogue of hostile and broken uploads, and the valid adapter that the entries corrupt.
+"""The entry type of the catalogue of hostile uploads, and the valid adapter that entries corrupt.
 
 Every text that a tenant could choose contains MARK, so that tests can detect a message that repeats it.
 """
@@ -29,16 +29,13 @@ Place = Callable[[Path, bytes], None]
 
 
 def good_files(**adapter: Any) -> AdapterFiles:
-    """A valid adapter for q_proj and v_proj, with rank 4 by default."""
     return AdapterMaker(TARGET)(**adapter)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hostile:
-    """A catalogue entry: its name, the expected refusal, and the source of its files.
-
-    `change` corrupts a valid adapter. `config` or `tensors`, if set, replaces a whole file. `place`, if set, is called
-    to create the tensors file.
+    """`change` corrupts a valid adapter. If `config` or `tensors` is set, it replaces a whole file. If `place` is set,
+    it creates the tensors file.
     """
 
     name: str
@@ -51,7 +48,6 @@ class Hostile:
     adapter: dict[str, Any] = field(default_factory=dict)
 
     def files(self) -> tuple[bytes, bytes]:
-        """The contents of the configuration file and of the tensors file."""
         files = good_files(**self.adapter)
         self.change(files)
         config = files.config_bytes if self.config is None else self.config
@@ -60,7 +56,6 @@ class Hostile:
         return config, self.tensors if isinstance(self.tensors, bytes) else self.tensors()
 
     def write(self, directory: Path) -> tuple[Path, Path]:
-        """Write both files into `directory`."""
         config, tensors = self.files()
         places = directory / CONFIG_FILE, directory / TENSORS_FILE
         places[0].write_bytes(config)
@@ -72,7 +67,7 @@ class Hostile:
 
 
 def header_file(header: object, data: bytes = b"") -> bytes:
-    """A safetensors file with this data and this header, which is either a JSON document or raw bytes."""
+    """`header` is either a JSON document or raw bytes."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
 

@@ -1,5 +1,3 @@
-"""Configurations that are malformed, contain out-of-range values, or use unsupported features."""
-
 from __future__ import annotations
 
 import json
@@ -9,7 +7,6 @@ from tests.adapter_store.validation.hostile import CONFIG, MARK, Hostile, good_f
 
 
 def _config(name: str, code: str, param: str, **changes: Any) -> Hostile:
-    """A valid configuration with some values changed."""
     return Hostile(name=name, code=code, param=param, change=lambda files: files.config.update(changes))
 
 
@@ -22,7 +19,7 @@ def _text(name: str, code: str, config: bytes, param: str = CONFIG) -> Hostile:
 
 
 def _spelt(name: str, code: str, members: str, param: str = CONFIG) -> Hostile:
-    """A valid configuration with extra members, spelled exactly as given."""
+    """Add members to a valid configuration, spelled exactly as given."""
     return _text(name, code, json.dumps(good_files().config)[:-1].encode() + b", " + members.encode() + b"}", param)
 
 

@@ -1,5 +1,3 @@
-"""Files that are not safetensors files, or that two parsers could read differently."""
-
 from __future__ import annotations
 
 import bz2
@@ -20,8 +18,6 @@ from tests.adapter_store.validation.hostile import CONFIG, MARK, Q_A, TENSORS, H
 
 
 class _Command:
-    """A command that unpickling would run."""
-
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, (f"echo {MARK}",)
 
@@ -42,7 +38,6 @@ def _tar(mode: str) -> bytes:
 
 
 def _spoilt(change: Callable[[dict[str, Any]], object], data: Callable[[bytes], bytes] = lambda data: data) -> bytes:
-    """A valid file with a changed header and, optionally, changed data."""
     header, bytes_of = good_header()
     change(header)
     return header_file(header, data(bytes_of))

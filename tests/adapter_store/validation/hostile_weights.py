@@ -1,5 +1,3 @@
-"""Files that are valid on their own but not as a pair, and values that cannot be served."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -23,8 +21,6 @@ def _pair(name: str, code: str, param: str | None, change: Change, **adapter: An
 
 
 def _tensor(name: str, code: str, tensor: str, values: Any, param: str | None = None, **adapter: Any) -> Hostile:
-    """A valid adapter with one tensor added, replaced or removed."""
-
     def change(files: AdapterFiles) -> None:
         if values is None:
             del files.tensors[tensor]
@@ -210,8 +206,6 @@ COMBINATIONS = [
 def _value(
     name: str, code: str, tensor: str, value: float, param: str | None = None, dtype: Any = np.float32
 ) -> Hostile:
-    """A valid adapter with one value changed."""
-
     def change(files: AdapterFiles) -> None:
         files.tensors[tensor][1, 2] = value
 
@@ -219,8 +213,6 @@ def _value(
 
 
 def _scaled(name: str, code: str, param: str | None, a: float, b: float, **config: Any) -> Hostile:
-    """A valid adapter with A and B multiplied by a factor."""
-
     def change(files: AdapterFiles) -> None:
         for tensor_name, tensor in files.tensors.items():
             tensor *= a if "lora_A" in tensor_name else b

@@ -1,8 +1,9 @@
-"""Simulates a kernel or container without some sandbox measures by refusing those measures' system calls.
+"""Runs a command without some sandbox measures, as on a kernel or in a container that lacks them.
 
 Usage: python lesser_kernel.py landlock,seccomp -m loramux.adapter_store.validation.sandbox
 
-Seccomp filters stack and are inherited, so the effect is the same as that of a container's profile.
+The measures' system calls are refused. Seccomp filters stack and are inherited, so the effect is the same as that of a
+container's profile.
 """
 
 from __future__ import annotations

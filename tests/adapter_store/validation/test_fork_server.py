@@ -1,5 +1,3 @@
-"""A server that forks for each request: forks share no state, and no fork outlives its client."""
-
 from __future__ import annotations
 
 import os
@@ -32,7 +30,7 @@ Open = Callable[..., ForkServer]
 
 @pytest.fixture
 def open_server() -> Iterator[Open]:
-    """Opens a server whose forks run the code `after`, and whose process exits after `idle_s` without a request."""
+    """Open a server whose forks run the code `after`. The server exits after `idle_s` without a request."""
     opened = []
 
     def open_one(after: str = "print(told)", idle_s: float = 60.0) -> ForkServer:
@@ -137,7 +135,6 @@ def is_running(pid: int) -> bool:
 
 
 def forks_of(server: ForkServer, name: str) -> list[int]:
-    """The forks whose process name is `name`."""
     found = []
     with suppress(OSError):
         for child in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split():

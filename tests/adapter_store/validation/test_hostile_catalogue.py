@@ -1,5 +1,3 @@
-"""Every entry is refused quickly, in little memory, with the exact code and param, and without echoing its text."""
-
 from __future__ import annotations
 
 import re
@@ -76,7 +74,6 @@ def refuse_in_a_process(hostile: Hostile, directory: Path, validator: Subprocess
 def test_process_refuses_entries_that_cannot_be_uploaded(
     hostile: Hostile, tmp_path: Path, subprocess_validator: SubprocessValidator
 ) -> None:
-    """`tests/admin/rest/adapters/test_hostile_uploads.py` sends some of the other entries through the process."""
     report = refuse_in_a_process(hostile, tmp_path, subprocess_validator)
     assert report["usage"]["max_address_bytes"] < MAX_BYTES
 

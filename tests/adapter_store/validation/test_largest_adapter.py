@@ -1,5 +1,3 @@
-"""A base's largest valid adapter passes validation within the process's limits."""
-
 from __future__ import annotations
 
 import json

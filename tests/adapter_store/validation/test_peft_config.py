@@ -1,5 +1,3 @@
-"""The configuration allowlist: every key is supported, has no effect, or is refused by name."""
-
 from __future__ import annotations
 
 import json

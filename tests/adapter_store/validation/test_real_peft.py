@@ -1,5 +1,3 @@
-"""Adapters saved by the real peft library are read correctly: names, ranks, scales, modules and B A products."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -38,7 +36,6 @@ def base() -> Any:
 
 @pytest.fixture
 def target(target: PackTarget) -> PackTarget:
-    """The small base with an embedding and a head of these sizes."""
     vocab_size, hidden_size = SIZES["vocab_size"], SIZES["hidden_size"]
     embedding = LinearShape("model.embed_tokens", vocab_size, hidden_size, is_embedding=True)
     return replace(target, outer_modules=(embedding, LinearShape("lm_head", hidden_size, vocab_size)))

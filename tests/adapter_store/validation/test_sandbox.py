@@ -1,5 +1,3 @@
-"""A sandboxed validation process can do no harm: each test tries a forbidden action in a separate process."""
-
 from __future__ import annotations
 
 import json
@@ -38,7 +36,6 @@ def connect(family=socket.AF_INET, address="127.0.0.1"):
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A directory with a file that the sandboxed process must not access."""
     directory = tmp_path / "outside"
     directory.mkdir()
     (directory / "secret").write_text("secret")
@@ -55,7 +52,7 @@ def scratch(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def port() -> Any:
-    """The port of a loopback listener that accepts connections."""
+    """The port of a listener on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(60)
 
@@ -229,7 +226,7 @@ result = [outcome, len(files) < 32]
 
 
 def test_process_dies_with_the_server(scratch: Path) -> None:
-    """The kernel kills the process when the thread that started it exits, because no one needs the verdict any more."""
+    """The kernel kills the process when the thread that started it exits, because nobody needs the verdict any more."""
     child = (
         "import sys, time; from loramux.adapter_store import sandbox; from pathlib import Path; sandbox.confine([]);"
         " print('ready', flush=True); time.sleep(60)"

@@ -1,5 +1,3 @@
-"""Tensor names from older PEFT versions, other trainers and wrappers. Equal weights give the same version."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -23,7 +21,6 @@ PREFIX = "base_model.model."
 
 
 def without_suffix(name: str) -> tuple[str, str]:
-    """The parts of a tensor name before and after the adapter's name."""
     return (name.removesuffix(".weight"), ".weight") if name.endswith(".weight") else (name, "")
 
 

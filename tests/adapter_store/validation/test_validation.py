@@ -1,5 +1,3 @@
-"""Valid uploads pass validation, and each invalid upload is refused with the right code."""
-
 from __future__ import annotations
 
 import io

@@ -1,7 +1,3 @@
-"""The validation process reaches the same verdicts as in-process validation, within limits and without the server's
-environment.
-"""
-
 from __future__ import annotations
 
 import errno
@@ -45,7 +41,6 @@ _opened: list[SubprocessValidator] = []
 
 
 def opened(**options: Any) -> SubprocessValidator:
-    """A validator whose process is stopped after the test."""
     _opened.append(SubprocessValidator(**options))
     return _opened[-1]
 
@@ -103,7 +98,7 @@ def test_excessive_memory_use_is_refused(
 
 
 def test_output_above_its_limit_is_a_final_verdict(job: ValidationJob, target: PackTarget) -> None:
-    """The largest valid adapter fits within the limit, so a retry would fail in the same way."""
+    """The largest valid adapter fits within the limit, so a retry would fail too."""
     with pytest.raises(AdapterRejected) as refused:
         opened(file_bytes=10_000).validate(job, target)
     assert refused.value.code == "validation_killed"
@@ -164,7 +159,7 @@ HANGING = worker("import time; time.sleep(60)")
 
 
 def answering(**answer: Any) -> str:
-    """Code that prints `answer` together with the fields that every answer needs."""
+    """Print `answer` with the fields that every answer needs."""
     return f"print({json.dumps({'missing': [], 'usage': {}, **answer})!r})"
 
 
@@ -303,7 +298,7 @@ def test_broken_process_gives_no_verdict(job: ValidationJob, target: PackTarget)
 
 
 def fork_of(validator: SubprocessValidator) -> int:
-    """The process ID of the validating fork, once the fork leads its own session."""
+    """Return the process ID of the validating fork, once the fork leads its own session."""
     while True:
         pid = validator._processes.pid
         with suppress(OSError):

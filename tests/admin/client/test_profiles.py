@@ -1,5 +1,3 @@
-"""Profiles choose the server that a command calls. Concurrent commands cannot corrupt the private profiles file."""
-
 from __future__ import annotations
 
 import os

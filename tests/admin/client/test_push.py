@@ -1,5 +1,3 @@
-"""A push retries while the server is busy and reports the outcome for each file."""
-
 from __future__ import annotations
 
 import time

@@ -1,5 +1,3 @@
-"""`loramux` commands against a real listener."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Exit codes match `docs/commands.md`. Ctrl-C is tested with a real process."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""`loramux quotas`: set, plot, try out and remove quotas."""
-
 from __future__ import annotations
 
 import csv

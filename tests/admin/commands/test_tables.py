@@ -1,5 +1,3 @@
-"""Tables never truncate a value at any terminal width, so that identifiers can be copied."""
-
 from __future__ import annotations
 
 import re

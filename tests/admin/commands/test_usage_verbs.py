@@ -1,5 +1,3 @@
-"""`loramux usage`, `costs`, `prices` and `audit` against a real listener, with report formats and errors."""
-
 from __future__ import annotations
 
 import csv

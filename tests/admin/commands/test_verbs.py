@@ -1,5 +1,3 @@
-"""Features shared by the commands: JSON, help, exit codes, completion, and suggestions for mistyped words."""
-
 from __future__ import annotations
 
 import os

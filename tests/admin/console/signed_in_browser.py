@@ -1,5 +1,3 @@
-"""A browser without JavaScript that signs in to the console and reads its event streams."""
-
 from __future__ import annotations
 
 import asyncio
@@ -15,8 +13,6 @@ from tests.admin.admin_side import ADMIN_KEY
 
 
 class Browser:
-    """A signed-in browser without JavaScript."""
-
     def __init__(self, client: httpx.AsyncClient) -> None:
         self.client = client
         self._csrf = ""
@@ -44,7 +40,6 @@ class Browser:
         return re.sub(r"\s+", " ", notices[1])
 
     async def confirm(self, path: str, **choices: str) -> str:
-        """Open a confirmation page and submit the form on it."""
         page = (await self.get(path)).text
         for said in ("What changes", "Who is affected", "How to undo", "Go back"):
             assert said in page, (path, said)
@@ -105,7 +100,6 @@ class Stream:
         await self._task
 
     async def until(self, text: str) -> str:
-        """Read up to and including the chunk that contains `text`."""
         read = ""
         with anyio.fail_after(10):
             while text not in read:

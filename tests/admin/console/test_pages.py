@@ -1,4 +1,4 @@
-"""The console's pages, tested without a browser: content, actions, and error messages."""
+"""The console's pages, tested without a browser."""
 
 from __future__ import annotations
 
@@ -270,7 +270,6 @@ async def test_destructive_actions_ask_for_confirmation(operator: Browser, conso
 
 
 async def _followed(operator: Browser, path: str) -> str:
-    """Follow the redirect of `path` and return the page."""
     return (await operator.client.get((await operator.get(path, 303)).headers["location"])).text
 
 
@@ -313,7 +312,7 @@ async def test_markup_in_names_is_escaped_on_every_page(
 
 
 async def _voice(operator: Browser, make_adapter: Callable[..., Path]) -> str:
-    """Return the path of an adapter with a version; create them unless an earlier test did."""
+    """Return the path of an adapter with a version. Create them unless an earlier test did."""
     listed = r"/console/adapters/(ada_[0-9a-f]{32})"
     if (page := await operator.client.get("/console/adapters?tenant=maker")).status_code == 404:
         await operator.post("/tenants", slug="maker")

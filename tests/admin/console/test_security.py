@@ -1,5 +1,3 @@
-"""The console's security: sessions, cookies, tokens, headers, throttling, and redirects."""
-
 from __future__ import annotations
 
 import re
@@ -211,7 +209,7 @@ async def test_forged_address_does_not_bypass_the_throttle(
 
 
 class Balancer:
-    """A load balancer in front of two servers on one database; `at` selects the server."""
+    """A load balancer in front of two servers on one database. `at` selects the server."""
 
     def __init__(self, *servers: ASGIApp) -> None:
         self._servers = servers

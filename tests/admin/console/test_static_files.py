@@ -1,5 +1,3 @@
-"""The console's static files are served with caching headers, and vendored files match their checksums."""
-
 from __future__ import annotations
 
 import hashlib

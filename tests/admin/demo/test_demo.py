@@ -1,5 +1,3 @@
-"""`loramux demo` prints its table, bills correctly, and shuts down."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""With exactly one fault, `loramux doctor` names it, says how to fix it, and exits with 1."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Random calls to a listener, generated from its OpenAPI document and checked by all of schemathesis's checks."""
-
 from __future__ import annotations
 
 import copy
@@ -28,8 +26,6 @@ Known = Callable[[str], Mapping[str, Any]]
 
 @dataclass(slots=True)
 class Cases:
-    """The number of generated cases, and the number of responses with each status."""
-
     num_generated: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
 
@@ -40,11 +36,10 @@ class Cases:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of test data, and its share of all test data.
+    """A kind of test data and its share of all test data.
 
-    For an operation that requires a key, most generated invalid data is an invalid key, which the server refuses before
-    it checks anything else. Therefore most data is generated from a document that requires no key, and is sent with
-    valid keys.
+    An operation that requires a key refuses an invalid key before it checks anything else. Most data is therefore
+    generated from a document that requires no key, and is sent with valid keys.
     """
 
     mode: GenerationMode
@@ -75,8 +70,9 @@ def call_all(
     """Call all operations with valid and invalid data, making about `num_calls` calls in total.
 
     Each case is sent unchanged, then with `known` names filled in, and then with another key. The first of the `keys`
-    must have the most rights. Unless `is_thorough`, each case is sent in only one of these forms. Raises the errors of
-    failed checks; `cases` then contains the calls made so far.
+    must have the most rights. Unless `is_thorough`, each case is sent in only one of these forms.
+
+    Raises the errors of failed checks. `cases` then contains the calls made so far.
     """
     by_guard = {
         True: schemathesis.openapi.from_dict(dict(document), config=_config(url, keys[0])),
@@ -103,7 +99,7 @@ def call_all(
 
 @dataclass(frozen=True, slots=True)
 class _Visitor:
-    """Calls one operation with the given keys or, if there are none, with the key in the generated data."""
+    """Calls an operation with the given keys. Without keys, calls use the key in the generated data."""
 
     operation: Any
     session: requests.Session
@@ -141,7 +137,7 @@ class _Visitor:
             call()
 
     def _name_what_exists(self, case: Any) -> bool:
-        """Replace names in a case with names of existing objects and return whether any name was replaced.
+        """Replace names in a case with names of existing objects, and return whether any name was replaced.
 
         Parts generated as invalid are left alone, because the checks expect the server to refuse them.
         """
@@ -176,7 +172,7 @@ def _config(url: str, key: str | None = None) -> SchemathesisConfig:
 
 
 def _can_be_wrong(document: Mapping[str, Any], operation: Any) -> bool:
-    """Return whether invalid data exists for an operation; hypothesis needs seconds to find that none exists."""
+    """Return whether invalid data exists for an operation. Hypothesis needs seconds to find that none exists."""
     described = document["paths"][operation.path][operation.method]
     if "application/json" in described.get("requestBody", {}).get("content", {}):
         return True
@@ -188,7 +184,6 @@ def _can_be_wrong(document: Mapping[str, Any], operation: Any) -> bool:
 
 
 def _without_security(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the document in which no operation requires a key."""
     bare = copy.deepcopy(dict(document))
     bare["components"].pop("securitySchemes")
     for item in bare["paths"].values():

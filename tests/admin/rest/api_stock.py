@@ -1,5 +1,3 @@
-"""Real objects whose names are used in random calls. Objects that a call deletes are recreated."""
-
 from __future__ import annotations
 
 import hashlib
@@ -17,7 +15,7 @@ ROLES = ("tenant:admin", "tenant:develop", "tenant:read")
 
 
 class ApiStock:
-    """A tenant and its adapter, with objects of every kind, and a second tenant that cannot see any of them.
+    """A tenant with objects of every kind, and a second tenant that cannot see any of them.
 
     The admin side must use the hostile catalogue's target, because its worker validates the adapter's version.
     """
@@ -35,7 +33,7 @@ class ApiStock:
         self.version = self._services.ingest.create_version(self.adapter.id, self._upload(is_sent=True))
 
     def admin_keys(self) -> list[str]:
-        """The operator's key, a viewer's key, one key per tenant role, and a key of the second tenant."""
+        """Return the operator's key, a viewer's key, one key per tenant role, and a key of the second tenant."""
         keys = self._services.api_keys
         made = [keys.create(None, "viewer", ["platform:read"])]
         made += [keys.create(self.tenant.id, role, [role]) for role in ROLES]
@@ -43,7 +41,7 @@ class ApiStock:
         return [ADMIN_KEY, *(one.secret for one in made)]
 
     def names(self, path: str) -> Mapping[str, Any]:
-        """Names of existing objects, by parameter, for the operation with this path."""
+        """Return names of existing objects, by parameter, for the operation with this path."""
         services = self._services
         key = services.api_keys.create(self.tenant.id, "known").key
         quota = services.quotas.set(self.tenant.id, "tokens_per_day", 1_000_000)

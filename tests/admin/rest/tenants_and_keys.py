@@ -1,5 +1,3 @@
-"""Create tenants and keys over REST."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Access to `/admin/v1` without a key, with an inference key, as a viewer, and as a tenant's administrator."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""An invalid body gets a 400 that names the parameter, an oversized body gets a 413, and neither changes anything."""
-
 from __future__ import annotations
 
 import httpx

@@ -1,5 +1,3 @@
-"""Conventions shared by all `/admin/v1` routes: repeated calls, preconditions, bodies, names, and permissions."""
-
 from __future__ import annotations
 
 import asyncio
@@ -45,7 +43,6 @@ BASE = "/admin/v1"
 
 @pytest.fixture(scope="module")
 def side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdminSide]:
-    """The admin side shared by these tests; each test creates its own tenants."""
     with open_admin_side(tmp_path_factory.mktemp("conventions"), TARGET) as side:
         yield side
 
@@ -65,9 +62,6 @@ def key_of(side: AdminSide, slug: str, *scopes: str, adapters: list[str] | None 
     tenants = side.services.tenants
     tenant = tenants.get(slug) or tenants.create(slug)
     return side.services.api_keys.create(tenant.id, "test", scopes, adapters=adapters).secret
-
-
-# Repeated calls
 
 
 async def test_repeated_call_with_one_key_runs_once(http: httpx.AsyncClient) -> None:
@@ -173,9 +167,6 @@ def test_clock_set_back_does_not_leave_a_call_running_forever(migrated_url: str)
     database.close()
 
 
-# Preconditions
-
-
 async def test_change_requires_a_current_if_match(http: httpx.AsyncClient) -> None:
     etag = (await http.post("/tenants", json={"slug": "etags"})).headers["etag"]
     assert (await http.get("/tenants/etags")).headers["etag"] == etag
@@ -213,9 +204,6 @@ async def test_one_of_several_concurrent_limits_is_stored(http: httpx.AsyncClien
     assert sorted(answer.status_code for answer in answers) == [200, 412, 412, 412, 412]
     (written,) = (answer.json()["limit"] for answer in answers if answer.status_code == 200)
     assert (await http.get(path)).json()["limit"] == written
-
-
-# Bodies and names
 
 
 async def test_oversized_body_is_refused_before_it_is_stored(http: httpx.AsyncClient) -> None:
@@ -293,11 +281,7 @@ async def test_hostile_names_are_refused_and_not_repeated(http: httpx.AsyncClien
         assert response.status_code == 400
 
 
-# Permissions
-
-
 def add_version(side: AdminSide, adapter_id: str) -> str:
-    """Add a rejected version without running validation."""
     version_id = new_id("adv")
     values = {"id": version_id, "adapter_id": adapter_id, "number": 1, "state": "rejected", "upload_id": new_id("upl")}
     with side.services.database.write() as connection:
@@ -479,9 +463,6 @@ async def test_concurrent_identical_uploads_create_one_version(
     answers = await asyncio.gather(*calls)
     assert [answer.status_code for answer in answers] == [202, 202]
     assert {answer.json()["number"] for answer in answers} == {1}
-
-
-# Running requests and pins
 
 
 def reserve(side: AdminSide, tenant_id: str, key_id: str) -> str:

@@ -1,5 +1,3 @@
-"""Both listeners' OpenAPI documents describe every operation's purpose, parameters and possible responses."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A request for another tenant's object and a request for an unused name run the same SQL and get the same response.
+"""Requests for another tenant's object and for an unused name run the same SQL and get the same response.
 
 Statements are counted, not timed, because a client could measure only an extra round trip or transaction.
 """
@@ -25,8 +25,6 @@ pytestmark = pytest.mark.anyio
 
 @dataclass(frozen=True)
 class Stock:
-    """Names of globex's objects and unused names, by kind. The tenant acme requests both."""
-
     foreign: dict[str, str]
     unknown: dict[str, str]
     own: str

@@ -1,5 +1,3 @@
-"""A response releases its slot even if the client stops reading."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator

@@ -1,5 +1,3 @@
-"""A key limited to certain adapters reveals nothing about other adapters, on any route or page."""
-
 from __future__ import annotations
 
 import itertools
@@ -154,7 +152,7 @@ class World:
         return request_id
 
     def leaks(self, text: str) -> list[str]:
-        """The hidden values that a text contains, including numbers with thousands separators."""
+        """Return the hidden values that a text contains, including numbers with thousands separators."""
         words = {word for word in self.hidden if not word.isdecimal()}
         numbers = {shown for word in self.hidden if word.isdecimal() for shown in (word, f"{int(word):,}")}
         found = [word for word in words if word in text]
@@ -300,7 +298,6 @@ def filled(path: str, names: Names) -> str:
 
 
 def unknown(names: Names) -> Names:
-    """Replace all identifiers with unused ones."""
     return {
         name: f"{value[:4]}{'0' * 32}" if re.fullmatch(r"[a-z]{3}_[0-9a-f]{32}", value) else value
         for name, value in names.items()
@@ -469,9 +466,6 @@ def test_models_listed_are_the_keys_own(world: World) -> None:
     for name in ("payroll", "acme/payroll@1", "acme/payroll:default", "initech/ledgers"):
         with pytest.raises(ModelNotFound):
             resolver.resolve(principal, name)
-
-
-# The console
 
 
 def pages(app: Any, method: str) -> Iterable[str]:

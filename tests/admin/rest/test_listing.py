@@ -1,5 +1,3 @@
-"""Lists are paged by identifier, and invalid paging parameters are refused."""
-
 from __future__ import annotations
 
 import httpx

@@ -1,5 +1,3 @@
-"""Every route of both apps requires a credential, except the public routes."""
-
 from __future__ import annotations
 
 import re

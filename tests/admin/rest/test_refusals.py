@@ -1,5 +1,3 @@
-"""Each row of the error table in `docs/endpoints.md` has a call here, and each call gets the listed error."""
-
 from __future__ import annotations
 
 import asyncio
@@ -33,8 +31,6 @@ DOCUMENTED = {
 
 
 class Caller:
-    """A caller with the only administrator key, a tenant's key, and an adapter."""
-
     def __init__(self, http: httpx.AsyncClient, key_id: str, adapter_id: str) -> None:
         self.http = http
         self.key_id = key_id
@@ -98,7 +94,7 @@ CALLS: dict[str, Callable[[Caller], Awaitable[httpx.Response]]] = {
 
 @pytest.fixture(scope="module")
 def made(console_side: AdminSide) -> tuple[Any, str, str, str]:
-    """The app of a server without an operator key, its only administrator key, and an adapter's identifier."""
+    """A server without an operator key. Its only administrator key is one of its tenant's keys."""
     services = replace(console_side.services, api_keys=ApiKeys(console_side.services.database))
     key = services.api_keys.create(None, "last", ["platform:admin"])
     tenant = services.tenants.create("refused")

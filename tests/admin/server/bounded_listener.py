@@ -1,5 +1,3 @@
-"""A small app on a real listener. Tests can inspect the connections and advance the clock."""
-
 from __future__ import annotations
 
 import asyncio
@@ -29,8 +27,6 @@ HELLO = request("GET", "/", {})
 
 @dataclass
 class Listener:
-    """A small app on a real listener, configured as in `loramux serve`."""
-
     port: int
     book: ConnectionRegistry
     metrics: GatewayMetrics

@@ -1,5 +1,3 @@
-"""A listener in a process with few file descriptors. Its app opens a database for each request."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Open connections leave enough file descriptors for the database, the engine and files."""
-
 from __future__ import annotations
 
 import os

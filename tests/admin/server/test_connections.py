@@ -1,5 +1,3 @@
-"""A listener limits its number of connections and the time that a slow client can keep one open."""
-
 from __future__ import annotations
 
 import asyncio
@@ -15,8 +13,6 @@ from loramux.admin.server.connection_limits import ConnectionLimits
 from loramux.admin.server.listeners import MAX_UNSENT_BYTES
 from tests.admin.server.bounded_listener import HELLO, answer, is_open, listening
 from tests.adversary.socket_flood import Target, flood, idle, request, slow_body, slow_head
-
-# Deadlines
 
 
 @pytest.mark.parametrize(
@@ -110,9 +106,6 @@ def test_slow_but_steady_reader_gets_the_whole_response() -> None:
         assert num_bytes > 8_000_000
         assert num_sweeps >= 8
         assert listener.num_refused("slow_reader") == 0
-
-
-# Connection limits
 
 
 def test_oldest_idle_connection_is_closed_for_a_new_one() -> None:

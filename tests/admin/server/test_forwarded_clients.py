@@ -1,5 +1,3 @@
-"""Client addresses behind proxies: only trusted proxies can forward them."""
-
 from __future__ import annotations
 
 import json

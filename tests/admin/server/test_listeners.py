@@ -1,5 +1,3 @@
-"""A port is bound at startup by only one server, and can be rebound as soon as that server exits."""
-
 from __future__ import annotations
 
 import socket

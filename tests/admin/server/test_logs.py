@@ -1,5 +1,3 @@
-"""Logging in a process whose standard error cannot be written."""
-
 from __future__ import annotations
 
 import subprocess

@@ -1,5 +1,3 @@
-"""Settings come from flags, environment variables and a file. All errors are reported together."""
-
 from __future__ import annotations
 
 import inspect

@@ -1,5 +1,3 @@
-"""The registry benchmark measures a small registry on both databases and aborts if a name resolves incorrectly."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Tests of the GPU benchmark's dry run: every part is listed and fits on its cards."""
-
 from __future__ import annotations
 
 import json

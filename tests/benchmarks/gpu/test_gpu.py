@@ -1,5 +1,3 @@
-"""Tests of the GPU benchmark without a GPU: its checks pass in Triton's interpreter and fail if an answer is wrong."""
-
 from __future__ import annotations
 
 import json
@@ -51,8 +49,8 @@ wrong = gpu.main()
 sys.exit(0 if (right, wrong) == (0, 1) else 1)
 """
 
-# Time every part with the host's clock and with reference kernels instead of the engine's own. Then rerun two parts on
-# an engine that adds every LoRA delta twice.
+# Time every part with the host's clock and with reference kernels. Then rerun two parts on an engine that adds every
+# LoRA delta twice.
 REHEARSAL = """
 import dataclasses
 import sys

@@ -1,5 +1,3 @@
-"""The bounds in `benchmarks/gpu/next.md` follow from the committed table."""
-
 from __future__ import annotations
 
 import json

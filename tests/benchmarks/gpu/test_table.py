@@ -1,5 +1,3 @@
-"""Tests of the table of counted steps: programs per multiprocessor, and a complete table for a tiny model."""
-
 from __future__ import annotations
 
 import json

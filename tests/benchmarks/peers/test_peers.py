@@ -1,5 +1,3 @@
-"""Tests of the comparison with peers: the requests, the ratios, and the comparison of answers."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""Tests of the rounds: the order of the systems, the rejected systems, and the final report."""
-
 from __future__ import annotations
 
 import contextlib

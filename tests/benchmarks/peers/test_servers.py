@@ -1,5 +1,3 @@
-"""Peers are found and started, and only processes that the benchmark started are stopped."""
-
 from __future__ import annotations
 
 import os

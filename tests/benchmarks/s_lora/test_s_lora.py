@@ -1,5 +1,3 @@
-"""Tests of the S-LoRA workload on a CPU: random requests, output files, and no figures for wrong answers."""
-
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,3 @@
-"""Tests of tenants under load from other tenants: output files, rejected measurements, and ratios."""
-
 from __future__ import annotations
 
 import json

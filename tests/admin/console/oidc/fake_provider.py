@@ -1,5 +1,3 @@
-"""An OpenID provider whose responses a test can set or falsify."""
-
 from __future__ import annotations
 
 import base64

@@ -1,5 +1,3 @@
-"""Single sign-on to the console with a fake provider that can lie and with a real one (`make test-oidc`)."""
-
 from __future__ import annotations
 
 import os
@@ -76,12 +74,11 @@ async def browser(app: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def console_of(services: AdminServices, settings: OidcSettings, rest: ASGIApp) -> ASGIApp:
-    """One server's console with single sign-on; its pages call the routes of `rest`."""
     return Starlette(routes=[Mount("/console", create_console(replace(services, oidc=settings), rest))])
 
 
 async def begin(browser: httpx.AsyncClient, provider: FakeProvider, next_path: str = "") -> dict[str, str]:
-    """Follow the redirect to the provider and return the query parameters that the provider received."""
+    """Follow the redirect to the provider. Return the query parameters that the provider received."""
     response = await browser.get("/console/oidc/login", params={"next": next_path} if next_path else {})
     assert response.status_code == 303, response.text
     asked = {name: values[0] for name, values in parse_qs(urlsplit(response.headers["location"]).query).items()}
@@ -246,8 +243,6 @@ async def test_redirect_after_sign_in_stays_in_the_console(
 
 
 class Hours:
-    """The admin side's services with a database clock that a test can advance."""
-
     def __init__(self, side: AdminSide, monkeypatch: pytest.MonkeyPatch) -> None:
         self.passed_s = 0.0
         database = side.services.database
@@ -412,8 +407,6 @@ def test_invalid_role_rule_is_refused(rule: str) -> None:
     with pytest.raises(ValueError, match="is not a role"):
         parse_rule(rule)
 
-
-# The real provider
 
 NODE_MODULES = os.environ.get("LORAMUX_TEST_OIDC", "")
 

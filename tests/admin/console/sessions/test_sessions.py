@@ -1,4 +1,4 @@
-"""Console sessions and failed sign-ins in the database, with a clock that tests can advance.
+"""Console sessions and failed sign-ins in the database.
 
 The campaign runs the same tests on PostgreSQL.
 """
@@ -24,7 +24,6 @@ from tests.admin.admin_side import ADMIN_KEY
 
 @pytest.fixture(scope="module")
 def clock() -> list[int]:
-    """The current time in seconds; tests advance it."""
     return [1_000_000]
 
 
@@ -44,7 +43,6 @@ def shared_database(
 
 @pytest.fixture
 def database(shared_database: Database) -> Database:
-    """The shared database without the sessions and failed sign-ins of earlier tests."""
     with shared_database.write() as connection:
         for table in (schema.console_sessions, schema.login_failures):
             connection.execute(delete(table))

@@ -153,7 +153,6 @@ async def test_changes_are_logged_without_secrets(http: httpx.AsyncClient, admin
 
 
 async def _deletes(http: httpx.AsyncClient, call: Any) -> None:
-    """Delete objects that no other object depends on."""
     await call("POST", "/admin/v1/tenants", 201, {"slug": "short-lived"})
     empty = await call("POST", "/admin/v1/adapters", 201, {"tenant": "short-lived", "name": "empty"})
     await call("DELETE", _ADAPTER, 204, adapter_id=empty["id"])

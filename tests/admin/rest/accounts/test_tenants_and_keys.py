@@ -1,5 +1,3 @@
-"""Tenants and keys over REST: names are unique, secrets are returned once, and invalid keys are refused."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""A catalogue of invalid calls to the upload routes, each with its expected status and error code."""
-
 from __future__ import annotations
 
 import hashlib
@@ -18,8 +16,6 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Visit:
-    """A client's view of the server: its own adapter, another tenant's adapter, and two valid files."""
-
     http: httpx.AsyncClient
     adapter_id: str
     foreign_adapter_id: str
@@ -35,7 +31,7 @@ class Visit:
         ]
 
     async def declare(self, body: Any, adapter_id: str | None = None, **options: Any) -> httpx.Response:
-        """Declare an upload; a `bytes` body is sent unchanged."""
+        """A `bytes` body is sent unchanged."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         url = f"/admin/v1/adapters/{adapter_id or self.adapter_id}/uploads"
         return await self.http.post(url, content=content, **options)
@@ -55,7 +51,7 @@ class Visit:
             assert response.status_code == 204, response.text
 
     async def use(self, body: Any, adapter_id: str | None = None) -> httpx.Response:
-        """Create a version; a `bytes` body is sent unchanged."""
+        """A `bytes` body is sent unchanged."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return await self.http.post(f"/admin/v1/adapters/{adapter_id or self.adapter_id}/versions", content=content)
 
@@ -65,9 +61,8 @@ class Visit:
 
 @dataclass(frozen=True)
 class HostileCall:
-    """`call` prepares the server, makes the invalid call, and returns its response.
-
-    `leaves` lists the blobs of valid files that remain, by the last parts of their keys.
+    """`call` prepares the server, makes the invalid call, and returns its response. `leaves` lists the last parts of
+    the keys of the valid blobs that remain.
     """
 
     name: str
@@ -82,7 +77,7 @@ def _body(name: str, code: str, body: Any, status: int = 400) -> HostileCall:
 
 
 def _member(title: str, code: str, /, at: int = 1, **changes: Any) -> HostileCall:
-    """A declaration with changed fields in the entry of the configuration file (0) or the tensors file (1)."""
+    """Change fields in the declaration of the configuration file (0) or of the tensors file (1)."""
 
     async def call(visit: Visit) -> httpx.Response:
         files = visit.declared()

@@ -1,5 +1,3 @@
-"""Create and push adapters over REST."""
-
 from __future__ import annotations
 
 import hashlib

@@ -1,5 +1,3 @@
-"""Ready versions without stored files."""
-
 from __future__ import annotations
 
 from sqlalchemy import insert
@@ -11,7 +9,7 @@ from loramux.migrations.schema import adapter_versions
 
 
 def add_ready_versions(database: Database, adapter_id: str, count: int) -> None:
-    """Add ready versions without stored files; the first is the default."""
+    """The first version is the default."""
     with database.write() as connection:
         for number in range(1, count + 1):
             connection.execute(

@@ -1,5 +1,3 @@
-"""Aliases, grants and serving states over REST, including weights, rollback, draining, and refusals."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -17,7 +15,6 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 async def base(http: httpx.AsyncClient, admin_side: AdminSide) -> str:
-    """The path of an adapter with ready versions 1, 2 and 3."""
     await new_tenant(http, "acme")
     created = (await http.post("/admin/v1/adapters", json={"tenant": "acme", "name": "support"})).json()
     add_ready_versions(admin_side.services.database, created["id"], 3)

@@ -1,5 +1,3 @@
-"""Declare, upload, validate and serve an adapter over REST. Invalid calls are refused."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Hostile calls and files sent to the admin app get the expected errors and leave only the traces listed here."""
-
 from __future__ import annotations
 
 import secrets
@@ -95,7 +93,6 @@ async def test_hostile_call_is_refused(visit: Visit, admin_side: AdminSide, host
 
 
 async def push(visit: Visit, contents: dict[str, bytes]) -> dict[str, Any]:
-    """Declare the files, send them, and wait for the verdict."""
     guest = Visit(visit.http, visit.adapter_id, visit.foreign_adapter_id, visit.foreign_key, contents, visit.expire)
     upload = await guest.upload()
     await guest.put_all(upload)

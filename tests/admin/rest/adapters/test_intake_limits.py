@@ -1,5 +1,3 @@
-"""Limits on a tenant's uploads, pending versions and loads, over REST, in the console and on the command line."""
-
 from __future__ import annotations
 
 import time
@@ -27,7 +25,6 @@ METRIC = "cold_loads_per_minute"
 
 @asynccontextmanager
 async def tenants_client(side: AdminSide, *scopes: str, tenant: str = "acme") -> AsyncIterator[httpx.AsyncClient]:
-    """A client with one of the tenant's keys."""
     owner = side.services.tenants.get(tenant) or side.services.tenants.create(tenant)
     secret = side.services.api_keys.create(owner.id, "caller", scopes).secret
     transport = httpx.ASGITransport(create_admin_app(side.services))
@@ -142,7 +139,7 @@ def test_push_waits_while_the_tenant_is_at_its_limits(
 
 
 async def two_versions(http: httpx.AsyncClient, make_adapter: Callable[..., Path]) -> tuple[str, list[str]]:
-    """Push two versions of a new adapter; return the adapter's identifier and the versions' digests."""
+    """Push two versions of a new adapter. Return the adapter's identifier and the versions' digests."""
     adapter_id = await new_adapter(http)
     versions = [await push(http, adapter_id, make_adapter()) for _ in range(2)]
     return adapter_id, [version["digest"] for version in versions]

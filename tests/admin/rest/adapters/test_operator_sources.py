@@ -1,5 +1,3 @@
-"""Only an operator can register adapters from a bucket, and only from the configured locations."""
-
 from __future__ import annotations
 
 import shutil
@@ -31,8 +29,6 @@ pytestmark = pytest.mark.anyio
 
 
 class DownBlobStore(LocalBlobStore):
-    """A blob store that cannot be reached."""
-
     def head(self, key: str) -> BlobInfo | None:
         raise BlobStoreUnavailable("the bucket operator at 10.0.0.7 cannot be reached")
 

@@ -1,5 +1,3 @@
-"""With S3, clients upload files directly to the bucket through presigned URLs. Large files are sent in parts."""
-
 from __future__ import annotations
 
 import hashlib
@@ -71,7 +69,7 @@ def admin_target() -> PackTarget:
 
 @pytest.fixture
 def make_wide(tmp_path: Path) -> Callable[[int], Path]:
-    """A function that writes a PEFT directory for this target, with 32 KiB per rank."""
+    """Write a PEFT directory for this target, with 32 KiB per rank."""
 
     def make(rank: int) -> Path:
         random = np.random.default_rng(rank)

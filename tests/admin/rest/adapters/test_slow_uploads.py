@@ -1,5 +1,3 @@
-"""Clients that send slowly, stall or disconnect do not delay other clients and are not logged as server errors."""
-
 from __future__ import annotations
 
 import json
@@ -49,7 +47,6 @@ def file_path_of(client: httpx.Client, tenant: str) -> str:
 
 
 def begin(url: str, path: str) -> socket.socket:
-    """Send the head of an upload request and the first half of its body."""
     connection = socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=10)
     head = f"PUT {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {ADMIN_KEY}\r\ncontent-length: {SIZE}\r\n\r\n"
     connection.sendall(head.encode() + b"x" * (SIZE // 2))

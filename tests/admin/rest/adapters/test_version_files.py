@@ -1,5 +1,3 @@
-"""A version's files and report over REST: each download is complete and needs read permission."""
-
 from __future__ import annotations
 
 import hashlib

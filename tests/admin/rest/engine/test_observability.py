@@ -1,5 +1,3 @@
-"""Health, metrics and the engine's state on the admin listener."""
-
 from __future__ import annotations
 
 import re
@@ -21,7 +19,6 @@ TOKEN = "a-scrape-token-of-some-length"
 
 
 def stranger(admin_side: Any, **changes: object) -> httpx.AsyncClient:
-    """A client without a key, for an app with some services replaced."""
     app = create_admin_app(replace(admin_side.services, **changes))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 

@@ -1,5 +1,3 @@
-"""One tenant's reports, calls and exports do not slow down other tenants, the operator or inference."""
-
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
@@ -27,8 +25,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Tenant:
-    """A tenant with a read-only key."""
-
     def __init__(self, admin_side: AdminSide, http: httpx.AsyncClient, slug: str) -> None:
         services = admin_side.services
         self.id = services.tenants.create(slug).id

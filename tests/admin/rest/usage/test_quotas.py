@@ -58,8 +58,6 @@ BAD_CALLS: list[tuple[str, str, Any, int, str | None]] = [
 
 @dataclass(frozen=True)
 class Acme:
-    """A tenant with a key and an adapter, and another tenant with a key."""
-
     id: str
     key_id: str
     adapter_id: str

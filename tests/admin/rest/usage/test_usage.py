@@ -1,5 +1,3 @@
-"""Usage over REST: buckets, CSV, events, and invalid queries."""
-
 from __future__ import annotations
 
 from typing import Any
