@@ -1,4 +1,4 @@
-"""The errors that callers see: raised where they are detected, and turned into the envelope in one place.
+"""The errors that callers see. `openai_api/error_responses.py` turns them into the envelope.
 
 {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 """
@@ -71,7 +71,7 @@ class PermissionDenied(ApiError):
 
 
 class RequestCancelled(ApiError):
-    """An authorised caller cancelled the request. The status is one that clients do not retry."""
+    """An authorised caller cancelled the request. Clients do not retry this status."""
 
     status = 403
     type = "invalid_request_error"

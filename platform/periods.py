@@ -12,8 +12,6 @@ MAX_ZONE = 64
 
 
 class Period(StrEnum):
-    """The window of a budget."""
-
     DAY = "day"
     MONTH = "month"
 
@@ -36,10 +34,9 @@ def is_timezone(name: str) -> bool:
 
 
 def window_at(period: Period, timezone: str, now_us: int) -> Window:
-    """The day or month that contains `now_us` in the given timezone.
+    """Return the day or month that contains `now_us` in the given timezone.
 
-    If clocks skip midnight, the period starts at the skip. If midnight occurs twice, the period starts at the first
-    one.
+    If clocks skip midnight, the period starts at the skip. If midnight occurs twice, it starts at the first one.
     """
     zone = _zone(timezone)
     today = datetime.fromtimestamp(now_us // 1_000_000, UTC).astimezone(zone).date()

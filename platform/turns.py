@@ -1,4 +1,4 @@
-"""Gives each tenant one turn at a time for work that is done outside the event loop."""
+"""Gives each tenant one turn at a time for work outside the event loop."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class _Waiting:
-    """A tenant's requests that wait or work; the lock admits one at a time."""
+    """A tenant's requests that wait or work. The lock admits one at a time."""
 
     num_requests: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class TenantTurns:
-    """A tenant waits only for its own work, and only a bounded number of its requests wait. Belongs to the event loop.
+    """Limits each tenant to one turn at a time and a bounded number of waiting requests. Belongs to the event loop.
 
-    A client that goes away does not end the work in a thread, so a turn ends with the work, not with the client.
+    A client that disconnects does not end the work in a thread, so a turn ends with the work, not with the client.
     """
 
     def __init__(self, max_waiting_per_tenant: int, too_many: Callable[[], RateLimited]) -> None:
-        """`too_many` makes the refusal of a request beyond `max_waiting_per_tenant`."""
+        """`too_many` creates the refusal of a request beyond `max_waiting_per_tenant`."""
         self._max_waiting_per_tenant = max_waiting_per_tenant
         self._too_many = too_many
         self._waiting: dict[str, _Waiting] = {}
 
     @property
     def num_tenants(self) -> int:
-        """Number of tenants whose requests wait or work."""
+        """Number of tenants with requests that wait or work."""
         return len(self._waiting)
 
     async def run(self, tenant_id: str, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-        """Wait for the tenant's turn and return the result of `work`. Raises RateLimited and what `work` raises."""
+        """Wait for the tenant's turn and return the result of `work`. Raises RateLimited and anything that `work`
+        raises.
+        """
         waiting = self._waiting.setdefault(tenant_id, _Waiting())
         if waiting.num_requests >= self._max_waiting_per_tenant:
             raise self._too_many()
@@ -52,7 +54,7 @@ class TenantTurns:
 
         def end(ended: asyncio.Task[Result]) -> None:
             if not ended.cancelled():
-                # Without this call, a failure after the client has gone is logged as never retrieved.
+                # Without this call, asyncio would log a failure after the client has gone as never retrieved.
                 ended.exception()
             waiting.turn.release()
             self._leave(tenant_id, waiting)

@@ -34,7 +34,6 @@ from loramux.platform.accounts.principals import Principal, PrincipalCache
 from loramux.platform.errors import Conflict, InvalidRequest, NotFound
 
 OPERATOR = "operator"
-"""The id of the operator's key, which has no database row."""
 MIN_ADMIN_KEY = 32
 MAX_NAME = 200
 
@@ -48,20 +47,16 @@ _OPERATORS = Principal(key_id=OPERATOR, tenant_id=None, tenant_slug=None, scopes
 
 
 class KeyRevoked(Conflict):
-    """A revoked key cannot be changed."""
-
     code = "api_key_revoked"
 
 
 class LastAdminKey(Conflict):
-    """The change would leave the platform without an administrator."""
+    """Raised if a change would leave the platform without an administrator."""
 
     code = "last_admin_key"
 
 
 class ApiKeys:
-    """Manages the keys in the database and the operator's `admin_key`, which is never stored."""
-
     def __init__(self, database: Database, admin_key: str | None = None) -> None:
         if admin_key is not None and len(admin_key) < MIN_ADMIN_KEY:
             raise ValueError(f"the admin key must have at least {MIN_ADMIN_KEY} characters")
@@ -77,9 +72,10 @@ class ApiKeys:
         expires_us: int | None = None,
         adapters: Sequence[str] | None = None,
     ) -> CreatedKey:
-        """Create a key for a tenant, or for the platform when `tenant_id` is None. Raises InvalidRequest or NotFound.
+        """Create a key for a tenant, or for the platform if `tenant_id` is None.
 
-        `adapters` limits the key to these adapters, each an identifier or `[tenant/]name`.
+        `adapters` limits the key to these adapters, each an identifier or `[tenant/]name`. Raises InvalidRequest or
+        NotFound.
         """
         _check_name(name)
         granted = checked_scopes(tenant_id, scopes)
@@ -132,7 +128,6 @@ class ApiKeys:
         `only` restricts the list to the keys with these ids.
         """
         table = schema.api_keys
-        # `== None` is SQL's IS NULL.
         query = select(table).where(table.c.tenant_id == tenant_id)
         if only is not None:
             query = query.where(table.c.id.in_(only))
@@ -146,9 +141,9 @@ class ApiKeys:
         return key_of(row) if row is not None else None
 
     def revoke(self, key_id: str) -> ApiKey | None:
-        """Revoke a key permanently and return it, or None if there is no such key.
+        """Revoke a key permanently and return it, or return None if there is no such key.
 
-        Revoking it again keeps the first revocation time. Raises LastAdminKey.
+        Revoking a key again keeps the first revocation time. Raises LastAdminKey.
         """
         table = schema.api_keys
         with self._database.write() as connection:
@@ -165,9 +160,9 @@ class ApiKeys:
         return key_of(row) if row is not None else None
 
     def update(self, key_id: str, changes: KeyChanges, check: Callable[[ApiKey], None]) -> ApiKey | None:
-        """Change a key and return it, or None if there is no such key.
+        """Change a key and return it, or return None if there is no such key.
 
-        Before the change, `check` is called with the current key and can raise. Raises InvalidRequest, NotFound,
+        `check` receives the current key and can raise to prevent the change. Raises InvalidRequest, NotFound,
         KeyRevoked or LastAdminKey.
         """
         table = schema.api_keys
@@ -201,9 +196,9 @@ class ApiKeys:
         return key_of(row)
 
     def rotate(self, key_id: str, grace_us: int) -> CreatedKey | None:
-        """Give a key a new secret and return both, or None if there is no such key.
+        """Give a key a new secret and return both, or return None if there is no such key.
 
-        The current secret stays valid for `grace_us`; an older one expires immediately. Raises KeyRevoked.
+        The current secret stays valid for `grace_us`. An older one expires immediately. Raises KeyRevoked.
         """
         table = schema.api_keys
         with self._database.write() as connection:
@@ -227,7 +222,7 @@ class ApiKeys:
         return CreatedKey(key=key_of(row), secret=secret)
 
     def restart_grace_periods(self) -> int:
-        """Restart grace periods that would last too long because the clock was set back. Returns their number."""
+        """Shorten grace periods that would last too long because the clock was set back. Return their number."""
         table = schema.api_keys
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
@@ -236,20 +231,16 @@ class ApiKeys:
             return connection.execute(ahead.values(previous_until_us=until_us, rotated_us=now_us)).rowcount
 
     def forget_recent(self) -> None:
-        """Empty the cache, because a key or a tenant may have changed."""
         self._cache.clear()
 
     def recent(self, presented: str) -> Principal | None:
-        """The caller with this key if it was authenticated within the last five seconds, otherwise None.
-
-        Does not block.
-        """
+        """The caller with this key, if it was authenticated within the last five seconds. Does not block."""
         return self._cache.get(key_sha256(presented), self._database.now_us())
 
     def authenticate(self, presented: str) -> Principal | None:
-        """Return the caller with this key, or None if the key is not valid or its tenant is suspended.
+        """Return the caller with this key, or None if the key cannot be used.
 
-        A key is not valid if it is unknown, revoked or expired.
+        A key cannot be used if it is unknown, revoked or expired, or if its tenant is suspended.
         """
         sha256 = key_sha256(presented)
         if self._is_operators(sha256):
@@ -270,10 +261,10 @@ class ApiKeys:
         return principal
 
     def reauthenticate(self, key_id: str, sha256: bytes) -> Principal | None:
-        """Return the current rights of a caller who authenticated earlier with this secret. Bypasses the cache.
+        """Return the current rights of a caller who authenticated earlier with this secret, bypassing the cache.
 
-        Returns None if the secret is no longer valid because the key was revoked or has expired, its tenant is
-        suspended, the secret was rotated out, or the operator's key has changed.
+        Returns None if the key was revoked or expired, the tenant is suspended, the secret was rotated out, or the
+        operator's key has changed.
         """
         if key_id == OPERATOR:
             return _OPERATORS if self._is_operators(sha256) else None
@@ -289,7 +280,6 @@ class ApiKeys:
             return bool(_admin_key_ids(connection, self._database.now_us(), is_held=False))
 
     def _check_not_last_admin(self, connection: Connection, key_id: str, now_us: int) -> None:
-        """Raise LastAdminKey if this is the only key that can administer the platform."""
         if self._admin_sha256 is None and _admin_key_ids(connection, now_us, is_held=True) == [key_id]:
             raise LastAdminKey("this is the platform's last administrator key: create another one first")
 
@@ -304,7 +294,7 @@ class ApiKeys:
 
 
 def _admin_key_ids(connection: Connection, now_us: int, *, is_held: bool) -> list[str]:
-    """The ids of the usable platform:admin keys. With `is_held`, the keys are locked until the transaction ends."""
+    """Return the IDs of the usable platform:admin keys. With `is_held`, lock the keys until the transaction ends."""
     table = schema.api_keys
     query = select(table.c.id, table.c.scopes).where(
         table.c.tenant_id.is_(None),
@@ -316,7 +306,6 @@ def _admin_key_ids(connection: Connection, now_us: int, *, is_held: bool) -> lis
 
 
 def _locked(connection: Connection, key_id: str) -> ApiKey | None:
-    """Lock a key until the transaction ends and return it."""
     table = schema.api_keys
     row = connection.execute(select(table).where(table.c.id == key_id).with_for_update()).one_or_none()
     return None if row is None else key_of(row)
@@ -371,5 +360,4 @@ def _random_base62(length: int) -> str:
 
 
 def key_sha256(presented: str) -> bytes:
-    """The hash under which a key is stored."""
     return hashlib.sha256(presented.encode("utf-8", "surrogatepass")).digest()

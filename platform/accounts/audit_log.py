@@ -1,4 +1,4 @@
-"""Reads the audit log: who changed what, when and from where. `migrations/audit.py` writes it."""
+"""Reads the audit log. `migrations/audit.py` writes it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from loramux.migrations.paging import Page, keyset_rows
 from loramux.platform.accounts.principals import Principal
 
 PLATFORM = "platform"
-"""The actor shown to tenants in place of a platform key."""
 PERSON = "oidc_"
 """Prefix for actors who signed in through single sign-on, followed by a pseudonym that does not identify them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
-    """One change. `changes` is {field: [before, after]}; `tenant_id` is the object's owner, or None for the platform.
+    """One change, as `{field: [before, after]}` in `changes`.
 
-    If the reader belongs to a tenant, `actor` is `platform` for a change made by a platform key, and `address` is None
-    unless the reader or one of the tenant's keys made the change.
+    `tenant_id` is the object's owner, or None for the platform. If the reader belongs to a tenant, `actor` is
+    `platform` for a change made by a platform key, and `address` is None unless the reader or one of the tenant's keys
+    made the change.
     """
 
     id: str
@@ -39,7 +39,7 @@ class AuditEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFilter:
-    """Filters for entries; None means no filter. `action` can end in `.*`; times are `[start_us, end_us)`."""
+    """Filters for entries. None means no filter. `action` can end in `.*`. Times are `[start_us, end_us)`."""
 
     tenant_id: str | None = None
     actor: str | None = None
@@ -50,8 +50,6 @@ class AuditFilter:
 
 
 class AuditLog:
-    """Reads audit log entries. Entries are never changed or removed."""
-
     def __init__(self, database: Database) -> None:
         self._database = database
 
@@ -86,7 +84,6 @@ class AuditLog:
 
 
 def _shown_to(reader: Principal) -> tuple[ColumnElement[str], ColumnElement[str | None]]:
-    """SQL expressions for a change's actor and address, masked according to the reader's rights."""
     table, keys = schema.audit_log.c, schema.api_keys.c
     if reader.tenant_id is None:
         return table.actor, table.address

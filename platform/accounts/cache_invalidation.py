@@ -20,11 +20,11 @@ log = structlog.get_logger()
 
 
 class CacheInvalidation:
-    """A thread that calls every function in `forget` after a change, either when notified or within POLL_INTERVAL_S.
+    """A thread that calls every function in `forget` after a change.
 
-    While the database cannot be watched, cache entries expire on their own within five seconds. A cache filled from a
-    read that began before the change can also keep the old value for up to five seconds. `note_heard` is called
-    whenever the database answers.
+    The thread is notified of a change or notices it within POLL_INTERVAL_S. If the database cannot be watched, cache
+    entries expire within five seconds. A read that began before a change can fill the cache with the old value, which
+    also lasts at most five seconds. `note_heard` is called whenever the database answers.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class CacheInvalidation:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread. If it is waiting for an unresponsive database, it ends with the process instead."""
+        """Stop the thread. A thread that waits for an unresponsive database ends with the process instead."""
         self._stopped.set()
         self._thread.join(END_WAIT_S)
 
@@ -50,7 +50,7 @@ class CacheInvalidation:
                     is_well = True
                     self._follow(listener)
             except Exception as error:
-                # A failure does no lasting harm: entries expire on their own, and the next iteration listens again.
+                # A failure does no lasting harm: entries expire, and the next iteration listens again.
                 if is_well and not self._stopped.is_set():
                     log.warning("cannot watch for changes to keys and policies; trying again", error=str(error))
                 is_well = False
@@ -58,7 +58,7 @@ class CacheInvalidation:
 
     def _follow(self, listener: CacheListener) -> None:
         epoch = listener.epoch()
-        # Changes made before we started listening went unnoticed.
+        # Changes made before the thread started to listen went unnoticed.
         self._tell()
         while not self._stopped.is_set():
             listener.wait(POLL_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""The records of API keys, with their scopes and adapter limits.
+"""API keys with their scopes and adapter limits.
 
 Each role is a scope. A key has the combined rights of its scopes.
 
@@ -66,7 +66,7 @@ class ApiKey:
     name: str
     scopes: frozenset[str]
     adapter_ids: frozenset[str] | None
-    """The adapters that the key is limited to; None means every adapter that its tenant may call."""
+    """The adapters that the key is limited to. None means every adapter that its tenant may call."""
     created_us: int
     expires_us: int | None
     revoked_us: int | None
@@ -76,9 +76,8 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChanges:
-    """Changes to a key; None leaves a field unchanged.
-
-    `adapters` contains names as in `create`; () removes the limit.
+    """Changes to a key. None leaves a field unchanged. `adapters` contains names
+    as in `create`. () removes the limit.
     """
 
     name: str | None = None
@@ -89,8 +88,6 @@ class KeyChanges:
 
 @dataclass(frozen=True, slots=True)
 class CreatedKey:
-    """A key with its new secret, which is shown only once."""
-
     key: ApiKey
     secret: str
 
@@ -136,10 +133,6 @@ def shown_key(key: ApiKey) -> dict[str, object]:
 
 
 def find_adapter_ids(connection: Connection, tenant_id: str, names: Sequence[str]) -> list[str]:
-    """The identifiers of the named adapters. Each name is an identifier or `[tenant/]name`.
-
-    Raises NotFound for an adapter that does not exist or that the tenant may not call.
-    """
     return sorted({_find_adapter_id(connection, tenant_id, name) for name in names})
 
 

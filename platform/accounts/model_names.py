@@ -18,7 +18,7 @@ _DIGEST = re.compile(r"sha256:([0-9a-f]{12,64})")
 
 
 class ModelNotFound(NotFound):
-    """The model is unknown or not granted; the caller cannot tell which."""
+    """The model is unknown or not granted. The caller cannot tell which."""
 
     code = "model_not_found"
 
@@ -28,9 +28,8 @@ class ModelNotFound(NotFound):
 
 @dataclass(frozen=True, slots=True)
 class AdapterName:
-    """A parsed name with at most one of `version`, `digest_prefix` or `alias`.
-
-    A `tenant` of None means the caller's tenant.
+    """A parsed name with at most one of `version`, `digest_prefix` and `alias`. If `tenant` is None, it is the
+    caller's.
     """
 
     tenant: str | None
@@ -49,10 +48,7 @@ class ResolvedModel:
 
 
 def parse_adapter_name(name: str) -> AdapterName | None:
-    """Split a name at `@` or `:`.
-
-    Returns None if the name is malformed. Raises InvalidRequest if it has both suffixes.
-    """
+    """Split a name at `@` or `:`, or return None if the name is malformed. Raises InvalidRequest for two suffixes."""
     path, has_version, version = name.partition("@")
     path, has_alias, alias = path.partition(":")
     digest = _DIGEST.fullmatch(version)
@@ -72,17 +68,15 @@ def parse_adapter_name(name: str) -> AdapterName | None:
 
 
 class ModelResolver:
-    """Resolves names to models on behalf of a principal. Never falls back to the base."""
-
     def __init__(self, registry: AdapterRegistry, served_name: str) -> None:
         self._registry = registry
         self.served_name = served_name
 
     def resolve(self, principal: Principal, name: str, sticky: str | None = None) -> ResolvedModel:
-        """Resolve a name. If it stands for several versions, equal `sticky` texts always get the same version.
+        """Resolve a name, never falling back to the base.
 
-        Without `sticky`, the version is chosen at random. Raises ModelNotFound, InvalidRequest, or PermissionDenied if
-        the key has no inference scope.
+        If the name stands for several versions, equal `sticky` texts always get the same version. Without `sticky`, the
+        choice is random. Raises ModelNotFound, InvalidRequest, or PermissionDenied if the key has no inference scope.
         """
         require_inference(principal)
         if name == self.served_name:
@@ -106,7 +100,7 @@ class ModelResolver:
         return ResolvedModel(adapter_label(adapter), adapter)
 
     def list_models(self, principal: Principal) -> list[ResolvedModel]:
-        """The models that the principal can call by a bare name, the base first."""
+        """List the models that the principal can call by a bare name, the base first."""
         require_inference(principal)
         models = [ResolvedModel(self.served_name, None)] if "base" in principal.scopes else []
         if "adapters" in principal.scopes and principal.tenant_id is not None:

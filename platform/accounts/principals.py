@@ -1,5 +1,3 @@
-"""Authenticated callers, and a cache of recently authenticated ones."""
-
 from __future__ import annotations
 
 import threading
@@ -7,27 +5,27 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 MAX_STALE_US = 5_000_000
-"""Time for which an authenticated key is trusted without a database query, in microseconds."""
+"""Time, in microseconds, for which an authenticated key is trusted without a database query."""
 
 MAX_ENTRIES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """An authenticated caller. A platform administrator belongs to no tenant and therefore cannot run inference."""
+    """An authenticated caller. A platform administrator has no tenant and therefore cannot run inference."""
 
     key_id: str
     tenant_id: str | None
     tenant_slug: str | None
     scopes: frozenset[str]
     adapter_ids: frozenset[str] | None = None
-    """The adapters that the key may name; None means every adapter that its tenant may call."""
+    """The adapters that the key may name. None means every adapter that its tenant may call."""
 
     def may_name(self, adapter_id: str | None) -> bool:
-        """True if the key's own limit allows the adapter. The tenant's rights are checked elsewhere.
+        """Return whether the key's own limit allows the adapter. The tenant's rights are checked elsewhere.
 
-        `adapter_id` is None for an object without an adapter, such as a request to the base; a limited key may not see
-        it.
+        `adapter_id` is None for an object without an adapter, such as a request to the base. A limited key may not see
+        such objects.
         """
         return self.adapter_ids is None or adapter_id in self.adapter_ids
 
@@ -37,7 +35,7 @@ class Principal:
 
     @property
     def holder(self) -> str:
-        """The owner to which the admin listener's concurrency limit applies: the tenant or a platform key."""
+        """The tenant or the platform key whose concurrency limit applies on the admin listener."""
         return self.tenant_id or self.key_id
 
 
@@ -58,7 +56,7 @@ class PrincipalCache:
     def get(self, sha256: bytes, now_us: int) -> Principal | None:
         with self._lock:
             entry = self._entries.get(sha256)
-            # A clock that is set back must not extend an entry's life.
+            # Setting the clock back must not extend an entry's life.
             if entry is None or not entry.cached_us <= now_us < entry.good_until_us:
                 return None
             return entry.principal

@@ -1,5 +1,3 @@
-"""Tenants: the accounts that own adapters and keys and are billed."""
-
 from __future__ import annotations
 
 import hmac
@@ -29,13 +27,11 @@ MAX_STALE_US = 5_000_000
 
 
 class TenantExists(Conflict):
-    """A tenant with this slug already exists."""
-
     code = "tenant_exists"
 
 
 class TenantInUse(Conflict):
-    """The tenant has adapters, keys or usage, so it can be suspended but not deleted."""
+    """The tenant has adapters, keys or usage. It can be suspended but not deleted."""
 
     code = "tenant_in_use"
 
@@ -48,10 +44,7 @@ class InvalidSlug(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One account. `weight` is its entitlement in fair scheduling; `timezone` defines its days and months.
-
-    `host_floor_bytes` is the part of an engine's host tier that other tenants' adapters cannot evict.
-    """
+    """One account. `weight` is its entitlement in fair scheduling, and `timezone` defines its days and months."""
 
     id: str
     slug: str
@@ -65,8 +58,6 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantChanges:
-    """Changes to a tenant; None leaves a field unchanged."""
-
     display_name: str | None = None
     weight: int | None = None
     state: Literal["active", "suspended"] | None = None
@@ -86,8 +77,6 @@ class Share:
 
 
 class Tenants:
-    """Manages the tenants in the database."""
-
     def __init__(self, database: Database) -> None:
         self._database = database
         # Shares by tenant id, with the time of each read. Entries are replaced as a whole, so threads need no lock.
@@ -125,9 +114,9 @@ class Tenants:
         return tenant
 
     def update(self, tenant_id: str, changes: TenantChanges, check: Callable[[Tenant], None]) -> Tenant | None:
-        """Change a tenant and return it, or None if there is no such tenant.
+        """Change a tenant and return it, or return None if there is no such tenant.
 
-        Before the change, `check` is called with the current tenant and can raise. Raises InvalidRequest.
+        `check` receives the current tenant and can raise to prevent the change. Raises InvalidRequest.
         """
         table = schema.tenants
         if changes.display_name is not None:
@@ -155,7 +144,7 @@ class Tenants:
         return _tenant(row)
 
     def delete(self, tenant_id: str) -> bool:
-        """Delete a tenant that has never had an adapter or any usage, together with its revoked keys and its quotas.
+        """Delete a tenant that has never had an adapter or any usage, with its revoked keys and its quotas.
 
         Returns False if there is no such tenant. Raises TenantInUse.
         """
@@ -170,7 +159,7 @@ class Tenants:
                 if row is None:
                     return False
                 usable = select(keys.c.id).where(keys.c.tenant_id == tenant_id, keys.c.revoked_us.is_(None)).limit(1)
-                # Check reservations first: a reservation settled between the two queries is then found in the ledger.
+                # Check reservations first. A reservation settled between the two queries is then found in the ledger.
                 held, spent = schema.reservations.c, schema.usage_events.c
                 runs = select(held.id).where(held.tenant_id == tenant_id).limit(1)
                 ran = select(spent.request_id).where(spent.tenant_id == tenant_id).limit(1)
@@ -190,14 +179,13 @@ class Tenants:
         return True
 
     def get(self, id_or_slug: str) -> Tenant | None:
-        # Text that does not match, such as a longer one, is neither an identifier nor a slug.
         if not SLUG.fullmatch(id_or_slug):
             return None
         table = schema.tenants
         query = select(table).where((table.c.id == id_or_slug) | (table.c.slug == id_or_slug))
         with self._database.read() as connection:
             found = {row.id: _tenant(row) for row in connection.execute(query)}
-        # A slug can look like another tenant's identifier; the identifier takes precedence.
+        # A slug can look like another tenant's identifier. The identifier takes precedence.
         return found.get(id_or_slug) or next(iter(found.values()), None)
 
     def list(self, limit: int, after: str | None = None, before: str | None = None) -> Page[Tenant]:
@@ -207,10 +195,7 @@ class Tenants:
         return Page(tuple(_tenant(row) for row in rows), has_more)
 
     def share(self, tenant_id: str) -> Share:
-        """The tenant's share.
-
-        Its isolation key is derived from the tenant's secret, which the engine never receives.
-        """
+        """Return the tenant's share. Its isolation key is derived from a secret that the engine never receives."""
         table = schema.tenants
         query = select(table.c.weight, table.c.isolation_secret, table.c.host_floor_bytes).where(
             table.c.id == tenant_id
@@ -227,11 +212,11 @@ class Tenants:
     def recent_share(self, tenant_id: str) -> Share | None:
         """The tenant's share, if it was read within the last five seconds. Does not block."""
         read_us, share = self._shares.get(tenant_id, (0, None))
-        # A clock that is set back must not extend an entry's life.
+        # Setting the clock back must not extend an entry's life.
         return share if 0 <= self._database.now_us() - read_us < MAX_STALE_US else None
 
     def forget_recent(self) -> None:
-        """Empty the cache of shares, because a tenant may have changed."""
+        """Empty the cache, because a tenant may have changed."""
         self._shares.clear()
 
 
@@ -246,7 +231,6 @@ def _check_timezone(timezone: str) -> None:
 
 
 def _shown(tenant: Tenant) -> dict[str, object]:
-    """The fields recorded in the audit log."""
     return {
         "slug": tenant.slug,
         "display_name": tenant.display_name,

@@ -1,4 +1,4 @@
-"""The template, defaults and parsers of the model that a request runs with, cached by the version's digest."""
+"""The chat template, sampling defaults and parsers of a resolved model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from loramux.platform.accounts.model_names import ResolvedModel
 from loramux.platform.errors import Unavailable
 
 MAX_CACHED_VERSIONS = 1024
-"""Largest number of versions whose files are kept; with templates of the largest size, 64 MiB."""
+"""Largest number of versions whose files are cached. With the largest templates, this takes 64 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSettings:
-    """The source of an adapter's own chat template, if it has one, the defaults for fields that a request omits, and
-    the parsers for answers.
-    """
+    """`template` is the source of the adapter's own chat template, if it has one."""
 
     template: str | None
     defaults: SamplingDefaults
@@ -35,10 +33,9 @@ class VersionSettings:
 class VersionSettingsCache:
     """Finds the settings of resolved models. Thread-safe.
 
-    A version without optional files has those of the base, which costs nothing. For other versions, the database is
-    read on the first request only, because equal digests mean equal files. `applies_adapter_defaults` is whether
-    adapters' own generation settings have an effect. The base's parsers suit the base's template, so a version with a
-    template of its own does not take them over.
+    A version without optional files has the base's settings. For other versions, only the first request reads the
+    database, because equal digests mean equal files. `applies_adapter_defaults` enables adapters' own generation
+    settings. The base's parsers suit the base's template, so a version with its own template does not use them.
     """
 
     def __init__(

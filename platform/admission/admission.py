@@ -1,5 +1,3 @@
-"""Admission: reserves quota before a request runs, and settles it once when the actual usage is known."""
-
 from __future__ import annotations
 
 import threading
@@ -31,7 +29,7 @@ from loramux.platform.quotas.policy_cache import PolicyReader
 _RECOVER_AT_ONCE = 100
 
 KEPT_WINDOWS_US = 100 * 86_400_000_000
-"""Retention of counters after the start of their day or month, in microseconds."""
+"""Time, in microseconds, for which counters are kept after the start of their day or month."""
 
 _SWEEP_AT_ONCE = 1000
 
@@ -43,10 +41,10 @@ _CHECKPOINT = (
 
 
 class Admission:
-    """Reserves, checkpoints, settles and recovers requests through `AdmissionTransaction`, on SQLite or PostgreSQL.
+    """Reserves, checkpoints, settles and recovers requests, on SQLite or PostgreSQL. Blocking.
 
-    Blocking. A gateway commits through `GroupCommit`, which puts many operations into one transaction. `note_overdrawn`
-    is called with the number of late settlements that overdrew a hard limit.
+    A gateway commits through `GroupCommit`, which puts many operations into one transaction. `note_overdrawn` receives
+    the number of late settlements that overdrew a hard limit.
     """
 
     def __init__(self, database: Database, note_overdrawn: Callable[[int], None] = lambda _: None) -> None:
@@ -68,8 +66,8 @@ class Admission:
     def commit(self, operations: Sequence[Operation]) -> list[Outcome]:
         """Apply operations in one transaction, in the given order, and return the outcome of each.
 
-        A refused operation charges nothing and does not affect the others. After SQLAlchemyError, no operation has
-        taken effect.
+        A refused operation charges nothing and does not affect the others. If SQLAlchemyError is raised, no operation
+        has taken effect.
         """
         for _ in range(MAX_ATTEMPTS):
             try:
@@ -80,43 +78,41 @@ class Admission:
                     self._note_overdrawn(transaction.num_overdrawn)
                 return outcomes
             except CountersMissing as missing:
-                # Use a separate transaction: inserting counters while holding locks on others could deadlock.
+                # Inserting counters while holding locks on others could deadlock, so use a separate transaction.
                 with self._write() as connection:
                     CounterRows(connection).make(missing.bindings)
         raise RuntimeError("quota policies change faster than they can be applied")
 
     def reserve(self, request: ReservationRequest) -> Reservation:
-        """Reserve the request's maximum cost. Reserves nothing if it raises QuotaExceeded or RequestTooLarge."""
+        """Reserve the request's maximum cost. Raises QuotaExceeded or RequestTooLarge, and then reserves nothing."""
         outcome = self._only(request)
         assert isinstance(outcome, Reservation)
         return outcome
 
     def extend(self, request_id: str, tokens: int) -> bool:
-        """Reserve more tokens for a running request.
-
-        Returns False if a policy refuses or the request is already settled.
+        """Reserve more tokens for a running request. Return False if a policy refuses or the request is already
+        settled.
         """
         return bool(self._only(Extension(request_id=request_id, tokens=tokens)))
 
     def settle(self, request_id: str, settlement: Settlement) -> bool:
-        """Charge the actual usage, release the rest and write the usage event.
+        """Charge the actual usage, release the rest and write the usage event. Return False if already settled.
 
-        Returns False if the request is already settled. If the reservation was recovered in the meantime, the
-        difference is charged and written as an adjustment. The charge can exceed a limit, because the tokens have
-        already been used.
+        If the reservation was recovered before, the difference is charged and written as an adjustment. The charge can
+        exceed a limit, because the tokens have already been used.
         """
         return bool(self._only(Closing(request_id=request_id, settlement=settlement)))
 
     def checkpoint(self, checkpoints: Sequence[Checkpoint]) -> list[str]:
-        """Record the tokens delivered so far and extend the leases. Ignores reservations that are not open.
+        """Record the tokens delivered so far, extend the leases, and return the IDs of the requests to cancel.
 
-        Returns the ids of the requests to cancel.
+        Reservations that are not open are ignored.
         """
         if not checkpoints:
             return []
         with self._write() as connection:
             lease_expires_us = self._database.now_us(connection) + LEASE_US
-            # All gateways lock in the same order, so that two of them never deadlock.
+            # All gateways lock in the same order, so they never deadlock.
             ordered = sorted(checkpoints, key=lambda item: item.request_id)
             connection.execute(
                 _CHECKPOINT,
@@ -127,7 +123,7 @@ class Admission:
             )
             table = schema.reservations
             wanted = {item.request_id for item in checkpoints}
-            # Few requests are marked for cancellation, so reading all of them is cheaper than looking up each of ours.
+            # Few requests are marked for cancellation. Reading all of them is cheaper than looking up each of ours.
             flagged = connection.execute(
                 select(table.c.id).where(table.c.state == "open", table.c.cancel_requested_us.is_not(None))
             ).scalars()
@@ -137,7 +133,7 @@ class Admission:
         """Settle reservations whose gateway is gone, and return their number.
 
         The prompt and the last checkpoint's tokens are charged. A lease that ends more than two lease lengths ahead was
-        written before the clock was set back; it counts as expired.
+        written before the clock was set back, so it counts as expired.
         """
         table = schema.reservations
         with self._database.read() as connection:
@@ -166,8 +162,8 @@ class Admission:
         key = (counters.c.policy_id, counters.c.subject_id, counters.c.window_start_us)
         with self._write() as connection:
             before_us = self._database.now_us(connection) - KEPT_WINDOWS_US
-            # Counters without a window have a `window_start_us` of 0. Counters locked by another transaction are left
-            # for the next sweep.
+            # Counters without a window have a `window_start_us` of 0. The next sweep handles counters that another
+            # transaction has locked.
             past = counters.c.window_start_us.between(1, before_us) & (counters.c.reserved == 0)
             some = select(*key).where(past).limit(_SWEEP_AT_ONCE).with_for_update(skip_locked=True)
             return connection.execute(delete(counters).where(tuple_(*key).in_(some))).rowcount
@@ -181,7 +177,7 @@ class Admission:
                 connection.execute(insert(signals).values(name="probe", value=1))
 
     def roll_up(self) -> int:
-        """Add recent settlements to the rollups and return the number of settlement transactions added."""
+        """Add recent settlements to the rollups, and return the number of settlement transactions added."""
         total = 0
         while True:
             # Take turns with the committer, so that it waits for one short fold instead of polling SQLite's lock.
@@ -192,7 +188,6 @@ class Admission:
                 return total
 
     def _only(self, operation: Operation) -> Outcome:
-        """Commit a single operation and return its outcome, or raise the outcome if it is an error."""
         (outcome,) = self.commit([operation])
         if isinstance(outcome, Exception):
             raise outcome
@@ -200,7 +195,6 @@ class Admission:
 
     @contextmanager
     def _commit(self) -> Iterator[Connection]:
-        """The database transaction that an `AdmissionTransaction` runs in."""
         with self._write() if self._database.is_sqlite else self._database.write_in_pipelines() as connection:
             yield connection
 
@@ -210,6 +204,6 @@ class Admission:
             with self._database.write() as connection:
                 yield connection
             return
-        # A writer waiting for SQLite's lock has to poll; a thread waiting for this lock is woken immediately.
+        # A writer that waits for SQLite's lock has to poll. A thread that waits for this lock is woken immediately.
         with self._turn, self._database.write() as connection:
             yield connection

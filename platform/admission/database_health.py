@@ -1,4 +1,4 @@
-"""Tracks whether the database accepts reservations, so that requests fail immediately rather than after a wait."""
+"""Tracks whether the database accepts reservations, so that requests fail immediately instead of waiting."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class DatabaseHealth:
         self._well_since_s = -float("inf")
 
     def begin_commit(self) -> None:
-        """Record that a transaction has begun; a thread can have only one at a time."""
+        """Record the start of a transaction. A thread can have only one at a time."""
         self._commits_began_s[threading.get_ident()] = self._clock()
 
     def end_commit(self, failure: Exception | None) -> None:
-        """Record that the thread's transaction ended; `failure` is the database's error, if any."""
+        """Record the end of the thread's transaction. `failure` is the database's error, if any."""
         stalled = self._is_stalled()
         self._commits_began_s.pop(threading.get_ident(), None)
         if failure is not None:
@@ -52,22 +52,17 @@ class DatabaseHealth:
         self._failure = getattr(cause, "sqlite_errorname", None) or type(cause).__name__
 
     def note_well(self) -> None:
-        """Record that the database accepted a write."""
         self._failure = None
         self._well_since_s = self._clock()
 
     def note_heard(self) -> None:
-        """Record that the database answered a read."""
         if self._is_silent():
             self._well_since_s = self._clock()
         self._heard_s = self._clock()
 
     @property
     def has_failed(self) -> bool:
-        """True if the last write failed.
-
-        In that case, only a successful write shows that the database has recovered.
-        """
+        """True if the last write failed. Only a successful write then shows that the database has recovered."""
         return self._failure is not None
 
     @property
@@ -85,7 +80,6 @@ class DatabaseHealth:
         return 0.0 if self.trouble is not None else self._clock() - self._well_since_s
 
     def check(self) -> None:
-        """Raise DatabaseTrouble if the database cannot accept a reservation now."""
         trouble = self.trouble
         if trouble is not None:
             raise DatabaseTrouble(trouble)

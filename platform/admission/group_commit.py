@@ -1,4 +1,4 @@
-"""Commits reservations and settlements on threads. Operations that arrive during a commit share the next commit."""
+"""Commits reservations and settlements on threads. Operations that arrive during a commit share the next one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from loramux.platform.admission.database_health import TROUBLE, DatabaseHealth
 from loramux.platform.admission.records import Operation, Outcome
 
 MAX_OPERATIONS = 256
-"""Maximum number of operations in one transaction, which locks the counters of all their policies."""
+"""Maximum number of operations in one transaction. A transaction locks the counters of all their policies."""
 
 NoteCommit = Callable[[int, float, bool], None]
 """Called after each transaction with its number of operations, its duration in seconds, and True if it failed."""
@@ -36,7 +36,7 @@ _log = structlog.get_logger(__name__)
 
 
 class CommitterClosed(RuntimeError):
-    """The gateway has stopped; the operation was not executed."""
+    """The gateway has stopped, so the operation was not executed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class _Waiting:
 class GroupCommit:
     """Commits operations on its own threads, batching all waiting operations into one transaction.
 
-    An operation that finds the threads idle is committed immediately. Other operations queue while a commit is in
-    progress. A busy gateway thus waits for the disk once per batch, and an idle one never waits for a batch to fill. If
-    enough operations are queued, a second thread judges them while the database executes the first batch. A refusal, or
-    a statement that the database rejects, affects only its own operation.
+    An operation that finds the threads idle is committed immediately. Other operations wait for the commit in progress.
+    A busy gateway thus waits for the disk once per batch, and an idle one never waits for a batch to fill. If enough
+    operations are waiting, a second thread judges them while the database executes the first batch. A refusal, or a
+    statement that the database rejects, affects only its own operation.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class GroupCommit:
             thread.start()
 
     def submit(self, operation: Operation) -> asyncio.Future[Any]:
-        """Queue an operation and return a future with its outcome or exception. Cancelling the future undoes nothing.
+        """Queue an operation and return a future of its outcome. Cancelling the future undoes nothing.
 
-        After `close`, the operation is not executed and the exception is CommitterClosed.
+        After `close`, the operation is not executed and the future raises CommitterClosed.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
@@ -94,7 +94,7 @@ class GroupCommit:
         return answer
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Commit the waiting operations and stop. Blocks for at most `timeout_s`.
+        """Commit the waiting operations and stop. Block for at most `timeout_s`.
 
         If the database does not answer within that time, the remaining operations fail, and the threads end with the
         process.
@@ -127,7 +127,6 @@ class GroupCommit:
             _answer(batch, outcomes)
 
     def _next(self) -> list[_Waiting]:
-        """Wait for the next batch. Returns an empty batch once the committer is closed and no operation is waiting."""
         with self._has_changed:
             self._has_changed.wait_for(lambda: self._is_closed or self._is_worth_it())
             batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_OPERATIONS))]
@@ -137,7 +136,7 @@ class GroupCommit:
             return batch
 
     def _is_worth_it(self) -> bool:
-        """True if the waiting operations should be committed now rather than queue behind another commit."""
+        """Return whether to commit the waiting operations now, rather than after the current commit."""
         return len(self._waiting) >= (WORTH_ANOTHER if self._num_under_way else 1)
 
     def _commit(self, operations: list[Operation], attempt: int = 1) -> list[Outcome]:
@@ -148,7 +147,7 @@ class GroupCommit:
                 # The database rolled this transaction back and let the conflicting one proceed.
                 time.sleep(random.uniform(0, RETRY_S * attempt))
                 return self._commit(operations, attempt + 1)
-            # The database is in trouble; retrying each operation would only repeat the error.
+            # The database is in trouble. Retrying each operation would only repeat the error.
             return [error] * len(operations)
         except DBAPIError as error:
             if len(operations) == 1:
@@ -163,7 +162,6 @@ class GroupCommit:
 
 
 def _is_transient(error: SQLAlchemyError) -> bool:
-    """True if the database aborted this transaction in favour of another, for example to resolve a deadlock."""
     return getattr(getattr(error, "orig", None), "sqlstate", None) in TRANSIENT_SQLSTATES
 
 
@@ -176,7 +174,6 @@ def _answer(batch: list[_Waiting], outcomes: list[Outcome]) -> None:
         try:
             loop.call_soon_threadsafe(_resolve, answers)
         except RuntimeError:
-            # The loop is closed, so nothing is waiting for these outcomes.
             continue
 
 

@@ -1,4 +1,4 @@
-"""The records exchanged between a running request and admission."""
+"""Records that a running request and admission exchange."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from loramux.platform.quotas.policies import QuotaPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservationRequest:
-    """A request's maximum cost. `reserved_tokens` is the number of prompt tokens plus prompts x n x max_tokens."""
-
     request_id: str
     tenant_id: str
     api_key_id: str
@@ -25,7 +23,6 @@ class ReservationRequest:
     base: str = ""
     """The served base model that the request runs on."""
     end_user: str | None = None
-    """The end user that the client named, as returned by `end_user_label`."""
     adapter_id: str | None = None
     """The adapter whose limits apply in addition to the tenant's and the key's."""
     loads_adapter: bool = False
@@ -43,8 +40,6 @@ class LoadCharge:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """An open reservation, the rate limits that apply to it, and the soft or shadow policies that it exceeds."""
-
     request_id: str
     reserved_tokens: int
     created_us: int
@@ -66,17 +61,15 @@ RECOVERED = "recovered"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
-    """Ends a reservation.
+    """Ends a reservation. With `lease_expires_us`, it is a recovery, which applies only if the lease is unchanged.
 
-    A closing with `lease_expires_us` is a recovery, which applies only if the lease is unchanged.
-
-    If a recovered reservation is settled after all, the difference is corrected once.
+    If a recovered reservation is settled later, the difference is corrected once.
     """
 
     request_id: str
     settlement: Settlement
     lease_expires_us: int | None = None
-    """Expiry of the lease that a recovery found, or None for a settlement by the gateway that ran the request."""
+    """Expiry of the lease that a recovery found. None for a settlement by the gateway that ran the request."""
 
     @property
     def is_recovery(self) -> bool:
@@ -97,7 +90,7 @@ Operation = ReservationRequest | LoadCharge | Extension | Closing
 Outcome = Reservation | bool | Exception
 """The result of an operation.
 
-For a ReservationRequest, it is the Reservation or the refusal; for a LoadCharge, True or the refusal; for an Extension,
-True if it was granted; for a Closing, True if it closed or corrected the reservation. For an unknown reservation, it is
-a LookupError.
+For a ReservationRequest, it is the Reservation or the refusal. For a LoadCharge, it is True or the refusal. For an
+Extension, it is True if granted. For a Closing, it is True if the reservation was closed or corrected. For an unknown
+reservation, it is a LookupError.
 """

@@ -1,7 +1,7 @@
 """The reservations of one transaction: locked in a fixed order, kept in memory, and written once.
 
-Running requests have rows, and so do recovered requests, whose charges can still be corrected. A settled request exists
-only in the ledger.
+Running requests have rows. Recovered requests keep theirs, because their charges can still be corrected. A settled
+request exists only in the ledger.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.quotas.decisions import Charge
 
 LEASE_US = 30_000_000
-"""Time without a checkpoint after which a gateway's reservations are recovered, in microseconds."""
+"""Time without a checkpoint, in microseconds, after which a gateway's reservations are recovered."""
 
 
 class ReservationRow(RequestRow, frozen=True, gc=False):
-    """A row of `reservations`. The fields are named after its columns."""
-
     state: str
     prompt_tokens: int
     reserved_tokens: int
@@ -74,9 +72,9 @@ def _locked(dialect: str) -> Select[*tuple[Any, ...]]:
 
 
 class ReservationRows:
-    """Reservations by id: the open ones, and recovered ones that can still be corrected.
+    """Reservations by ID: open ones, and recovered ones that can still be corrected.
 
-    A transaction locks the reservations that it changes first, before any counter: see `CounterRows`.
+    A transaction locks the reservations that it changes before any counter. See `CounterRows`.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -93,7 +91,7 @@ class ReservationRows:
         self._settled: list[_Settled] = []
 
     def read(self, ids: Collection[str]) -> list[ReservationRow]:
-        """Lock the reservations with these ids and return the ones that can be changed."""
+        """Lock the reservations with these IDs. Return the ones that can be changed."""
         dialect = self._connection.dialect
         statement = _locked(dialect.name)
         if dialect.name == POSTGRESQL:
@@ -114,7 +112,6 @@ class ReservationRows:
         return [*self.open.values(), *self.recovered.values()]
 
     def add(self, request: ReservationRequest, charges: tuple[Charge, ...], now_us: int) -> None:
-        """Open a reservation."""
         self._opened.append(
             ReservationRow(
                 id=request.request_id,
@@ -137,14 +134,12 @@ class ReservationRows:
         )
 
     def extend(self, request_id: str, tokens: int, charges: tuple[Charge, ...]) -> None:
-        """Add tokens to an open reservation and replace its charges."""
         row = self.open[request_id]
         more = _Extended(request_id, row.reserved_tokens + tokens, charges)
         self._extended[request_id] = more
         self.open[request_id] = replace(row, reserved_tokens=more.reserved_tokens, charges=charges)
 
     def settle(self, request_id: str) -> None:
-        """End a reservation and remove it from `open` or `recovered`."""
         (self.open if request_id in self.open else self.recovered).pop(request_id)
         self._settled.append(_Settled(request_id))
 
@@ -154,9 +149,8 @@ class ReservationRows:
         self._recovered.append(_Recovered(request_id))
 
     def writes(self) -> list[Write]:
-        """The SQL statements for all changes.
-
-        Their order matters: one transaction can extend and close the same row.
+        """The SQL statements for all changes. Their order matters: one transaction
+        can extend and close the same row.
         """
         return [
             (_OPEN, self._opened),
@@ -177,9 +171,10 @@ class ReservationRows:
             )
 
     def _read_settled(self, request_ids: list[str]) -> None:
-        """Look up in the ledger which of the requests are already settled. Only a few requests are settled twice.
+        """Look up in the ledger which of the requests are already settled.
 
-        This separate statement runs after the locks are acquired, so that it sees the changes of their previous holder.
+        Few requests are settled twice. This separate statement runs after the locks are acquired, so it sees the
+        changes of their previous holder.
         """
         if request_ids:
             events = schema.usage_events

@@ -30,14 +30,14 @@ from loramux.platform.quotas.policy_cache import PolicyReader
 from loramux.platform.quotas.rules import Binding, Demand, Spent
 
 _Caller = tuple[str, str, str | None]
-"""The ids of the tenant, the key and the adapter; the last is None for the base."""
+"""The IDs of the tenant, the key and the adapter. The adapter is None for the base."""
 
 MAX_ATTEMPTS = 20
 """Maximum number of attempts while the rules keep changing."""
 
 
 class CountersMissing(Exception):
-    """Policies changed or a window rolled over after the counters were locked; retry with these bindings locked too.
+    """Policies changed or a window rolled over after the counters were locked. Retry with these bindings locked too.
 
     No operation was judged. The counters of `bindings` may have to be created before the retry.
     """
@@ -50,8 +50,8 @@ class CountersMissing(Exception):
 class AdmissionTransaction:
     """The work of one write transaction.
 
-    It locks reservations in the order of their ids, then counters in the order of their keys: see `CounterRows`. Rules
-    and prices are cached between transactions: see `PolicyReader` and `PriceReader`.
+    It locks reservations in the order of their IDs, then counters in the order of their keys. See `CounterRows`.
+    `PolicyReader` and `PriceReader` cache rules and prices between transactions.
     """
 
     def __init__(self, connection: Connection, database: Database, policies: PolicyReader, prices: PriceReader) -> None:
@@ -65,18 +65,18 @@ class AdmissionTransaction:
         self._reservations = ReservationRows(connection)
         self._entries = LedgerEntries(connection, prices)
         self._bindings: dict[_Caller, Sequence[Binding]] = {}
-        """By caller with a request or load charge, the bindings that apply."""
+        """The bindings that apply to each caller with a request or load charge."""
         self._held: dict[str, list[Binding | None]] = {}
-        """By reservation id, the binding for each charge, or None if the limit has since been removed."""
+        """For each reservation ID, the binding of each charge, or None if the limit has since been removed."""
         self._book: PriceBook | None = None
         self._adapters: Mapping[str, str] = {}
         self.num_overdrawn = 0
-        """Number of settlements that came after recovery and overdrew a hard limit."""
+        """Number of late settlements of recovered requests that overdrew a hard limit."""
 
     def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
-        """Apply the operations and return the outcome of each.
+        """Apply the operations and return the outcome of each. A refused operation charges nothing.
 
-        A refused operation charges nothing. After CountersMissing or SQLAlchemyError, nothing has changed.
+        If CountersMissing or SQLAlchemyError is raised, nothing has changed.
         """
         asking = [operation for operation in operations if isinstance(operation, ReservationRequest | LoadCharge)]
         others = [operation for operation in operations if isinstance(operation, Extension | Closing)]
@@ -116,12 +116,10 @@ class AdmissionTransaction:
         self._held = {row.id: self._rules.held(row.charges, row.tenant_id) for row in rows}
 
     def _bind(self, callers: Collection[_Caller], now_us: int) -> list[Binding]:
-        """Find each caller's bindings at `now_us` and return them all."""
         self._bindings = {caller: self._rules.bindings(*caller, now_us) for caller in callers}
         return [binding for bindings in self._bindings.values() for binding in bindings]
 
     def _changed_keys(self, operations: Sequence[Extension | Closing]) -> set[CounterKey]:
-        """The keys of the counters that these operations change."""
         return {
             binding.key
             for operation in operations
@@ -135,7 +133,7 @@ class AdmissionTransaction:
         self._adapters = adapters_of(self._connection, {version for version in versions if version is not None})
 
     def _price(self, tenant_id: str, version_id: str | None, admitted_us: int) -> Price | None:
-        """The price that the ledger will use for a request, or None if there is no price or no budget in money."""
+        """The price that the ledger will use for a request. None if there is no price or no budget in money."""
         if self._book is None:
             return None
         adapter_id = None if version_id is None else self._adapters.get(version_id)
@@ -185,7 +183,7 @@ class AdmissionTransaction:
         return decision
 
     def _note_step_back(self, bindings: Sequence[Binding]) -> None:
-        """If the clock was set back, make the buckets of a refused request refill from now.
+        """If the clock was set back, let the buckets of a refused request refill from now.
 
         A refusal changes nothing else. Without this write, each refusal would see the refill time in the future again.
         """
@@ -243,7 +241,7 @@ class AdmissionTransaction:
         return True
 
     def _correct(self, closing: Closing) -> bool:
-        """Settle a recovered request after all: charge the difference between its actual and charged usage."""
+        """Settle a recovered request: charge the difference between its actual and charged usage."""
         reservation = self._reservations.recovered[closing.request_id]
         charged, truth = self._reservations.charged[closing.request_id], closing.settlement
         price = self._price_of(reservation)
@@ -269,7 +267,6 @@ class AdmissionTransaction:
 
 
 def _is_changed(binding: Binding, operation: Extension | Closing) -> bool:
-    """True if the operation changes the binding's counter."""
     if isinstance(operation, Extension):
         return binding.is_extended
     settlement = operation.settlement

@@ -13,15 +13,13 @@ from loramux.engine.messages import Add
 
 MAX_DEATHS = 2
 MEMORY_S = 600.0
-"""Time for which a request's strikes are remembered after the last one, in seconds."""
+"""Time, in seconds, for which a request's strikes are remembered after the last one."""
 MAX_REQUESTS = 4096
-"""Maximum number of requests remembered. The least recently struck is forgotten first."""
+"""Maximum number of requests remembered. The request with the oldest strike is forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strikes:
-    """Number of times that the engine died while running a request, and the time of the last death."""
-
     num_deaths: int
     last_s: float
 
@@ -30,9 +28,8 @@ class CrashStrikes:
     """Counts strikes per request, including its retries.
 
     Two requests are the same if they have the same tenant, adapter, prompt and sampling parameters. `max_tokens` and
-    the seed are ignored: a retry can be granted fewer tokens or draw another seed, but is still the request that
-    crashed the engine. A request that completes is acquitted, so a frequent request that merely happened to be running
-    during a crash is not refused.
+    the seed are ignored, because they can change in a retry. A request that completes is acquitted, so that a frequent
+    request that merely ran during a crash is not refused.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -44,7 +41,7 @@ class CrashStrikes:
         return len(self._strikes)
 
     def strike(self, adds: Iterable[Add]) -> None:
-        """Record that the engine died while running these sequences; a request with several choices counts once."""
+        """Record that the engine died while running these sequences. A request with several choices counts once."""
         self._forgive()
         for key in {request_key(add) for add in adds}:
             struck = self._strikes.pop(key, None)
@@ -53,13 +50,12 @@ class CrashStrikes:
             self._strikes.popitem(last=False)
 
     def acquit(self, add: Add) -> None:
-        """Clear the strikes of a request that completed."""
         # Strikes are rare, so usually no prompt has to be hashed.
         if self._strikes:
             self._strikes.pop(request_key(add), None)
 
     def is_refused(self, add: Add) -> bool:
-        """True if the request must be refused because engines died while running it."""
+        """Return whether the request must be refused because engines died while running it."""
         self._forgive()
         struck = self._strikes.get(request_key(add)) if self._strikes else None
         return struck is not None and struck.num_deaths >= MAX_DEATHS

@@ -9,32 +9,33 @@ from loramux.engine.messages import AdapterState, Add, EngineReady, Finished, Se
 
 
 class EngineUnavailable(Exception):
-    """The engine is not running; try again once it has restarted."""
+    """The engine is not running. Try again once it has restarted."""
 
 
 class EngineClient(Protocol):
-    """The interface through which a gateway runs sequences. Implementations:
+    """The interface through which a gateway runs sequences.
 
-    `LocalEngine`, `JoinedEngine`, and `ScriptedEngine` for tests. `submit` immediately returns an iterator, which
-    yields SequenceOutput records and then one Finished. If the engine dies, every stream ends with
-    Finished(reason="error", code="engine_unavailable"). `abort` never blocks, and the aborted stream still ends with a
-    Finished. An unread stream does not block anything else.
+    `submit` immediately returns an iterator, which yields SequenceOutput records and then one Finished. If the engine
+    dies, every stream ends with Finished(reason="error", code="engine_unavailable"). `abort` never blocks, and the
+    aborted stream still ends with a Finished. An unread stream blocks nothing else.
+
+    Implementations: `LocalEngine`, `JoinedEngine`, and `ScriptedEngine` for tests.
     """
 
     @property
     def info(self) -> EngineReady | None:
-        """The running engine's announcement of itself; None while no engine is running."""
+        """The running engine's announcement of itself. None while no engine is running."""
 
     @property
     def is_ready(self) -> bool: ...
 
     @property
     def is_live(self) -> bool:
-        """True if the engine is making progress or is idle; false while a hung engine cannot be replaced."""
+        """True if the engine is making progress or is idle. False while a hung engine cannot be replaced."""
 
     @property
     def trouble(self) -> str | None:
-        """Reason that the engine is not ready, for operators only, or None if it is ready or the reason is unknown."""
+        """Reason that the engine is not ready, for operators only. None if it is ready or the reason is unknown."""
 
     def submit(self, add: Add) -> AsyncIterator[SequenceOutput | Finished]:
         """Run one sequence. Raises EngineUnavailable immediately if the engine is not ready."""
@@ -42,7 +43,7 @@ class EngineClient(Protocol):
     def abort(self, sequence_id: str, keep: int | None = None) -> None: ...
 
     def extend(self, sequence_id: str, max_tokens: int) -> None:
-        """Raise a sequence's token limit; ignored if the sequence has ended. Never blocks."""
+        """Raise a sequence's token limit. Ignored if the sequence has ended. Never blocks."""
 
     async def load(self, digest: str, timeout_s: float) -> AdapterState: ...
 
@@ -53,7 +54,9 @@ class EngineClient(Protocol):
         ...
 
     async def stats(self, timeout_s: float, with_tiers: bool = False) -> Stats:
-        """The engine's statistics; `with_tiers` adds the adapters in the host and disk tiers, which takes longer."""
+        """Return the engine's statistics. `with_tiers` adds the adapters in the host and disk tiers, which takes
+        longer.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -1,5 +1,3 @@
-"""One gateway's connection to one engine process: messages out, streams and answers in."""
-
 from __future__ import annotations
 
 import asyncio
@@ -46,7 +44,6 @@ log = structlog.get_logger()
 
 Answer = TypeVar("Answer", AdapterState, Stats)
 NoteEnd = Callable[[Add, Finished], None]
-"""Called when the engine reports the end of a sequence."""
 
 
 class SequenceStream:
@@ -64,7 +61,7 @@ class SequenceStream:
         self._items.put_nowait(item)
 
     def fail(self, was_running: bool) -> None:
-        """End a stream whose engine is gone. Received tokens are billed; a sequence that never ran costs nothing."""
+        """End a stream whose engine is gone. Received tokens are billed. A sequence that never ran costs nothing."""
         has_run = was_running or self._num_received > 0
         self.put(
             Finished(
@@ -156,7 +153,6 @@ class EngineConnection:
 
     @property
     def open_adds(self) -> dict[str, Add]:
-        """The Add messages of unfinished sequences, by sequence id."""
         return {sequence_id: stream.add for sequence_id, stream in self._streams.items()}
 
     async def wait_lost(self) -> None:
@@ -200,7 +196,7 @@ class EngineConnection:
         return await self._call(Stats, StatsRequest(call_id=call_id, with_tiers=with_tiers), call_id, timeout_s)
 
     def close(self, running: frozenset[str]) -> list[Add]:
-        """End every stream and call, and free the socket. Returns the unfinished sequences among `running`."""
+        """End every stream and call, and free the socket. Return the unfinished sequences among `running`."""
         self._reader.cancel()
         self._take_what_arrived()
         for sequence_id, stream in self._streams.items():
@@ -229,7 +225,7 @@ class EngineConnection:
         return answer
 
     def _send(self, message: ToEngine) -> None:
-        # Without a high-water mark a send never waits, so the future that zmq.asyncio returns is already done.
+        # Without a high-water mark, a send never waits. The future from zmq.asyncio is therefore already done.
         self._socket.send(self._encoder.encode(message))
 
     async def _read(self) -> None:
@@ -282,5 +278,4 @@ class EngineConnection:
 
 
 async def _first_of(*futures: asyncio.Future[Any]) -> None:
-    """Wait until one of the futures is done; none is cancelled."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

@@ -1,5 +1,3 @@
-"""One run of an engine process: start it, watch its step record and output, and end it."""
-
 from __future__ import annotations
 
 import asyncio
@@ -18,7 +16,7 @@ from loramux.platform.engine_link.output_lines import OutputLines
 from loramux.platform.engine_link.process_output import ProcessOutput
 
 ENGINE_COMMAND = (sys.executable, "-m", "loramux.engine.server.process")
-"""The engine's command line, to which the socket's path and the step record's file descriptor are appended."""
+"""The engine's command line, without the socket's path and the step record's file descriptor, which are appended."""
 
 KILL_WAIT_S = 2.0
 """Timeout for a killed process to end, in seconds. A process stuck in a kernel driver never ends."""
@@ -27,7 +25,7 @@ THREADS_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
 """Makes idle compute threads spin for about 0.2 ms before they sleep (GNU OpenMP).
 
 A step has dozens of parallel regions, less than 0.2 ms apart, and waking a thread takes 0.1 ms. Threads that spin
-forever would take CPU time from the gateway, and from each other whenever there are fewer free cores than threads.
+forever would take CPU time from the gateway, and from each other if there are fewer free cores than threads.
 """
 
 MEMORY_ENVIRONMENT = {
@@ -62,7 +60,7 @@ class EngineProcess:
     async def launch(
         command: tuple[str, ...], config: EngineConfig, socket_path: Path, lines: OutputLines | None = None
     ) -> EngineProcess:
-        """Start an engine that will listen at `socket_path`; its output goes to `lines`, or unchanged to stderr."""
+        """Start an engine that will listen at `socket_path`. Its output goes to `lines`, or unchanged to stderr."""
         record_fd = StepRecord.new_file(config.max_sequences)
         output = ProcessOutput() if lines is None else ProcessOutput(lines.take, lines.end)
         try:
@@ -75,7 +73,8 @@ class EngineProcess:
                 stdout=output.write_fd,
                 stderr=output.write_fd,
                 pass_fds=(record_fd,),
-                # The engine gets its own session: Ctrl-C at the terminal goes to the supervisor, which drains first.
+                # The engine gets its own session. Ctrl-C at the terminal then reaches only the supervisor, which drains
+                # first.
                 start_new_session=True,
                 env=_environment(config.program_dir),
             )
@@ -99,7 +98,6 @@ class EngineProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, or None while the process is running."""
         return self._process.returncode
 
     async def wait(self) -> int:
@@ -125,7 +123,7 @@ class EngineProcess:
             self._process.kill()
 
     async def end(self, grace_s: float) -> None:
-        """Ask the process to end, and kill it after `grace_s`; takes at most KILL_WAIT_S longer."""
+        """Ask the process to end, and kill it after `grace_s`. Takes at most KILL_WAIT_S longer."""
         if self.exit_code is None:
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -136,7 +134,6 @@ class EngineProcess:
         self.close()
 
     def close(self) -> None:
-        """Close the output pipe and the step record."""
         self._output.last_line()
         self._output.close()
         self.record.close()

@@ -1,5 +1,3 @@
-"""The Unix socket at which an engine listens for gateways. Only the engine's user can reach it."""
-
 from __future__ import annotations
 
 import contextlib
@@ -18,14 +16,14 @@ LOCK_NAME = "lock"
 
 
 class SocketUnusable(Exception):
-    """The socket cannot be created; the message says why."""
+    """The socket cannot be created. The message says why."""
 
 
 class EngineSocketDirectory:
-    """A directory of mode 0700 for one engine's socket, locked for as long as its owner lives.
+    """A directory of mode 0700 for one engine's socket, locked while its owner lives.
 
     `preferred` is used if it can hold the socket, so that the path is the same at every start. Otherwise a temporary
-    directory is created, after removing the ones that dead owners left behind. Raises SocketUnusable.
+    directory is created, and directories of dead owners are removed first. Raises SocketUnusable.
     """
 
     def __init__(self, preferred: Path | None = None) -> None:
@@ -65,7 +63,7 @@ class EngineSocketDirectory:
 
 
 def _takes_sockets(directory: Path) -> bool:
-    """True if the directory can be private and hold a socket, which some shared file systems do not support."""
+    """Return whether the directory can be private and hold a socket. Some shared file systems support neither."""
     probe = directory.absolute() / f"probe-{os.getpid()}.sock"
     if len(os.fsencode(probe)) > MAX_SOCKET_PATH:
         return False
@@ -97,7 +95,7 @@ def _remove_if_abandoned(directory: Path) -> None:
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Remove the lock last: a directory without a lock file is never examined again.
+        # Remove the lock last, because a directory without a lock file is never examined again.
         for name in (SOCKET_NAME, LOCK_NAME):
             (directory / name).unlink(missing_ok=True)
         directory.rmdir()

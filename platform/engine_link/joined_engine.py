@@ -1,5 +1,3 @@
-"""Client of an engine that another process on this machine supervises."""
-
 from __future__ import annotations
 
 import asyncio
@@ -24,13 +22,11 @@ log = structlog.get_logger()
 
 
 class JoinRefused(Exception):
-    """The engine cannot be joined; the message says why and how to fix it."""
+    """The engine cannot be joined. The message says why and how to fix it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joining:
-    """How long to wait for an engine's answer, and how often to look for a lost engine, in seconds."""
-
     answer_timeout_s: float = 5.0
     first_delay_s: float = 0.1
     max_delay_s: float = 2.0
@@ -39,9 +35,8 @@ class Joining:
 class JoinedEngine(ConnectedEngine):
     """A client of the engine at `path`, which it neither starts nor stops.
 
-    When the engine stops, open streams end exactly as in the supervisor's gateway. The client then joins the next
-    engine that listens at the same path. The engine must run the same version of loramux and the model with the given
-    `model_sha256`.
+    When the engine stops, open streams end as in the supervisor's gateway, and the client joins the next engine that
+    listens at the path. The engine must run the same version of loramux and the model with the given `model_sha256`.
     """
 
     def __init__(
@@ -61,7 +56,7 @@ class JoinedEngine(ConnectedEngine):
 
     @property
     def is_live(self) -> bool:
-        """Always true: the engine's supervisor watches for hangs."""
+        """Always true, because the engine's supervisor watches for hangs."""
         return True
 
     @property
@@ -74,7 +69,6 @@ class JoinedEngine(ConnectedEngine):
         self._follower = asyncio.create_task(self._follow(), name="engine-follower")
 
     async def close(self) -> None:
-        """Disconnect; the engine ends the sequences that are still running."""
         if self._follower is not None:
             self._follower.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -104,7 +98,7 @@ class JoinedEngine(ConnectedEngine):
             self._lost = self._connection.open_adds
             self._leave()
             self._connection = await self._rejoin()
-            # Only the supervisor knows which sequences were running when an engine died; the next engine reports them.
+            # Only the supervisor knows which sequences were running when an engine died. The next engine reports them.
             ran = self._connection.info.ran_at_death
             self._strikes.strike([self._lost[name] for name in ran if name in self._lost])
             self._lost = {}
@@ -128,7 +122,7 @@ class JoinedEngine(ConnectedEngine):
 
 
 def _check_listening(path: Path) -> None:
-    """Raise JoinRefused unless a process listens at the path. ZeroMQ itself would silently wait forever."""
+    """Raise JoinRefused unless a process listens at the path. ZeroMQ itself would wait forever."""
     if len(str(path).encode()) > MAX_SOCKET_PATH:
         raise JoinRefused(f"{path} is too long for a Unix socket's path: {MAX_SOCKET_PATH} bytes at most")
     try:

@@ -1,5 +1,3 @@
-"""Supervisor and client of an engine process on this machine."""
-
 from __future__ import annotations
 
 import asyncio
@@ -24,7 +22,7 @@ from loramux.platform.engine_link.output_lines import OutputLines
 from loramux.platform.engine_link.watchdog import Watchdog
 
 END_GRACE_S = 1.0
-"""How long an engine may take to finish its step when asked to end, in seconds; its streams have already ended."""
+"""Time, in seconds, in which an engine must finish its step when asked to end. Its streams have already ended."""
 
 CONNECT_POLL_S = 0.02
 
@@ -32,17 +30,15 @@ log = structlog.get_logger()
 
 
 class EngineStartError(Exception):
-    """The engine cannot start; the message says why."""
+    """The engine cannot start. The message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervision:
-    """Limits for watching an engine and delays before restarting it."""
-
     step_timeout_s: float = 60.0
     """Longest allowed step, in seconds. A longer one counts as hung."""
     start_timeout_s: float = 300.0
-    """Longest allowed start, in seconds. It also applies to the first step, which may have to compile kernels."""
+    """Longest allowed start, in seconds. It also limits the first step, which may have to compile kernels."""
     first_delay_s: float = 0.2
     """Delay before a restart after a steady run, in seconds. It doubles after each run that is not steady."""
     max_delay_s: float = 30.0
@@ -53,7 +49,7 @@ class Supervision:
         return min(1.0, self.step_timeout_s / 4)
 
     def delay_s(self, num_short_runs: int) -> float:
-        """Delay in seconds after `num_short_runs` consecutive runs that were not steady."""
+        """Delay, in seconds, after `num_short_runs` consecutive runs that were not steady."""
         # The exponent is capped too, so that the power cannot overflow.
         return float(min(self.max_delay_s, self.first_delay_s * 2 ** min(num_short_runs, 32)))
 
@@ -61,11 +57,12 @@ class Supervision:
 class LocalEngine(ConnectedEngine):
     """Starts an engine process, restarts it when it dies or hangs, and sends it requests.
 
-    While no engine is running, `submit` raises EngineUnavailable and `is_ready` is false; streams that were open when
-    it died end with Finished(reason="error", code="engine_unavailable"). A request that was running when the engine
-    died twice ends immediately with the code `request_excluded`. Other gateways can use the engine through
-    `socket_path`, which is in `socket_directory` if that directory can hold a socket. The engine's output goes to
-    `lines`, or unchanged to standard error.
+    While no engine is running, `submit` raises EngineUnavailable and `is_ready` is false. When the engine dies, open
+    streams end with Finished(reason="error", code="engine_unavailable"). If the engine dies twice while running a
+    request, that request ends with the code `request_excluded`.
+
+    Other gateways can use the engine through `socket_path`, which is in `socket_directory` if that directory can hold a
+    socket. The engine's output goes to `lines`, or unchanged to standard error.
     """
 
     def __init__(
@@ -95,7 +92,7 @@ class LocalEngine(ConnectedEngine):
 
     @property
     def is_live(self) -> bool:
-        """False from when a step hangs until the process is gone, or forever if it cannot be killed."""
+        """False from the time a step hangs until the process is gone, or forever if it cannot be killed."""
         return not self._is_hung
 
     @property
@@ -114,7 +111,7 @@ class LocalEngine(ConnectedEngine):
         return None if self._process is None else self._process.pid
 
     async def spawn(self) -> None:
-        """Launch the engine without waiting for it, so that the caller can import modules meanwhile; `start` waits."""
+        """Launch the engine without waiting, so that the caller can import modules in the meantime. `start` waits."""
         if self._process is None:
             await self._launch()
 
@@ -129,7 +126,10 @@ class LocalEngine(ConnectedEngine):
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
 
     async def close(self) -> None:
-        """Stop supervising, end the process and remove its socket, within a few seconds even if the process hangs."""
+        """Stop supervising, end the process and remove its socket.
+
+        This takes a few seconds, even if the process hangs.
+        """
         if self._supervisor is not None:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -148,7 +148,6 @@ class LocalEngine(ConnectedEngine):
         self._process = await EngineProcess.launch(self._command, config, self.socket_path, self._lines)
 
     async def _connect(self) -> None:
-        """Wait for the launched process to listen, and connect to it."""
         process = self._process
         assert process is not None
         timeout_s = self._supervision.start_timeout_s
@@ -172,7 +171,7 @@ class LocalEngine(ConnectedEngine):
         self._trouble = None
 
     def _disconnect(self, running: frozenset[str]) -> list[Add]:
-        """End every stream; return the unfinished sequences among `running`."""
+        """End every stream. Return the unfinished sequences among `running`."""
         connection, self._connection = self._connection, None
         return [] if connection is None else connection.close(running)
 
@@ -199,7 +198,7 @@ class LocalEngine(ConnectedEngine):
                 self._process.kill()
 
     async def _until_death(self, process: EngineProcess) -> float:
-        """Wait until the process is gone, killing it if its loop hangs; return how many seconds it was healthy."""
+        """Wait until the process is gone, killing it if its loop hangs. Return how many seconds it was healthy."""
         limits = self._supervision
         interval_s = limits.look_interval_s
         watchdog = Watchdog(limits.step_timeout_s, limits.start_timeout_s, max_gap_s=2 * interval_s)

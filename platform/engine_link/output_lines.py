@@ -7,7 +7,7 @@ from typing import Any
 import structlog
 
 MAX_LINE_BYTES = 16_384
-"""Longest line in one event, in bytes; a longer line becomes several events."""
+"""Longest line in one event, in bytes. A longer line becomes several events."""
 MAX_TRACEBACK_LINES = 400
 _TRACEBACK = "Traceback (most recent call last):"
 
@@ -33,7 +33,6 @@ class OutputLines:
             self._rest = self._rest[MAX_LINE_BYTES:]
 
     def end(self) -> None:
-        """Log the remainder: an unterminated line or a truncated traceback."""
         rest, self._rest = self._rest, b""
         if rest:
             self._take_line(rest)
@@ -46,7 +45,7 @@ class OutputLines:
             self._traceback = [text]
         elif self._traceback:
             self._traceback.append(text)
-            # A traceback's frames are indented. The first line that is not indented is its last; it names the
+            # A traceback's frames are indented. The first line that is not indented ends the traceback and names the
             # exception.
             if not text.startswith(" ") or len(self._traceback) >= MAX_TRACEBACK_LINES:
                 self._say_traceback()

@@ -1,4 +1,4 @@
-"""A child process's output: forwarded immediately, with its tail kept to explain why the process died."""
+"""A child process's output. It is forwarded immediately, and the last 8 KiB are kept to explain a crash."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ READ_BYTES = 65536
 
 
 def to_standard_error(data: bytes) -> None:
-    """Forward output to our standard error, where an inherited stream would go."""
+    """Forward output to standard error, where a child's output goes by default."""
     try:
         os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, data)
     except OSError:
-        # Our standard error is closed; that must not end the engine.
+        # Standard error is closed. That must not end the engine.
         return
 
 
 class ProcessOutput:
-    """A pipe for the child's standard output and error; `write_fd` is the child's end. At most 8 KiB are kept."""
+    """A pipe for the child's standard output and error. `write_fd` is the child's end."""
 
     def __init__(
         self, pass_on: Callable[[bytes], None] = to_standard_error, at_end: Callable[[], None] = lambda: None
@@ -37,7 +37,7 @@ class ProcessOutput:
         self._loop.add_reader(self._read_fd, self._read)
 
     def close_write_end(self) -> None:
-        """Close our copy of the child's end, so that the pipe ends when the child does."""
+        """Close this process's copy of the child's end, so that the pipe ends when the child does."""
         if self.write_fd >= 0:
             os.close(self.write_fd)
             self.write_fd = -1
@@ -59,7 +59,7 @@ class ProcessOutput:
             self._at_end()
 
     def _read(self) -> bool:
-        """Read what is available; False if no output is available or the pipe has ended."""
+        """Read the available output. Return False if there is none or the pipe has ended."""
         if not self._is_open:
             return False
         try:
@@ -67,7 +67,7 @@ class ProcessOutput:
         except BlockingIOError:
             return False
         if not data:
-            # A pipe stays readable at end of file, so without this the event loop would call this method forever.
+            # A pipe at its end stays readable. Without this call, the event loop would call this method forever.
             self._loop.remove_reader(self._read_fd)
             return False
         self._kept = (self._kept + data)[-MAX_KEPT_BYTES:]

@@ -1,4 +1,4 @@
-"""An engine that emits scripted tokens: a fake for testing everything in front of an engine."""
+"""An engine that emits scripted tokens. Tests use it in place of an engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """The behaviour of one sequence: emit `token_ids` up to the request's max_tokens, pause there if allowed, then end.
+    """The behaviour of one sequence: emit `token_ids` up to max_tokens, pause there if allowed, then end.
 
     If there are fewer tokens than max_tokens, the sequence ends as if by an end-of-sequence token, which is committed
     but not emitted.
@@ -40,7 +40,7 @@ class Script:
     """Delay before each output."""
     tokens_per_output: int = 1
     stall_after: int | None = None
-    """Emit this many tokens and then nothing more until aborted."""
+    """Emit this many tokens, then nothing more until aborted."""
     ignores_abort: bool = False
     """Never answer an abort, like an engine that hangs."""
     abort_delay_s: float = 0.0
@@ -55,7 +55,6 @@ class Script:
 
 
 def echo(add: Add) -> Script:
-    """Repeat the prompt up to max_tokens."""
     times = -(-add.max_tokens // len(add.prompt))
     return Script(token_ids=(add.prompt * times)[: add.max_tokens])
 
@@ -217,7 +216,7 @@ class ScriptedEngine:
 
 
 class _Sequence:
-    """One running sequence, and how it ends."""
+    """One running sequence."""
 
     def __init__(self, add: Add, script: Script) -> None:
         self.add = add
@@ -234,7 +233,7 @@ class _Sequence:
         self._extended.set()
 
     async def extended_tokens(self) -> tuple[int, ...]:
-        """If the sequence may pause at its limit and has reached it, wait for an extension; return the next tokens."""
+        """Wait for an extension if the sequence has reached its limit and may pause. Return the next tokens."""
         if self.num_committed < self._max_tokens or self.add.pause_s <= 0:
             return ()
         self._extended.clear()
@@ -247,7 +246,6 @@ class _Sequence:
         self._ended.set()
 
     async def ends_within(self, seconds: float | None) -> bool:
-        """Wait for `seconds` or until `end` is called. Returns True if it was called."""
         if seconds == 0.0:
             await asyncio.sleep(0)
             return self._ended.is_set()
@@ -293,6 +291,6 @@ def _prompt_logprob(add: Add, token_id: int, logprob: float) -> PromptLogprob:
 
 
 def _top(token_id: int, logprob: float, count: int) -> tuple[tuple[int, float], ...]:
-    """The token first, then ids from 0 up, so that tests can predict the result."""
+    """The token comes first, then IDs from 0 up, so that tests can predict the result."""
     ranked = [token_id, *(other for other in range(count + 1) if other != token_id)][:count]
     return tuple((other, logprob * (i + 1)) for i, other in enumerate(ranked))

@@ -1,5 +1,3 @@
-"""Detects an engine loop that has stopped while its process is still alive."""
-
 from __future__ import annotations
 
 from loramux.engine.server.step_record import LoopProgress
@@ -9,9 +7,8 @@ class Watchdog:
     """Watches one run of an engine by sampling its progress.
 
     A loop that keeps iterating is healthy, whether it has work or not. A step may take `step_timeout_s`, or
-    `first_step_timeout_s` until the first step has completed, since kernels may have to be compiled for it. Each sample
-    counts for at most `max_gap_s`, so that the time during which the machine or container was suspended does not count
-    against the engine.
+    `first_step_timeout_s` until the first step has completed, because that step may compile kernels. Each sample counts
+    for at most `max_gap_s`, so that time in which the machine or container was suspended does not count.
     """
 
     def __init__(self, step_timeout_s: float, first_step_timeout_s: float, max_gap_s: float) -> None:
@@ -22,7 +19,6 @@ class Watchdog:
         self.stalled_s = 0.0
 
     def look(self, progress: LoopProgress, since_last_look_s: float) -> bool:
-        """Take a sample and return True if the loop is hung."""
         if progress.num_passes != self._num_passes:
             self._num_passes = progress.num_passes
             self.stalled_s = 0.0

@@ -1,4 +1,4 @@
-"""Loads adapters before requests need them, and charges for these loads as for loads that requests cause."""
+"""Loads adapters before requests need them. The charge is the same as for a load that a request causes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHARGE_WAIT_S = 5.0
 
 
 class AdapterLoads:
-    """Loads adapters for the admin API, and informs `cold_loads` so that no request is charged for the same load."""
+    """Loads adapters for the admin API, and tells `cold_loads`, so that no request is charged for the same load."""
 
     def __init__(
         self, engine: EngineClient, cold_loads: ColdLoads, commit: GroupCommit, health: DatabaseHealth
@@ -27,10 +27,10 @@ class AdapterLoads:
         self._health = health
 
     async def load(self, digest: str, charge: LoadCharge | None, timeout_s: float) -> AdapterState:
-        """Load an adapter, first applying `charge` if the adapter is not resident.
+        """Load an adapter. If it is not resident and `charge` is given, apply the charge first.
 
-        If `charge` is None, nobody is charged. Raises QuotaExceeded before loading anything, TimeoutError if the engine
-        is still loading the adapter after `timeout_s`, EngineUnavailable, or an exception in TROUBLE.
+        Raises QuotaExceeded before loading anything, TimeoutError if the engine is still loading the adapter after
+        `timeout_s`, EngineUnavailable, or an exception in TROUBLE.
         """
         if charge is not None:
             await self._admit(digest, charge)
@@ -51,7 +51,7 @@ class AdapterLoads:
 
     async def _admit(self, digest: str, charge: LoadCharge) -> None:
         if not self._engine.is_ready:
-            # Nothing is charged for a load that cannot be requested.
+            # If the load cannot be requested, nothing is charged.
             raise EngineUnavailable("the engine is not running")
 
         async def count(is_cold: bool) -> None:

@@ -1,5 +1,3 @@
-"""One choice of one prompt: turns the engine's tokens into text, applies stop strings, and counts its tokens."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,8 +10,6 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """New output of one choice; only its last delta has a `finish_reason`."""
-
     index: int
     text: str
     logprobs: tuple[TokenLogprobs, ...]
@@ -45,14 +41,18 @@ class Choice:
         self._unreported: list[int] = []
         self.num_received = 0
         self.keep: int | None = 0 if rules.only_prompt else None
-        """Number of tokens to bill if not all of them: up to and including the one that completed a stop string."""
+        """Number of tokens to bill if a stop string ended the choice: up to and
+        including the token that completed it.
+        """
         self.finished: Finished | None = None
         self._is_given_up = False
         self.is_done = False
         """True if the last delta has been produced: a stop string was found or the engine finished successfully."""
 
     def feed(self, output: SequenceOutput) -> ChoiceDelta | None:
-        """The text and log-probabilities that these tokens add, or None. Tokens after a stop string add nothing."""
+        """Return the text and log-probabilities that these tokens add, or None.
+        Tokens after a stop string add nothing.
+        """
         if self.is_done:
             return None
         self._prompt_logprobs += output.prompt_logprobs
@@ -77,7 +77,6 @@ class Choice:
         return self._delta(reasoning, text, output.logprobs, None)
 
     def finish(self, finished: Finished) -> ChoiceDelta | None:
-        """The last delta, with the text held back so far, or None if it was already produced or the choice failed."""
         self.finished = finished
         if self.is_done or finished.reason not in ("stop", "length"):
             return None
@@ -95,7 +94,7 @@ class Choice:
         return self._last(*self._split(shown), (), finished.reason)
 
     def give_up(self) -> None:
-        """Record that the engine never reported the end; the prompt and the received tokens are charged."""
+        """Record that the engine never reported the end. The prompt and the received tokens are charged."""
         self._is_given_up = True
 
     @property
@@ -110,14 +109,13 @@ class Choice:
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens to charge."""
         if not self.has_run:
             return 0
         return len(self.add.prompt) if self.finished is None else self.finished.prompt_tokens
 
     @property
     def completion_tokens(self) -> int:
-        """Generated tokens to charge: the engine's count, or the tokens received if it reported none."""
+        """Generated tokens to charge: the engine's count, or the received tokens if the engine reported none."""
         finished = self.finished
         if finished is None:
             committed = self.num_received
@@ -155,7 +153,6 @@ class Choice:
         return ChoiceDelta(self.index, text, logprobs, finish_reason, token_ids, reasoning, prompt_logprobs)
 
     def _last(self, reasoning: str, text: str, logprobs: tuple[TokenLogprobs, ...], finish_reason: str) -> ChoiceDelta:
-        """The last delta, with all text that the splitter still holds back."""
         self.is_done = True
         held_reasoning, held_text = ("", "") if self._reasoning is None else self._reasoning.flush()
         return self._delta(reasoning + held_reasoning, text + held_text, logprobs, finish_reason)

@@ -28,7 +28,7 @@ Without requests, reports are not refreshed.
 """
 
 LOAD_S = 60.0
-"""Time for which an adapter that is being loaded can be missing from the engine's reports, in seconds."""
+"""Time, in seconds, for which an adapter that is being loaded can be missing from the engine's reports."""
 
 
 class ColdLoads:
@@ -50,9 +50,9 @@ class ColdLoads:
         self._last_asked_s = -math.inf
 
     async def admit(self, tenant_id: str, digest: str, hold: Callable[[bool], Awaitable[T]]) -> T:
-        """Call `hold`, with True if the engine must load the adapter, and return its result.
+        """Call `hold` with True if the engine must load the adapter, and return its result.
 
-        If a limit refuses the cold load, ask the engine for a new report, since another gateway may have loaded the
+        If a limit refuses the cold load, ask the engine for a new report, because another gateway may have loaded the
         adapter. If it has, call `hold` again.
         """
         try:
@@ -70,8 +70,8 @@ class ColdLoads:
     async def admitting(self, tenant_id: str, digest: str) -> AsyncIterator[bool]:
         """Yield True if the request that this context admits will make the engine load the adapter.
 
-        If it does, the tenant's other requests for the same adapter wait for that request, and then count as warm
-        unless an exception was raised.
+        In that case, the tenant's other requests for the adapter wait for this request. They then count as warm unless
+        an exception was raised.
         """
         self._was_asked = True
         if self._resident is None or self._is_cold(digest):
@@ -87,12 +87,12 @@ class ColdLoads:
                 self._loading[digest] = self._clock()
 
     def note_loading(self, digest: str) -> None:
-        """Record that the engine is loading the adapter or has just loaded it; the next report may not show it yet."""
+        """Record that the engine is loading or has just loaded the adapter. The next report may not show it yet."""
         self._was_asked = True
         self._loading[digest] = self._clock()
 
     def note_failed(self, digest: str) -> None:
-        """Record that the engine could not load the adapter; the next attempt is a new load."""
+        """Record that the engine could not load the adapter. The next attempt is a new load."""
         self._loading.pop(digest, None)
 
     async def refresh(self) -> None:

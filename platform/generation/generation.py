@@ -1,4 +1,4 @@
-"""One admitted request in the engine: submit, read, stop. The request outlives the client's connection."""
+"""One admitted request in the engine. It outlives the client's connection."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from loramux.platform.telemetry.tracing import begin_span
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 FINISHED_WAIT_S = 1.0
-"""Timeout for an aborted sequence's final report while a client is waiting, in seconds."""
+"""Timeout, in seconds, for an aborted sequence's final report while a client is waiting."""
 
 ABANDONED_WAIT_S = 60.0
-"""Timeout for an aborted sequence's final report after its client has left, in seconds.
+"""Timeout, in seconds, for an aborted sequence's final report after its client has left.
 
-It exceeds any step's duration, since the engine reads aborts between steps.
+It exceeds any step's duration, because the engine reads aborts between steps.
 """
 
 EXTEND_AHEAD_TOKENS = 128
@@ -46,7 +46,7 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int | None = None
-    """Completion tokens that belong to the reasoning; None if the model does not reason."""
+    """Completion tokens that belong to the reasoning. None if the model does not reason."""
 
 
 class Generation:
@@ -86,7 +86,7 @@ class Generation:
 
     @property
     def num_pending(self) -> int:
-        """Number of deltas that the client has not read yet; bounded, even for a slow client."""
+        """Number of deltas that the client has not read yet. It is bounded, even for a slow client."""
         return len(self._events)
 
     @property
@@ -111,7 +111,7 @@ class Generation:
         self._watch = asyncio.create_task(watch())
 
     def abandon(self) -> None:
-        """End every sequence because the client has left; committed tokens are charged."""
+        """End every sequence because the client has left. Committed tokens are charged."""
         if self.status == "open" and not self._is_stopping.is_set():
             self.is_abandoned = True
             self._stop()
@@ -148,7 +148,6 @@ class Generation:
         return settlement
 
     def end(self, settlement: Settlement) -> None:
-        """Close the stream of deltas once the request is settled."""
         self.status = settlement.status
         if self._watch is not None:
             self._watch.cancel()
@@ -164,7 +163,6 @@ class Generation:
             self._fail(ApiError("internal error; see the server's log"))
 
     async def _follow(self, choice: Choice) -> None:
-        """Submit one choice and turn the engine's output into deltas."""
         if self._is_stopping.is_set():
             return
         last_s: float | None = None
@@ -177,7 +175,7 @@ class Generation:
             if self._observe_gap is not None and item.token_ids:
                 now_s = time.monotonic()
                 if last_s is not None:
-                    # Tokens that arrive together share the elapsed time equally.
+                    # A stop string was found, so the engine can stop. Only its final report is missing.
                     for _ in item.token_ids:
                         self._observe_gap((now_s - last_s) / len(item.token_ids))
                 last_s = now_s
@@ -206,7 +204,7 @@ class Generation:
         # If the request settles first, the extension finds its reservation closed and reserves nothing.
         wanted = min(self.plan.max_tokens, self._granted + CHUNK_TOKENS)
         if not await self._extend(self.plan.request_id, (wanted - self._granted) * self.plan.num_sequences):
-            # A refusal is final: the sequences end at their current limits.
+            # A refusal is final. The sequences end at their current limits.
             return
         self._granted = wanted
         self._extending = None
@@ -224,7 +222,6 @@ class Generation:
         self._fail(engine_failure(code, finished.message))
 
     def _fail(self, failure: ApiError) -> None:
-        """Fail the whole request because one choice failed."""
         if self._failure is None:
             self._failure = failure
             self._stop()

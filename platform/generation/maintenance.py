@@ -23,7 +23,7 @@ TEND_INTERVAL_S = 1.0
 """Interval between retries of a failing database and of spooled settlements, in seconds."""
 
 RECOVERY_GRACE_S = LEASE_US / 1_000_000
-"""Time after database trouble for gateways to checkpoint and settle before recovery resumes, in seconds."""
+"""Time after database trouble, in seconds, in which gateways can checkpoint and settle before recovery resumes."""
 
 CHECKPOINT_INTERVAL_S = 5.0
 
@@ -85,11 +85,12 @@ class Maintenance:
             await asyncio.sleep(CHECKPOINT_INTERVAL_S)
 
     def _may_recover(self) -> bool:
-        """True if recovery is safe. It is not while healthy gateways may have been unable to renew their leases."""
+        """Return whether recovery is safe. It is not while healthy gateways may have
+        been unable to renew their leases.
+        """
         return not self._settler.has_waiting and self._health.well_for_s > RECOVERY_GRACE_S
 
     async def _tend_database(self) -> None:
-        """Probe a failed database until it accepts writes again, then replay the waiting settlements."""
         while True:
             try:
                 await self._settler.spool_held()

@@ -1,5 +1,3 @@
-"""Output of a request's choices that the client has not read yet."""
-
 from __future__ import annotations
 
 import asyncio
@@ -40,12 +38,11 @@ class PendingDeltas:
         self._changed.set()
 
     def close(self) -> None:
-        """End the queue; no more deltas will be added."""
         self._is_closed = True
         self._changed.set()
 
     async def get(self) -> ChoiceDelta | None:
-        """The next delta; None once the queue is closed and empty."""
+        """Return the next delta, or None once the queue is closed and empty."""
         while not self._separate:
             if self._joined:
                 self._separate.extend(joined.delta() for joined in self._joined.values())
@@ -59,8 +56,6 @@ class PendingDeltas:
 
 
 class JoinedDeltas:
-    """Consecutive deltas of one choice, joined. Only the last one can have a finish reason."""
-
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._reasoning: list[str] = []

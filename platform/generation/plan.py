@@ -1,5 +1,3 @@
-"""A checked request, and the engine sequences that it becomes."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ CHUNK_TOKENS = 1024
 """Tokens granted to a choice at a time if the request sets no max_tokens."""
 
 PAUSE_S = 2.0
-"""Time in seconds that a sequence waits for an extension after using up its grant, before it ends with `length`."""
+"""Time, in seconds, that a sequence waits for an extension after using up its grant. It then ends with `length`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRules:
-    """How the tokens of a choice become its text; names and defaults are those of vLLM."""
+    """How the tokens of a choice become its text. Names and defaults are vLLM's."""
 
     stops: tuple[str, ...] = ()
     skip_special_tokens: bool = True
@@ -52,7 +50,6 @@ class TextRules:
     """True if only the prompt is wanted. The engine chooses at least one token, which is dropped and not billed."""
 
     def splitter(self) -> ReasoningSplitter | None:
-        """A new splitter for one choice's text."""
         wanted = self.reasoning
         if wanted is None:
             return None
@@ -61,9 +58,9 @@ class TextRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A request, checked and tokenised. `max_tokens` and `granted_tokens` are per choice.
+    """A checked and tokenised request. `max_tokens` and `granted_tokens` are per choice.
 
-    Only `granted_tokens` are reserved and run at first. More tokens are requested when they are needed.
+    At first, only `granted_tokens` are reserved and run. More tokens are requested when they are needed.
     """
 
     request_id: str
@@ -77,14 +74,16 @@ class Plan:
     granted_tokens: int
     sampling: SamplingParams
     grammar: str
-    """The grammar that each choice must follow, in llguidance's format; empty if there is none."""
+    """The grammar that each choice must follow, in llguidance's format. Empty if there is none."""
     text_rules: TextRules
     tokens_at_once: int
-    """Maximum number of tokens reported together; 1 if the client or a stop string needs each one immediately."""
+    """Maximum number of tokens reported together. It is 1 if the client or a
+    stop string needs each token immediately.
+    """
     base: str
     end_user: str | None
     priority: int = 0
-    """Orders the requests of one share; lower values run first."""
+    """Orders the requests of one share. Lower values run first."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -105,13 +104,13 @@ class Plan:
         return len(self.prompts) * self.num_choices
 
     def adds(self, traceparent: str | None = None) -> list[Add]:
-        """One sequence per choice, in the order of the choices' indices; `traceparent` is the parent of their spans."""
+        """One sequence per choice, in the order of the choices' indices. `traceparent` is the parent of their spans."""
         return [self._add(p, c, traceparent) for p in range(len(self.prompts)) for c in range(self.num_choices)]
 
     def _add(self, prompt_index: int, choice: int, traceparent: str | None) -> Add:
         sampling = self.sampling
         if sampling.seed is not None and choice:
-            # Each choice of a prompt gets its own seed; the first gets the seed of a request with n = 1.
+            # Each choice of a prompt gets its own seed. The first gets the seed of a request with n = 1.
             sampling = msgspec.structs.replace(sampling, seed=sampling.seed + choice)
         if choice and sampling.num_prompt_logprobs is not None:
             # One choice scores the prompt for all of them.

@@ -1,5 +1,3 @@
-"""Lists and cancels the open requests of all gateways that share the database."""
-
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -16,7 +14,7 @@ from loramux.migrations.paging import Page, keyset_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestInFlight:
-    """One admitted, unsettled request; `completion_tokens` is as of its last checkpoint."""
+    """One admitted, unsettled request. `completion_tokens` is as of its last checkpoint."""
 
     id: str
     tenant_id: str
@@ -62,9 +60,9 @@ class RequestsInFlight:
         return _request(row) if row is not None else None
 
     def cancel(self, request_id: str) -> RequestInFlight | None:
-        """Ask the gateway that runs the request to end it; the gateway notices at its next checkpoint.
+        """Ask the gateway that runs the request to end it. The gateway notices at its next checkpoint.
 
-        None if the request no longer exists. Repeated calls keep the first call's time.
+        Returns None if the request no longer exists. Repeated calls keep the first call's time.
         """
         table = schema.reservations
         with self._database.write() as connection:

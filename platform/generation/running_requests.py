@@ -1,5 +1,3 @@
-"""Reserves, starts, cancels and drains this gateway's requests."""
-
 from __future__ import annotations
 
 import asyncio
@@ -112,7 +110,7 @@ class RunningRequests:
             end_user=plan.end_user,
             loads_adapter=loads_adapter,
         )
-        # Shielded: a reservation that commits while its client disconnects must still be settled.
+        # Shielded, because a reservation that commits while its client disconnects must still be settled.
         reserving = self._commit.submit(request)
         try:
             reservation: Reservation = await asyncio.wait_for(asyncio.shield(reserving), RESERVE_WAIT_S)
@@ -129,7 +127,7 @@ class RunningRequests:
         return reservation
 
     def start(self, plan: Plan, life: Callable[[Generation], Coroutine[Any, Any, None]]) -> Generation:
-        """Start `life` as a separate task. It must run and settle the reserved request."""
+        """Start `life` in a separate task. It must run and settle the reserved request."""
         gaps = self._metrics.token_gap_seconds.labels(plan.endpoint)
         generation = Generation(plan, self._engine, self._tokenizer, self._extend, self._clock, gaps.observe)
         task = asyncio.create_task(life(generation), name=plan.request_id)
@@ -139,11 +137,10 @@ class RunningRequests:
         return generation
 
     def progress(self) -> Mapping[str, int]:
-        """Tokens received so far, by request."""
         return {generation.plan.request_id: generation.num_received for generation in self._tasks.values()}
 
     def cancel(self, request_id: str) -> bool:
-        """End a request for an administrator and charge committed tokens. Returns False if it is not running here."""
+        """End a request for an administrator and charge committed tokens. Return False if it is not running here."""
         for generation in self._tasks.values():
             if generation.plan.request_id == request_id:
                 generation.cancel()
@@ -151,9 +148,9 @@ class RunningRequests:
         return False
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until every request is settled or its settlement is on disk. Returns False if `timeout_s` passes first.
+        """Wait until every request is settled or its settlement is on disk. Return False after `timeout_s`.
 
-        `Maintenance` must keep running, since it settles requests whose settlements wait in memory.
+        `Maintenance` must keep running, because it settles requests whose settlements wait in memory.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -165,7 +162,7 @@ class RunningRequests:
         return not self._tasks
 
     async def _extend(self, request_id: str, tokens: int) -> bool:
-        """Reserve more tokens for a request. Returns False if no more are granted."""
+        """Reserve more tokens for a request. Return False if no more are granted."""
         try:
             return bool(await self._commit.submit(Extension(request_id=request_id, tokens=tokens)))
         except (SQLAlchemyError, CommitterClosed) as error:

@@ -1,5 +1,3 @@
-"""Keeps settlements on the local disk until the database accepts them."""
-
 from __future__ import annotations
 
 import contextlib
@@ -20,7 +18,7 @@ from loramux.platform.admission.records import Closing
 CURRENT, LEFT, REFUSED = "settlements.jsonl", "replaying.jsonl", "refused.jsonl"
 
 ALLOCATED_BYTES = 4 << 20
-"""Disk space that the spool preallocates at a time, in bytes; enough for 18,000 settlements."""
+"""Disk space, in bytes, that the spool preallocates at a time. It is enough for 18,000 settlements."""
 
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """Error numbers of file systems that cannot preallocate space."""
@@ -41,18 +39,19 @@ class SpoolContents:
 
 
 class SettlementSpool:
-    """A file in one process's directory. Its space is preallocated, so a full disk does not stop the spool.
+    """A file of settlements in one process's directory. Blocking.
 
-    Each record is a line with its CRC-32 and JSON, written in place after the previous one and fsynced; zeros fill the
-    rest of the file. Settling twice changes nothing, so records can be replayed any number of times. `begin_replay`
-    reads the waiting records and `end_replay` marks them as settled; once no record is waiting, the file is overwritten
-    with zeros. Only setting aside a record that the database refused takes new space.
+    The file's space is preallocated, so a full disk does not stop the spool. Only setting aside a record that the
+    database refused takes new space. Each record is a line with its CRC-32 and JSON, written in place after the
+    previous record and fsynced. Zeros fill the rest of the file. A file whose first byte is zero is empty, regardless
+    of its other bytes.
 
-    A file whose first byte is zero is empty, regardless of its other bytes. A torn last line, left by a crash, was
-    never acknowledged; a damaged line elsewhere is reported and kept. Lines in the file LEFT are replayed at the next
-    start and then removed: an earlier version left them, or an operator took them from the log.
+    `begin_replay` reads the waiting records, and `end_replay` marks them as settled. Settling twice changes nothing, so
+    records can be replayed any number of times. Once no record is waiting, the file is overwritten with zeros.
 
-    Blocking.
+    A torn last line, left by a crash, was never acknowledged. A damaged line elsewhere is reported and kept. Lines in
+    the file LEFT are replayed at the next start and then removed. An earlier version left them, or an operator took
+    them from the log.
     """
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
@@ -85,7 +84,6 @@ class SettlementSpool:
         return self._left_bytes + self._end - self._settled
 
     def append(self, closing: Closing) -> None:
-        """Store a settlement; it is on disk when this returns. Raises SpoolFull or OSError."""
         line = record_of(closing)
         with self._lock:
             if self._end + len(line) > self._max_bytes:
@@ -113,9 +111,9 @@ class SettlementSpool:
         return SpoolContents(tuple(closing for _, closing in found if closing is not None), len(self._damaged))
 
     def end_replay(self, refused: Iterable[Closing] = ()) -> None:
-        """Mark the records that `begin_replay` read as settled, and set aside the ones that the database `refused`.
+        """Mark the records that `begin_replay` read as settled, and set aside the `refused` ones.
 
-        Raises OSError if the refused records cannot be written; in that case all records remain waiting.
+        Raises OSError if the refused records cannot be written. All records then remain waiting.
         """
         with self._lock:
             kept = [*map(msgspec.json.encode, refused), *self._damaged]
@@ -135,9 +133,8 @@ class SettlementSpool:
                 self._empty()
 
     def _empty(self) -> None:
-        """Start again at the beginning of the file.
-
-        If this fails, settled records may be replayed, which has no effect.
+        """Start again at the beginning of the file. If this fails, settled records may be replayed, which has no
+        effect.
         """
         num_bytes, self._settled, self._end = self._end, 0, 0
         if num_bytes == 0:
@@ -151,7 +148,6 @@ class SettlementSpool:
             self._clear(file, 1, min(num_bytes, ALLOCATED_BYTES))
 
     def _allocate(self, file: int, num_bytes: int) -> None:
-        """Allocate disk space for at least the first `num_bytes` of the file. Raises OSError."""
         if num_bytes <= self._allocated:
             return
         wanted = min(self._max_bytes, -(-num_bytes // ALLOCATED_BYTES) * ALLOCATED_BYTES)
@@ -196,7 +192,6 @@ class SettlementSpool:
 
 
 def record_of(closing: Closing) -> bytes:
-    """Encode a settlement as a line of the spool."""
     body = msgspec.json.encode(closing)
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
@@ -221,7 +216,6 @@ def _end_of_records(data: bytes) -> int:
 
 
 def _closing_of(line: bytes) -> Closing | None:
-    """The settlement in a line, or None if the line is damaged."""
     checksum, _, body = line.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(body):
         return None

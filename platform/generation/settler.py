@@ -17,7 +17,7 @@ from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.telemetry.metrics import GatewayMetrics
 
 SETTLE_WAIT_S = 2.0
-"""Time that a settlement can take in the database before it is also spooled, in seconds."""
+"""Time, in seconds, that a settlement can take in the database before it is also spooled."""
 
 REPLAY_AT_ONCE = 256
 
@@ -29,10 +29,9 @@ log = structlog.get_logger()
 class Settler:
     """Closes reservations, even while the database is failing.
 
-    A settlement that the database does not accept waits in the spool. If the spool does not accept it either, it waits
-    in memory until the database or the spool has recovered. While any settlement waits in memory, no request is
-    admitted, so their number never exceeds the number of reservations that were open or in progress when the trouble
-    began.
+    A settlement that the database does not accept waits in the spool, or in memory if the spool does not accept it
+    either. While any settlement waits in memory, no request is admitted. Their number therefore never exceeds the
+    number of reservations that were open or in progress when the trouble began.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Settler:
         self._metrics = metrics
         self._health = health
         self._spool = spool
-        # The spool has its own thread, since all other threads may be waiting for the database.
+        # The spool has its own thread, because all other threads may be waiting for the database.
         self._spooling = ThreadPoolExecutor(1, thread_name_prefix="spool")
         self._unrun: set[asyncio.Future[None]] = set()
         self._held: dict[str, Closing] = {}
@@ -84,12 +83,10 @@ class Settler:
 
     @property
     def num_held(self) -> int:
-        """Number of settlements waiting in memory."""
         return len(self._held)
 
     @property
     def has_waiting(self) -> bool:
-        """True if settlements are waiting on disk or in memory."""
         return bool(self._held) or (self._spool is not None and self._spool.num_bytes > 0)
 
     @property
@@ -115,7 +112,7 @@ class Settler:
             self._release(closing)
 
     async def replay(self) -> None:
-        """Write the settlements in memory and on disk to the database. If that fails, the rest remain waiting.
+        """Write the settlements in memory and on disk to the database. After a failure, the rest remain waiting.
 
         Raises OSError if the disk fails, which delays only the settlements on disk.
         """
@@ -144,7 +141,7 @@ class Settler:
             self._give_up(closing)
 
     async def _settle_all(self, closings: Sequence[Closing]) -> list[Closing] | None:
-        """Log and return the settlements that the database permanently refuses, or None if the database is failing."""
+        """Settle the closings. Log and return the refused ones, or return None if the database is failing."""
         refused = []
         for start in range(0, len(closings), REPLAY_AT_ONCE):
             some = closings[start : start + REPLAY_AT_ONCE]
@@ -164,7 +161,7 @@ class Settler:
             log.info("waiting settlements were written to the ledger", count=len(closings), refused=len(refused))
 
     async def _settle_now(self, closing: Closing) -> bool:
-        """Settle in the database; return whether the database accepted or already had the settlement."""
+        """Settle in the database. Return whether the database accepted or already had the settlement."""
         if self._health.trouble is not None:
             return False
         settling = self._commit.submit(closing)
@@ -175,13 +172,13 @@ class Settler:
             settling.add_done_callback(_retrieve_exception)
             return False
         except Exception as error:
-            # The settlement must not be lost; a replay will show whether the database refuses it.
+            # The settlement must not be lost. A replay will show whether the database refuses it.
             log.warning("settling failed", request_id=closing.request_id, error=str(error))
             return False
         return True
 
     async def _spool_one(self, closing: Closing) -> bool:
-        """Store a settlement on disk. Returns False if that fails or there is no spool."""
+        """Store a settlement on disk. Return False if that fails or there is no spool."""
         if self._spool is None:
             return False
         try:
@@ -192,7 +189,6 @@ class Settler:
         return True
 
     def _hold(self, closing: Closing) -> None:
-        """Keep a settlement in memory."""
         self._held[closing.request_id] = closing
         self._none_is_held.clear()
         if self._is_closed:
@@ -218,7 +214,6 @@ class Settler:
 
 
 def _in_full(closing: Closing) -> dict[str, str]:
-    """Log fields for a settlement that an operator has to deal with."""
     return {"request_id": closing.request_id, "record": record_of(closing).decode().rstrip()}
 
 

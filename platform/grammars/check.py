@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 NUM_TRIED_TOKENS = 64
-"""Random tokens after which a grammar that met no limit is accepted."""
+"""Number of random tokens after which a grammar that met no limit is accepted."""
 
 JSON_OPTIONS: JsonCompileOptions = {
     "item_separator": ",",
@@ -38,8 +38,6 @@ _KEYWORDS = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 
 
 class GrammarRefused(Exception):
-    """The constraint cannot be compiled or followed. `keywords` are the schema's unsupported keywords."""
-
     def __init__(self, message: str, keywords: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.message = message
@@ -47,7 +45,7 @@ class GrammarRefused(Exception):
 
 
 def checked_grammar(kind: str, text: str, vocabulary: LLTokenizer) -> str:
-    """The grammar of a constraint, which compiles and can be followed within the limits. Raises GrammarRefused."""
+    """Compile a constraint into a grammar and try it out within the limits. Raises GrammarRefused."""
     from llguidance import LLMatcher
 
     try:
@@ -99,7 +97,7 @@ def _grammar(kind: str, text: str) -> str:
 
 
 def _answer_grammar(rules: AnswerRules) -> str:
-    """The grammar of an answer with calls or reasoning, in which a constraint's own grammar is `@answer`."""
+    """The grammar of an answer with calls or reasoning. It refers to the constraint's own grammar as `@answer`."""
     for tool in () if rules.calls is None else rules.calls.tools:
         _refuse_nested_ids(tool.schema)
         if is_endless_schema(tool.schema):
@@ -112,14 +110,14 @@ def _answer_grammar(rules: AnswerRules) -> str:
 
 
 def _grammars(grammar: str) -> list[dict[str, Any]]:
-    """The grammars of one that is in llguidance's JSON or Lark form."""
+    """Split a grammar in llguidance's JSON or Lark form into its parts."""
     found: list[dict[str, Any]]
     found = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     return found
 
 
 def _refuse_nested_ids(schema: Any) -> None:
-    """Raise GrammarRefused for an `$id` below the root: it moves the base of references, which llguidance ignores."""
+    """Raise GrammarRefused for an `$id` below the root. It moves the base of references, which llguidance ignores."""
     waiting = list(schema.values()) if isinstance(schema, dict) else []
     while waiting:
         node = waiting.pop()
@@ -132,7 +130,7 @@ def _refuse_nested_ids(schema: Any) -> None:
 
 
 def _try_out(matcher: LLMatcher, vocab_size: int) -> None:
-    """Follow the grammar with random tokens. Raises GrammarRefused where it meets a limit."""
+    """Follow the grammar with random tokens. Raises GrammarRefused if it exceeds a limit."""
     import numpy as np
 
     generator = random.Random(0)

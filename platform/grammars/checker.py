@@ -1,5 +1,3 @@
-"""Checks constraints before they are admitted, so that no tenant's grammar reaches the engine unchecked."""
-
 from __future__ import annotations
 
 import json
@@ -22,16 +20,16 @@ from loramux.platform.threads import call_on
 from loramux.platform.turns import TenantTurns
 
 CPU_S = 1
-"""Processor time of one check, in seconds. A schema of 20 kB takes a thirtieth of it."""
+"""Limit on a check's processor time, in seconds. A schema of 20 kB takes a thirtieth of it."""
 
 WALL_S = 5.0
-"""Longest check, in seconds of wall time; a check has a lower priority than the engine and the gateway."""
+"""Limit on a check's wall time, in seconds. A check has a lower priority than the engine and the gateway."""
 
 NUM_PROCESSES = 2
 """Maximum number of concurrent checks; each tenant has at most one."""
 
 MEMORY_BYTES = 1 << 30
-"""Additional memory that one check can use, in bytes."""
+"""Limit on the additional memory of one check, in bytes."""
 
 ANSWER_BYTES = 4 << 20
 """Longest grammar that a constraint may become, in bytes."""
@@ -46,7 +44,7 @@ MAX_WAITING_PER_TENANT = 16
 """Maximum number of a tenant's requests that wait for a check."""
 
 NICENESS = 5
-"""Niceness of a check: the engine and the gateway go first."""
+"""Niceness of a check, so that the engine and the gateway go first."""
 
 RETRY_S = 5.0
 
@@ -56,23 +54,23 @@ log = structlog.get_logger(__name__)
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """The process's answer: a grammar, or the reason for refusing the constraint."""
-
     grammar: str | None = None
     refused: str | None = None
     keywords: tuple[str, ...] = ()
 
 
 Observer = Callable[[str, float, tuple[str, ...]], None]
-"""Told the outcome (`accepted`, `refused` or `known`), the seconds, and the unsupported keywords of each check."""
+"""Called after each check with the outcome (`accepted`, `refused` or `known`), the seconds, and the unsupported
+keywords.
+"""
 
 
 class GrammarChecker:
-    """Checks each constraint once per tenant in a forked, confined process with limits on time and memory.
+    """Checks each constraint once per tenant, in a forked, confined process with limits on time and memory.
 
-    Tenants share no outcomes, so that nobody can learn from a fast answer what another tenant asked. A tenant has one
-    check running at a time; its other requests wait for their turn, and other tenants' checks do not wait for them.
-    Belongs to the event loop.
+    Tenants share no outcomes, so a fast answer reveals nothing about another tenant's constraints. A tenant has one
+    check at a time. Its other requests wait for their turn, and other tenants' checks do not wait for them. Belongs to
+    the event loop.
     """
 
     def __init__(
@@ -94,7 +92,7 @@ class GrammarChecker:
         self._turns = TenantTurns(MAX_WAITING_PER_TENANT, _too_many_waiting)
 
     async def grammar(self, tenant_id: str, constraint: Constraint) -> str:
-        """The grammar for the engine. Raises InvalidRequest, RateLimited and Unavailable."""
+        """Return the grammar for the engine. Raises InvalidRequest, RateLimited or Unavailable."""
         key = (tenant_id, constraint.kind, constraint.text)
         started_s = time.monotonic()
         checked = self._kept.get(key)
@@ -112,18 +110,16 @@ class GrammarChecker:
         return checked.grammar
 
     def preload(self) -> None:
-        """Start the processes, so that no request waits for the vocabulary to load."""
         for _ in range(NUM_PROCESSES):
             self._threads.submit(self._check, Constraint("regex", "a", ""))
 
     def close(self) -> None:
-        """End the running checks and start no more."""
         for processes in self._all:
             processes.close()
         self._threads.shutdown(cancel_futures=True)
 
     async def _checked(self, key: tuple[str, str, str], constraint: Constraint) -> Checked:
-        # Another request may have asked for the same while this one waited.
+        # Another request may have checked the same constraint while this one waited.
         checked = self._kept.get(key)
         if checked is None:
             checked = await call_on(self._threads, self._check, constraint)
@@ -160,7 +156,7 @@ class GrammarChecker:
         if ended.returncode > 0:
             log.warning("grammar_check_failed", error=last_line(ended.stderr))
         if ended.took_too_long or ended.returncode != 0:
-            # A stack that overflows, memory or time beyond the limits: this grammar would end the next process too.
+            # The stack overflowed, or memory or time ran out. This grammar would end the next process too.
             return Checked(refused="the grammar is too complex")
         try:
             checked = msgspec.json.decode(ended.stdout, type=Checked)

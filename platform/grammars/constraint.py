@@ -1,5 +1,3 @@
-"""The constraint that a request body puts on its answer, before compilation."""
-
 from __future__ import annotations
 
 import json
@@ -19,21 +17,18 @@ Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag", "a
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """`text` is a JSON document for schemas, choices and structural tags, else the pattern or grammar itself."""
+    """`text` is a JSON document for schemas, choices and structural tags, otherwise the pattern or grammar itself."""
 
     kind: Kind
     text: str
     param: str
-    """The field of the body that contains the constraint."""
 
     @staticmethod
     def of_json(kind: Kind, document: Any, param: str) -> Constraint:
-        """Raises InvalidRequest for a document that is too long."""
         return Constraint.of_text(kind, json.dumps(document, ensure_ascii=False, separators=(",", ":")), param)
 
     @staticmethod
     def of_text(kind: Kind, text: str, param: str) -> Constraint:
-        """Raises InvalidRequest for a text that is too long or not valid UTF-8."""
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError as error:

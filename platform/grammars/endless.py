@@ -1,7 +1,7 @@
-"""Finds constraints that no finite answer can satisfy, because a schema or a rule requires itself without end.
+"""Finds constraints that no finite answer can satisfy, because a schema or a rule requires itself endlessly.
 
-Both checks compute a least fixed point: a part can end if the parts that it requires can end. Whatever a check does
-not understand counts as able to end, so it refuses only what is certainly endless.
+Both checks compute a least fixed point: a part can end if the parts that it requires can end. Anything that a check
+does not understand counts as able to end, so a check refuses only what is certainly endless.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SCALARS = frozenset({"string", "number", "integer", "boolean", "null"})
 
 _LARK_RULE = re.compile(r"^[?!]*([a-zA-Z_]\w*)(?:\[[^\]\n]*\])?(?:\.-?\d+)?[ \t]*:(?!:)", re.MULTILINE)
 _LARK_OTHER_LINE = re.compile(r"^[?!\w](?![^\n]*:)|%lark|::", re.MULTILINE)
-"""What makes the rules of a grammar uncertain: rules of another syntax, nested grammars, and parametric rules."""
+"""Lines that make a grammar's rules uncertain: other syntax, nested grammars, and parametric rules."""
 
 _LARK_TOKEN = re.compile(
     r"""(?P<comment>//[^\n]*|\#[^\n]*)
@@ -36,7 +36,7 @@ def is_endless_schema(schema: Any) -> bool:
     nodes = _reachable(schema)
     can_end: set[int] = set()
     while True:
-        # Children come later in the list than their parents, so that one pass settles most schemas.
+        # Children come later in the list than their parents, so one pass settles most schemas.
         found = {id(node) for node in reversed(nodes) if id(node) not in can_end and _ends(node, schema, can_end)}
         can_end |= found
         if id(schema) in can_end or not found:
@@ -44,7 +44,7 @@ def is_endless_schema(schema: Any) -> bool:
 
 
 def _reachable(root: Any) -> list[Any]:
-    """Every subschema that the value of `root` may have to satisfy."""
+    """Return every subschema that the value of `root` may have to satisfy."""
     nodes, seen = [root], {id(root)}
     for node in nodes:
         for child in _children(node, root):
@@ -69,7 +69,7 @@ def _children(node: Any, root: Any) -> Iterator[Any]:
 
 
 def _ends(node: Any, root: Any, can_end: set[int]) -> bool:
-    """True if a finite value satisfies `node`, given the subschemas already known to have one."""
+    """Return whether a finite value satisfies `node`. `can_end` has the subschemas known to have one."""
     if not isinstance(node, dict):
         return True
 
@@ -88,7 +88,7 @@ def _ends(node: Any, root: Any, can_end: set[int]) -> bool:
 
 
 def _required_of(node: dict[str, Any], kind: str) -> list[Any]:
-    """The subschemas without which no value of the type exists."""
+    """Return the subschemas without which no value of the type exists."""
     if kind == "object":
         required, properties = node.get("required"), node.get("properties")
         if not isinstance(required, list) or not isinstance(properties, dict):
@@ -103,7 +103,7 @@ def _required_of(node: dict[str, Any], kind: str) -> list[Any]:
 
 
 def _target(reference: Any, root: Any) -> Any:
-    """The subschema that a reference names by its JSON pointer (RFC 6901), or None for any other reference."""
+    """Return the subschema that a JSON pointer (RFC 6901) names, or None for any other reference."""
     if not isinstance(reference, str) or not re.match(r"#(/|$)", reference):
         return None
     node = root
@@ -141,7 +141,7 @@ class _Group:
     has_ending: bool = False
     """True if an earlier alternative can end."""
     can_end: bool = True
-    """Whether the current alternative can end, but for its last item."""
+    """True if the current alternative can end, apart from its last item."""
     last_ends: bool = True
 
     def add(self, ends: bool) -> None:
@@ -153,7 +153,7 @@ class _Group:
 
 
 def _body_ends(body: str, unfinished: Container[str]) -> bool:
-    """Whether an alternative of a rule's body has no part among the unfinished rules."""
+    """Return whether an alternative of a rule's body uses no unfinished rule."""
     groups = [_Group()]
     for token in _LARK_TOKEN.finditer(body):
         group = groups[-1]

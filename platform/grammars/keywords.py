@@ -1,4 +1,4 @@
-"""Keywords of JSON Schema that llguidance does not support in every place, as labels of a metric."""
+"""JSON Schema keywords that llguidance does not support everywhere, as labels of a metric."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ JSON_SCHEMA_KEYWORDS = frozenset(
         "uniqueItems",
     }
 )
-"""Every other keyword is `other`."""
+"""Every other keyword is counted as `other`."""

@@ -1,7 +1,7 @@
 """The process that checks grammars: `python -m loramux.platform.grammars.worker MODEL_DIR VOCAB_SIZE EOS...`.
 
 It loads the vocabulary once. Each fork reads one constraint from standard input, confines itself, and answers on
-standard output. A grammar that crashes the compiler or takes too long ends its fork, and nothing else.
+standard output. A grammar that crashes the compiler or takes too long ends only its own fork.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from loramux.engine.grammars.vocabulary import VocabularyNotUsable, load_vocabul
 from loramux.platform.grammars.check import GrammarRefused, checked_grammar
 
 STACK_BYTES = 4 << 20
-"""Longest stack of a check: less than the engine has, so that what passes here cannot overflow there."""
+"""Stack size of a check. It is smaller than the engine's, so a grammar that passes here cannot overflow there."""
 
 
 def main() -> int:
@@ -43,7 +43,6 @@ def main() -> int:
         answer = {"refused": refusal.message, "keywords": refusal.keywords}
     json.dump(answer, sys.stdout)
     sys.stdout.flush()
-    # An ordinary exit would first free the vocabulary, which takes longer than the check.
     os._exit(0)
 
 

@@ -14,14 +14,12 @@ _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def csv_line(cells: Sequence[str | int | None]) -> str:
-    """Format one line of CSV from cells that may contain hostile text."""
     buffer = io.StringIO()
     csv.writer(buffer).writerow([_cell(cell) for cell in cells])
     return buffer.getvalue()
 
 
 def csv_lines(documents: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> Iterator[str]:
-    """Format the given fields of flat documents, one line per document."""
     for document in documents:
         yield csv_line([document[name] for name in columns])
 

@@ -77,8 +77,6 @@ _BATCHES = BulkStatement.insert(schema.usage_batches, _BatchRow)
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Data shared by all entries of one transaction."""
-
     id: int
     at_us: int
     adapters: Mapping[str, str]
@@ -90,10 +88,10 @@ class _Batch:
 
 
 class LedgerEntries:
-    """One transaction's ledger entries, collected in memory and written at the end of the transaction.
+    """One transaction's ledger entries, collected in memory and written at its end.
 
-    A request is charged at the price in force at its admission, no matter how long it runs. A batch row, written in the
-    same transaction, lets `UsageRollups` find the entries.
+    A request is charged at the price in force at its admission, no matter how long it runs. A batch row in the same
+    transaction lets `UsageRollups` find the entries.
     """
 
     def __init__(self, connection: Connection, prices: PriceReader) -> None:
@@ -103,7 +101,6 @@ class LedgerEntries:
         self._corrections: list[tuple[RequestRow, Settlement, Settlement]] = []
 
     def charge(self, request: RequestRow, settlement: Settlement) -> None:
-        """Add an event for a settled request."""
         self._events.append((request, settlement))
 
     def correct(self, request: RequestRow, charged: Settlement, truth: Settlement) -> None:
@@ -111,7 +108,6 @@ class LedgerEntries:
         self._corrections.append((request, charged, truth))
 
     def writes(self, now_us: int) -> list[Write]:
-        """Return the writes for all entries, with `now_us` as the time at which the requests finished."""
         if not self._events and not self._corrections:
             return []
         entered = [entry[0] for entry in self._events] + [entry[0] for entry in self._corrections]
@@ -130,7 +126,6 @@ class LedgerEntries:
 
 
 def adapters_of(connection: Connection, version_ids: Collection[str]) -> dict[str, str]:
-    """Return the adapter id of each version."""
     if not version_ids:
         return {}
     versions = schema.adapter_versions.c

@@ -16,13 +16,12 @@ from loramux.platform.ledger.query import UsageQuery
 from loramux.platform.ledger.report import UsageRow, answer
 
 _AMOUNTS = AMOUNTS[1:]
-"""The amounts of an event. `requests` is omitted because an event is always one request."""
 EXPORT_ROWS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageEvent:
-    """One settled request, including the adjustment if the request was first recovered. `tenant` is the slug."""
+    """One settled request, including the adjustment if the request was recovered first. `tenant` is the slug."""
 
     request_id: str
     tenant_id: str
@@ -60,7 +59,7 @@ class Ledger:
         group_by: Sequence[str] = (),
         timezone: str = "UTC",
     ) -> tuple[UsageRow, ...]:
-        """Sum the requests that finished in `[start_us, end_us)`. Raises InvalidRequest: see UsageQuery."""
+        """Sum the requests that finished in `[start_us, end_us)`. Raises InvalidRequest as UsageQuery does."""
         return answer(
             self._database,
             UsageQuery(
@@ -83,9 +82,9 @@ class Ledger:
         end_us: int | None = None,
         only: Collection[str] | None = None,
     ) -> Page[UsageEvent]:
-        """List settled requests with their adjustments, newest first, for all tenants if `tenant_id` is None.
+        """List settled requests with their adjustments, newest first.
 
-        `only` restricts the list to requests for these adapters.
+        Lists all tenants' requests if `tenant_id` is None. `only` restricts the list to requests for these adapters.
         """
         query = _select_events(tenant_id, start_us, end_us, only)
         with self._database.read(LONGEST_READ_S) as connection:

@@ -1,8 +1,9 @@
-"""The columns and time spans that rollups group by. A report reads the coarsest sums that give an exact answer.
+"""The columns and time spans that rollups group by.
 
-A series is identified by the column values that its requests share. The finest grain keeps every column except the end
-user. For a quiet tenant, it has as many rows as there are requests. Sums for queries over all tenants or over months
-are therefore stored again, without the columns that such queries never use.
+A report reads the coarsest sums that give an exact answer. A series is identified by the column values that its
+requests share. The finest grain keeps every column except the end user, and for a quiet tenant has as many rows as
+there are requests. Sums for queries over all tenants or over months are therefore stored again, without the columns
+that such queries never use.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ def _grain(number: int, keeps: Collection[str], *spans_us: int) -> Grain:
 
 
 GRAINS = (
-    # Sums over all tenants also exist per minute: there are few of them, and in every timezone a day consists of whole
+    # Sums over all tenants also exist per minute. There are few of them, and in every timezone a day consists of whole
     # minutes.
     _grain(0, ("base", "endpoint", "status"), MINUTE_US, HOUR_US, DAY_US),
     _grain(1, ("tenant_id", "base", "endpoint", "status"), HOUR_US, DAY_US, WEEK_US),
     _grain(2, ("tenant_id", "api_key_id"), HOUR_US, DAY_US, WEEK_US),
-    # This grain has the most rows per span of those queried over all tenants. Doubling the days covers a month in few
-    # spans.
+    # Of the grains that are queried over all tenants, this one has the most rows per span. Doubling the days covers a
+    # month in few spans.
     _grain(3, ("tenant_id", "adapter_id", "adapter_version_id", "model", "base"), HOUR_US, QUARTER_DAY_US, *DOUBLED_US),
     _grain(4, ("tenant_id", "end_user"), DAY_US),
     _grain(5, set(SERIES) - {"end_user"}, HOUR_US, DAY_US),
@@ -57,7 +58,7 @@ def grains_for(columns: Collection[str]) -> dict[int, Grain]:
     """Return the grains from which sums by these columns can be read, keyed by span length.
 
     Coarser grains are preferred. A finer grain is used only for spans shorter than any span of the coarser one, because
-    a long span of the finer grain has more rows than several short spans of the coarser grain.
+    its long spans have more rows than several short spans of the coarser grain.
     """
     found: dict[int, Grain] = {}
     for grain in GRAINS:

@@ -1,5 +1,3 @@
-"""The prices in the database. Each is added in advance and never changes once it is in force."""
-
 from __future__ import annotations
 
 import re
@@ -17,7 +15,7 @@ from loramux.platform.errors import Conflict, InvalidRequest, NotFound
 from loramux.platform.ledger.prices import GENERAL_SCOPES, MAX_PRICE_NANOS, Price, PriceBook
 
 NOTICE_US = 2_000_000
-"""Minimum notice for a price, in microseconds. A price that takes effect sooner than this cannot be withdrawn."""
+"""Minimum notice for a price, in microseconds. A price that takes effect sooner cannot be withdrawn."""
 
 MAX_AHEAD_US = 10 * 366 * 86_400_000_000
 MAX_PRICES = 10_000
@@ -27,7 +25,7 @@ _ADAPTER = re.compile(r"ada_[0-9a-f]{32}")
 
 
 class PriceInForce(Conflict):
-    """The price is in force or soon will be, so it must stay on record to explain charges."""
+    """The price is or soon will be in force. It must stay on record to explain charges."""
 
     code = "price_in_force"
 
@@ -39,7 +37,10 @@ class PriceExists(Conflict):
 
 
 class PriceList:
-    """The prices of the platform and of individual tenants. Usage without a price is free."""
+    """The prices of the platform and of individual tenants. Usage without a price is free.
+
+    Prices are added in advance and never change once they are in force.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -104,9 +105,9 @@ class PriceList:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[Price]:
-        """List a tenant's own prices and the list prices, or all prices if `tenant_id` is None, newest first.
+        """List a tenant's own prices and the list prices, newest first. If `tenant_id` is None, list all prices.
 
-        If `only` is given, prices for single adapters are restricted to these adapters.
+        `only` restricts prices for single adapters to these adapters.
         """
         prices = schema.prices
         query = select(prices)
@@ -143,7 +144,7 @@ class PriceList:
             return connection.execute(select(schema.prices.c.currency).limit(1)).scalar()
 
     def _lock(self, connection: Connection) -> int:
-        """Block other changes and reads until the transaction ends, and return the time, read under the lock."""
+        """Block other changes and reads until the transaction ends. Return the time, read under the lock."""
         if not self._database.is_sqlite:
             connection.execute(text("LOCK TABLE prices IN SHARE ROW EXCLUSIVE MODE"))
         return self._database.now_us(connection)
@@ -160,16 +161,16 @@ class PriceReader:
         self._book = PriceBook((), 0)
 
     def book(self, connection: Connection, now_us: int) -> PriceBook:
-        """Return a book that is valid at `now_us`, reloading it in the caller's transaction if necessary."""
-        # If the book is valid for more than twice the notice, the clock has been set back since the book was read.
+        """Return a book that is valid at `now_us`. If necessary, reload it in the caller's transaction."""
+        # If the book is valid for more than twice the notice, the clock has been set back since it was read.
         if not now_us < self._book.known_until_us <= now_us + 2 * NOTICE_US:
             self._book = self._read(connection)
         return self._book
 
     def _read(self, connection: Connection) -> PriceBook:
         if not self._database.is_sqlite:
-            # The lock waits for a change in progress and blocks later ones. A later change reads the time after this
-            # point, so its price takes effect at least NOTICE_US after `read_us`.
+            # The lock waits for a change in progress and blocks later ones. A later change reads a later time, so its
+            # price takes effect at least NOTICE_US after `read_us`.
             connection.execute(text("LOCK TABLE prices IN SHARE MODE"))
         read_us = self._database.now_us(connection)
         rows = connection.execute(select(schema.prices)).all()
@@ -206,7 +207,6 @@ def _same_owner(tenant_id: str | None) -> Any:
 
 
 def _shown(price: Price) -> dict[str, Any]:
-    """Return the fields for the audit log."""
     return {name: value for name, value in _values(price).items() if name not in ("id", "tenant_id", "created_us")}
 
 

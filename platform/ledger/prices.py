@@ -1,9 +1,9 @@
 """Token prices, without a database: the price in force at a given time, and the cost of a request.
 
-All amounts are whole numbers of nanos, billionths of the currency's unit. Prices are per million tokens, as usual, so
-that even the lowest prices are whole numbers. The cost of a request is rounded up once, to a whole nano. Costs are
-therefore integers and add up exactly. More tokens never cost less, and the amounts reserved for the parts of a request
-always cover the whole request.
+All amounts are whole numbers of nanos, billionths of the currency's unit. Prices are per million tokens, so that even
+the lowest prices are whole numbers. The cost of a request is rounded up once, to a whole nano. Costs are therefore
+integers and add up exactly. More tokens never cost less, and the amounts reserved for the parts of a request always
+cover the whole request.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Price:
     currency: str
     prompt_nanos: int
     cached_nanos: int
-    """The price for prompt tokens found in the prefix cache; at most `prompt_nanos`."""
+    """The price of prompt tokens found in the prefix cache. It is at most `prompt_nanos`."""
     completion_nanos: int
     effective_us: int
     created_us: int
@@ -50,8 +50,8 @@ def cost_of(price: Price | None, prompt: int, cached: int, completion: int) -> i
 class PriceBook:
     """A snapshot of all prices, valid until `known_until_us`.
 
-    Prices are added before they take effect and never change afterwards, so the price at any time before
-    `known_until_us` is final.
+    Prices are added before they take effect and never change afterwards. The price at any time before `known_until_us`
+    is therefore final.
     """
 
     def __init__(self, prices: Iterable[Price], known_until_us: int) -> None:
@@ -63,8 +63,8 @@ class PriceBook:
     def price_of(self, tenant_id: str, adapter_id: str | None, at_us: int) -> Price | None:
         """Return the price that a tenant pays at `at_us` for an adapter, or for the base if `adapter_id` is None.
 
-        The tenant's own prices take precedence over list prices. Within each group, the adapter's price comes first,
-        then the price for adapters or the base, and then the price for all. Returns None if there is no price.
+        The tenant's own prices take precedence over list prices. Among each, the adapter's price comes first, then the
+        price for adapters or the base, then the price for all. Returns None if there is no price.
         """
         if not self._by_scope:
             return None

@@ -1,5 +1,3 @@
-"""A query for a report over the ledger."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -13,20 +11,19 @@ from loramux.platform.periods import is_timezone
 MAX_BUCKETS = 10_000
 MAX_LOCAL_DAYS = 800
 LAST_LOCAL_US = 221_845_392_000_000_000
-"""1 January 9000, in microseconds; Python's calendar ends soon after."""
+"""1 January 9000, in microseconds. Python's calendar ends soon after."""
 MAX_SINGLE_US = 31 * DAY_US
 """Longest range of a report that must read individual requests, in microseconds."""
 MAX_SINGLE_OF_ALL_US = DAY_US + HOUR_US
-"""The same limit for reports over all tenants. Allows for the last 24 hours, extended to start on a whole hour."""
+"""The same limit for reports over all tenants. It allows for the last 24 hours, extended to a whole hour."""
 
 MAX_SUMMED = 1_000_000
 """Maximum number of rows from the ledger and its rollups that one report sums."""
 MAX_SUMMED_BY_END_USER = 100_000
-"""The same limit for reports by end user, because only a tenant's clients control the number of end users."""
+"""The same limit for reports by end user, because a tenant's clients control the number of end users."""
 
 _SHORT_NAMES = {"tenant_id": "tenant", "api_key_id": "key", "adapter_id": "adapter", "adapter_version_id": "version"}
 GROUPED_BY = {_SHORT_NAMES.get(column, column): column for column in SERIES}
-"""The ledger's columns, by group name."""
 GROUPS = tuple(GROUPED_BY)
 
 
@@ -34,9 +31,9 @@ GROUPS = tuple(GROUPED_BY)
 class UsageQuery:
     """A query for sums of the requests that finished in `[start_us, end_us)`, by bucket and group.
 
-    If `tenant_id` is None, the sums cover all tenants; if `adapter_ids` is None, all adapters and the base. `bucket` is
-    `1m`, `1h`, `1d`, or None for the whole range. The first and last bucket are cut to the range, and days begin at
-    midnight in `timezone`. Raises InvalidRequest with the field's name.
+    If `tenant_id` is None, the sums cover all tenants. If `adapter_ids` is None, they cover all adapters and the base.
+    `bucket` is `1m`, `1h`, `1d`, or None for the whole range. The first and last bucket are cut to the range, and days
+    begin at midnight in `timezone`. Raises InvalidRequest with the field's name.
     """
 
     tenant_id: str | None
@@ -86,7 +83,6 @@ class UsageQuery:
         return MAX_SUMMED_BY_END_USER if "end_user" in self.group_by else MAX_SUMMED
 
     def grains(self) -> dict[int, Grain]:
-        """Return the rollup grains that the query reads, keyed by span length."""
         of_tenant = () if self.tenant_id is None else ("tenant_id",)
         of_adapters = () if self.adapter_ids is None else ("adapter_id",)
         return grains_for([*of_tenant, *of_adapters, *(GROUPED_BY[name] for name in self.group_by)])

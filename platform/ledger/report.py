@@ -1,5 +1,3 @@
-"""Reports over the ledger: sums by bucket and group, or the largest groups only."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +18,10 @@ MAX_ROWS = 50_000
 MAX_TOP = 1000
 
 _UNCACHED = {"compiled_cache": None}
-"""Keeps SQLAlchemy from caching compiled reports, which differ in their ranges and would fill the cache with tens of
-thousands of objects. Every full garbage collection would traverse these objects while all requests wait.
+"""Keeps SQLAlchemy from caching compiled reports.
+
+Reports differ in their ranges and would fill the cache with tens of thousands of objects. Every full garbage collection
+would traverse these objects while all requests wait.
 """
 
 
@@ -108,7 +108,6 @@ def _check_summed(connection: Connection, query: UsageQuery, days: Sequence[int]
 
 
 def _rows(rows: Sequence[Sequence[Any]], query: UsageQuery, ends: Mapping[int, int]) -> Iterator[UsageRow]:
-    """Convert rows of bucket, groups and amounts, in that order."""
     start_us, end_us = query.start_us, query.end_us
     num_buckets, groups = int(query.bucket is not None), query.group_by
     optional = OPTIONAL.intersection(groups)

@@ -1,5 +1,3 @@
-"""Builds the single SQL statement that answers a query on the ledger."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,7 +30,7 @@ from loramux.platform.ledger.ranges import BUCKET_US, Cut, Range, cut
 Condition = ColumnElement[bool] | ColumnElement[Any] | TextClause
 
 OPTIONAL = {"adapter", "version", "end_user"}
-"""Groups without a value for some requests, whose missing value is stored as ""."""
+"""Groups that some requests have no value for. A missing value is stored as ""."""
 
 _events, _adjustments, _batches = schema.usage_events, schema.usage_adjustments, schema.usage_batches
 _series, _rollups, _tenants = schema.usage_series, schema.usage_rollups, schema.tenants
@@ -59,7 +57,7 @@ def select_num_summed(query: UsageQuery, days: Sequence[int], at_most: int) -> S
 
 
 def select_largest(query: UsageQuery, top: int) -> Select[Any]:
-    """Select the largest groups and their sums, followed in each row by the number and sums of all groups."""
+    """Select the largest groups and their sums. Each row also contains the number and sums of all groups."""
     grouped = _grouped(query, ()).subquery("every_group")
     keys = [grouped.c[name] for name in query.group_by]
     sums = [cast(func.sum(grouped.c[name]).over(), BigInteger).label(f"all_{name}") for name in AMOUNTS]
@@ -70,12 +68,11 @@ def select_largest(query: UsageQuery, top: int) -> Select[Any]:
 
 
 def _tokens(grouped: Subquery) -> ColumnElement[Any]:
-    """Return the sort key: most tokens first."""
     return (grouped.c.prompt_tokens + grouped.c.completion_tokens).desc()
 
 
 def _named(grouped: Subquery, query: UsageQuery) -> Select[Any]:
-    """Replace tenant ids with slugs. Doing this after grouping avoids a join over millions of rows."""
+    """Replace tenant IDs with slugs. Doing this after grouping avoids a join over millions of rows."""
     if "tenant" not in query.group_by:
         return select(grouped)
     shown = [_tenants.c.slug.label("tenant") if column.name == "tenant" else column for column in grouped.c]
@@ -83,7 +80,6 @@ def _named(grouped: Subquery, query: UsageQuery) -> Select[Any]:
 
 
 def _grouped(query: UsageQuery, days: Sequence[int]) -> Select[Any]:
-    """Select the bucket, the groups and their sums, unordered."""
     grains = query.grains()
     parts = _cut(query, days, grains)
     facts = union_all(
@@ -148,7 +144,7 @@ def _series_of_adapters(query: UsageQuery) -> Select[tuple[int]]:
 def _rollup_arms(
     query: UsageQuery, parts: Cut, grains: Mapping[int, Grain], days: Sequence[int]
 ) -> Iterator[list[Condition]]:
-    """Yield the conditions for reading rollups, one arm of the statement per range, so that SQLite uses an index."""
+    """Yield conditions for reading rollups, one arm of the statement per range, so that SQLite uses an index."""
     table = _rollups.c
     for span_us, ranges in parts.spans.items():
         # Local days have one range each, which would be too many arms.
@@ -164,7 +160,7 @@ def _rollup_arms(
 
 
 def _event_arms(query: UsageQuery, parts: Cut) -> Iterator[tuple[Table, Column[int], list[Condition]]]:
-    """Yield conditions for all events and adjustments at the ends of the range, and elsewhere those not rolled up."""
+    """Yield conditions for all entries at the ends of the range, and for entries elsewhere that are not rolled up."""
     rolled_up = parts.rolled_up
     for table, time in ((_events, _events.c.finished_us), (_adjustments, _adjustments.c.created_us)):
         of_tenant: list[Condition] = []
@@ -201,8 +197,8 @@ def _within(
     """Match times in one of the ranges and, with `tenant_id`, only rows of that tenant."""
     if not ranges:
         return false()
-    # In a timezone offset by half an hour, each day has two ranges. The condition is text because SQLAlchemy would need
-    # seconds for thousands of expressions.
+    # In a timezone offset by half an hour, each day has two ranges. The condition is text, because SQLAlchemy would
+    # need seconds for thousands of expressions.
     name, is_of_tenant = f"{column.table.name}.{column.name}", ""
     if tenant_id is not None:
         # Repeat the condition in every range, so that SQLite uses the combined index for each.
@@ -212,7 +208,7 @@ def _within(
 
 
 def _any_of(conditions: Sequence[str]) -> str:
-    """Join the conditions with OR, as a balanced tree, because SQLite limits expression depth to a thousand."""
+    """Join the conditions with OR in a balanced tree, because SQLite limits expression depth to a thousand."""
     if len(conditions) == 1:
         return conditions[0]
     middle = len(conditions) // 2
@@ -220,7 +216,7 @@ def _any_of(conditions: Sequence[str]) -> str:
 
 
 def _bucket(column: Column[int], bucket: str, days: Sequence[int]) -> ColumnElement[int]:
-    """Return the start of a time's bucket: one of `days` if given, else a multiple of the bucket's length."""
+    """Return the start of a time's bucket: one of `days` if given, otherwise a multiple of the bucket's length."""
     if not days:
         return column - column % BUCKET_US[bucket]
     name = f"{column.table.name}.{column.name}"
@@ -231,7 +227,7 @@ def _bucket(column: Column[int], bucket: str, days: Sequence[int]) -> ColumnElem
 
 
 def _last_before(name: str, days: Sequence[int]) -> str:
-    """Build a balanced tree of comparisons, so that each row needs only a logarithmic number of comparisons."""
+    """Build a balanced tree, so that each row needs only a logarithmic number of comparisons."""
     if len(days) == 1:
         return str(days[0])
     middle = len(days) // 2

@@ -30,12 +30,10 @@ EVERYBODY = ""
 """The tenant id of series that sum over all tenants."""
 
 MAX_BATCHES = 64
-"""Maximum number of settling transactions per fold. A fold blocks all other writers on SQLite."""
+"""Maximum number of settling transactions per fold. On SQLite, a fold blocks all other writers."""
 
 
 class _Fact(NamedTuple):
-    """A ledger entry's time, series and amounts."""
-
     at_us: int
     series: SeriesKey
     amounts: tuple[int, ...]
@@ -81,11 +79,11 @@ class UsageRollups:
         waiting = select(_batches.c.id, _batches.c.at_us).order_by(_batches.c.at_us, _batches.c.id).limit(max_batches)
         with self._database.read() as connection:
             if connection.execute(select(_batches.c.id).limit(1)).first() is None:
-                # Do not take the write lock if there is nothing to fold.
+                # If there is nothing to fold, do not take the write lock.
                 return 0
         numbers: Mapping[SeriesKey, int] = {}
         with self._database.write() as connection:
-            # Batches locked by another gateway's fold are skipped, so that folds never wait for each other.
+            # Batches that another gateway's fold has locked are skipped, so that folds never wait for each other.
             rows = connection.execute(waiting.with_for_update(skip_locked=True)).all()
             if rows:
                 ids = [row.id for row in rows]
@@ -95,14 +93,13 @@ class UsageRollups:
         return len(rows)
 
     def fold_all(self) -> int:
-        """Fold until no batch is waiting, and return the number of folded batches."""
         total = 0
         while folded := self.fold():
             total += folded
         return total
 
     def _add(self, connection: Connection, sums: Sums) -> Mapping[SeriesKey, int]:
-        """Add sums to the rows of every grain and span, and return the numbers of their series."""
+        """Add sums to the rows of every grain and span. Return the numbers of their series."""
         by_grain = {grain: _by_spans(sums, grain) for grain in GRAINS}
         keys = {key for by_span in by_grain.values() for _, key in by_span[min(by_span)]}
         numbers = self._numbers.find(connection, keys)
@@ -119,13 +116,12 @@ class UsageRollups:
 
 
 def _read(connection: Connection, batch_ids: Sequence[int], times_us: Iterable[int]) -> Iterator[_Fact]:
-    """Yield the entries in these batches."""
     for at_us, *values in connection.execute(_select_facts(batch_ids, times_us)):
         yield _Fact(at_us, tuple(values[: len(SERIES)]), tuple(values[len(SERIES) :]))
 
 
 def _select_facts(batch_ids: Sequence[int], times_us: Iterable[int]) -> CompoundSelect[Any]:
-    # The times let the database use an index; the batch ids select the rows.
+    # The times let the database use an index. The batch IDs select the rows.
     times = sorted(times_us)
     events = select(_events.c.finished_us, *_series_columns(), literal(1), *(_events.c[name] for name in AMOUNTS[1:]))
     events = events.where(_events.c.finished_us.in_(times), _events.c.batch_id.in_(batch_ids))
@@ -141,7 +137,6 @@ def _series_columns() -> list[ColumnElement[Any]]:
 
 
 def _sums(facts: Iterable[_Fact]) -> Sums:
-    """Sum facts by minute and by all columns of the series."""
     sums: Sums = {}
     for fact in facts:
         _add_to(sums, (fact.at_us - fact.at_us % MINUTE_US, fact.series), fact.amounts)
@@ -149,7 +144,6 @@ def _sums(facts: Iterable[_Fact]) -> Sums:
 
 
 def _by_spans(sums: Sums, grain: Grain) -> dict[int, Sums]:
-    """Return the sums to add for each span length of a grain."""
     is_kept = [name in grain.keeps for name in SERIES]
     finest: Sums = {}
     for (at_us, key), amounts in sums.items():
@@ -175,7 +169,6 @@ def _add_to(sums: Sums, place: tuple[int, SeriesKey], amounts: Sequence[int]) ->
 
 
 def _upsert(connection: Connection, rows: Sequence[_RollupRow]) -> None:
-    """Insert rollup rows, or add to existing ones."""
     names = _RollupRow._fields
     added = upsert(connection, _rollups)
     if connection.dialect.name == "postgresql":

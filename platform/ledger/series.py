@@ -13,7 +13,6 @@ from loramux.migrations.upserts import upsert
 SeriesKey = tuple[str, ...]
 """A value for each column of SERIES."""
 TENANT = SERIES.index("tenant_id")
-"""Index of the tenant in a series key."""
 
 MAX_REMEMBERED = 20_000
 

@@ -9,10 +9,10 @@ from loramux.platform.ledger.prices import Price, cost_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settlement:
-    """The actual usage of one request. `status` is `completed`, `aborted`, `failed` or `recovered`.
+    """The actual, billable usage of one request.
 
-    `has_run` is False if the engine never ran the request, which then costs nothing and does not count against request
-    limits.
+    `status` is `completed`, `aborted`, `failed` or `recovered`. `has_run` is False if the engine never ran the request.
+    It then costs nothing and does not count against request limits.
     """
 
     status: str
@@ -22,13 +22,11 @@ class Settlement:
     first_token_us: int | None = None
     has_run: bool = True
     has_begun: bool = True
-    """False if the request was never submitted to the engine; its cold load is then not counted either."""
+    """False if the request was never submitted to the engine. Its cold load is then not counted either."""
 
     @property
     def tokens(self) -> int:
-        """The number of tokens charged."""
         return self.prompt_tokens + self.completion_tokens
 
     def cost_nanos(self, price: Price | None) -> int:
-        """The cost in nanos."""
         return cost_of(price, self.prompt_tokens, self.cached_tokens, self.completion_tokens)

@@ -1,5 +1,3 @@
-"""Builds the response bodies that carry a generation to an OpenAI client, whole or in chunks."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,26 +7,24 @@ from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
 
 LOWEST_LOGPROB = -9999.0
-"""The log-probability that OpenAI reports for an impossible token, since JSON has no infinity."""
+"""The log-probability that OpenAI reports for an impossible token, because JSON has no infinity."""
 
 Document = dict[str, Any]
 
 
 class Answer(Protocol):
-    """Builds one endpoint's response bodies. Use one object per request, since each chunk depends on earlier ones."""
+    """Builds one endpoint's response bodies. Use one object per request, because each chunk depends on earlier ones."""
 
     def chunks(self, delta: ChoiceDelta) -> list[Document]:
         """The chunks that a stream sends for a delta."""
 
     def usage_chunk(self, usage: Usage) -> Document:
-        """The last chunk of a stream whose client asked for usage."""
+        """The last chunk of a stream if its client asked for usage."""
 
-    def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document:
-        """The body of a non-streamed response."""
+    def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document: ...
 
 
 def merged(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
-    """Merge deltas into one per choice, ordered by index."""
     groups: dict[int, list[ChoiceDelta]] = {}
     for delta in deltas:
         groups.setdefault(delta.index, []).append(delta)
@@ -47,7 +43,7 @@ def merged(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
 
 
 class UsageSoFar:
-    """The usage that each chunk of a stream reports if the client asks for it: the tokens of the request until then."""
+    """Usage for clients that ask for it in each chunk of a stream: the request's tokens so far."""
 
     def __init__(self, prompt_tokens: int) -> None:
         self._prompt_tokens = prompt_tokens

@@ -1,5 +1,3 @@
-"""The OpenAI listener."""
-
 from __future__ import annotations
 
 from importlib.metadata import version
@@ -38,7 +36,7 @@ every response has an `x-request-id`.""",
 
 def create_openai_app(services: GatewayServices) -> FastAPI:
     """Create the app. `services.maintenance.run()` must run alongside it."""
-    # Only the health routes are public; FastAPI's documentation pages are off.
+    # Only the health routes are public. FastAPI's documentation pages are off.
     app = FastAPI(
         title="loramux",
         version=version("loramux"),

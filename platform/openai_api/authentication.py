@@ -1,5 +1,3 @@
-"""Authenticates callers of the gateway: a dependency of every route except health."""
-
 from __future__ import annotations
 
 from typing import Annotated, cast
@@ -20,7 +18,6 @@ Services = Annotated[GatewayServices, Depends(services_of)]
 
 
 async def authenticated(request: Request, services: Services) -> Principal:
-    """The authenticated caller. Raises Unauthenticated."""
     with traced("authenticate"):
         return await _authenticate(request, services)
 
@@ -34,7 +31,7 @@ async def _authenticate(request: Request, services: Services) -> Principal:
     if principal is None:
         principal = await services.call(services.api_keys.authenticate, presented.strip())
     if principal is None:
-        # The message starts like OpenAI's own, which is all that litellm uses to recognise a refused key.
+        # The message starts like OpenAI's. litellm recognises a refused key by that alone.
         raise Unauthenticated("Incorrect API key provided: it is unknown, expired or revoked")
     return principal
 

@@ -1,5 +1,3 @@
-"""Builds the response bodies of `/v1/chat/completions`."""
-
 from __future__ import annotations
 
 import secrets
@@ -19,9 +17,9 @@ from loramux.platform.tool_calls.call_parser import CallParser
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAnswer:
-    """Builds the bodies of one chat completion; `model` is the name that the client used.
+    """Builds the bodies of one chat completion. `model` is the name that the client used.
 
-    If `prompt_token_ids` is set, the token ids of the prompt and of each choice are shown as vLLM does.
+    If `prompt_token_ids` is set, the token IDs of the prompt and of each choice are shown as in vLLM.
     """
 
     id: str
@@ -32,12 +30,12 @@ class ChatAnswer:
     include_usage: bool
     tool_choice: ToolChoice
     new_parser: Callable[[], CallParser] | None = None
-    """Creates a parser of tool calls for a choice; None if the request offers no tools."""
+    """Creates a parser of tool calls for a choice. None if the request offers no tools."""
     note_call: Callable[[], None] | None = None
     """Called for each tool call."""
     prompt_token_ids: Sequence[int] | None = None
     num_prompt_logprobs: int | None = None
-    """Number of most likely tokens in `prompt_logprobs`; None if the client did not ask for it."""
+    """Number of most likely tokens in `prompt_logprobs`. None if the client did not ask for it."""
     _builders: dict[int, MessageBuilder] = field(default_factory=dict)
 
     def chunks(self, delta: ChoiceDelta) -> list[Document]:
@@ -47,7 +45,7 @@ class ChatAnswer:
             builder = self._builders[delta.index] = self._builder()
             first = self._chunk(delta.index, {"role": "assistant", "content": ""})
             chunks.append({**first, **self._prompt_token_ids()})
-        # What belongs to the tokens is sent once, with the first chunk that they add.
+        # Log-probabilities and token IDs are sent once, with the first chunk of their delta.
         logprobs, token_ids = delta.logprobs, delta.token_ids
         for shown in builder.feed(delta):
             chunks.append(self._chunk(delta.index, shown, logprobs, token_ids=token_ids))
@@ -90,10 +88,7 @@ class ChatAnswer:
         return MessageBuilder(None if self.new_parser is None else self.new_parser(), self._call_ids())
 
     def _call_ids(self) -> Iterator[str]:
-        """Yield new ids for tool calls.
-
-        Templates of Mistral's models accept only ids of nine letters and digits.
-        """
+        """Yield new IDs for tool calls. Templates of Mistral's models accept only IDs of nine letters and digits."""
         while True:
             if self.note_call is not None:
                 self.note_call()

@@ -15,7 +15,6 @@ ANY_ARGUMENTS = {"type": "object"}
 
 
 def chat_constraint(tokenizer: ModelTokenizer, body: ChatRequest, prepared: Prepared) -> Constraint | None:
-    """The constraint on an answer, or None if it may be any text. Raises InvalidRequest."""
     wanted, reasoning = body.constraint(), prepared.reasoning
     calls = _calls(body, prepared.tool_format, is_constrained=wanted is not None)
     if calls is None and (wanted is None or reasoning is None):
@@ -37,7 +36,7 @@ def chat_constraint(tokenizer: ModelTokenizer, body: ChatRequest, prepared: Prep
 
 
 def _calls(body: ChatRequest, tool_format: str | None, *, is_constrained: bool) -> Calls | None:
-    """The calls that a grammar must know, or None if calls need no grammar."""
+    """Return the calls that a grammar must know, or None if calls need no grammar."""
     tools, choice = body.offered_tools, body.choice_of_tools
     has_strict = any(tool.function.strict for tool in tools)
     is_parallel = body.parallel_tool_calls is not False

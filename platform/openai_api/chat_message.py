@@ -13,7 +13,7 @@ from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, Event,
 class MessageBuilder:
     """Turns a choice's deltas into deltas of OpenAI's messages.
 
-    `parser` finds tool calls in the text; without one, all text is content. `call_ids` has an id for each call.
+    `parser` finds tool calls in the text. Without a parser, all text is content. `call_ids` has an ID for each call.
     """
 
     def __init__(self, parser: CallParser | None, call_ids: Iterator[str]) -> None:

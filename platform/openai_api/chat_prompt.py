@@ -1,4 +1,4 @@
-"""Renders a conversation into a prompt, and derives from the chat template how the model's answer is to be read."""
+"""Renders a conversation into a prompt, and derives from the chat template how to read the model's answer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ from loramux.platform.tool_calls.detection import chosen_markers, chosen_parser,
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A rendered conversation, and how to read the answer to it."""
-
     text: str
     reasoning: Reasoning | None
     """None if the answer contains no reasoning."""
     tool_format: str | None
-    """The format of tool calls; None if the request offers no tools, or if calls are not parsed."""
+    """The format of tool calls. None if the request offers no tools, or if calls are not parsed."""
 
 
 class ChatPrompts:
@@ -37,7 +35,7 @@ class ChatPrompts:
         self._tenants = tenants
 
     def render(self, body: ChatRequest, parsers: AnswerParsers) -> ChatPrompt:
-        """The prompt with the base's template. `parsers` read the answer. Raises InvalidRequest."""
+        """Render with the base's template. `parsers` read the answer. Raises InvalidRequest."""
         if self._base is None:
             raise InvalidRequest(
                 "this model has no chat template: call /v1/completions", param="messages", code="no_chat_template"
@@ -47,7 +45,7 @@ class ChatPrompts:
         return _prompt(self._base.render(**arguments), source, body, parsers)
 
     async def render_with(self, tenant_id: str, source: str, body: ChatRequest, parsers: AnswerParsers) -> ChatPrompt:
-        """The prompt with a tenant's template. Raises InvalidRequest, RateLimited and Unavailable."""
+        """Render with a tenant's template. Raises InvalidRequest, RateLimited or Unavailable."""
         features = await self._tenants.features(tenant_id, source)
         text = await self._tenants.render(tenant_id, source, **_arguments(body, features))
         return _prompt(text, source, body, parsers)
@@ -72,14 +70,14 @@ def _prompt(text: str, source: str, body: ChatRequest, parsers: AnswerParsers) -
             param="thinking_token_budget",
             code="unsupported_parameter",
         )
-    # A prompt that ends with the closing marker has turned the reasoning off.
+    # If the prompt ends with the closing marker, the reasoning is off.
     if markers is not None and not text.rstrip().endswith(markers.end):
         reasoning = Reasoning(markers, is_open=is_thinking_open(text, markers))
     return ChatPrompt(text, reasoning, chosen_parser(parsers, source) if body.offered_tools else None)
 
 
 def _arguments(body: ChatRequest, features: TemplateFeatures | None) -> dict[str, Any]:
-    """The arguments of a template's `render`. Raises InvalidRequest for what the template does not support."""
+    """Return the arguments of a template's `render`. Raises InvalidRequest if the template does not support one."""
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered_tools] or None
     if tools is not None and (features is None or not features.tools):
         raise InvalidRequest(
@@ -96,7 +94,7 @@ def _arguments(body: ChatRequest, features: TemplateFeatures | None) -> dict[str
 
 
 def _kwargs(body: ChatRequest, features: TemplateFeatures | None) -> Mapping[str, Any]:
-    """The template's further variables. Those in the request take precedence over `reasoning_effort`."""
+    """Return the template's further variables. Those in the request take precedence over `reasoning_effort`."""
     effort, kwargs = body.reasoning_effort, body.chat_template_kwargs or {}
     if effort is None:
         return kwargs

@@ -1,5 +1,3 @@
-"""Builds the response bodies of `/v1/completions`."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -19,8 +17,8 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 class CompletionAnswer:
     """Builds the bodies of one text completion. `model` is the name that the client used.
 
-    `echoes` contains the prompt text to repeat before each choice. If `prompt_token_ids` is set, which has an entry for
-    each choice, the token ids of prompts and choices are shown as vLLM does. Of the `num_generated` choices of each
+    `echoes` contains the prompt text to repeat before each choice. If `prompt_token_ids` is set, it has an entry for
+    each choice, and the token IDs of prompts and choices are shown as in vLLM. Of the `num_generated` choices of each
     prompt, the best `num_choices` are returned.
     """
 
@@ -37,12 +35,12 @@ class CompletionAnswer:
     num_alternatives: int = 0
     """Number of most likely tokens in `top_logprobs`."""
     num_prompt_logprobs: int | None = None
-    """Number of most likely tokens in `prompt_logprobs`; None if the client did not ask for it."""
+    """Number of most likely tokens in `prompt_logprobs`. None if the client did not ask for it."""
     echoed_tokens: Sequence[Sequence[int]] = ()
-    """Each choice's prompt, if its log-probabilities are to be repeated before the choice's."""
+    """Each choice's prompt, if its log-probabilities come before the choice's."""
     _begun: set[int] = field(default_factory=set)
     _offsets: dict[int, int] = field(default_factory=dict)
-    """Number of characters of each choice whose log-probabilities have been sent."""
+    """For each choice, the number of characters whose log-probabilities have been sent."""
 
     def chunks(self, delta: ChoiceDelta) -> list[Document]:
         chunk = {**self._head(), "choices": [self._choice(delta)]}
@@ -57,7 +55,7 @@ class CompletionAnswer:
         return {**self._head(), "choices": choices, "usage": usage_body(usage)}
 
     def _best(self, choices: list[ChoiceDelta]) -> list[ChoiceDelta]:
-        """The choices of each prompt with the highest mean log-probability, best first; all if none is left out."""
+        """Return the choices of each prompt with the highest mean log-probability, best first."""
         if self.num_generated == self.num_choices:
             return choices
         best: list[ChoiceDelta] = []
@@ -108,10 +106,10 @@ class CompletionAnswer:
         return self._with_prompt(delta, shown) if self.echoed_tokens else shown
 
     def _with_prompt(self, delta: ChoiceDelta, shown: Document) -> Document:
-        """The choice's log-probabilities after those of its prompt; the prompt's first token has none."""
+        """Return the log-probabilities of the prompt and the choice. The prompt's first token has none."""
         length = len(self.echoes[delta.index])
         tokens = [self._spelled(token_id) for token_id in self.echoed_tokens[delta.index]]
-        # Special tokens can be missing in the text.
+        # The text can lack special tokens.
         offsets = [min(offset, length) for offset in _text_offsets(tokens, 0)[:-1]]
         scored = delta.prompt_logprobs
         return {
@@ -133,7 +131,7 @@ class CompletionAnswer:
         try:
             return spelled.decode()
         except UnicodeDecodeError:
-            # Parts of a character would all be shown as U+FFFD, so spell out their bytes as OpenAI does.
+            # Each part of a character would be shown as U+FFFD, so spell out its bytes as OpenAI does.
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 

@@ -1,5 +1,3 @@
-"""`POST /v1/completions`: takes one or more prompts, as text or token ids. `request_life.py` runs them."""
-
 from __future__ import annotations
 
 import time
@@ -82,14 +80,12 @@ COMPLETIONS = Endpoint(
 
 
 def _known(prompt: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """Check and return a prompt of token ids. Raises InvalidRequest for an id that is not in the vocabulary."""
     if not all(token < vocab_size for token in prompt):
         raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param="prompt")
     return prompt
 
 
 def _echoes(services: GatewayServices, body: CompletionRequest, prompts: Prompts) -> list[str]:
-    """Each choice's prompt as text."""
     skips = body.text_rules().skip_special_tokens
     texts = [
         given

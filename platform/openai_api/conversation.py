@@ -16,7 +16,6 @@ MAX_ID_CHARACTERS = 256
 
 
 def _content(value: Any) -> Any:
-    """Join the parts of a message into one string."""
     if not isinstance(value, list):
         return value
     texts = []
@@ -76,8 +75,8 @@ def template_messages(messages: Sequence[ChatMessage], *, arguments_as_text: boo
 
 
 def _message(message: ChatMessage, param: str, names: dict[str, str], as_text: bool) -> dict[str, Any]:
-    """Convert one message; `names` has the function's name of each earlier call, by the call's id."""
-    # "developer" is OpenAI's newer name for the system role; chat templates use the older one.
+    """Convert one message. `names` has the function's name of each earlier call, by the call's ID."""
+    # "developer" is OpenAI's newer name for the system role. Chat templates use the older one.
     role = "system" if message.role == "developer" else message.role
     if message.content is None and not (role == "assistant" and message.tool_calls):
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""The differences between generation endpoints: how a body becomes prompts, and how a generation becomes a response."""
+"""Where generation endpoints differ: how a body becomes prompts, and how a generation becomes a response."""
 
 from __future__ import annotations
 
@@ -16,18 +16,15 @@ from loramux.platform.tool_calls.parsers import PARSERS
 B = TypeVar("B", bound=GenerationRequest)
 
 Prompts = tuple[tuple[int, ...], ...]
-"""The token ids of each prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request's prompts, and how to read the answers to them."""
-
     prompts: Prompts
     reasoning: Reasoning | None = None
     """None if the model does not reason before it answers."""
     tool_format: str | None = None
-    """The format of tool calls; None if the request offers no tools, or if calls are not parsed."""
+    """The format of tool calls. None if the request offers no tools, or if calls are not parsed."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The token ids of words that the answer must not contain."""
     activations: tuple[int | None, ...] = ()
@@ -35,7 +32,6 @@ class Prepared:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The markers of tool calls and reasoning."""
         parser = None if self.tool_format is None else PARSERS[self.tool_format]
         calls = () if parser is None else (*parser.markers, *parser.ends)
         return calls if self.reasoning is None else (*calls, self.reasoning.markers.begin, self.reasoning.markers.end)
@@ -43,7 +39,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Received(Generic[B]):
-    """A request with its checked body; `num_bytes` is the body's length."""
+    """A request with its checked body. `num_bytes` is the body's length."""
 
     request_id: str
     body: B
@@ -57,13 +53,10 @@ def longest_prompt(services: GatewayServices, body: GenerationRequest) -> int | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint(Generic[B]):
-    """One endpoint. The type of its body, in `schemas.py`, defines the fields that it accepts."""
-
     name: str
-    """The endpoint's name in the ledger and the metrics."""
     body: type[B]
     prepare: Callable[[GatewayServices, Target, Received[B]], Awaitable[Prepared]]
-    """Tokenises a body's prompts. Raises InvalidRequest, RateLimited and Unavailable."""
+    """Tokenises a body's prompts. Raises InvalidRequest, RateLimited or Unavailable."""
     constraint: Callable[[GatewayServices, B, Prepared], Constraint | None]
     """The constraint on the answer. Raises InvalidRequest."""
     shape: Callable[[GatewayServices, Received[B], Prepared], Awaitable[Answer]]

@@ -1,4 +1,4 @@
-"""The only place that turns exceptions into responses and gives every response its `x-request-id`."""
+"""The only place that turns exceptions into responses. It also gives every response its `x-request-id`."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
 
 
 def request_id_of(request: Request) -> str:
-    """The identifier of this request in its response, the logs and the ledger."""
+    """The request's identifier in its response, the logs and the ledger."""
     return str(request.state.request_id)
 
 
 class RequestIds:
-    """Outermost middleware: gives each request its id, and turns uncaught exceptions into a 500 response."""
+    """Outermost middleware: gives each request its ID, and turns uncaught exceptions into a 500 response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -99,7 +99,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # The id is always ours: one chosen by a client could collide in the ledger.
+        # The ID is always ours. An ID chosen by a client could collide in the ledger.
         request_id = new_id("req")
         scope.setdefault("state", {})["request_id"] = request_id
         has_started = False

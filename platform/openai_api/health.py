@@ -1,5 +1,3 @@
-"""`/health/live` and `/health/ready`, on both listeners and without a key."""
-
 from __future__ import annotations
 
 import asyncio
@@ -62,7 +60,7 @@ def health_router(
 class _Ping:
     """Pings the database, one ping at a time, so that an unresponsive database occupies only one thread.
 
-    That thread is not from the pool that serves calls, so a flood of calls does not make the server look unhealthy.
+    The thread is not from the pool that serves calls, so a flood of calls does not make the server look unhealthy.
     """
 
     def __init__(self, database: Database) -> None:
@@ -72,8 +70,7 @@ class _Ping:
     async def is_answered(self) -> bool:
         if self._asking is None or self._asking.done():
             self._asking = asyncio.ensure_future(asyncio.to_thread(_ping, self._database))
-        # Waiting callers see a failure. If none is waiting, the exception is retrieved here so that asyncio does not
-        # report it.
+        # Waiting callers see a failure. If nobody waits, retrieve the exception, so that asyncio does not report it.
         self._asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
         try:
             await asyncio.wait_for(asyncio.shield(self._asking), DATABASE_WAIT_S)

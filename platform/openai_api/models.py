@@ -1,5 +1,3 @@
-"""`GET /v1/models` and `/v1/models/{id}`: the models that the caller may name in a request."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -28,7 +26,7 @@ async def list_models(caller: Caller, services: Services) -> Response:
 # A model's name can contain a slash.
 @router.get("/v1/models/{name:path}", tags=["models"], response_model=ModelDocument)
 async def retrieve_model(name: str, caller: Caller, services: Services) -> Response:
-    """Retrieve one model by any name that a request can use; `root` is the version that the name resolves to."""
+    """Retrieve one model by any name that a request can use. `root` is the version that the name resolves to."""
     model = await services.call(services.resolver.resolve, caller, name)
     return json_response(_body(services, model, name))
 
@@ -52,5 +50,5 @@ def _body(services: GatewayServices, model: ResolvedModel, name: str) -> dict[st
 
 
 def _created_s(adapter: AdapterRef) -> int:
-    """A version's creation time, taken from its identifier, a UUIDv7, which begins with the time in milliseconds."""
+    """Return a version's creation time. Its identifier is a UUIDv7, which begins with the time in milliseconds."""
     return int(adapter.version_id.partition("_")[2][:12], 16) // 1000

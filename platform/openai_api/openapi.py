@@ -92,9 +92,8 @@ def errors(*statuses: int) -> Responses:
 
 
 def describe(app: FastAPI, *, description: str, public: frozenset[str], is_idempotent: bool = False) -> Json:
-    """Build the document. Paths in `public` need no key.
-
-    With `is_idempotent`, all other POSTs accept an Idempotency-Key.
+    """Build the document. Paths in `public` need no key. With `is_idempotent`,
+    other POSTs accept an Idempotency-Key.
     """
     document: Json = app.openapi()
     document["info"]["description"] = description
@@ -150,9 +149,9 @@ def _hoist_body(operation: Json, schemas: Json) -> None:
 
 
 def _common_errors(operation: Json, is_public: bool, repeats: bool, has_precondition: bool) -> set[int]:
-    """The error statuses of an operation, including those that follow from its parameters and body."""
+    """Return an operation's error statuses, including those that follow from its parameters and body."""
     found = {int(status) for status in operation["responses"] if status.isdigit() and int(status) >= 400}
-    # FastAPI adds 422 for invalid input; we return 400.
+    # FastAPI adds 422 for invalid input. This server returns 400.
     found.discard(422)
     parameters = operation.get("parameters", [])
     has_body = "requestBody" in operation

@@ -1,5 +1,3 @@
-"""Examples for OpenAPI documents: realistic values by field name, so that one table serves all routes."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -115,7 +113,7 @@ _BY_NAME: Mapping[str, Any] = {
 
 
 def example_of(schema: Mapping[str, Any], schemas: Mapping[str, Any], name: str = "", depth: int = 0) -> Any:
-    """A value that conforms to the schema, without optional fields."""
+    """Return a value that conforms to the schema, without optional fields."""
     if "$ref" in schema:
         return example_of(schemas[schema["$ref"].rpartition("/")[2]], schemas, name, depth + 1)
     for given in ("example", "const", "default"):

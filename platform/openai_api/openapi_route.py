@@ -26,11 +26,10 @@ class ListenerDocument:
     """Whether POST accepts an Idempotency-Key."""
 
     def of(self, app: FastAPI) -> dict[str, Any]:
-        """Generate the document for the listener's app."""
         return describe(app, description=self.description, public=self.public, is_idempotent=self.is_idempotent)
 
     def router(self, caller: Depends) -> APIRouter:
-        """The route that serves the document to callers admitted by the dependency `caller`."""
+        """Return the route that serves the document to callers that the dependency `caller` admits."""
         router = APIRouter()
 
         @router.get(

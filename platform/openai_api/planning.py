@@ -1,5 +1,3 @@
-"""Turns tokenised prompts into a plan, applying every limit on a single request."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -34,7 +32,7 @@ def check_untokenised(services: GatewayServices, body: GenerationRequest) -> Non
 
 
 def truncated(max_model_len: int, body: GenerationRequest, prompts: Prompts) -> Prompts:
-    """The last `truncate_prompt_tokens` tokens of each prompt; -1 leaves room for the answer in the context."""
+    """Return the last `truncate_prompt_tokens` tokens of each prompt. -1 leaves room for the answer in the context."""
     limit = body.truncate_prompt_tokens
     if limit is None:
         return prompts
@@ -51,7 +49,6 @@ def make_plan(
     prepared: Prepared,
     grammar: str = "",
 ) -> Plan:
-    """The plan for a request. Raises InvalidRequest if the request exceeds a limit."""
     body, prompts, defaults = received.body, prepared.prompts, target.settings.defaults
     sampling = msgspec.structs.replace(
         body.sampling(defaults), bad_words=prepared.bad_words, thinking=_thinking(services, body, prepared)
@@ -88,7 +85,7 @@ def make_plan(
 
 
 def _thinking(services: GatewayServices, body: GenerationRequest, prepared: Prepared) -> ThinkingBudget | None:
-    """The limit on the reasoning, or None if there is none or the answer has no reasoning."""
+    """The limit on the reasoning. None if there is none or the answer has no reasoning."""
     reasoning = prepared.reasoning
     if body.max_thinking_tokens is None or reasoning is None:
         return None
@@ -108,12 +105,11 @@ def _text_rules(services: GatewayServices, body: GenerationRequest, prepared: Pr
 
 
 def _multiplier(body: GenerationRequest) -> str:
-    """The field that says how many choices to generate for each prompt."""
     return "n" if body.num_generated == body.num_choices else "best_of"
 
 
 def _max_tokens(max_model_len: int, body: GenerationRequest, prompts: Prompts, max_new_tokens: int | None) -> int:
-    """The token limit of each choice: the body's, the model's `max_new_tokens`, or the endpoint's.
+    """Return each choice's token limit: the body's, the model's `max_new_tokens`, or the endpoint's.
 
     Raises InvalidRequest if the longest prompt leaves no room for the body's limit.
     """

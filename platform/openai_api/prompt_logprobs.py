@@ -14,12 +14,11 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 def prompt_logprobs_body(
     tokenizer: ModelTokenizer, scored: Sequence[PromptLogprob], count: int
 ) -> list[Document | None]:
-    """For each prompt token, the `count` most likely tokens and the prompt's own by id; null for the first token."""
     return [None, *(_position(tokenizer, one, count) for one in scored)]
 
 
 def shared_by_choices(choices: Sequence[ChoiceDelta], num_generated: int) -> list[ChoiceDelta]:
-    """Give all choices of a prompt the prompt's log-probabilities, which only the first choice's sequence computes."""
+    """Give all choices of a prompt the prompt's log-probabilities. Only the first choice's sequence computes them."""
     return [
         replace(choice, prompt_logprobs=choices[place - place % num_generated].prompt_logprobs)
         for place, choice in enumerate(choices)

@@ -21,7 +21,7 @@ BODY_TIMEOUT_S = 60.0
 BODY_STALL_S = 10.0
 """Longest pause while a client sends a body, in seconds."""
 MAX_PARSED_AT_ONCE = 64 * 1024
-"""Largest body parsed on the event loop, in bytes. Parsing it takes under a millisecond; longer bodies would block."""
+"""Largest body parsed on the event loop, in bytes. Parsing it takes under a millisecond. Longer bodies would block."""
 
 _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
 
@@ -62,12 +62,10 @@ async def parse_body_on(
 
 
 def parse_body(body: bytes, model: type[M]) -> M:
-    """Parse and validate a body. Raises InvalidRequest with the offending field's name."""
     return validated(parse_object(body), model)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parse a body that must be a JSON object. Raises InvalidRequest."""
     try:
         document = parse_strict_json(body)
         _check_characters(body, document)
@@ -87,7 +85,7 @@ def validated(document: dict[str, Any], model: type[M]) -> M:
 
 
 def _check_characters(body: bytes, document: Any) -> None:
-    """Raise InvalidJson for an unpaired surrogate, which JSON can express although it is not a character."""
+    """Raise InvalidJson for an unpaired surrogate. JSON can express it, although it is not a character."""
     if b"\\ud" not in body.lower():
         return
     try:

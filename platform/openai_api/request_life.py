@@ -31,13 +31,13 @@ from loramux.platform.quotas.decisions import QuotaExceeded, RequestTooLarge, ex
 from loramux.platform.telemetry.tracing import describe, traced
 
 CLIENT_CLOSED = 499
-"""The status in metrics for a request whose client disconnected; it is never sent."""
+"""The status in metrics for a request whose client disconnected. It is never sent."""
 
 
 async def serve(request: Request, services: GatewayServices, caller: Principal, endpoint: Endpoint[B]) -> Response:
     """Handle a request to `endpoint`. Raises ApiError if it fails before its first token.
 
-    The caller is already authenticated: every route takes an `authentication.Caller`, so no route can forget this step.
+    The caller is already authenticated. Every route takes an `authentication.Caller`, so no route can forget this step.
     """
     received = await read(request, services, endpoint)
     target = await resolve(services, caller, received.body.model, received.body.user)
@@ -75,9 +75,10 @@ async def read(request: Request, services: GatewayServices, endpoint: Endpoint[B
 
 
 async def resolve(services: GatewayServices, caller: Principal, name: str, user: str | None = None) -> Target:
-    """Resolve the model to a version. If an alias stands for several versions, each `user` always gets the same one.
+    """Resolve the model to a version.
 
-    Raises ModelNotFound or PermissionDenied.
+    If an alias stands for several versions, each `user` always gets the same one. Raises ModelNotFound or
+    PermissionDenied.
     """
     recent = None if caller.tenant_id is None else services.tenants.recent_share(caller.tenant_id)
 
@@ -95,7 +96,9 @@ async def resolve(services: GatewayServices, caller: Principal, name: str, user:
 
 
 async def prepare(services: GatewayServices, endpoint: Endpoint[B], target: Target, received: Received[B]) -> Prepared:
-    """The tokenised prompts, truncated if the body says so. Raises InvalidRequest, RateLimited and Unavailable."""
+    """Tokenise the prompts, and truncate them if the body asks for it. Raises InvalidRequest, RateLimited or
+    Unavailable.
+    """
     check_untokenised(services, received.body)
     with traced("tokenise"):
         prepared = await endpoint.prepare(services, target, received)
@@ -111,7 +114,10 @@ async def prepare(services: GatewayServices, endpoint: Endpoint[B], target: Targ
 
 
 async def constrain(services: GatewayServices, target: Target, constraint: Constraint | None) -> str:
-    """The checked grammar that the answer must follow; empty if there is none. Raises InvalidRequest or RateLimited."""
+    """Check the grammar that the answer must follow, and return it. It is empty if there is none.
+
+    Raises InvalidRequest or RateLimited.
+    """
     if constraint is None:
         return ""
     with traced("constrain"):
@@ -144,9 +150,8 @@ async def answer(
     headers: dict[str, str],
     started_s: float,
 ) -> Response:
-    """The response, whole or streamed.
-
-    It starts after the first token, so that earlier failures get an error status.
+    """Respond, whole or streamed. The response starts after the first token, so that earlier failures get an error
+    status.
     """
     deltas = generation.deltas()
     first = await anext(deltas, None)
@@ -159,7 +164,7 @@ async def answer(
         return Response(status_code=CLIENT_CLOSED)
     if body.num_prompt_logprobs is None:
         return json_response(shape.whole(collected, generation.usage), headers=headers)
-    # Showing the log-probabilities of a long prompt takes long.
+    # Formatting the log-probabilities of a long prompt is slow.
     document = await services.compute(shape.whole, collected, generation.usage)
     return await services.compute(json_response, document, headers=headers)
 
@@ -177,7 +182,6 @@ async def _events(
     shape: Answer,
     body: GenerationRequest,
 ) -> AsyncIterator[bytes]:
-    """The events of a stream: chunks, then usage and `[DONE]` once settled. A failed stream ends with an error."""
     so_far = UsageSoFar(generation.plan.prompt_tokens) if body.continuous_usage else None
     yield _chunks(shape, first, so_far)
     try:

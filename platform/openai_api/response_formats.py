@@ -1,5 +1,3 @@
-"""The fields of a body that constrain its answer: OpenAI's `response_format`, and vLLM's extensions."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ ANY_OBJECT: Schema = {"type": "object"}
 
 
 class JsonSchema(StrictModel):
-    """`strict` changes nothing: answers always follow the schema."""
+    """`strict` changes nothing, because answers always follow the schema."""
 
     name: str = Field(min_length=1, max_length=64)
     description: str | None = None
@@ -77,7 +75,6 @@ class StructuredOutputs(StrictModel):
 def constraints(
     response_format: ResponseFormat | None, structured: StructuredOutputs | None, guided: StructuredOutputs
 ) -> Iterator[Constraint]:
-    """Yield every constraint in these fields. Raises InvalidRequest for an invalid constraint."""
     match response_format:
         case JsonObjectFormat():
             yield Constraint.of_json("json_schema", ANY_OBJECT, "response_format")
@@ -107,7 +104,7 @@ def _structured(wanted: StructuredOutputs, prefix: str) -> Iterator[Constraint]:
 
 
 def _schema(schema: Schema | str, param: str) -> Constraint:
-    """The constraint for a schema, which can be an object or, as in vLLM, a string of JSON."""
+    """Return the constraint for a schema, which can be an object or, as in vLLM, a string of JSON."""
     if isinstance(schema, str):
         try:
             schema = parse_strict_json(schema.encode())

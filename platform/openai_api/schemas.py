@@ -70,7 +70,7 @@ def _usable_words(words: list[str] | None) -> list[str] | None:
 
 
 def _few_entries(value: Any) -> Any:
-    # Count entries before validating them, since dict validation does not stop at the first invalid value.
+    # Count entries before validating them, because dict validation does not stop at the first invalid value.
     if isinstance(value, dict) and len(value) > MAX_METADATA:
         raise ValueError(f"at most {MAX_METADATA} entries are allowed")
     return value
@@ -80,7 +80,7 @@ _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
 
 def _usable_bias(value: Any) -> Any:
-    """Check that keys are token ids in canonical form, so that no token is named twice."""
+    """Check that keys are token IDs in canonical form, so that no token is named twice."""
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_BIASED_TOKENS:
@@ -100,8 +100,6 @@ class StreamOptions(StrictModel):
 
 
 class GenerationRequest(StrictModel):
-    """The fields shared by chat and completions."""
-
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "use_beam_search": (None, False),
         "length_penalty": (None, 1),
@@ -111,11 +109,11 @@ class GenerationRequest(StrictModel):
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset(
         {"guided_decoding_backend", "stream_options.include_obfuscation"}
     )
-    """Fields that cannot change the answer, so that they are accepted with any value of their type."""
+    """Fields that cannot change the answer. They are accepted with any value of their type."""
     PROMPT: ClassVar[str]
     """The name of the field that holds the prompt."""
     DEFAULT_MAX_TOKENS: ClassVar[int | None] = None
-    """The token limit for a body that sets no limit; None means the rest of the context."""
+    """The token limit for a body without a limit. None means the rest of the context."""
 
     model: str = Field(max_length=MAX_MODEL_NAME)
     n: int | None = Field(None, ge=1, le=128)
@@ -189,17 +187,17 @@ class GenerationRequest(StrictModel):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of alternatives to report per token; None means no log-probabilities at all."""
+        """Number of alternatives to report per token. None means no log-probabilities at all."""
         return None
 
     @property
     def max_thinking_tokens(self) -> int | None:
-        """Maximum number of tokens of the reasoning, or None if it is not limited."""
+        """Maximum number of tokens of the reasoning. None means no limit."""
         return None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Number of alternatives to report per prompt token; None means no log-probabilities of the prompt at all."""
+        """Number of alternatives to report per prompt token. None means no log-probabilities of the prompt at all."""
         return self.prompt_logprobs
 
     @property
@@ -211,7 +209,6 @@ class GenerationRequest(StrictModel):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def check(self) -> None:
-        """Raise InvalidRequest for a well-formed but unsupported body."""
         for name, neutral in self.NEUTRAL.items():
             if getattr(self, name) not in neutral:
                 raise InvalidRequest(f"{name} is not supported", param=name, code="unsupported_parameter")
@@ -227,7 +224,6 @@ class GenerationRequest(StrictModel):
             )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise InvalidRequest for a token id that is not in the vocabulary."""
         fields = {
             "stop_token_ids": self.stop_token_ids or (),
             "allowed_token_ids": self.allowed_token_ids or (),
@@ -248,7 +244,7 @@ class GenerationRequest(StrictModel):
         return found[0] if found else None
 
     def sampling(self, defaults: SamplingDefaults = NO_DEFAULTS) -> SamplingParams:
-        """The sampling parameters. A field that the body leaves out takes the model's default, or else the API's."""
+        """The sampling parameters. An omitted field takes the model's default, otherwise the API's."""
         bias = sorted((int(key), value) for key, value in (self.logit_bias or {}).items())
         return SamplingParams(
             temperature=_or(self.temperature, _or(defaults.temperature, 1.0)),
@@ -305,8 +301,6 @@ def _is_ids(value: list[Any]) -> bool:
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of `/v1/completions`."""
-
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationRequest.NEUTRAL,
         "suffix": (None, ""),
@@ -367,8 +361,6 @@ class CompletionRequest(GenerationRequest):
 
 
 class ChatRequest(GenerationRequest):
-    """The body of `/v1/chat/completions`."""
-
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationRequest.NEUTRAL,
         "functions": (None, []),
@@ -455,7 +447,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def offered_tools(self) -> Tools:
-        """The tools that the model may call; none with `tool_choice` none."""
+        """The tools that the model may call. There are none if `tool_choice` is none."""
         return [] if self.choice_of_tools.mode == "none" else self.tools or []
 
     @property

@@ -1,5 +1,3 @@
-"""The gateway's services, composed once at startup."""
-
 from __future__ import annotations
 
 import asyncio
@@ -51,8 +49,6 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The base model as clients see it."""
-
     served_name: str
     max_model_len: int
     vocab_size: int
@@ -61,7 +57,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """Limits on one request, each checked before any work is done for it, and the defaults of its fields."""
+    """Limits on one request, which are checked before any work is done for it, and the defaults of its fields."""
 
     max_body_bytes: int = 2 * 1024 * 1024
     max_choices: int = 128
@@ -128,7 +124,7 @@ class GatewayServices:
         spool: SettlementSpool | None = None,
         tracing: Tracing | None = None,
     ) -> GatewayServices:
-        """Assemble a gateway. `executor` runs blocking calls; `close` ends the compute threads.
+        """Assemble a gateway. `executor` runs blocking calls, and `close` ends the compute threads.
 
         Without a `spool`, settlements that the database rejects wait only in memory.
         """
@@ -178,7 +174,7 @@ class GatewayServices:
         )
 
     def close(self) -> None:
-        """End the threads. Waiting commits and running computations finish; queued computations are dropped."""
+        """End the threads. Waiting commits and running computations finish. Queued computations are dropped."""
         self.cache_invalidation.close()
         self.commit.close(CLOSE_WAIT_S)
         self.settler.close()
@@ -197,11 +193,12 @@ class GatewayServices:
             raise DatabaseTrouble("the database does not answer") from None
 
     async def compute(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a long CPU-bound function on a thread."""
         return await call_on(self.compute_executor, function, *args, **kwargs)
 
     async def compute_if_long(self, size: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Parse or tokenise `size` characters: here if that takes under a millisecond, else on a thread."""
+        """Parse or tokenise `size` characters, on the event loop if that takes under a millisecond, otherwise on a
+        thread.
+        """
         if size <= MAX_TOKENISED_AT_ONCE:
             return function(*args, **kwargs)
         return await self.compute(function, *args, **kwargs)
@@ -213,9 +210,8 @@ class GatewayServices:
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence that the running engine accepts.
-
-        Its pool may hold fewer tokens than the model supports.
+        """The longest sequence that the running engine accepts. Its pool may hold
+        fewer tokens than the model supports.
         """
         info = self.engine.info
         return self.model.max_model_len if info is None else min(self.model.max_model_len, info.max_model_len)

@@ -1,4 +1,4 @@
-"""The base of all request bodies: strict types and no unknown fields."""
+"""The base class of all request bodies: strict types and no unknown fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class StrictModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_one_unknown_field(cls, document: Any) -> Any:
-        # pydantic reports each unknown field as a separate error; the first is enough to refuse the body.
+        # Pydantic reports each unknown field as a separate error. The first is enough to refuse the body.
         fields = cls.model_fields
         if not isinstance(document, dict) or len(document) <= len(fields):
             return document

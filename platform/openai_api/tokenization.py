@@ -106,7 +106,7 @@ def _parse(sent: bytes) -> TokenizePrompt | TokenizeChat:
 
 
 def _ids(services: GatewayServices, body: TokenizePrompt) -> tuple[int, ...]:
-    """The token ids. Like a completion, raises InvalidRequest for a text that cannot fit in the context."""
+    """Return the token IDs. Like a completion, raises InvalidRequest for a text that cannot fit in the context."""
     return services.tokenizer.encode(
         body.prompt, services.max_model_len, add_special_tokens=body.add_special_tokens is not False
     )

@@ -1,5 +1,3 @@
-"""The tools that a chat request offers, and its choice among them."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -35,7 +33,7 @@ class Tool(StrictModel):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """The JSON schema of the arguments; without `parameters`, a function takes none."""
+        """The JSON schema of the arguments. Without `parameters`, a function takes none."""
         return self.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
 
 

@@ -34,16 +34,12 @@ _AMOUNTS = tuple(_counters.c[name] for name in Counter._fields)
 
 
 class _KeyRow(msgspec.Struct, frozen=True, gc=False):
-    """The columns of a CounterKey, in the order of its fields."""
-
     policy_id: str
     subject_id: str
     window_start_us: int
 
 
 class _CounterRow(_KeyRow, frozen=True, gc=False):
-    """The columns of a CounterKey and its Counter."""
-
     level: int
     reserved: int
     used: int
@@ -63,11 +59,10 @@ def _locking(is_locking: bool) -> Select[*tuple[Any, ...]]:
 
 
 class CounterRows:
-    """Counters by key.
+    """Counters by key. With `is_locking` False, counters are only read.
 
     A transaction locks all counters that it will change before it changes any of them, in the order of their keys. Two
-    transactions therefore never deadlock, and values read under the locks stay current until they are written. With
-    `is_locking` False, counters are only read.
+    transactions therefore never deadlock, and values read under the locks stay current until they are written.
     """
 
     def __init__(self, connection: Connection, is_locking: bool = True) -> None:
@@ -101,7 +96,7 @@ class CounterRows:
         return database.moment_of(moment.fetchall()[0])
 
     def _ask(self, run: Run, keys: Collection[CounterKey]) -> psycopg.Cursor[Any]:
-        """Send the query for these counters; `_take` stores the rows that it returns."""
+        """Send the query for these counters. `_take` stores the rows that it returns."""
         text = text_of(_locking(self._is_locking), self._connection.dialect)
         return run(text, {ROWS: document([_KeyRow(*key) for key in keys])})
 
@@ -124,7 +119,7 @@ class CounterRows:
         ]
         if rows:
             dialect = postgresql if self._connection.dialect.name == POSTGRESQL else sqlite
-            # Other gateways may insert the same rows. All gateways use the same order, so that they never deadlock.
+            # Other gateways may insert the same rows. All gateways use the same order, so they never deadlock.
             self._connection.execute(dialect.insert(_counters).on_conflict_do_nothing(), rows)
 
     def change(self, key: CounterKey, counter: Counter) -> None:
@@ -136,5 +131,4 @@ class CounterRows:
         return _WRITE, [_CounterRow(*key, *self.counters[key]) for key in self._changed]
 
     def write(self) -> None:
-        """Write the changed counters."""
         write_together(self._connection, [self.writes()])

@@ -7,11 +7,13 @@ from typing import NamedTuple
 from loramux.platform.quotas.metrics import MAX_RATE
 
 UNITS = 60_000_000
-"""Bucket units per request or token: the microseconds in a minute, so a bucket gains `limit` units per microsecond."""
+"""Bucket units per request or token: the microseconds in a minute. A bucket gains `limit` units per microsecond."""
 
 
 class CounterKey(NamedTuple):
-    """Identifies a policy's counter in one window, for the policy's subject or a tenant that inherits the policy."""
+    """Identifies a policy's counter in one window, for the policy's subject or
+    for a tenant that inherits the policy.
+    """
 
     policy_id: str
     subject_id: str
@@ -23,7 +25,7 @@ class Counter(NamedTuple):
     """The state of a counter. `reserved` and `used` are whole requests, tokens or nanos."""
 
     level: int
-    """A bucket's level in UNITS; can be negative after a settlement."""
+    """A bucket's level in UNITS. It can be negative after a settlement."""
     reserved: int
     """Amount reserved by running requests."""
     used: int
@@ -34,7 +36,6 @@ class Counter(NamedTuple):
 
     @classmethod
     def fresh(cls, burst: int, now_us: int) -> Counter:
-        """Return a full bucket with nothing counted."""
         # Other kinds do not use the level. Their burst repeats the limit, which can exceed the largest bucket.
         return cls(min(burst, MAX_RATE) * UNITS, 0, 0, 0, now_us)
 
@@ -55,7 +56,6 @@ class Counter(NamedTuple):
         return Counter(level, self.reserved, self.used, self.exceeded, now_us)
 
     def changed(self, level: int = 0, reserved: int = 0, used: int = 0, exceeded: int = 0) -> Counter:
-        """Return the counter with these amounts added."""
         return Counter(
             self.level + level, self.reserved + reserved, self.used + used, self.exceeded + exceeded, self.refilled_us
         )

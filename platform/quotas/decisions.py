@@ -39,7 +39,7 @@ class QuotaExceeded(RateLimited):
         super().__init__(
             f"the {policy.scope}'s limit{amount} for {policy.metric} is reached",
             param=policy.metric,
-            # Waiting does not help if the limit is zero.
+            # If the limit is zero, waiting does not help.
             code=None if is_rate and policy.limit else "insufficient_quota",
             retry_after_s=wait_us / 1_000_000,
             headers={**rate_limit_headers(limits), **_policy_header(binding)},
@@ -69,8 +69,6 @@ class RequestTooLarge(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """A reservation's amount on one counter. `Binding.of` derives the subject from the reservation's tenant."""
-
     policy_id: str
     window_start_us: int
     amount: int
@@ -78,8 +76,6 @@ class Charge:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """An admission: the changed counters, the request's charges, the remaining rates, and the exceeded policies."""
-
     counters: dict[CounterKey, Counter]
     charges: tuple[Charge, ...]
     limits: tuple[RateLimit, ...]
@@ -88,15 +84,13 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict of one policy on a request."""
-
     binding: Binding
     counter: Counter
     """The counter before the request."""
     cost: int
     never_admits: bool
     wait_us: int
-    """Time to wait, in microseconds; 0 if the policy admits the request."""
+    """Time to wait, in microseconds. 0 if the policy admits the request."""
 
 
 def verdicts(
@@ -113,7 +107,9 @@ def verdicts(
 
 
 def refusal(judged: Sequence[Verdict], now_us: int) -> QuotaExceeded | RequestTooLarge | None:
-    """Return the error for a cost that is never admitted, else for the longest wait, or None if admitted."""
+    """Return the error for a cost that is never admitted, else for the longest
+    wait. None if the request is admitted.
+    """
     against = [verdict for verdict in judged if verdict.wait_us and verdict.binding.is_hard]
     for verdict in against:
         if verdict.never_admits:
@@ -154,7 +150,7 @@ def extend(
     demand: Demand,
     now_us: int,
 ) -> tuple[dict[CounterKey, Counter], tuple[Charge, ...]] | None:
-    """Extend a running request by `demand`, and return the changed counters and the charges, or None if refused.
+    """Extend a running request by `demand`. Return the changed counters and the charges, or None if refused.
 
     `held` pairs each charge with its binding, which is None if the limit has since been removed.
     """
@@ -182,7 +178,6 @@ def extend(
 
 
 def _policy_header(binding: Binding) -> dict[str, str]:
-    """Return the header that names the refusing policy, or no header if another tenant owns the policy."""
     return {} if binding.is_anothers else {POLICY_HEADER: binding.policy.id}
 
 

@@ -9,15 +9,13 @@ from enum import StrEnum
 from loramux.platform.periods import Period
 
 MAX_RATE = 100_000_000_000
-"""Highest limit or burst of a rate, which still fits in a 64-bit column when converted to bucket units."""
+"""Highest limit or burst of a rate. Converted to bucket units, it still fits in a 64-bit column."""
 
 MAX_AMOUNT = 10**18
 """Highest limit of any other metric: a billion dollars in nanos. Twice this limit still fits in a 64-bit column."""
 
 
 class Kind(StrEnum):
-    """The way a metric is counted."""
-
     RATE = "rate"
     """A bucket that refills."""
     CONCURRENCY = "concurrency"
@@ -25,12 +23,10 @@ class Kind(StrEnum):
     BUDGET = "budget"
     """The amount used in a day or a month of the tenant's timezone."""
     STOCK = "stock"
-    """The amount stored, which is counted in the database whenever a tenant adds to it."""
+    """The stored amount, which the database counts whenever a tenant adds to it."""
 
 
 class Unit(StrEnum):
-    """The unit of a metric."""
-
     REQUESTS = "requests"
     TOKENS = "tokens"
     NANOS = "nanos"
@@ -43,8 +39,6 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric that a policy can limit."""
-
     name: str
     kind: Kind
     unit: Unit

@@ -45,9 +45,9 @@ class EffectiveLimit:
     num_exceeded: int
     """Number of requests that a soft or shadow policy admitted beyond its limit, in this window or in total."""
     window: Window | None
-    """The window of a budget, or None for other kinds."""
+    """The window of a budget. None for other kinds."""
     reset_us: int | None
-    """Time at which the whole limit is free again if nothing more is used, or None if waiting does not free it."""
+    """Time at which the whole limit is free again if nothing more is used. None if waiting does not free it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class QuotaOverview:
         self._prices = PriceReader(database)
 
     def effective(self, caller: QuotaCaller) -> tuple[EffectiveLimit, ...]:
-        """List the caller's limits by metric, the tenant's before the key's and the adapter's."""
+        """List the caller's limits by metric: the tenant's first, then the key's and the adapter's."""
         with self._database.read() as connection:
             cache, counters, bindings, now_us = self._read(connection, caller, None)
             standing = [(binding, binding.current(counters.get(binding.key), now_us)) for binding in bindings]
@@ -85,9 +85,9 @@ class QuotaOverview:
         completion_tokens: int,
         trial: QuotaPolicy | None = None,
     ) -> Admissibility:
-        """Check whether the caller's request would be admitted now, or would be if the policy `trial` were set.
+        """Check whether the caller's request would be admitted now, or with the policy `trial` in force.
 
-        A trial, from `QuotaPolicies.propose`, continues from the counter of the policy that it would change; a new
+        A trial, from `QuotaPolicies.propose`, continues from the counter of the policy that it would change. A new
         policy starts from zero.
         """
         with self._database.read() as connection:

@@ -33,7 +33,6 @@ from loramux.platform.quotas.counters import Counter
 from loramux.platform.quotas.metrics import BUDGET_PAIRS, METRICS, Kind
 
 PLATFORM = "platform"
-"""The subject of policies that tenants without their own policy inherit."""
 
 ADAPTER = "adapter"
 """The scope of policies that limit each tenant's calls to an adapter: the owner's calls and each grantee's."""
@@ -50,16 +49,16 @@ _SUBJECTS: Mapping[str, tuple[str, Table]] = {
 
 @dataclass(frozen=True, slots=True)
 class QuotaPolicy:
-    """One limit of one subject. `burst` is the size of a rate's bucket; for other kinds, it repeats the limit.
+    """One limit of one subject.
 
-    `hard` refuses requests beyond the limit, `soft` admits and reports them, `shadow` only counts them.
+    `burst` is the size of a rate's bucket. For other kinds, it repeats the limit. `hard` refuses requests beyond the
+    limit, `soft` admits and reports them, and `shadow` only counts them.
     """
 
     id: str
     scope: str
     subject_id: str
     tenant_id: str | None
-    """The subject's tenant; None for the platform."""
     metric: str
     mode: str
     limit: int
@@ -86,8 +85,8 @@ class _Held:
 class QuotaPolicies:
     """The policies in the database. A metric without a policy is unlimited.
 
-    A tenant's own policy replaces the platform's for that metric, except that a shadow policy only counts and leaves
-    the platform's policy in force. Policies of keys and adapters apply in addition to the tenant's.
+    A tenant's own policy replaces the platform's for that metric. A shadow policy only counts, and leaves the
+    platform's policy in force. Policies of keys and adapters apply in addition to the tenant's.
     """
 
     def __init__(self, database: Database) -> None:
@@ -159,7 +158,7 @@ class QuotaPolicies:
         before: str | None = None,
         only: Collection[str] | None = None,
     ) -> Page[QuotaPolicy]:
-        """List the policies of a tenant, its keys and its adapters, or all policies if `tenant_id` is None.
+        """List the policies of a tenant, its keys and its adapters. If `tenant_id` is None, list all policies.
 
         `only` restricts the list to policies of these subjects.
         """
@@ -178,7 +177,7 @@ class QuotaPolicies:
         return policy_of(row) if row is not None else None
 
     def delete(self, policy_id: str) -> bool:
-        """Delete a policy and the amounts that requests have reserved under it, or return False if there is none."""
+        """Delete a policy and the amounts that requests have reserved under it. Return False if there is none."""
         with self._database.write() as connection:
             locked = select(_policies).where(_policies.c.id == policy_id).with_for_update()
             row = connection.execute(locked).one_or_none()
@@ -191,7 +190,6 @@ class QuotaPolicies:
         return True
 
     def _hold(self, connection: Connection, subject_id: str, is_locking: bool = True) -> _Held:
-        """Lock a subject and its policies, in the order of their ids, as reservations do. Raises NotFound."""
         subject = _find_subject(connection, subject_id, is_locking)
         query = select(_policies).where(_policies.c.subject_id == subject.id).order_by(_policies.c.id)
         rows = connection.execute(query.with_for_update() if is_locking else query)
@@ -200,7 +198,6 @@ class QuotaPolicies:
     def _wanted(
         self, connection: Connection, held: _Held, metric: str, limit: int, burst: int | None, mode: str | None
     ) -> QuotaPolicy:
-        """Return the policy to write. Raises InvalidRequest."""
         subject = held.subject
         if subject.scope not in METRICS[metric].scopes:
             raise InvalidRequest(f"{metric} can be limited only for a tenant or the platform", param="metric")
@@ -223,7 +220,6 @@ class QuotaPolicies:
 
 
 def _shown(policy: QuotaPolicy) -> dict[str, object]:
-    """Return the fields for the audit log."""
     return {
         "scope": policy.scope,
         "subject_id": policy.subject_id,
@@ -286,7 +282,7 @@ def check_agreement(policies: Mapping[str, QuotaPolicy]) -> None:
 
 
 def _find_subject(connection: Connection, subject_id: str, is_locking: bool) -> _Subject:
-    """Lock and return the subject with this id, so that concurrent calls take turns. Raises NotFound."""
+    """Lock and return the subject with this ID, so that concurrent calls take turns. Raises NotFound."""
     if subject_id == PLATFORM:
         return _Subject(PLATFORM, PLATFORM, None)
     scope, table = _SUBJECTS.get(subject_id[:3], (None, None))
@@ -305,7 +301,6 @@ def _find_subject(connection: Connection, subject_id: str, is_locking: bool) -> 
 
 
 def _write(connection: Connection, old: QuotaPolicy | None, new: QuotaPolicy) -> None:
-    """Write a policy, whose previous state is `old`, to the database and the audit log."""
     if old is None:
         _insert(connection, new)
     else:

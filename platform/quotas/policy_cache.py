@@ -25,7 +25,9 @@ _policies, _tenants = schema.quota_policies, schema.tenants
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """A caller's bindings, valid in `[start_us, end_us)`, in which no day or month ends in the caller's timezone."""
+    """A caller's bindings, valid in `[start_us, end_us)`. In that range, no day
+    or month ends in the caller's timezone.
+    """
 
     bindings: Sequence[Binding]
     start_us: int
@@ -75,7 +77,7 @@ class PolicyCache:
                 found = [policy_of(row) for row in connection.execute(select(_policies).where(wanted))]
                 self._has_windows |= any(METRICS[policy.metric].period is not None for policy in found)
                 self.has_costs |= any(METRICS[policy.metric].unit is Unit.NANOS for policy in found)
-                # Read timezones first, so that no policy is cached if this read fails.
+                # Read timezones first. If this read fails, no policy is cached.
                 owners = {policy.tenant_id for policy in found if policy.tenant_id is not None}
                 self._read_timezones(connection, owners)
                 for subject in subjects:
@@ -85,7 +87,6 @@ class PolicyCache:
             self._read_timezones(connection, tenant_ids)
 
     def put(self, policy: QuotaPolicy) -> None:
-        """Add a policy in place of its subject's policy for the same metric."""
         others = [other for other in self._by_subject.get(policy.subject_id, ()) if other.metric != policy.metric]
         self._by_subject[policy.subject_id] = [*others, policy]
         self._policies[policy.id] = policy
@@ -93,7 +94,7 @@ class PolicyCache:
         self.has_costs |= METRICS[policy.metric].unit is Unit.NANOS
 
     def bindings(self, tenant_id: str, key_id: str | None, adapter_id: str | None, now_us: int) -> Sequence[Binding]:
-        """Return the policies that apply to a request made with a tenant's key for an adapter."""
+        """Return the policies that apply to a request for an adapter with a tenant's key."""
         caller = (tenant_id, key_id, adapter_id)
         rules = self._rules.get(caller)
         if rules is None or not rules.start_us <= now_us < rules.end_us:
@@ -110,7 +111,6 @@ class PolicyCache:
         return rules.bindings
 
     def stock_bindings(self, tenant_id: str) -> list[Binding]:
-        """Return the policies that limit a tenant's stock."""
         return [
             Binding.of(policy, tenant_id)
             for policy in self._of_tenant(tenant_id)
@@ -118,7 +118,7 @@ class PolicyCache:
         ]
 
     def held(self, charges: Iterable[Charge], tenant_id: str) -> list[Binding | None]:
-        """Return one binding per charge of a reservation, with None for a limit that has since been removed."""
+        """Return one binding per charge of a reservation, or None for a limit that has since been removed."""
         return [self._holding(charge, tenant_id) for charge in charges]
 
     def _holding(self, charge: Charge, tenant_id: str) -> Binding | None:
@@ -153,7 +153,7 @@ class PolicyCache:
 class PolicyReader:
     """The cache of one process. Thread-safe, because an outdated cache is replaced as a whole.
 
-    A transaction first locks its counters and then reads the time and the epoch. From the epoch, `cache_at` determines
+    A transaction first locks its counters, then reads the time and the epoch. `cache_at` uses the epoch to determine
     whether the cache is still valid. A later policy change either waits for the locked counters or does not affect this
     transaction.
     """
@@ -162,10 +162,9 @@ class PolicyReader:
         self._database = database
         self._cache: PolicyCache | None = None
         self.latest_us = 0
-        """The time at the most recent read."""
 
     def cache(self, connection: Connection) -> PolicyCache:
-        """Return the most recent cache, which may be outdated."""
+        """The most recent cache, which may be outdated."""
         if self._cache is None or self._cache.num_entries > MAX_ENTRIES:
             moment = self._database.moment(connection)
             self._cache, self.latest_us = PolicyCache(moment.epoch), moment.now_us

@@ -10,10 +10,10 @@ from loramux.platform.quotas.metrics import METRICS, Kind, Metric, Unit
 from loramux.platform.quotas.policies import ADAPTER, HARD, QuotaPolicy
 
 RETRY_US = 1_000_000
-"""Suggested wait if running requests may soon release enough, in microseconds."""
+"""Suggested wait, in microseconds, if running requests may soon release enough."""
 
 NEVER_US = 3_600_000_000
-"""Suggested wait if only a change by an operator can help, in microseconds."""
+"""Suggested wait, in microseconds, if only a change by an operator can help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,6 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """The amount that a request has used."""
-
     tokens: int
     cost_nanos: int = 0
     has_run: bool = True
@@ -49,7 +47,6 @@ class Spent:
         return self.has_begun if metric.unit is Unit.LOADS else self.has_run
 
     def of(self, metric: Metric) -> int:
-        """Return the amount to charge to a rate or budget."""
         return self.cost_nanos if metric.unit is Unit.NANOS else self.tokens
 
 
@@ -81,7 +78,6 @@ class Binding:
         return self.policy.mode == HARD
 
     def current(self, counter: Counter | None, now_us: int) -> Counter:
-        """Return the counter at `now_us`, or a fresh one if nothing has been counted yet."""
         if counter is None:
             return Counter.fresh(self.policy.burst, now_us)
         if self.metric.kind is Kind.RATE:
@@ -123,11 +119,11 @@ class Binding:
         return max(0, self.window.end_us - now_us) if self.metric.kind is Kind.BUDGET else 0
 
     def is_charged(self, cost: int, is_exceeded: bool) -> bool:
-        """Return True if an admitted request is charged to the counter.
+        """Return whether an admitted request is charged to the counter.
 
         A budget counts all usage, in any mode. A soft or shadow limit on a rate or on concurrency does not charge a
-        request beyond the limit, as if the request had been refused. The limit therefore reports exactly the requests
-        that a hard limit would refuse.
+        request beyond the limit, as if it had been refused. The limit therefore reports exactly the requests that a
+        hard limit would refuse.
         """
         return self.metric.kind is Kind.BUDGET or (cost > 0 and not is_exceeded)
 

@@ -1,5 +1,3 @@
-"""A tenant's stock, which is the number and bytes of its adapters, and the limits on both."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -31,8 +29,8 @@ class Stock:
 def stock_of(connection: Connection, tenant_id: str, metric: str, now_us: int) -> Stock:
     """Return a tenant's stock at `now_us`.
 
-    A version counts with its canonical bytes and its optional files or, until it has a verdict, with the bytes that its
-    upload declared.
+    A version counts with its canonical bytes and its optional files. Until it has a verdict, it counts with the bytes
+    that its upload declared.
     """
     if metric == ADAPTERS:
         query = select(func.count()).select_from(_adapters).where(_adapters.c.tenant_id == tenant_id)

@@ -1,5 +1,3 @@
-"""Prometheus metrics of the engine behind a gateway: its steps, its pool, and adapter loading."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
@@ -27,7 +25,7 @@ class EngineCollector(Collector):
 
 
 def render_engine(stats: Stats | None) -> bytes:
-    """The text exposition. If no engine answers, it contains only `loramux_engine_up 0`."""
+    """Return the text exposition. If no engine answers, it contains only `loramux_engine_up 0`."""
     registry = CollectorRegistry()
     registry.register(_Up(stats is not None))
     if stats is not None:

@@ -23,10 +23,9 @@ class AnsweredCall:
     method: str
     path: str
     status: int
-    """The status that was sent; 500 if no response was sent."""
+    """The status that was sent. 500 if no response was sent."""
     error_code: str | None
     has_raised: bool
-    """True if the app raised an exception."""
     seconds: float
     """Time from the call to the last byte of its response."""
 
@@ -35,7 +34,7 @@ Count = Callable[[AnsweredCall], None]
 
 
 class HttpMetrics:
-    """Measures every call of a listener, except those to `unmeasured` paths, and passes it to `count`."""
+    """Measures every call of a listener, except calls to `unmeasured` paths, and passes it to `count`."""
 
     def __init__(self, app: ASGIApp, count: Count, unmeasured: frozenset[str] = frozenset()) -> None:
         self._app = app
@@ -75,7 +74,7 @@ class HttpMetrics:
 
 
 def counting_endpoints(metrics: GatewayMetrics, endpoints: Mapping[str, str], logs_answers: bool) -> Count:
-    """Count the OpenAI listener's responses and errors by endpoint; with `logs_answers`, also log each response."""
+    """Count the OpenAI listener's responses and errors by endpoint. With `logs_answers`, also log each response."""
 
     def count(call: AnsweredCall) -> None:
         endpoint = endpoints.get(call.path, "other")

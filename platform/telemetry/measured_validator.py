@@ -1,5 +1,3 @@
-"""Counts and times validations."""
-
 from __future__ import annotations
 
 import time

@@ -1,7 +1,7 @@
-"""Prometheus metrics of a gateway. Labels come from small fixed sets, never from tenants, keys or paths.
+"""Prometheus metrics of a gateway.
 
-The only exception is the list of the quota policies with the most refusals, at most ten. docs/metrics.md
-lists every metric.
+Labels come from small fixed sets, never from tenants, keys or paths. The only exception is the list of the quota
+policies with the most refusals, at most ten. docs/metrics.md lists every metric.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ MAX_POLICIES = 4096
 
 
 class GatewayMetrics:
-    """The gateway's metrics, in their own registry so that one process can have several gateways."""
-
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -139,7 +137,6 @@ class GatewayMetrics:
             self._top_refusals.count(policy.id)
 
     def note_commit(self, num_operations: int, seconds: float, has_failed: bool) -> None:
-        """Record a finished transaction of the committer."""
         self.commit_operations.observe(num_operations)
         self.commit_seconds.observe(seconds)
         if has_failed:
@@ -154,14 +151,13 @@ class GatewayMetrics:
             self.grammar_refused_keywords.labels(keyword if keyword in JSON_SCHEMA_KEYWORDS else "other").inc()
 
     def note_listener(self, listener: str, num_connections: Callable[[], int]) -> Counter:
-        """Report a listener's number of connections; return the counter of connections that it refuses or closes."""
+        """Report a listener's number of connections. Return the counter of connections that it refuses or closes."""
         self._connections.labels(listener).set_function(num_connections)
         for reason in NETWORK_REFUSALS:
             self._network_refusals.labels(listener, reason)
         return self._network_refusals
 
     def render(self) -> bytes:
-        """The text exposition, of type `CONTENT_TYPE`."""
         return generate_latest(self.registry)
 
     def _gauge(self, name: str, help_text: str) -> Gauge:

@@ -1,5 +1,3 @@
-"""Traces requests with OpenTelemetry."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +20,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class OtelTracing:
-    """Starts traces, sampling a `share` of them by trace id.
+    """Starts traces, sampling a `share` of them by trace ID.
 
     A trace that continues a client's trace follows the client's decision.
     """
@@ -39,11 +37,10 @@ class OtelTracing:
         return OtelTracing(open_provider(config, "loramux-gateway", sampler), clients)
 
     def begin(self, name: str, headers: Mapping[str, str]) -> RequestTrace:
-        # Every request starts with an empty context, not with the process's context.
         above, links = Context(), []
         if self._clients != "ignore" and "traceparent" in headers:
-            # The propagator ignores a malformed header. `tracestate` and `baggage` are not extracted: they are not
-            # needed, and a client could use them to inflate all our messages.
+            # The propagator ignores a malformed header. `tracestate` and `baggage` are not needed, and a client could
+            # use them to inflate all our messages, so they are not extracted.
             theirs = _PROPAGATOR.extract({"traceparent": headers["traceparent"]}, Context())
             of_client = trace.get_current_span(theirs).get_span_context()
             if of_client.is_valid and self._clients == "parent":
@@ -102,7 +99,7 @@ class _Trace:
         try:
             yield span
         except ApiError as error:
-            # Messages can quote client input; codes cannot.
+            # Messages can quote client input. Codes cannot.
             failure = error.code
             raise
         except BaseException as error:

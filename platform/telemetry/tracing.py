@@ -1,6 +1,6 @@
 """The current request's trace in the gateway, with negligible cost if tracing is disabled.
 
-Nothing here imports OpenTelemetry; `otel_tracing.py` does, and is imported only if tracing is enabled.
+Nothing here imports OpenTelemetry. Only `otel_tracing.py` does, and it is imported only if tracing is enabled.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ ClientTraces = Literal["ignore", "link", "parent"]
 
 
 class Span(Protocol):
-    """One timed part of a request. Call `end` once."""
-
     @property
     def traceparent(self) -> str | None:
-        """The header value that identifies this span (W3C Trace Context); None if the trace is not sampled."""
+        """The header value that identifies this span (W3C Trace Context). None if the trace is not sampled."""
 
     def set(self, name: str, value: Attribute) -> None: ...
 
@@ -28,8 +26,6 @@ class Span(Protocol):
 
 
 class RequestTrace(Protocol):
-    """The trace of one request. Its spans are children of its root."""
-
     @property
     def trace_id(self) -> str: ...
 
@@ -39,12 +35,10 @@ class RequestTrace(Protocol):
     def begin(self, name: str) -> Span: ...
 
     def span(self, name: str) -> AbstractContextManager[object]:
-        """A span for the duration of a block; an exception that leaves the block marks the span as failed."""
+        """Time a block. An exception that leaves the block marks the span as failed."""
 
 
 class Tracing(Protocol):
-    """Starts the traces of this gateway."""
-
     def begin(self, name: str, headers: Mapping[str, str]) -> RequestTrace:
         """Start a trace for a request with these headers, which come from the client and are untrusted."""
 
@@ -52,20 +46,20 @@ class Tracing(Protocol):
         """Export pending spans, with a short timeout."""
 
 
-# This is a context variable rather than an argument, since tracing does not affect behaviour. Tasks and calls started
-# by a request inherit it.
+# Tracing does not affect behaviour, so this is a context variable rather than an argument. Tasks and calls started by a
+# request inherit it.
 CURRENT: ContextVar[RequestTrace | None] = ContextVar("loramux_request_trace", default=None)
 _UNTRACED: AbstractContextManager[object] = nullcontext()
 
 
 def traced(name: str) -> AbstractContextManager[object]:
-    """A span of the current request for the duration of a block; does nothing if the request is not traced."""
+    """Time a block as a span of the current request. Does nothing if the request is not traced."""
     trace = CURRENT.get()
     return _UNTRACED if trace is None else trace.span(name)
 
 
 def begin_span(name: str) -> Span | None:
-    """A span of the current request, to be ended by the caller; None if the request is not traced."""
+    """Begin a span of the current request, which the caller ends. Returns None if the request is not traced."""
     trace = CURRENT.get()
     return None if trace is None else trace.begin(name)
 

@@ -1,5 +1,3 @@
-"""A model's own chat templates, rendered in a sandbox as Hugging Face renders them."""
-
 from __future__ import annotations
 
 import json
@@ -17,14 +15,14 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 
 
 class ModelFilesError(Exception):
-    """The model directory's tokenizer files cannot be used; the message says which and why."""
+    """The model directory's tokenizer files cannot be used. The message says which and why."""
 
 
 class ChatTemplate:
     """Renders messages as the text of a prompt, including special tokens. Thread-safe."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """Compile the templates `default` and `tool_use` of `sources`. A malformed one can raise any exception."""
+        """Compile the templates `default` and `tool_use` of `sources`. A malformed template can raise any exception."""
         self._environment = ChatEnvironment()
         self._sources = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
         self._templates = {
@@ -35,7 +33,7 @@ class ChatTemplate:
 
     @staticmethod
     def load(model_dir: Path) -> ChatTemplate | None:
-        """The templates of a Hugging Face directory, or None if it has none. Raises ModelFilesError."""
+        """Load the templates of a Hugging Face directory. Returns None if it has none. Raises ModelFilesError."""
         config = read_json(model_dir / "tokenizer_config.json")
         try:
             sources = _sources(model_dir, config)
@@ -46,7 +44,7 @@ class ChatTemplate:
             raise ModelFilesError(f"the chat template of {model_dir} is malformed: {reason(error)}") from error
 
     def source(self, *, has_tools: bool) -> str:
-        """The template for a conversation with or without tools. Raises TemplateRefused if there is none."""
+        """Return the template for a conversation with or without tools. Raises TemplateRefused if there is none."""
         return self._sources[self._name(has_tools)]
 
     def render(
@@ -58,10 +56,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """The prompt of a conversation. Raises InvalidRequest if a limit or the template rejects it.
+        """Render a conversation as a prompt. Raises InvalidRequest if a limit or the template rejects it.
 
         `tools` are OpenAI's, or None if the request has none. `kwargs` are further variables of the template.
-        `add_generation_prompt` opens the assistant's turn; `continue_final_message` leaves the last message open.
+        `add_generation_prompt` opens the assistant's turn. `continue_final_message` leaves the last message open.
         """
         check_kwargs(kwargs or {})
         try:
@@ -93,13 +91,12 @@ class ChatTemplate:
 
 
 def read_special_tokens(model_dir: Path) -> dict[str, str]:
-    """The special tokens that templates can name, such as `bos_token`. Raises ModelFilesError."""
     names = read_json(model_dir / "special_tokens_map.json") | read_json(model_dir / "tokenizer_config.json")
     return {name: _text(names[name]) for name in SPECIAL_TOKENS if names.get(name)}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or an empty object if there is no file. Raises ModelFilesError."""
+    """Read the object in a JSON file. Without a file, return an empty object. Raises ModelFilesError."""
     if not path.is_file():
         return {}
     try:
@@ -112,7 +109,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _sources(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The templates by name. Files go before the configuration, as in transformers."""
+    """Return the templates by name. As in transformers, files take precedence over the configuration."""
     files = {
         DEFAULT: model_dir / "chat_template.jinja",
         **{path.stem: path for path in sorted((model_dir / "additional_chat_templates").glob("*.jinja"))},

@@ -1,4 +1,4 @@
-"""One conversation as a chat template sees it, rendered as transformers' `apply_chat_template` renders it."""
+"""One conversation as a chat template sees it. It is rendered as transformers' `apply_chat_template` renders it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from jinja2 import Template
 from loramux.platform.tokenizer.jinja_sandbox import ChatEnvironment
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which a message's reasoning is passed; the first is the one that most templates read."""
+"""Names under which a message's reasoning is passed. Most templates read the first."""
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks the end of the message to continue: transformers' mark, which some templates look for.
-
-The space shows whether the template strips messages."""
+"""Marks the end of the message to continue. Some templates look for this mark, which is transformers'. The space shows
+whether the template strips messages.
+"""
 
 _MAX_REASON_CHARS = 500
 
 
 class TemplateRefused(Exception):
-    """The template does not render the conversation; the message says why, and `param` names the field."""
+    """The template does not render the conversation. The message says why, and `param` names the field."""
 
     def __init__(self, message: str, param: str = "messages") -> None:
         super().__init__(message)
@@ -32,8 +32,6 @@ class TemplateRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Everything that a prompt is rendered from, as JSON values, but for the template and its special tokens."""
-
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -58,7 +56,7 @@ def render(
     special_tokens: Mapping[str, str],
     conversation: Conversation,
 ) -> str:
-    """The prompt of a conversation. Raises TemplateRefused."""
+    """Raises TemplateRefused."""
     messages = [_message(message) for message in conversation.messages]
     final = _tag_final(messages, source) if conversation.continue_final_message else None
     variables = {
@@ -77,19 +75,19 @@ def render(
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, or its kind if it says nothing."""
+    """Return an error's message, or its type if it has no message."""
     return str(error)[:_MAX_REASON_CHARS].encode(errors="replace").decode() or type(error).__name__
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message without null fields, which many templates would print, and with its reasoning under each name."""
+    """Drop null fields, which many templates would print, and repeat the reasoning under each name."""
     shown = {name: value for name, value in message.items() if value is not None}
     reasoning = next((shown[name] for name in _REASONING_FIELDS if name in shown), None)
     return shown if reasoning is None else {"thinking": reasoning, **shown, "reasoning_content": reasoning}
 
 
 def _tag_final(messages: list[dict[str, Any]], source: str) -> str:
-    """Append the tag to the text of the last message, and return the text without it."""
+    """Append the tag to the text of the last message. Return the text without it."""
     content = messages[-1].get("content")
     if "content" not in source:
         raise TemplateRefused("the chat template reads no content to continue", "continue_final_message")
@@ -105,12 +103,12 @@ def _tag_final(messages: list[dict[str, Any]], source: str) -> str:
 
 
 def _cut_after(final: str, text: str) -> str:
-    """The rendered text up to the end of the final message."""
+    """Cut the rendered text after the final message."""
     end = text.rfind(_TAG.strip())
     if end < 0 or final.strip() not in text:
         raise TemplateRefused(
             "the chat template does not render the whole final message, so it cannot be continued",
             "continue_final_message",
         )
-    # A template that strips the message also strips the space before its end.
+    # A template that strips the message also strips the space before the tag's end.
     return text[:end] if text.startswith(_TAG, end) else text[:end].rstrip()

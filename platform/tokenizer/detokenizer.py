@@ -1,4 +1,4 @@
-"""Decodes token ids incrementally: emits whole characters with correct spacing, and no part of a stop string."""
+"""Decodes token IDs incrementally: emits whole characters with correct spacing, and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 CONTEXT_TOKENS = 5
-"""Preceding tokens to decode together with new ones, so that leading spaces and split characters come out right."""
+"""Number of preceding tokens to decode together with new ones, so that spaces and split characters come out right."""
 
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """Decodes one sequence token by token. The text of `ids[start:read]` has been emitted; `ids[read:]` are held back.
+    """Decodes one sequence token by token. The text of `ids[start:read]` has been emitted. `ids[read:]` are held back.
 
-    An incomplete character is recognised by the tokens' bytes, since U+FFFD in the text can mean either the beginning
+    An incomplete character is recognised by the tokens' bytes, because U+FFFD in the text can mean either the beginning
     of a character or U+FFFD itself.
     """
 
@@ -30,7 +30,6 @@ class Detokenizer:
         self._utf8 = _Utf8("replace")
 
     def feed(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
         tokenizer = self._tokenizer
         spelled = tokenizer.text_bytes(token_id) if self._skips_special_tokens else tokenizer.token_bytes(token_id)
         if not spelled:
@@ -43,7 +42,6 @@ class Detokenizer:
         return "" if begun else self._give(self._decoded(self._ids[self._start :]))
 
     def finish(self) -> str:
-        """The text of the tokens still held back, even if incomplete."""
         return self._give(self._decoded(self._ids[self._start :])) if self._read < len(self._ids) else ""
 
     def _give(self, text: str) -> str:
@@ -59,7 +57,7 @@ class Detokenizer:
 class StopStrings:
     """Holds back the longest suffix of the text that could still become a stop string.
 
-    If several stop strings are complete, the one that begins first counts; of those, the shortest.
+    If several stop strings are complete, the one that begins first counts. Of those, the shortest counts.
     """
 
     def __init__(self, stops: Sequence[str], *, is_shown: bool = False) -> None:
@@ -88,7 +86,6 @@ class StopStrings:
         return shown
 
     def flush(self) -> str:
-        """Return the text held back so far; no more text will come."""
         held, self._held = self._held, ""
         return held
 

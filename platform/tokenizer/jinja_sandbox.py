@@ -1,4 +1,4 @@
-"""The Jinja environment of chat templates: what Hugging Face's templates can use, and limits on what they do.
+"""The Jinja environment of chat templates: what Hugging Face's templates can use, within limits.
 
 Templates read values and build text. They cannot change a message, reach Python's internals, or import anything.
 """
@@ -23,7 +23,7 @@ MAX_PROMPT_CHARS = 16 << 20
 """Longest text that a template may render, in characters."""
 
 MAX_RENDER_S = 0.5
-"""Processor time of one rendering, in seconds."""
+"""Limit on one rendering's processor time, in seconds."""
 
 _STEPS_PER_LOOK = 64
 """Number of attributes, items and calls between two readings of the clock."""
@@ -44,7 +44,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self._clock = _Clock()
 
     def compiled(self, source: str) -> CodeType:
-        """Compile a template. A malformed one can raise any exception."""
+        """Compile a template. A malformed template can raise any exception."""
         return self.compile(source)
 
     def template(self, code: CodeType) -> Template:
@@ -64,7 +64,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         text.encode()
         return text
 
-    # A loop that does anything with a conversation goes through one of these.
+    # A loop that reads anything from a conversation calls one of these methods.
     def getattr(self, obj: Any, attribute: str) -> Any:
         self._clock.step()
         return super().getattr(obj, attribute)
@@ -79,8 +79,6 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Clock(threading.local):
-    """The processor time left to this thread's rendering."""
-
     def __init__(self) -> None:
         self.start()
 
@@ -95,7 +93,7 @@ class _Clock(threading.local):
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}`, which marks the assistant's text for training, renders its body as it is."""
+    """Renders the body of `{% generation %}` unchanged. The tag marks the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 

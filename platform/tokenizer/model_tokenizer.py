@@ -1,5 +1,3 @@
-"""Conversion between text and token ids, for one base model."""
-
 from __future__ import annotations
 
 import re
@@ -12,7 +10,7 @@ from loramux.platform.errors import InvalidRequest
 from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
 
 MAX_TOKENISED_AT_ONCE = 4 * 1024
-"""Longest text tokenised on the event loop, in characters. This takes under a millisecond; longer texts would block."""
+"""Longest text tokenised on the event loop, in characters. This takes under a millisecond. Longer texts would block."""
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -49,8 +47,8 @@ class ModelTokenizer:
     def encode(self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Encode a plain prompt, by default with the special tokens that the model expects around it.
 
-        Before tokenising, raises InvalidRequest for a text that is too long to fit in `max_tokens`. A text that passes
-        this check can still have more tokens than that.
+        Raises InvalidRequest before tokenising if the text is too long to fit in `max_tokens`. A text that passes this
+        check can still have more tokens than that.
         """
         self._check_length(text, max_tokens, "prompt")
         return self._ids(text, add_special_tokens=add_special_tokens)
@@ -61,13 +59,13 @@ class ModelTokenizer:
         return self._ids(text, add_special_tokens=False)
 
     def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The token ids of each word, as the start of a text and after a space, each spelling once."""
+        """Return the token IDs of each word, at the start of a text and after a space, each spelling once."""
         texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
         found = (self._ids(text, add_special_tokens=False) for text in texts)
         return tuple(dict.fromkeys(ids for ids in found if ids))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the ids; an incomplete character at either end becomes U+FFFD."""
+        """Decode the IDs. An incomplete character at either end becomes U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
@@ -75,23 +73,23 @@ class ModelTokenizer:
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token; for a special token, its name."""
+        """Return the bytes of one token. For a special token, these are its name."""
         return self._bytes.of(token_id)
 
     def text_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token adds to a text; a special token adds none."""
+        """Return the bytes that one token adds to a text. A special token adds none."""
         return self._bytes.in_text(token_id)
 
     def special_token_id(self, text: str) -> int | None:
-        """The id of a special token with this name; None if the model spells the text with ordinary tokens."""
+        """Return the ID of a special token with this name, or None if ordinary tokens spell the text."""
         token_id = self._tokenizer.token_to_id(text)
         return token_id if token_id is not None and self._bytes.is_hidden(token_id) else None
 
     def marker_token_id(self, text: str) -> int | None:
-        """The id by which a grammar must name this text; None if a grammar can spell it.
+        """Return the ID by which a grammar must name this text, or None if a grammar can spell it.
 
-        As llguidance does, this treats each added token of the form `<...>` like a special one, also if it is shown in
-        texts, as Qwen's `<tool_call>` is.
+        Like llguidance, this treats each added token of the form `<...>` as special, even if it is shown in texts, as
+        Qwen's `<tool_call>` is.
         """
         token_id = self._tokenizer.token_to_id(text)
         return token_id if token_id is not None and self._bytes.is_marker(token_id) else None
@@ -99,7 +97,8 @@ class ModelTokenizer:
     def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         if len(text) <= MAX_TOKENISED_AT_ONCE:
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
-        # Use a batch of one: the library releases the interpreter lock, which the event loop needs, only for batches.
+        # Use a batch of one. Only for batches does the library release the interpreter lock, which the event loop
+        # needs.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
@@ -113,7 +112,7 @@ class ModelTokenizer:
 
 
 class TokenBytes:
-    """The bytes of single tokens. A token can be part of a character and then has no text of its own.
+    """The bytes of single tokens. A token that is part of a character has no text of its own.
 
     Decodes the spellings of byte-level (GPT-2) and sentencepiece vocabularies.
     """
@@ -158,7 +157,7 @@ class TokenBytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters are themselves; other bytes map to U+0100 and above, in order."""
+    """GPT-2's alphabet: printable Latin-1 characters are themselves. Other bytes map to U+0100 and above, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]

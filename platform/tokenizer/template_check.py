@@ -31,8 +31,6 @@ _RESULT = {"role": "tool", "tool_call_id": "call00001", "name": _NAME, "content"
 
 
 class TemplateFeatures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a template supports, found by rendering conversations."""
-
     system: bool
     """System messages appear in the prompt."""
     several_turns: bool
@@ -42,7 +40,7 @@ class TemplateFeatures(msgspec.Struct, frozen=True, kw_only=True):
     tool_results: bool
     """Calls and their results appear in the prompt."""
     arguments_as_text: bool
-    """Calls appear only if their arguments are JSON text, as in OpenAI's API; most templates read objects."""
+    """Calls appear only if their arguments are JSON text, as in OpenAI's API. Most templates read objects."""
     thinking_switch: str | None
     """The variable that turns thinking on and off, one of THINKING_SWITCHES, if there is one."""
     reasoning_effort: bool
@@ -50,9 +48,10 @@ class TemplateFeatures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_template(render: Callable[[Conversation], str]) -> TemplateFeatures:
-    """The features of the template that `render` uses. Raises TemplateRefused if a plain conversation is not rendered.
+    """Return the features of the template that `render` uses.
 
-    `render` must raise TemplateRefused for a conversation that the template rejects.
+    Raises TemplateRefused if a plain conversation is not rendered. `render` must raise TemplateRefused for a
+    conversation that the template rejects.
     """
 
     def prompt(*messages: Mapping[str, Any], tools: bool = False, **kwargs: Any) -> str:
@@ -93,6 +92,6 @@ def check_template(render: Callable[[Conversation], str]) -> TemplateFeatures:
 
 
 def _called(arguments: Any) -> dict[str, Any]:
-    # Mistral's templates require an id of nine characters.
+    # Mistral's templates require an ID of nine characters.
     call = {"id": _RESULT["tool_call_id"], "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -1,4 +1,4 @@
-"""Checks `chat_template_kwargs`: the variables that a request adds to those of its chat template."""
+"""Checks `chat_template_kwargs`, the variables that a request adds to those of its chat template."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_NAME_CHARS = 64
 MAX_DEPTH = 8
 """Deepest nesting of lists and objects in one value."""
 MAX_SIZE = 16 * 1024
-"""Most characters of strings and names in all values together, where every value counts as one more."""
+"""Maximum number of characters in all values together. Each value counts as one more."""
 
 _PARAM = "chat_template_kwargs"
 _RESERVED = frozenset(
@@ -24,7 +24,7 @@ _RESERVED = frozenset(
 
 
 def check_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest unless these are a few small JSON values whose names replace nothing else."""
+    """Raise InvalidRequest unless these are a few small JSON values whose names replace no other variable."""
     if len(kwargs) > MAX_KWARGS:
         raise _invalid(f"has more than {MAX_KWARGS} entries")
     for name in kwargs:

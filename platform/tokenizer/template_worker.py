@@ -1,7 +1,7 @@
 """The process that renders tenants' templates: `python -m loramux.platform.tokenizer.template_worker`.
 
 Each fork confines itself, reads one request from standard input, and answers on standard output. A template that takes
-too much time or memory ends its fork, and nothing else.
+too much time or memory ends only its own fork.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from loramux.platform.tokenizer.jinja_sandbox import MAX_RENDER_S, ChatEnvironme
 from loramux.platform.tokenizer.template_check import TemplateFeatures, check_template
 
 CPU_S = 1.5 * MAX_RENDER_S
-"""Processor time of a fork, in seconds. The kernel ends a fork that exceeds it, whatever the fork is doing."""
+"""Limit on a fork's processor time, in seconds. The kernel ends a fork that exceeds it."""
 
 MEMORY_BYTES = 256 << 20
-"""Additional memory that one rendering can use, in bytes."""
+"""Limit on the additional memory of one rendering, in bytes."""
 
 ANSWER_BYTES = 4 << 20
 """Longest answer, in bytes."""
@@ -36,7 +36,7 @@ _FIRST_TEMPLATE = "{{ messages[0].content }}{{ strftime_now('%c') }}"
 
 
 class TemplateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A template, and the conversation to render with it; without a conversation, the template is checked."""
+    """A template and the conversation to render with it. Without a conversation, the template is checked."""
 
     source: str
     code: bytes | None
@@ -46,7 +46,7 @@ class TemplateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TemplateAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The rendered text or the features, and the compiled template unless the request had it; or the refusal."""
+    """The refusal, or the rendered text or features. The compiled template is included unless the request had it."""
 
     text: str | None = None
     features: TemplateFeatures | None = None
@@ -74,10 +74,10 @@ def answer_to(request: TemplateRequest, environment: ChatEnvironment) -> Templat
 
 def main() -> int:
     environment, decoder, encoder = ChatEnvironment(), msgspec.json.Decoder(TemplateRequest), msgspec.json.Encoder()
-    # The first use prepares what all forks then have, such as the time zone, which a confined process cannot read.
+    # The first use prepares what all forks share, such as the time zone, which a confined process cannot read.
     first = TemplateRequest(source=_FIRST_TEMPLATE, code=None, special_tokens={}, conversation=None)
     encoder.encode(answer_to(decoder.decode(encoder.encode(first)), environment))
-    # Forks need not look at what exists now, which would copy it.
+    # A garbage collection in a fork would copy the objects that exist now.
     gc.freeze()
     fork_for_each_request(idle_s=None)
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -26,16 +26,16 @@ from loramux.platform.tokenizer.template_worker import TemplateAnswer, TemplateR
 from loramux.platform.turns import TenantTurns
 
 MAX_TEMPLATE_CHARS = 64 * 1024
-"""Longest template, in characters. The longest of the served families has 17,000."""
+"""Longest template, in characters. Among the served families, the longest template has 17,000."""
 
 WALL_S = 3.0
-"""Longest rendering, in seconds of wall time, for a machine whose processors are busy."""
+"""Limit on a rendering's wall time, in seconds, for a machine whose processors are busy."""
 
 NUM_PROCESSES = 4
-"""Maximum number of concurrent renderings; each tenant has at most one."""
+"""Maximum number of concurrent renderings. Each tenant has at most one."""
 
 MAX_WAITING_PER_TENANT = 256
-"""Maximum number of a tenant's requests that are being rendered or wait for it: about 1.5 s of renderings."""
+"""Maximum number of a tenant's requests that are being rendered or wait, which is about 1.5 s of renderings."""
 
 MAX_KEPT = 512
 """Maximum number of compiled templates kept over all tenants."""
@@ -44,10 +44,10 @@ MAX_KEPT_PER_TENANT = 16
 """Maximum number of compiled templates kept per tenant."""
 
 MAX_CODE_BYTES = 512 * 1024
-"""Longest compiled template that is kept, in bytes. That of the longest template of the served families has 70,000."""
+"""Longest compiled template that is kept, in bytes. Among the served families, the longest has 70,000."""
 
 NICENESS = 1
-"""Niceness of a rendering: the engine and the gateway go first, but the request waits."""
+"""Niceness of a rendering. The engine and the gateway go first, but the request waits."""
 
 RETRY_S = 1.0
 
@@ -62,7 +62,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class _Known:
-    """What earlier answers said about a tenant's template: its compiled code, and its features."""
+    """A tenant's compiled template and its features, from earlier answers."""
 
     code: bytes | None = None
     features: TemplateFeatures | None = None
@@ -80,7 +80,7 @@ class TenantTemplates:
         self._special_tokens = dict(special_tokens)
         self._turns = TenantTurns(max_waiting_per_tenant, _too_many_waiting)
         self._all = [ForkServer(command, worker_environment(), NICENESS) for _ in range(NUM_PROCESSES)]
-        # Last in, first out: few requests at a time start few processes.
+        # Last in, first out, so that few concurrent requests start few processes.
         self._idle: queue.LifoQueue[ForkServer] = queue.LifoQueue()
         for processes in self._all:
             self._idle.put(processes)
@@ -98,7 +98,7 @@ class TenantTemplates:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Do what `ChatTemplate.render` does. Raises InvalidRequest, RateLimited and Unavailable."""
+        """Does what `ChatTemplate.render` does. Raises InvalidRequest, RateLimited or Unavailable."""
         check_kwargs(kwargs or {})
         try:
             conversation = Conversation(
@@ -115,14 +115,14 @@ class TenantTemplates:
         return answer.text
 
     async def features(self, tenant_id: str, source: str) -> TemplateFeatures:
-        """What a template supports, checked on its first use. Raises as `check` does."""
+        """Return what a template supports, checked on its first use. Raises as `check` does."""
         known = self._known.get((tenant_id, source))
         if known is not None and known.features is not None:
             return known.features
         return await self.check(tenant_id, source)
 
     async def check(self, tenant_id: str, source: str) -> TemplateFeatures:
-        """What a template supports. Raises InvalidRequest if it is not usable, RateLimited and Unavailable."""
+        """Return what a template supports. Raises InvalidRequest if it is not usable, RateLimited or Unavailable."""
         if len(source) > MAX_TEMPLATE_CHARS:
             raise InvalidRequest(_TOO_LONG, param="chat_template", code="chat_template_refused")
         try:
@@ -133,7 +133,7 @@ class TenantTemplates:
         return answer.features
 
     def check_upload(self, source: str) -> None:
-        """Blocking. Raises AdapterRejected if an uploaded template is not usable, and Unavailable."""
+        """Blocking. Raises AdapterRejected if an uploaded template is not usable, or Unavailable."""
         refused: str | None = _TOO_LONG
         if len(source) <= MAX_TEMPLATE_CHARS:
             refused = self._run(self._request(source, None, None)).refused
@@ -141,17 +141,14 @@ class TenantTemplates:
             raise AdapterRejected("invalid_template", refused, TEMPLATE_FILE)
 
     def preload(self) -> None:
-        """Start a process, so that the first request does not wait for it."""
         self._threads.submit(self._run, TemplateRequest(source="", code=None, special_tokens={}, conversation=None))
 
     def close(self) -> None:
-        """End the running renderings and start no more."""
         for processes in self._all:
             processes.close()
         self._threads.shutdown(cancel_futures=True)
 
     async def _answer(self, tenant_id: str, source: str, conversation: Conversation | None) -> TemplateAnswer:
-        """The answer of a process. Raises InvalidRequest if it is a refusal."""
         answer = await self._turns.run(tenant_id, lambda: self._rendered(tenant_id, source, conversation))
         if answer.refused is not None:
             raise InvalidRequest(answer.refused, param=answer.param)

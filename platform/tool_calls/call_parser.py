@@ -1,5 +1,3 @@
-"""What the parsers of all formats share: text up to a block of calls, then the block."""
-
 from __future__ import annotations
 
 import re
@@ -20,13 +18,13 @@ class CallParser(ABC):
 
     A block of calls begins at one of the format's `markers`, or at the start of the answer with one of its `openers`.
     Whitespace around a block is dropped. A call begins once its name and the start of its arguments have been read.
-    Output that is malformed before that comes back as text, as it was written; afterwards it is the text of the
-    arguments, as it was written. Nothing raises, and the time is linear in the length of the answer.
+    Malformed output before that point is returned as text. Malformed output after it is returned as part of the
+    arguments. Nothing raises, and the time is linear in the length of the answer.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
     ends: ClassVar[tuple[str, ...]] = ()
-    """Markers that end a block, where a model can have special tokens for them."""
+    """Markers that end a block, if a model can have special tokens for them."""
     openers: ClassVar[str] = ""
 
     def __init__(self) -> None:
@@ -38,13 +36,13 @@ class CallParser(ABC):
         self._steps = self._parse()
 
     def feed(self, text: str) -> list[Event]:
-        """The events that are certain after another piece of the answer."""
+        """Return the events that are certain after another piece of the answer."""
         self._reader.add(text)
         next(self._steps)
         return self._found()
 
     def finish(self) -> list[Event]:
-        """The remaining events; the answer is over."""
+        """Return the remaining events at the end of the answer."""
         self._reader.is_ended = True
         for _ in self._steps:
             pass
@@ -83,7 +81,7 @@ class CallParser(ABC):
         reader.mark()
 
     def _text(self) -> Steps[str | None]:
-        """Read text up to and with the next marker, or to the end of the answer."""
+        """Read text up to and including the next marker, or to the end of the answer."""
         reader = self._reader
         while True:
             found = self._marker.search(reader.text, reader.at) if self._marker else None
@@ -103,7 +101,7 @@ class CallParser(ABC):
                 return None
 
     def _num_held(self, text: str) -> int:
-        """Length of the longest end of `text` with which a marker can begin."""
+        """Length of the longest suffix of `text` that can begin a marker."""
         longest = max(map(len, self._beginnings), default=0)
         return next((n for n in range(min(longest, len(text)), 0, -1) if text[-n:] in self._beginnings), 0)
 

@@ -1,4 +1,4 @@
-"""Which parser and which thinking markers a chat template calls for."""
+"""Finds the parser and the thinking markers that suit a chat template."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from loramux.adapter_store.formats.answer_parsers import AUTO, OFF, AnswerParser
 from loramux.platform.tool_calls.reasoning import REASONING_MARKERS, Markers
 
 _SIGNS = (
-    # Templates whose calls no parser here reads come first, because some use the markers of one that a parser reads.
+    # Templates whose calls no parser here reads come first, because some use the markers of a format that a parser
+    # reads.
     ("<function=", None),
     ("<arg_key>", None),
     ("[TOOL_CALLS]", "mistral"),
@@ -19,25 +20,25 @@ _SIGNS = (
     ("[func_name1(", "pythonic"),
     ('{"name": function name, "parameters":', "llama3_json"),
     ("<|python_tag|>", "llama3_json"),
-    # After the instructions above, because a template with these markers can ask for JSON.
+    # These come after the instructions above, because a template with these markers can ask for JSON.
     ("<|python_start|>", "pythonic"),
 )
-"""Texts in a template and the parser's name; the first that occurs decides."""
+"""Texts in a template, each with a parser's name. The first text that occurs decides."""
 
 
 def parser_name_of(template_source: str) -> str | None:
-    """The parser for what a model with this template writes, or None if its calls cannot be read."""
+    """Return the parser for a template's calls, or None if its calls cannot be read."""
     return next((name for sign, name in _SIGNS if sign in template_source), None)
 
 
 def reasoning_markers_of(template_source: str) -> Markers | None:
-    """The markers of the model's thinking, or None if its template knows none."""
+    """Return the markers of the model's thinking, or None if its template has none."""
     found = (one for one in REASONING_MARKERS.values() if one.begin in template_source or one.end in template_source)
     return next(found, None)
 
 
 def chosen_parser(chosen: AnswerParsers, template_source: str) -> str | None:
-    """The parser of tool calls; None if calls are not parsed."""
+    """Return the parser of tool calls, or None if calls are not parsed."""
     name = chosen.tool_call_parser or AUTO
     if name == AUTO:
         return parser_name_of(template_source)
@@ -45,11 +46,11 @@ def chosen_parser(chosen: AnswerParsers, template_source: str) -> str | None:
 
 
 def chosen_markers(chosen: AnswerParsers, template_source: str) -> Markers | None:
-    """The markers of the thinking; None if it is not separated from the answer."""
+    """Return the markers of the thinking, or None if it is not separated from the answer."""
     name = chosen.reasoning_parser or AUTO
     return reasoning_markers_of(template_source) if name == AUTO else REASONING_MARKERS.get(name)
 
 
 def is_thinking_open(prompt: str, markers: Markers) -> bool:
-    """True if a prompt ends inside the thinking, so that the answer continues it."""
+    """Return whether a prompt ends inside the thinking, so that the answer continues it."""
     return prompt.rstrip().endswith(markers.begin)

@@ -1,5 +1,3 @@
-"""What a parser finds in an answer, in the order of the answer."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -7,14 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TextEvent:
-    """A piece of the answer outside calls."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """A call whose name is known; `index` counts the answer's calls from 0."""
+    """A call whose name is known. `index` counts the answer's calls from 0."""
 
     index: int
     name: str

@@ -26,7 +26,7 @@ _JSON_NAMES = {"true": "true", "false": "false", "null": "null", "True": "true",
 
 @dataclass(frozen=True, slots=True)
 class GemmaLiterals:
-    """Gemma's syntax for `read_literal`, in which `quote` encloses strings. JSON's strings are read as well."""
+    """Gemma's syntax for `read_literal`, in which `quote` encloses strings. It also reads JSON's strings."""
 
     quote: str
 
@@ -67,7 +67,7 @@ class GemmaLiterals:
 
 
 class _GemmaParser(CallParser):
-    """Forced calls have their arguments in JSON, which the parser reads too."""
+    """Reads forced calls too, whose arguments are JSON."""
 
     literals: ClassVar[GemmaLiterals]
     response: ClassVar[str]

@@ -17,7 +17,6 @@ import msgspec
 class OfferedTool(msgspec.Struct, frozen=True):
     name: str
     schema: dict[str, Any]
-    """JSON schema of the arguments."""
 
 
 class Thinking(msgspec.Struct, frozen=True):
@@ -29,8 +28,6 @@ class Thinking(msgspec.Struct, frozen=True):
 
 
 class Calls(msgspec.Struct, frozen=True):
-    """The calls that an answer can contain."""
-
     format: str
     tools: tuple[OfferedTool, ...]
     is_forced: bool
@@ -40,19 +37,17 @@ class Calls(msgspec.Struct, frozen=True):
 
 
 class AnswerRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that constrains an answer."""
-
     thinking: Thinking | None = None
     calls: Calls | None = None
     grammar: tuple[str, str] | None = None
     """Kind and text of the constraint on the part of the answer that is neither reasoning nor calls."""
     special_tokens: dict[str, int] = {}
-    """Ids of the markers that are special tokens of the model."""
+    """IDs of the markers that are special tokens of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class _CallSyntax:
-    """How a format writes calls. Objects are joined by `separator`; `begin` and `end` enclose each group of them."""
+    """How a format writes calls. Objects are joined by `separator`. `begin` and `end` enclose each group of them."""
 
     begin: str
     after_begin: str
@@ -60,14 +55,14 @@ class _CallSyntax:
     before_end: str
     end: str
     before_arguments: str = '{"name": "NAME", "arguments": '
-    """What an object begins with; NAME stands for the function's name, which has only letters, digits, `_` and `-`."""
+    """The start of an object. NAME stands for the function's name, which has only letters, digits, `_` and `-`."""
     after_arguments: str = "}"
     is_grouped: bool = True
     """True if one pair of markers encloses all calls."""
 
 
 def _gemma(begin: str, end: str) -> _CallSyntax:
-    # The arguments are JSON: Gemma's own syntax cannot be derived from a schema.
+    # The arguments are JSON, because Gemma's own syntax cannot be derived from a schema.
     return _CallSyntax(begin, "", "", "", end, "call:NAME", "", is_grouped=False)
 
 
@@ -78,7 +73,7 @@ _SYNTAXES = {
     "llama3_json": _CallSyntax("", "", "; ", "", "", '{"name": "NAME", "parameters": '),
     "mistral": _CallSyntax("[TOOL_CALLS]", "[", ", ", "]", ""),
     "phi": _CallSyntax("<|tool_call|>", "[", ", ", "]", "<|/tool_call|>"),
-    # Of the parser's two forms, the one that can express every schema.
+    # Of the parser's two forms, this one can express every schema.
     "pythonic": _CallSyntax("", "[", ", ", "]", ""),
 }
 
@@ -86,7 +81,7 @@ _ANY = r"/(.|\n)*/"
 
 
 def lark_of(rules: AnswerRules, json_options: Mapping[str, Any], other: str | None) -> str:
-    """The grammar of an answer. `other` names the subgrammar of the rest of the answer, such as `@answer`.
+    """Return the grammar of an answer. `other` names the subgrammar of the rest of the answer, such as `@answer`.
 
     Each tool's schema is compiled with llguidance's `json_options`.
     """
@@ -123,7 +118,6 @@ def _add_calls(
     json_options: Mapping[str, Any],
     other: str | None,
 ) -> str:
-    """Add the rules of calls, and return the rule of the whole answer."""
     syntax = _SYNTAXES[calls.format]
     for index, tool in enumerate(calls.tools):
         before = json.dumps(syntax.before_arguments.replace("NAME", tool.name))
@@ -167,5 +161,4 @@ def _text(text: str) -> str:
 
 
 def _escaped(marker: str) -> str:
-    """The marker in a regex between slashes."""
     return re.escape(marker).replace("/", r"\/")

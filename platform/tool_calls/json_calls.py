@@ -9,13 +9,13 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class JsonCallParser(CallParser):
-    """Reads objects such as `{"name": "f", "arguments": {"x": 1}}`, with `parameters` for `arguments` as well."""
+    """Reads objects such as `{"name": "f", "arguments": {"x": 1}}`. `parameters` can replace `arguments`."""
 
     def _call_object(self, *, is_marked: bool) -> Steps[None]:
         """Read one object. Raises Malformed.
 
-        An object after a marker may have any further members, and no arguments. Any other object must have arguments
-        and at most a type and an ID besides, because it may be an answer in JSON.
+        An object after a marker can have any further members and can lack arguments. Any other object may be an answer
+        in JSON, so it must have arguments and at most a type and an ID besides.
         """
         reader = self._reader
         name: str | None = None
@@ -62,7 +62,7 @@ class JsonCallParser(CallParser):
             self._argue("{}")
 
     def _held_arguments(self) -> Steps[str]:
-        """Arguments before the name, as a string that contains JSON, or null. Raises Malformed."""
+        """Read arguments before the name, as a string that contains JSON, or null. Raises Malformed."""
         reader = self._reader
         first = yield from reader.peek()
         if first == '"':

@@ -1,4 +1,4 @@
-"""Rewrites a literal as JSON while it is read, in any syntax whose lists and objects have JSON's brackets."""
+"""Rewrites a literal as JSON while reading it, in any syntax whose lists and objects have JSON's brackets."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ MAX_DEPTH = 64
 """Maximum depth of lists and objects in a literal."""
 
 OnPiece = Callable[[str], None]
-"""Receives the next piece of JSON text."""
 
 
 class Literals(Protocol):
-    """The parts that differ between syntaxes."""
-
     def key(self, reader: Reader) -> Steps[str]:
-        """Read a key and the colon after it; return the key as a JSON string. Raises Malformed."""
+        """Read a key and the colon after it. Return the key as a JSON string. Raises Malformed."""
 
     def scalar(self, reader: Reader, on_piece: OnPiece) -> Steps[None]:
         """Read a string, a number, a boolean or null. Raises Malformed."""
@@ -27,7 +24,7 @@ class Literals(Protocol):
 def read_literal(reader: Reader, literals: Literals, on_piece: OnPiece) -> Steps[None]:
     """Read one literal and pass it on as JSON, piece by piece. Raises Malformed.
 
-    Open brackets are kept in a list, so no nesting can exhaust the stack.
+    Open brackets are kept in a list, so nesting cannot exhaust the stack.
     """
     closers: list[str] = []
     while True:
@@ -49,7 +46,7 @@ def read_literal(reader: Reader, literals: Literals, on_piece: OnPiece) -> Steps
 def _next_member(
     reader: Reader, literals: Literals, on_piece: OnPiece, closers: list[str], *, is_empty: bool
 ) -> Steps[bool]:
-    """Read up to the value of the next list item or object member; False if the literal is complete."""
+    """Read up to the value of the next list item or object member. Return False if the literal is complete."""
     while closers:
         yield from reader.spaces()
         is_closed = yield from reader.literal(closers[-1])

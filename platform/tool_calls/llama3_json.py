@@ -1,4 +1,4 @@
-"""Llama 3.1 to 3.3: `{"name": "f", "parameters": {"x": 1}}`, several of them separated by `;`."""
+"""Llama 3.1 to 3.3: `{"name": "f", "parameters": {"x": 1}}`. Several calls are separated by `;`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from loramux.platform.tool_calls.reader import Steps
 
 
 class Llama3JsonParser(JsonCallParser):
-    """The objects start the answer or follow `<|python_tag|>`."""
+    """Objects start the answer or follow `<|python_tag|>`."""
 
     markers = ("<|python_tag|>",)
     openers = "{"

@@ -1,5 +1,3 @@
-"""The parsers by name."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -24,4 +22,4 @@ PARSERS: Mapping[str, type[CallParser]] = MappingProxyType(
         "pythonic": PythonicParser,
     }
 )
-"""The names are those of vLLM where it has them. One parser reads one answer."""
+"""The parsers by name, which is vLLM's if vLLM has the parser. One parser reads one answer."""

@@ -1,4 +1,4 @@
-"""Python's literals: strings, numbers, True, False, None, lists and dicts. Nothing is evaluated but single tokens."""
+"""Python's literals: strings, numbers, True, False, None, lists and dicts. Only single tokens are evaluated."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ MAX_NUMBER_LENGTH = 64
 """Longest number that is not already in JSON's form, in characters."""
 
 _NAMES = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
-"""Models also write JSON's names where Python's are due."""
+"""Models sometimes write JSON's names instead of Python's."""
 
 _SCALAR = re.compile(r"[\w.+-]*")
 _ESCAPE = re.compile(r"\\(?:[\n\\'\"abfnrtv]|0(?!\d)|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})?|[\n\r\0]")
-"""An escape that Python knows, the backslash of any other, or a character that a string cannot contain as it is."""
+"""A valid Python escape, the backslash of an invalid one, or a character that a string cannot contain unescaped."""
 
 _WRITTEN = {"\\": "\\\\", "\n": "\\n", "\r": "\\r", "\0": "\\x00"}
 
 
 class PythonLiterals:
-    """Python's syntax for `read_literal`."""
-
     def key(self, reader: Reader) -> Steps[str]:
         pieces: list[str] = []
         yield from self.scalar(reader, pieces.append)
@@ -48,7 +46,7 @@ class PythonLiterals:
 
 
 def _json_string(token: str) -> str:
-    """The JSON of a string in quotes. Raises Malformed.
+    """Convert a string in quotes to JSON. Raises Malformed.
 
     Strings may contain raw line breaks and unknown escapes, which models write in code.
     """
@@ -62,7 +60,7 @@ def _json_string(token: str) -> str:
 
 
 def _json_number(text: str) -> str:
-    """The JSON of a number such as `.5`, `+1` or `1_000`. Raises Malformed."""
+    """Convert a number such as `.5`, `+1` or `1_000` to JSON. Raises Malformed."""
     if not text or len(text) > MAX_NUMBER_LENGTH:
         raise Malformed
     try:

@@ -15,10 +15,10 @@ _LITERALS = PythonLiterals()
 
 
 class PythonicParser(JsonCallParser):
-    """Without the marker, the list must be the whole answer.
+    """Reads a list of calls. Without the marker, the list must be the whole answer.
 
-    The calls of a list begin when the list is complete: until then, it may turn out to be text. A list may also contain
-    JSON objects. Forced calls have this form, because it can express every schema.
+    The calls of a list begin when the list is complete, because until then it may turn out to be text. A list may also
+    contain JSON objects. Forced calls have this form, because it can express every schema.
     """
 
     markers = ("<|python_start|>",)
@@ -44,7 +44,7 @@ class PythonicParser(JsonCallParser):
             self._argue(arguments)
 
     def _calls(self) -> Steps[list[tuple[str, str]]]:
-        """Read calls up to the closing bracket; return their names and the JSON of their arguments."""
+        """Read calls up to the closing bracket. Return their names and the JSON of their arguments."""
         reader = self._reader
         calls: list[tuple[str, str]] = []
         while True:
@@ -60,7 +60,7 @@ class PythonicParser(JsonCallParser):
             yield from reader.spaces()
 
     def _arguments(self) -> Steps[str]:
-        """Read keyword arguments up to the closing parenthesis; return them as JSON."""
+        """Read keyword arguments up to the closing parenthesis. Return them as JSON."""
         reader = self._reader
         pieces: list[str] = []
         names: set[str] = set()

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 Steps = Generator[None, None, _T]
-"""A step of a parser: it yields where it needs more text."""
 
 MAX_NAME_LENGTH = 256
 """Longest name of a function, in characters."""
@@ -27,7 +26,7 @@ _SCALAR = re.compile(r"[\w.+-]*")
 
 
 def overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` with which `marker` can begin, short of the whole marker."""
+    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
     lengths = range(min(len(text), len(marker) - 1), 0, -1)
     return next((length for length in lengths if marker.startswith(text[-length:])), 0)
 
@@ -37,11 +36,11 @@ class Malformed(Exception):
 
 
 class Reader:
-    """Reads forward only; `taken` is what it has read since the last `mark`."""
+    """Reads forward only. `taken` is the text read since the last `mark`."""
 
     def __init__(self) -> None:
         self.text = ""
-        """The text that has not been read, from `at`."""
+        """The text that has not been read starts at `at`."""
         self.at = 0
         self.is_ended = False
         self._taken: list[str] = []
@@ -70,21 +69,21 @@ class Reader:
         return piece
 
     def more(self) -> Steps[bool]:
-        """Wait for more text; False if the answer is over."""
+        """Wait for more text. Return False if the answer is over."""
         if self.is_ended:
             return False
         yield
         return True
 
     def peek(self) -> Steps[str]:
-        """The next character, or nothing at the end of the answer."""
+        """Return the next character, or "" at the end of the answer."""
         while self.at >= len(self.text):
             if not (yield from self.more()):
                 return ""
         return self.text[self.at]
 
     def literal(self, expected: str) -> Steps[bool]:
-        """Read `expected` if it comes next, else nothing."""
+        """Read `expected` if it comes next, otherwise nothing."""
         while True:
             found = self.text[self.at : self.at + len(expected)]
             if found == expected:
@@ -99,7 +98,6 @@ class Reader:
             raise Malformed
 
     def span(self, pattern: re.Pattern[str], max_length: int | None = None) -> Steps[str]:
-        """Read the characters that match a pattern of the form `[...]*`. Raises Malformed if they are too many."""
         pieces: list[str] = []
         length = 0
         while True:
@@ -119,7 +117,7 @@ class Reader:
         """Read a value from its opening bracket or quote to the closing one, piece by piece. Raises Malformed if it is
         cut off.
 
-        Brackets are counted without regard to their kinds, so any nesting takes constant memory.
+        Brackets are counted without regard to their kinds, so nesting takes constant memory.
         """
         depth, quote, is_escaped = 0, "", False
         while True:
@@ -150,7 +148,7 @@ class Reader:
                 raise Malformed
 
     def until(self, end: str, on_piece: Callable[[str], None]) -> Steps[None]:
-        """Read up to and with `end`, and pass on what comes before it, piece by piece. Raises Malformed if it is cut
+        """Read up to and including `end`, and pass on the text before it, piece by piece. Raises Malformed if it is cut
         off.
         """
         while True:

@@ -1,5 +1,3 @@
-"""Separates thinking from the rest of an answer."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -14,8 +12,6 @@ MAX_LEADING_SPACE = 64
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """The texts that enclose a model's thinking."""
-
     begin: str
     end: str
 
@@ -39,7 +35,7 @@ class ReasoningSplitter:
     """Splits text that arrives in pieces of any length.
 
     An answer thinks if the prompt ended inside the thinking (`is_open`) or if the answer starts with the begin marker,
-    after whitespace; the thinking ends at the first end marker. A begin marker that repeats an open one is dropped, and
+    after whitespace. The thinking ends at the first end marker. A begin marker that repeats an open one is dropped, and
     any other marker is text. The markers and the newlines next to them belong to neither part. Thinking that is cut off
     stays thinking.
     """
@@ -54,20 +50,18 @@ class ReasoningSplitter:
         self._is_trimming = is_open
         """True while newlines are dropped."""
         self._num_newlines = 0
-        """Newlines at the end of the thinking so far, which are dropped if the end marker follows."""
+        """Number of newlines at the end of the thinking so far. They are dropped if the end marker follows."""
         self._held = ""
 
     @property
     def is_thinking(self) -> bool:
-        """True while the answer is inside the thinking."""
         return self._is_thinking
 
     def feed(self, text: str) -> tuple[str, str]:
-        """The thinking and the content that are certain now."""
+        """True while the answer is inside the thinking."""
         return self._split(self._held + text, is_last=False)
 
     def flush(self) -> tuple[str, str]:
-        """The thinking and the content that were held back; the answer is over."""
         reasoning, content = self._split(self._held, is_last=True)
         reasoning += "\n" * self._num_newlines
         self._num_newlines = 0
