@@ -66,13 +66,11 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 
 NUM_THREADS = 16
-"""Number of threads that run the SQL of inference requests; they spend most of their time waiting for the database."""
+"""Number of threads that run the SQL of inference requests. They mostly wait for the database."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """The two apps, their background work, and the services needed at startup."""
-
     gateway_app: FastAPI
     admin_app: FastAPI
     running: RunningRequests
@@ -211,7 +209,9 @@ def assemble(
 
 
 def gateway_settings(settings: Settings) -> GatewaySettings:
-    """The gateway's settings, with the model's sampling defaults. Raises StartRefused if they cannot be used."""
+    """The gateway's settings, with the model's sampling defaults. Raises
+    StartRefused if the defaults cannot be used.
+    """
     path = settings.model / GENERATION_FILE
     base_defaults = NO_DEFAULTS
     if settings.generation_config == "auto" and path.is_file():
@@ -245,7 +245,7 @@ def open_tracing(settings: Settings) -> Tracing | None:
 
 
 def _bring_up_to_date(database: Database, is_embedded: bool) -> None:
-    """Upgrade an embedded or empty database; any other database must already have the current schema."""
+    """Upgrade an embedded or empty database. Any other database must already have the current schema."""
     try:
         database.check_schema()
     except DatabaseError:

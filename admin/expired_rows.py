@@ -15,7 +15,7 @@ UNTIL: Sequence[Column[int]] = (
     console_sessions.c.expires_us,
     login_failures.c.forgiven_us,
 )
-"""The expiry column of each table; every column is indexed."""
+"""The expiry column of each table. Every column is indexed."""
 
 
 class ExpiredRows:

@@ -1,4 +1,4 @@
-"""`loramux gateway`: an additional gateway process that uses a server's engine and database but supervises neither."""
+"""`loramux gateway`: a gateway process that uses another server's engine and database and supervises neither."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from loramux.engine.model.model_files import model_sha256
 from loramux.platform.engine_link.joined_engine import JoinedEngine, JoinRefused
 
 SETTLE_S = 5.0
-"""Time allowed for the last settlements after both listeners have closed, in seconds."""
+"""Time, in seconds, allowed for the last settlements after both listeners have closed."""
 
 
 def run(settings: Settings) -> None:

@@ -37,8 +37,6 @@ from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 
 @dataclass(frozen=True, slots=True)
 class AssembledGateway:
-    """Both apps and the background work that they need."""
-
     gateway_app: FastAPI
     operations_app: FastAPI
     running: RunningRequests
@@ -52,7 +50,7 @@ def assemble_gateway(
 ) -> Iterator[AssembledGateway]:
     """Assemble the process, except its listeners. Raises StartRefused. Entering and exiting the context both block.
 
-    The database belongs to the server, so a schema with another version is refused, not upgraded.
+    The database belongs to the server. A schema with another version is refused, not upgraded.
     """
     with ExitStack() as stack:
         try:

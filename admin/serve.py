@@ -1,5 +1,3 @@
-"""`loramux serve`: checks settings, binds ports, starts the engine, assembles the services, serves and drains."""
-
 from __future__ import annotations
 
 import asyncio
@@ -36,7 +34,7 @@ from loramux.platform.engine_link.local_engine import EngineStartError, LocalEng
 from loramux.platform.engine_link.output_lines import OutputLines
 
 SETTLE_S = 5.0
-"""Time allowed for the last settlements after both listeners have closed, in seconds."""
+"""Time, in seconds, allowed for the last settlements after both listeners have closed."""
 
 
 def run(settings: Settings) -> None:
@@ -165,7 +163,7 @@ def _supervision(settings: Settings, config: EngineConfig) -> Supervision:
 
 
 async def _started(engine: LocalEngine, signals: StopSignals) -> bool:
-    """Wait for the engine, and return False if a stop signal arrives first."""
+    """Wait for the engine. Return False if a stop signal arrives first."""
     starting = asyncio.create_task(engine.start())
     stopping = asyncio.create_task(signals.drain.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)

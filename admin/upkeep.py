@@ -27,10 +27,9 @@ class Upkeep:
         self._services = services
         self._expired = ExpiredRows(services.database)
         self._unpinnable: frozenset[str] = frozenset()
-        """Digests that could not be pinned at the last attempt, kept so that each failure is logged once."""
+        """Digests that could not be pinned at the last attempt, so that each failure is logged once."""
 
     async def run(self) -> None:
-        """Run the upkeep tasks periodically until cancelled."""
         swept_s = -SWEEP_INTERVAL_S
         while True:
             try:

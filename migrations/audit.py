@@ -15,7 +15,7 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import audit_log
 
 MAX_TEXT = 300
-"""Longest text that the log keeps, in characters. The log describes changes; it is not a copy of the data."""
+"""Longest text that the log keeps, in characters. The log describes changes. It is not a copy of the data."""
 
 _KEY = re.compile(r"sk-lmx-([0-9A-Za-z]{16})-[0-9A-Za-z]{43}")
 _SECRET_FIELDS = re.compile(r"secret|password|token$|sha256")
@@ -34,12 +34,11 @@ class Actor:
 
 
 _SYSTEM = Actor()
-# A context variable, so that services need not pass the actor on, and none can forget to.
+# A context variable, so that no service can forget to pass the actor on.
 _acting: ContextVar[Actor] = ContextVar("acting", default=_SYSTEM)
 
 
 def act_as(actor: Actor) -> None:
-    """Set the actor for all changes that this call makes, on any thread."""
     _acting.set(actor)
 
 

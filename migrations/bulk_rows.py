@@ -51,7 +51,7 @@ def document(rows: Sequence[Any]) -> str:
 class BulkStatement:
     """A statement for many rows, compiled once. Each row is a `record` with fields named like the columns.
 
-    `postgresql` reads them from `rows_of(columns, name)`; `sqlite` runs once per row, since SQLite has no round trips
+    `postgresql` reads them from `rows_of(columns, name)`. `sqlite` runs once per row, because SQLite has no round trips
     to save.
     """
 
@@ -72,7 +72,6 @@ class BulkStatement:
 
     @classmethod
     def insert(cls, table: Table, record: type[msgspec.Struct]) -> BulkStatement:
-        """Insert rows with all columns."""
         columns, name = list(table.c), f"new_{table.name}"
         names = [one.name for one in columns]
         many = insert(table).from_select(names, select(*rows_of(columns, name).c))
@@ -94,7 +93,6 @@ class BulkStatement:
 
     @classmethod
     def delete(cls, table: Table, record: type[msgspec.Struct], keys: Sequence[Column[Any]]) -> BulkStatement:
-        """Delete the rows identified by `keys`."""
         name = f"deleted_{table.name}"
         rows = rows_of(keys, name)
         many = single = delete(table)
@@ -104,7 +102,6 @@ class BulkStatement:
         return cls(name, record, keys, many, single)
 
     def compiled(self, dialect: Dialect) -> tuple[str, tuple[str, ...]]:
-        """Return the statement's text for the driver and, for SQLite, its parameters' column names in order."""
         is_postgresql = dialect.name == POSTGRESQL
         found = self._compiled.get(is_postgresql)
         if found is None:
@@ -115,7 +112,6 @@ class BulkStatement:
         return found
 
     def values_of(self, row: msgspec.Struct, order: Sequence[str]) -> tuple[Any, ...]:
-        """Return a row's values for SQLite."""
         values = [getattr(row, name) for name in order]
         for name in self._documents:
             values[order.index(name)] = document(getattr(row, name))
@@ -127,7 +123,7 @@ Write: TypeAlias = tuple[BulkStatement, Sequence[msgspec.Struct]]
 
 
 def write_together(connection: Connection, writes: Sequence[Write], is_last: bool = False) -> None:
-    """Run statements in this order; PostgreSQL runs them in a single round trip.
+    """Run statements in this order. PostgreSQL runs them in a single round trip.
 
     With `is_last`, PostgreSQL also commits a `write_in_pipelines` transaction in the same round trip.
     """
@@ -144,5 +140,5 @@ def write_together(connection: Connection, writes: Sequence[Write], is_last: boo
 
 @functools.lru_cache(maxsize=64)
 def text_of(statement: ClauseElement, dialect: Dialect) -> str:
-    """Return a statement's text for the driver, which avoids SQLAlchemy's overhead for each value that is read."""
+    """Return a statement's text for the driver. This avoids SQLAlchemy's overhead for each value that is read."""
     return str(statement.compile(dialect=dialect))

@@ -1,5 +1,3 @@
-"""Connects to SQLite or PostgreSQL, upgrades the schema, and refuses to run on the wrong schema."""
-
 from __future__ import annotations
 
 import math
@@ -50,7 +48,7 @@ _PATIENCE = {
 """loramux's defaults for libpq's parameters. The URL can override them."""
 
 UNASKED_S = 1.0
-"""Longest idle time after which a connection is reused without a ping, in seconds."""
+"""Longest idle time, in seconds, after which a connection is reused without a ping."""
 
 UPGRADE_ATTEMPTS = 5
 """Maximum number of attempts at an upgrade that PostgreSQL aborts because of deadlocks."""
@@ -88,11 +86,11 @@ class ReadTooLong(Exception):
 
 
 class DatabaseError(Exception):
-    """The database cannot be used; the message explains how to fix it."""
+    """The database cannot be used. The message explains how to fix it."""
 
 
 class Database:
-    """One SQL database. Synchronous: call it from a thread, never from the event loop.
+    """One SQL database, on SQLite or PostgreSQL. Synchronous: call it from a thread, never from the event loop.
 
     SQLite runs with WAL and `synchronous=FULL`. Every writing transaction begins by taking the write lock, so the rows
     that it reads cannot change before it commits.
@@ -117,7 +115,6 @@ class Database:
 
     @property
     def num_connections(self) -> int:
-        """Number of connections in use."""
         pool = self._engine.pool
         return pool.checkedout() if isinstance(pool, QueuePool) else 0
 
@@ -131,8 +128,8 @@ class Database:
     def _next_writer(self) -> Iterator[None]:
         """Let this process's threads write to SQLite one at a time.
 
-        A thread that waits here continues as soon as the lock is free, whereas SQLite's own wait sleeps for up to a
-        tenth of a second at a time. That sleep remains only between processes.
+        A thread that waits here continues as soon as the lock is free. SQLite's own wait sleeps for up to a tenth of a
+        second at a time, and remains only between processes.
         """
         is_held = self.is_sqlite and self._writing.acquire(timeout=SQLITE_WAIT_S)
         try:
@@ -162,7 +159,7 @@ class Database:
     ) -> Sequence[Row[*tuple[Any, ...]]]:
         """Return the rows of one read-only statement.
 
-        On PostgreSQL the statement runs without a transaction, which saves two round trips.
+        On PostgreSQL, the statement runs without a transaction, which saves two round trips.
         """
         if self.is_sqlite:
             with self.read() as connection:
@@ -171,7 +168,7 @@ class Database:
             return connection.execute(statement, parameters).all()
 
     def detached_connection(self) -> Connection:
-        """A connection outside the pool, in autocommit mode; the caller closes it. PostgreSQL only."""
+        """Open a connection outside the pool, in autocommit mode. The caller closes it. PostgreSQL only."""
         assert not self.is_sqlite
         connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         connection.detach()
@@ -197,17 +194,17 @@ class Database:
 
     @cached_property
     def moment_text(self) -> str:
-        """The statement that `moment` runs, for PostgreSQL's driver; `moment_of` reads its row."""
+        """The statement that `moment` runs, for PostgreSQL's driver. `moment_of` reads its row."""
         return str(_MOMENT.compile(dialect=self._engine.dialect, compile_kwargs={"literal_binds": True}))
 
     def moment_of(self, row: Sequence[Any]) -> Moment:
         return Moment(row[0] if self._clock is None else self._clock(), row[1] or 0)
 
     def upgrade(self, revision: str = "head") -> None:
-        """Upgrade the schema to the newest version, or to `revision`; does nothing if it is current.
+        """Upgrade the schema to the newest version, or to `revision`. Does nothing if it is current.
 
-        The upgrade is one transaction. If it deadlocks with gateways that are still running, the upgrade is rolled back
-        and retried, and the gateways continue.
+        The upgrade is one transaction. If it deadlocks with gateways that are still running, it is rolled back and
+        retried, and the gateways continue.
         """
         with _as_database_error(self._url):
             for _ in range(UPGRADE_ATTEMPTS - 1):
@@ -221,7 +218,7 @@ class Database:
             command.upgrade(self._alembic_config(), revision)
 
     def refresh_statistics(self) -> None:
-        """Make SQLite sample its indexes for the query planner; PostgreSQL does so on its own. Takes milliseconds.
+        """Make SQLite sample its indexes for the query planner. PostgreSQL does so on its own. Takes milliseconds.
 
         Without statistics, a report on one tenant reads every tenant's rows. https://sqlite.org/lang_analyze.html
         """
@@ -344,7 +341,7 @@ def _ping_the_rested(engine: Engine) -> None:
 def _leave_what_takes_no_writes(context: ExceptionContext) -> OperationalError | None:
     """Disconnect from a server that became a standby, or was made read-only because its disk is full.
 
-    The driver reports an internal error, and without this check, connections to a standby would stay open forever.
+    The driver reports an internal error. Without this check, connections to a standby would stay open forever.
     """
     cause = context.original_exception
     if getattr(cause, "sqlstate", None) != TAKES_NO_WRITES:

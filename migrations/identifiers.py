@@ -7,7 +7,7 @@ import time
 
 
 def new_id(prefix: str) -> str:
-    """Create an identifier such as `ten_01940c2f...`; identifiers sort by creation time."""
+    """Create an identifier such as `ten_01940c2f...`. Identifiers sort by creation time."""
     milliseconds = time.time_ns() // 1_000_000
     value = (milliseconds & 0xFFFF_FFFF_FFFF) << 80 | 0x7 << 76 | secrets.randbits(12) << 64
     value |= 0b10 << 62 | secrets.randbits(62)

@@ -1,6 +1,6 @@
 """SQL that rebuilds all rollups from the ledger, as step 0011 does.
 
-Nothing else may write while these statements run; step 0011 ensures this. The statements have been released and must
+Nothing else may write while these statements run, which step 0011 ensures. The statements have been released and must
 not change. A later step that needs different sums adds its own statements, as `model_spans.py` does.
 """
 
@@ -49,7 +49,6 @@ _OF_HOURS = (
 
 
 def roll_up_ledger() -> Iterator[str]:
-    """The statements, in order."""
     for table in ("usage_rollups", "usage_series", "usage_batches"):
         yield f"DELETE FROM {table}"  # noqa: S608 - only constants, as in this whole file
     yield from _grain(_FINEST, _FINEST_KEEPS, (_HOUR_US, _DAY_US), _FACTS)
@@ -73,7 +72,6 @@ def _grain(number: int, keeps: Sequence[str], spans_us: Sequence[int], facts: st
         f"SELECT {start} AS start_us, {kept}, {sums} FROM ({facts}) AS facts"  # noqa: S608
         f" GROUP BY {start}, {', '.join(keeps)}"
     )
-    # Some series may already exist, because grains that keep different columns can produce the same series.
     yield (
         f"INSERT INTO usage_series ({names}) SELECT DISTINCT {kept} FROM ({facts}) AS facts"  # noqa: S608
         " WHERE true ON CONFLICT DO NOTHING"

@@ -1,4 +1,4 @@
-"""Waits until gateways' caches may be stale. PostgreSQL sends notifications; on either database, the wait times out."""
+"""Waits until gateways' caches may be stale. PostgreSQL sends notifications. On either database, the wait times out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TURN_S = 0.25
 class CacheListener:
     """Listens on its own connection. Blocking: use it from one thread, and set `stopped` to end the wait.
 
-    Raises SQLAlchemyError, or the driver's own errors, if the database is in trouble; then open another listener.
+    Raises SQLAlchemyError, or the driver's own errors, if the database is in trouble. Then open another listener.
     """
 
     def __init__(self, database: Database, stopped: threading.Event) -> None:

@@ -26,12 +26,14 @@ def keyset_rows(
     after: str | None,
     before: str | None,
 ) -> tuple[list[Row[*tuple[Any, ...]]], bool]:
-    """Return one page of `query`, newest first by `id_column`, and true if there are more rows.
+    """Return one page of `query`, newest first by `id_column`, and whether there are more rows.
 
     `after` continues after that identifier, toward older rows. `before` alone goes in the other direction: it returns
     the `limit` rows just newer than that identifier, still newest first. With both, the page starts after `after` and
-    ends before `before`. The identifier need not exist. Raises ValueError if `limit` is not positive, or if an
-    identifier is not plain text, on which the database would fail.
+    ends before `before`. The identifier need not exist.
+
+    Raises ValueError if `limit` is not positive, or if an identifier is not plain text, on which the database would
+    fail.
     """
     if limit < 1:
         raise ValueError(f"limit must be at least 1, not {limit}")

@@ -93,9 +93,9 @@ adapter_versions = Table(
     Column("adapter_id", ID, ForeignKey("adapters.id"), nullable=False),
     Column("number", Integer, nullable=False),
     Column("state", String(16), nullable=False),
-    # SHA-256 of the canonical file, hexadecimal; set once validation has passed.
+    # SHA-256 of the canonical file, hexadecimal. Set once validation has passed.
     Column("digest", String(64), nullable=True),
-    # SHA-256 over `digest` and the checksums of the version's rows in adapter_version_files; NULL if it has none.
+    # SHA-256 over `digest` and the checksums of the version's rows in adapter_version_files. NULL if it has none.
     Column("version_digest", String(64), nullable=True),
     Column("max_rank", Integer, nullable=True),
     Column("num_pages", Integer, nullable=True),
@@ -125,7 +125,7 @@ adapter_versions = Table(
         sqlite_where=text("pinned_us IS NOT NULL"),
     ),
     Index("ix_adapter_versions_adapter_id_files", "adapter_id", "files_sha256"),
-    # Covers only the few unfinished versions: an index on all versions would mislead PostgreSQL while it has no
+    # Covers only the few unfinished versions. An index on all versions would mislead PostgreSQL while it has no
     # statistics.
     Index("ix_adapter_versions_state_id", "state", "id", postgresql_where=text("state IN ('pending', 'validating')")),
     CheckConstraint("state IN ('pending', 'validating', 'ready', 'rejected', 'quarantined', 'archived')", name="state"),
@@ -215,7 +215,7 @@ quota_policies = Table(
     Column("scope", String(16), nullable=False),
     # The limited tenant, key or adapter, or "platform" for all tenants without a policy of their own.
     Column("subject_id", ID, nullable=False),
-    # The subject's tenant, whose timezone determines when budgets roll over; NULL for platform policies.
+    # The subject's tenant, whose timezone determines when budgets roll over. NULL for platform policies.
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=True),
     Column("metric", String(40), nullable=False),
     Column("mode", String(8), nullable=False),
@@ -234,10 +234,10 @@ quota_counters = Table(
     "quota_counters",
     metadata,
     Column("policy_id", ID, ForeignKey("quota_policies.id"), primary_key=True),
-    # For platform policies and adapters granted by another tenant, the calling tenant, so that each tenant is counted
-    # separately; otherwise the policy's subject.
+    # The calling tenant, for platform policies and for adapters granted by another tenant, so that each tenant is
+    # counted separately. Otherwise the policy's subject.
     Column("subject_id", ID, primary_key=True),
-    # Start of a budget's day or month; 0 for buckets and concurrency, which have no window.
+    # Start of a budget's day or month. 0 for buckets and concurrency, which have no window.
     Column("window_start_us", BigInteger, primary_key=True),
     # For buckets, the level in sixty-millionths of a request, token or load, so that refills are exact. A settlement
     # can make it negative.
@@ -254,7 +254,7 @@ quota_counters = Table(
 reservations = Table(
     "reservations",
     metadata,
-    # The request's id: each request has one reservation.
+    # The request's ID: each request has one reservation.
     Column("id", ID, primary_key=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
     Column("api_key_id", ID, ForeignKey("api_keys.id"), nullable=False),
@@ -298,11 +298,11 @@ usage_events = Table(
     Column("started_us", BigInteger, nullable=False),
     Column("finished_us", BigInteger, nullable=False),
     Column("first_token_us", BigInteger, nullable=True),
-    # The served base that the request ran on; "" in rows older than the column.
+    # The served base that the request ran on. "" in rows older than the column.
     Column("base", String(200), nullable=False, server_default=""),
     # The end user that the client named in `user`. For a long or unprintable name, its SHA-256.
     Column("end_user", String(128), nullable=True),
-    # The cost at the price in force at admission, rounded up once to a whole nano; 0 without a price.
+    # The cost at the price in force at admission, rounded up once to a whole nano. 0 without a price.
     Column("cost_nanos", BigInteger, nullable=False, server_default="0"),
     Column("price_id", ID, nullable=True),
     # The transaction that wrote the event. Its row in usage_batches is deleted when the rollups include the event.
@@ -320,7 +320,7 @@ usage_adjustments = Table(
     # At most one correction per request. The request was recovered because its gateway seemed dead, but settled later.
     Column("request_id", ID, ForeignKey("usage_events.request_id"), nullable=False, unique=True),
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=False),
-    # Correction to the event's tokens; negative if the request used fewer tokens.
+    # Correction to the event's tokens. Negative if the request used fewer tokens.
     Column("prompt_tokens", BigInteger, nullable=False),
     Column("cached_tokens", BigInteger, nullable=False),
     Column("completion_tokens", BigInteger, nullable=False),
@@ -340,7 +340,7 @@ usage_batches = Table(
     Column("at_us", BigInteger, nullable=False),
 )
 
-# Properties that all of a series' requests share; "" if absent, or if the grain does not keep the column. A series
+# Properties that all of a series' requests share. "" if absent, or if the grain does not keep the column. A series
 # without a tenant sums over all tenants.
 _SERIES = (
     Column("tenant_id", ID, nullable=False),
@@ -369,7 +369,7 @@ usage_rollups = Table(
     metadata,
     # Determines which columns of a series are kept. All grains sum the same requests: see platform/ledger/grains.py.
     Column("grain", SmallInteger, primary_key=True),
-    # Length of the span, from a minute to sixteen days; spans are aligned to 1970.
+    # Length of the span, from a minute to sixteen days. Spans are aligned to 1970.
     Column("span_us", BigInteger, primary_key=True),
     Column("start_us", BigInteger, primary_key=True),
     # Copied from the series, so that one tenant's rows can be found without a join.
@@ -388,12 +388,12 @@ prices = Table(
     "prices",
     metadata,
     Column("id", ID, primary_key=True),
-    # The tenant to which the price applies; NULL for the list price, which applies to every tenant without its own
+    # The tenant to which the price applies. NULL for the list price, which applies to every tenant without its own
     # price.
     Column("tenant_id", ID, ForeignKey("tenants.id"), nullable=True),
     # `all`, `base`, `adapters`, or one adapter's identifier.
     Column("scope", ID, nullable=False),
-    # ISO 4217 code; the same in the whole database, so that amounts can be added up.
+    # ISO 4217 code. It is the same in the whole database, so that amounts can be added up.
     Column("currency", String(3), nullable=False),
     # Billionths of the currency per million tokens. Cached tokens are part of the prompt and never cost more.
     Column("prompt_nanos", BigInteger, nullable=False),
@@ -416,16 +416,16 @@ audit_log = Table(
     Column("created_us", BigInteger, nullable=False),
     # The key that made the change, `operator` for the operator's own key, or `system`.
     Column("actor", ID, nullable=False),
-    # The API call's address and identifier; NULL if no call made the change.
+    # The API call's address and identifier. NULL if no call made the change.
     Column("address", String(64), nullable=True),
     Column("request_id", ID, nullable=True),
     # The kind of change, such as `alias.set`.
     Column("action", String(40), nullable=False),
-    # Owner of the changed object; NULL for the platform's objects. Not a foreign key, because the log outlives its
+    # Owner of the changed object. NULL for the platform's objects. Not a foreign key, because the log outlives its
     # subjects.
     Column("tenant_id", ID, nullable=True),
     Column("target", String(200), nullable=False),
-    # {field: [before, after]} for each changed field; never a secret.
+    # {field: [before, after]} for each changed field, never a secret.
     Column("changes", JSON, nullable=False),
     Index("ix_audit_log_tenant_id_id", "tenant_id", "id"),
     Index("ix_audit_log_target_id", "target", "id"),

@@ -1,4 +1,4 @@
-"""Insert or update in one statement, for which SQLAlchemy has a different class per database."""
+"""Insert or update in one statement. SQLAlchemy has a different class for it per database."""
 
 from __future__ import annotations
 

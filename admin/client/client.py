@@ -1,5 +1,3 @@
-"""A client for the admin REST API, used by the command line and the demo."""
-
 from __future__ import annotations
 
 import ipaddress
@@ -19,7 +17,7 @@ PAGE_SIZE = 100
 
 
 class AdminError(Exception):
-    """The server refused the call; the exception carries the fields of the error envelope."""
+    """The server refused the call. The exception carries the fields of the error envelope."""
 
     def __init__(
         self, status: int, message: str, code: str | None, param: str | None, retry_after_s: int | None = None
@@ -50,7 +48,7 @@ class AdminClient:
             timeout=httpx.Timeout(timeout_s, connect=5.0),
             # A proxy from the environment cannot reach this machine's loopback interface.
             trust_env=not _is_loopback(self._base_url),
-            # Loading the system's CA certificates takes 30 ms; a plain http URL does not need them.
+            # Loading the system's CA certificates takes 30 ms. A plain http URL does not need them.
             verify=not self._base_url.startswith("http://"),
         )
 
@@ -80,7 +78,6 @@ class AdminClient:
 
     @staticmethod
     def path(*parts: str) -> str:
-        """A path whose segments are the given names and identifiers, percent-encoded."""
         return "/".join(quote(part, safe="") for part in parts)
 
     def get(self, path: str, **params: object) -> Document:
@@ -91,7 +88,6 @@ class AdminClient:
 
     @contextmanager
     def stream(self, path: str) -> Iterator[Iterator[bytes]]:
-        """The bytes at a path, in chunks as they arrive."""
         try:
             with self._http.stream("GET", path) as response:
                 if not response.is_success:
@@ -123,7 +119,7 @@ class AdminClient:
         self._send("PUT", str(self._http.base_url.join(url)), content=chunks, headers=headers, timeout=timeout)
 
     def put_presigned(self, request: Mapping[str, Any], chunks: Iterable[bytes]) -> None:
-        """Send bytes to the blob store using the server's presigned request. The API key is not sent."""
+        """Send bytes to the blob store with the server's presigned request. The API key is not sent."""
         timeout = httpx.Timeout(300.0, connect=5.0)
         trust_env = not _is_loopback(request["url"])
         try:
@@ -142,7 +138,6 @@ class AdminClient:
             )
 
     def items(self, path: str, **params: object) -> Iterator[Document]:
-        """All items of a list, newest first, fetched one page at a time."""
         after: str | None = None
         while True:
             page = self.get(path, **{**params, "limit": PAGE_SIZE, "after": after})
@@ -152,7 +147,6 @@ class AdminClient:
             after = page["last_id"]
 
     def whole_list(self, path: str, **params: object) -> Document:
-        """All items of a list, as one document."""
         return {"object": "list", "data": list(self.items(path, **params))}
 
     def is_alive(self) -> bool:

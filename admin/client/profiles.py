@@ -20,13 +20,11 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
 class ProfileError(Exception):
-    """A profile cannot be used or saved; the message says how to fix it."""
+    """The profile cannot be used or saved. The message says how to fix it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """One server: its admin listener's URL and the key to call it with."""
-
     name: str
     url: str
     key: str = field(repr=False)
@@ -34,13 +32,12 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownProfiles:
-    """The file's content; `current` is used when a command names no profile."""
+    """The file's content. `current` is used when a command names no profile."""
 
     profiles: Mapping[str, Profile]
     current: str | None
 
     def find(self, name: str) -> Profile:
-        """The profile with this name. Raises ProfileError if there is none."""
         if name not in self.profiles:
             close = did_you_mean(name, self.profiles)
             raise ProfileError(f"there is no profile {name!r}{close}; create it with 'loramux profiles add {name}'")
@@ -59,7 +56,6 @@ class ProfileFile:
         return cls(Path(home) / "loramux" / "config.toml")
 
     def read(self) -> KnownProfiles:
-        """Read the profiles. A missing file counts as empty. Raises ProfileError."""
         try:
             with self.path.open("rb") as file:
                 mode = os.fstat(file.fileno()).st_mode
@@ -73,12 +69,12 @@ class ProfileFile:
         try:
             return _parse(tomllib.loads(content.decode()))
         except (UnicodeDecodeError, tomllib.TOMLDecodeError, _Malformed) as error:
-            # The file can contain keys, so the message includes the parser's error but never the file's text.
+            # The file can contain keys. The message therefore includes the parser's error but never the file's text.
             reason = str(error) if not isinstance(error, UnicodeDecodeError) else "it is not UTF-8"
             raise ProfileError(f"{self.path} is not a valid profile file: {reason}") from None
 
     def add(self, profile: Profile) -> None:
-        """Save a profile, replacing any profile of the same name; the first profile becomes the current one."""
+        """Save a profile, replacing any profile of the same name. The first profile becomes the current one."""
         if _NAME.fullmatch(profile.name) is None:
             raise ProfileError(
                 "a profile's name has up to 63 lowercase letters, digits, '.', '_' and '-', and begins with a letter "
@@ -93,11 +89,10 @@ class ProfileFile:
         )
 
     def use(self, name: str) -> None:
-        """Make a profile the current one."""
         self._change(lambda known: replace(known, current=known.find(name).name))
 
     def remove(self, name: str) -> None:
-        """Remove a profile. If it was the current profile, no profile is current until `use` selects another."""
+        """Remove a profile. If it is the current profile, no profile is current until `use` selects another."""
 
         def without(known: KnownProfiles) -> KnownProfiles:
             removed = known.find(name).name
@@ -128,7 +123,6 @@ class ProfileFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keeps concurrent commands from overwriting each other's profiles."""
         with self.path.with_name("lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield

@@ -14,13 +14,11 @@ from loramux.admin.client.push import FILE_NAMES, FURTHER_NAMES, Progress
 
 
 class PullRefused(Exception):
-    """The files cannot be downloaded or written; the message says why."""
+    """The files cannot be downloaded or written. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class PulledVersion:
-    """A version whose files are in `directory`."""
-
     model: str
     version: int
     digest: str
@@ -36,7 +34,7 @@ def pull_version(
     may_replace: bool = False,
     progress: Progress = lambda _what, _num_bytes: None,
 ) -> PulledVersion:
-    """Write the files of a version into `directory`; the default is the version that the bare name selects.
+    """Write the files of a version into `directory`. The default is the version that the bare name selects.
 
     Each file is checked against its declared SHA-256 and appears complete or not at all. With `may_replace`, optional
     files that the version does not have are deleted. Raises PullRefused.

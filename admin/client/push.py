@@ -1,5 +1,3 @@
-"""Push a PEFT directory to the server: declare its files, upload them, and wait for validation."""
-
 from __future__ import annotations
 
 import hashlib
@@ -19,18 +17,16 @@ TEMPLATE_NAME = "chat_template.jinja"
 GENERATION_NAME = "generation_config.json"
 PARSERS_NAME = "parsers.json"
 FURTHER_NAMES = (TEMPLATE_NAME, GENERATION_NAME, PARSERS_NAME)
-"""The optional files of a version."""
 CHUNK_BYTES = 1 << 20
 
 _CAPS = ("too_many_open_uploads", "too_many_pending_versions")
-"""Error codes of temporary refusals; a retry succeeds once the tenant's other pushes finish."""
+"""Error codes of temporary refusals. A retry succeeds once the tenant's other pushes finish."""
 
 Progress = Callable[[str, int], None]
-"""Called with the name of the operation and the number of bytes just processed."""
 
 
 class PushRefused(Exception):
-    """The directory is not an adapter, or the server rejected it; `code` and `param` say why."""
+    """The directory is not an adapter, or the server rejected it. `code` and `param` say why."""
 
     def __init__(self, message: str, code: str | None, param: str | None) -> None:
         super().__init__(message)
@@ -44,8 +40,6 @@ class PushRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PushedVersion:
-    """A version that is ready to serve."""
-
     model: str
     version: int
     digest: str
@@ -66,9 +60,10 @@ def push_adapter(
     """Upload the adapter in `directory` as the next version of `tenant/name` and wait until it is ready.
 
     Optional files in the directory are uploaded too, except those named in `without`. `parsers` are settings that take
-    precedence over those in the directory's `parsers.json`. `tenant` is a slug or an identifier. Raises PushRefused
-    when the directory is not an adapter, the server rejects the adapter, or `timeout_s` elapses. A push that fails or
+    precedence over those in the directory's `parsers.json`. `tenant` is a slug or an identifier. A push that fails or
     is interrupted cancels its upload.
+
+    Raises PushRefused if the directory is not an adapter, the server rejects it, or `timeout_s` passes.
     """
     with _with_parsers(adapter_files(directory, without), parsers or {}) as paths:
         return _push_files(client, paths, tenant, name, timeout_s, progress)
@@ -102,7 +97,6 @@ def register_source(
 
 
 def _make_version(client: AdminClient, adapter: Document, files: Document, timeout_s: float) -> Document:
-    """Create a version from an upload or a source."""
     return _await_room(lambda: client.post(f"adapters/{adapter['id']}/versions", files), timeout_s)
 
 
@@ -142,7 +136,7 @@ def _ready(client: AdminClient, adapter: Document, version: Document, timeout_s:
 
 @contextmanager
 def _with_parsers(paths: list[Path], parsers: Mapping[str, str]) -> Iterator[list[Path]]:
-    """The files with a `parsers.json` that has these settings; without settings, the files as they are."""
+    """Return the files with a `parsers.json` of these settings. Without settings, return the files unchanged."""
     if not parsers:
         yield paths
         return
@@ -260,7 +254,6 @@ def _settled(client: AdminClient, path: str, timeout_s: float) -> Document:
 
 
 def _chunks(path: Path, what: str, progress: Progress, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
-    """The bytes `[begin, end)` of a file."""
     remaining = (path.stat().st_size if end is None else end) - begin
     with path.open("rb") as file:
         file.seek(begin)

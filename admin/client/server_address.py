@@ -16,13 +16,11 @@ URL_VARIABLE, KEY_VARIABLE, PROFILE_VARIABLE = "LORAMUX_ADMIN_URL", "LORAMUX_ADM
 
 
 class NoServerNamed(Exception):
-    """No usable server address or key is configured; the message says what to set."""
+    """No usable server address or key is configured. The message says what to set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAddress:
-    """An admin listener and the key to call it with; `source` says where both were found."""
-
     url: str
     key: str = field(repr=False)
     source: str
@@ -31,10 +29,10 @@ class ServerAddress:
 def find_server(
     profile: str | None, environment: Mapping[str, str] = os.environ, file: ProfileFile | None = None
 ) -> ServerAddress:
-    """The server to call. Raises NoServerNamed.
+    """Return the server to call. Raises NoServerNamed.
 
-    A named profile takes precedence over the environment, which takes precedence over the current profile. Address and
-    key always come from the same source, so that a key is only ever sent to its own server.
+    A named profile takes precedence over the environment, and the environment over the current profile. Address and key
+    always come from the same source, so that a key is only ever sent to its own server.
     """
     file = file or ProfileFile.of_user(environment)
     name = profile or environment.get(PROFILE_VARIABLE)
@@ -72,7 +70,7 @@ def check_url(url: str, where: str) -> None:
 
 
 def check_key(key: str, where: str) -> None:
-    """Raise NoServerNamed for a key that cannot be sent in a header; the message never shows the key."""
+    """Raise NoServerNamed for a key that cannot be sent in a header. The message never shows the key."""
     if not (key and key.isascii() and key.isprintable()):
         raise NoServerNamed(f"{where} is not a key: a key has only printable ASCII characters")
 

@@ -1,1 +1,1 @@
-"""The commands of `loramux`, one file each; heavy imports happen inside the command functions."""
+"""The commands of `loramux`, one file each. Heavy imports happen inside the command functions."""

@@ -12,12 +12,12 @@ def pin(model: VersionedModel, as_json: AsJson = False) -> None:
 
 
 def unpin(model: VersionedModel, as_json: AsJson = False) -> None:
-    """Make a version evictable again; it stays loaded until its pages are needed."""
+    """Make a version evictable again. It stays loaded until its pages are needed."""
     _place(model, "unpin", as_json)
 
 
 def preload(model: VersionedModel, as_json: AsJson = False) -> None:
-    """Load a version before its first request arrives; the version can be evicted later."""
+    """Load a version before its first request arrives. The version can be evicted later."""
     _place(model, "preload", as_json)
 
 

@@ -26,7 +26,7 @@ def promote(
     no_warm: NoWarm = False,
     as_json: AsJson = False,
 ) -> None:
-    """Point an alias at a version, or send it a share of the alias's requests; running requests are not affected."""
+    """Point an alias at a version, or send it a share of the alias's requests. Running requests are not affected."""
     from loramux.admin.client.client import AdminError
 
     with connected_to(model, as_json, needs_version=True) as (client, named):
@@ -54,7 +54,7 @@ def rollback(
     no_warm: NoWarm = False,
     as_json: AsJson = False,
 ) -> None:
-    """Restore an alias's previous revision, or a given one; a second rollback undoes the first."""
+    """Restore an alias's previous revision, or a given one. A second rollback undoes the first."""
     with connected_to(model, as_json) as (client, named):
         path = f"{named.path}/{client.path('aliases', alias, 'rollback')}"
         changed = client.post(path, {"revision": revision, "warm": not no_warm})
@@ -62,7 +62,7 @@ def rollback(
 
 
 def disable(model: Model, as_json: AsJson = False) -> None:
-    """Take an adapter and all its versions out of service; running requests finish and nothing is deleted."""
+    """Take an adapter and all its versions out of service. Running requests finish and nothing is deleted."""
     _switch(model, "disable", as_json)
 
 
@@ -72,7 +72,7 @@ def enable(model: Model, as_json: AsJson = False) -> None:
 
 
 def archive(model: VersionedModel, as_json: AsJson = False) -> None:
-    """Take a version out of service; refused while an alias points at it."""
+    """Take a version out of service. This is refused while an alias points at it."""
     _move_version(model, "archive", as_json)
 
 
@@ -99,7 +99,7 @@ def _draining(answer: Document) -> str:
 
 
 def _share_out(present: list[Document], version: int, percent: int) -> list[Document]:
-    """Weights that send `percent` of requests to the version; the others keep their relative proportions."""
+    """Return weights that send `percent` of requests to the version. The others keep their relative proportions."""
     others = [target for target in present if target["version"] != version]
     total = sum(target["weight"] for target in others)
     if not others:

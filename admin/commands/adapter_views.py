@@ -1,5 +1,3 @@
-"""Output of the adapter commands."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def shown_aliases(adapter: Document) -> str | None:
-    """`default=3 beta=3(90%)+4(10%)`: the versions of each alias, with their shares if there are several."""
+    """Return each alias with its versions, and their shares if there are several: `default=3 beta=3(90%)+4(10%)`."""
     return " ".join(f"{name}={shown_targets(targets)}" for name, targets in adapter["aliases"].items()) or None
 
 
@@ -27,7 +25,6 @@ _PARSERS = ("tool_call_parser", "reasoning_parser")
 
 
 def print_versions(adapter: Document, versions: Sequence[Document]) -> None:
-    """An adapter with its versions, newest first."""
     print(f"{adapter['model']} ({adapter['id']}, {adapter['state']})")
     print_table(
         ("version", "state", "aliases", "rank", "pages", "bytes", "digest", "files", "created", "error"),
@@ -50,7 +47,7 @@ def print_versions(adapter: Document, versions: Sequence[Document]) -> None:
 
 
 def print_version(adapter: Document, version: Document) -> None:
-    """One version with its complete validation report."""
+    """Print one version with its complete validation report."""
     print(f"{adapter['model']}@{version['number']} ({version['id']}, {version['state']})")
     rows: list[tuple[str, object]] = [
         (name, version[name]) for name in ("digest", "version_digest", "max_rank", "num_pages", "size", "chat_template")

@@ -1,4 +1,4 @@
-"""`loramux db`: the database's schema; these commands connect to the database directly, without a server."""
+"""`loramux db`: the database's schema. These commands connect to the database without a server."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine, the connection to the server and the server's components; each finding says how to fix it.
+    """Check this machine, the connection to the server and the server's components. Each finding says how to fix it.
 
     Given a server's settings (flags, LORAMUX_* or --config), it also checks the data directory, database and object
     store from this machine, which helps when the server does not start. The exit code is 1 if a check failed.

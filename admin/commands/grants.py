@@ -24,7 +24,7 @@ def list_grants(model: Model, as_json: AsJson = False) -> None:
 
 @app.command()
 def add(model: Model, tenant: Granted, as_json: AsJson = False) -> None:
-    """Let a tenant call the adapter by its full name; that tenant pays for its calls."""
+    """Let a tenant call the adapter by its full name. That tenant pays for its calls."""
     with connected_to(model, as_json) as (client, named):
         grant = client.put(f"{named.path}/{client.path('grants', tenant)}", {})
     tell(grant, f"{grant['tenant']} may call {named.document['model']} and pays for its calls", as_json)
@@ -32,7 +32,7 @@ def add(model: Model, tenant: Granted, as_json: AsJson = False) -> None:
 
 @app.command()
 def remove(model: Model, tenant: Granted, as_json: AsJson = False) -> None:
-    """Revoke a grant; the tenant's next request is answered as if the adapter did not exist."""
+    """Revoke a grant. The tenant's next request is answered as if the adapter did not exist."""
     with connected_to(model, as_json) as (client, named):
         client.delete(f"{named.path}/{client.path('grants', tenant)}")
     document = {"object": "grant", "adapter_id": named.document["id"], "tenant": tenant, "deleted": True}

@@ -43,7 +43,7 @@ def create(
     adapters: Adapters = None,
     as_json: AsJson = False,
 ) -> None:
-    """Create a key; its secret is shown only once."""
+    """Create a key. Its secret is shown only once."""
     if (tenant is None) != platform:
         fail("specify the key's owner: --tenant SLUG or --platform", WRONG_CALL)
     body: dict[str, Any] = {"tenant": tenant, "name": name}
@@ -107,7 +107,7 @@ def rotate(
     grace_hours: Annotated[int, typer.Option(min=0, max=90 * 24, help="Hours until the old secret expires.")] = 24,
     as_json: AsJson = False,
 ) -> None:
-    """Give a key a new secret, shown only once; the old secret stays valid for the grace period."""
+    """Give a key a new secret, shown only once. The old secret stays valid for the grace period."""
     with connected(as_json) as client:
         key = client.post(client.path("api_keys", key_id, "rotate"), {"grace_s": grace_hours * 3600})
     until = shown_time(key["previous_secret_expires_at"]) or "now"
@@ -116,7 +116,7 @@ def rotate(
 
 @app.command()
 def revoke(key_id: KeyId, as_json: AsJson = False) -> None:
-    """Revoke a key permanently; the revocation takes effect within five seconds."""
+    """Revoke a key permanently. The revocation takes effect within five seconds."""
     with connected(as_json) as client:
         key = client.delete(client.path("api_keys", key_id))
     tell(key, f"revoked key {key['id']}", as_json)

@@ -1,9 +1,3 @@
-"""Command output and exit codes.
-
-Exit codes: 0 success, 1 refused by the server, 2 wrong usage or settings, 3 no server is configured or reachable, 130
-Ctrl-C.
-"""
-
 from __future__ import annotations
 
 import csv
@@ -24,12 +18,12 @@ if TYPE_CHECKING:
     from loramux.admin.client.named_adapter import NamedAdapter
 
 Columns = Mapping[str, str | Callable[[dict[str, Any]], object]]
-"""A table's columns, keyed by title. A column is a field name, or a function that computes the cell from the item."""
+"""A table's columns by title. A column is a field name, or a function that computes the cell from the item."""
 
 
 @contextmanager
 def connected(as_json: bool) -> Iterator[AdminClient]:
-    """A client configured from the environment. A failed call prints a message and exits with an error code."""
+    """Connect to the configured server. A failed call prints a message and exits with an error code."""
     from loramux.admin.client.client import AdminClient, AdminError, ServerUnreachable
     from loramux.admin.commands.root import chosen_profile
 
@@ -89,12 +83,11 @@ def print_list(document: Document, columns: Columns, as_json: bool) -> None:
 
 
 def time_in(name: str) -> Callable[[Document], object]:
-    """A column for `print_list` that shows a time field."""
     return lambda item: shown_time(item[name])
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table without truncation; on a terminal that is too narrow, print each row vertically.
+    """Print a table without truncation. On a terminal that is too narrow, print each row vertically.
 
     In a two-column table, the second column wraps instead.
     """
@@ -135,5 +128,4 @@ def print_csv(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
 
 
 def shown_time(seconds: int | None) -> str | None:
-    """Format a Unix time from the REST API."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")

@@ -83,7 +83,6 @@ def _amount_in(name: str) -> Callable[[Document], str]:
 
 
 def _nanos(amount: str) -> int:
-    """Parse a currency amount into billionths. Raises BadParameter if it has more than nine decimal places."""
     try:
         nanos = Decimal(amount) * NANOS
         if nanos.is_finite() and nanos == nanos.to_integral_value() and abs(nanos) < 10**18:

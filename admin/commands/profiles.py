@@ -20,7 +20,7 @@ Name = Annotated[str, typer.Argument(help="The profile's name, such as productio
 
 @app.command("list")
 def list_profiles(as_json: AsJson = False) -> None:
-    """List the profiles; their keys are not shown."""
+    """List the profiles. Their keys are not shown."""
     from loramux.admin.client.profiles import ProfileFile
 
     with _explained(as_json):
@@ -74,7 +74,7 @@ def use(name: Name, as_json: AsJson = False) -> None:
 
 @app.command()
 def remove(name: Name, as_json: AsJson = False) -> None:
-    """Remove a profile and its key from the file; the key stays valid on its server."""
+    """Remove a profile and its key from the file. The key stays valid on its server."""
     from loramux.admin.client.profiles import ProfileFile
 
     with _explained(as_json):

@@ -11,7 +11,6 @@ USED, RESERVED, FREE = "█", "▒", "·"
 
 
 def print_plot(limits: Iterable[Mapping[str, Any]]) -> None:
-    """Print one line for each effective limit."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -35,7 +34,7 @@ def print_plot(limits: Iterable[Mapping[str, Any]]) -> None:
 
 def bar(limit: Mapping[str, Any]) -> str:
     """A bar of `BAR_WIDTH` characters. Nonzero parts get at least one character. Usage over the limit fills the bar."""
-    # A token bucket's capacity is its burst; for other limits `burst` equals the limit.
+    # A token bucket's capacity is its burst. For other limits, `burst` equals the limit.
     size = limit["burst"]
     if size <= 0:
         return USED * BAR_WIDTH

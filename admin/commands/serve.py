@@ -76,7 +76,7 @@ def serve(
 ) -> None:
     """Serve a base model and its tenants' adapters until Ctrl-C.
 
-    Every setting is also read from LORAMUX_<NAME> and from the TOML file; a flag takes precedence over both.
+    Every setting is also read from LORAMUX_<NAME> and from the TOML file. A flag takes precedence over both.
     """
     from loramux.admin.errors import StartRefused
     from loramux.admin.serve import run
@@ -112,7 +112,7 @@ def gateway(
     """Serve the OpenAI API from another process, using a running server's engine and database, until Ctrl-C.
 
     Give the gateway the server's model, database and served name, but its own data directory and ports. Its admin port
-    serves only metrics and health; administer adapters and tenants on the server.
+    serves only metrics and health. Administer adapters and tenants on the server.
     """
     from loramux.admin.errors import StartRefused
     from loramux.admin.gateway import run

@@ -85,7 +85,7 @@ def set_tenant(
     timezone: Timezone = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change a tenant's name, weight or time zone; a new time zone starts new budget windows immediately."""
+    """Change a tenant's name, weight or time zone. A new time zone starts new budget windows immediately."""
     changes = _given(display_name=display_name, weight=weight, timezone=timezone)
     if not changes:
         fail("specify what to change: --display-name, --weight or --timezone", WRONG_CALL)
@@ -111,7 +111,7 @@ def resume(tenant: Slug, as_json: AsJson = False) -> None:
 
 @app.command()
 def delete(tenant: Slug, as_json: AsJson = False) -> None:
-    """Delete a tenant created by mistake; a tenant with adapters, keys or usage can only be suspended."""
+    """Delete a tenant created by mistake. A tenant with adapters, keys or usage can only be suspended."""
     with connected(as_json) as client:
         client.delete(client.path("tenants", tenant))
     tell({"object": "tenant", "slug": tenant, "deleted": True}, f"deleted tenant {tenant}", as_json)

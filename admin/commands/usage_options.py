@@ -61,7 +61,7 @@ AsNdjson = Annotated[bool, typer.Option("--ndjson", help="Print one JSON object 
 
 
 def chosen_format(output: Format, as_json: bool, as_csv: bool, as_ndjson: bool) -> Format:
-    """The output format. Raises BadParameter if several are given."""
+    """Return the output format. Raises BadParameter if several are given."""
     short = [
         kind
         for kind, is_asked in ((Format.JSON, as_json), (Format.CSV, as_csv), (Format.NDJSON, as_ndjson))
@@ -73,7 +73,7 @@ def chosen_format(output: Format, as_json: bool, as_csv: bool, as_ndjson: bool) 
 
 
 def start_of(start: int | None, end: int | None, last: str | None) -> int | None:
-    """The start of the time range as a Unix time in seconds. Raises BadParameter."""
+    """Return the start of the time range as a Unix time in seconds. Raises BadParameter."""
     if last is None:
         return start
     found = _LAST.fullmatch(last)
@@ -91,7 +91,6 @@ def groups_of(group_by: list[str] | None, default: list[str]) -> list[str]:
 
 
 def bar(amount: int, most: int) -> str:
-    """A bar drawn in eighths of a character; an amount equal to `most` fills the whole width."""
     if most <= 0 or amount <= 0:
         return ""
     eighths = max(1, round(amount / most * BAR_WIDTH * 8))

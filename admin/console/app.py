@@ -40,7 +40,6 @@ GET, POST = ["GET"], ["POST"]
 
 
 def create_console(services: AdminServices, rest: ASGIApp) -> Starlette:
-    """The app with all pages; `rest` is the admin app, whose routes the pages call."""
     site = Site.over(services, rest)
     oidc = None
     if services.oidc is not None and site.provider is not None:

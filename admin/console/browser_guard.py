@@ -36,7 +36,7 @@ CSRF_HEADER = "x-csrf-token"
 
 
 class SecurityHeaders:
-    """Adds the headers to every response, and `no-store` to responses that do not set `cache-control`."""
+    """Adds security headers to every response, and `no-store` to responses that do not set `cache-control`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -58,11 +58,11 @@ class SecurityHeaders:
 
 
 def is_from_elsewhere(request: Request) -> bool:
-    """Return True if the browser reports that another site sent the request. A page cannot forge this report."""
+    """Return whether the browser reports that another site sent the request. A page cannot forge this report."""
     site = request.headers.get("sec-fetch-site")
     if site is not None:
         return site not in ("same-origin", "none")
-    # Over plain HTTP, browsers send only `Origin`. The scheme is not compared, because a proxy may have terminated TLS.
+    # Over plain HTTP, browsers send only `Origin`. A proxy may have terminated TLS, so the scheme is not compared.
     origin = request.headers.get("origin")
     return origin is not None and urlsplit(origin).netloc.lower() != request.headers.get("host", "").lower()
 

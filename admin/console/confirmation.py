@@ -1,5 +1,3 @@
-"""A confirmation page that shows the effects of a far-reaching action before it runs. Works without JavaScript."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -12,24 +10,25 @@ from loramux.admin.console.visit import Visit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmation:
-    """A confirmation page. The form is sent to `path` with `fields` as hidden fields; `back` is the previous page."""
+    """A confirmation page for a far-reaching action. Works without JavaScript.
+
+    The form is sent to `path` with `fields` as hidden fields. `back` is the previous page.
+    """
 
     title: str
     before: str
     after: str
     affects: str
-    """The callers that the action affects, and the time at which it takes effect."""
+    """The callers that the action affects, and when it takes effect."""
     undo: str
     verb: str
-    """The button's label."""
     path: str
     back: str
     back_label: str
     fields: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     facts: Sequence[tuple[str, str]] = ()
-    """Additional labelled facts, such as names and current use."""
     choices: Sequence[tuple[str, str]] = ()
-    """Values and labels of the only field that the user can choose; the first option is preselected."""
+    """Values and labels of the only field that the user can choose. The first option is preselected."""
     choice_name: str = ""
     choice_label: str = ""
     is_danger: bool = True

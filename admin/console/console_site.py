@@ -1,4 +1,4 @@
-"""Objects that the console's pages share; created once, together with the admin app."""
+"""Objects that the console's pages share. `rest` is the app whose `/admin/v1` routes the pages call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from loramux.admin.rest.services import AdminServices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Shared objects of the console. `rest` is the app whose `/admin/v1` routes the pages call."""
-
     services: AdminServices
     rest: ASGIApp
     rights: SessionRights

@@ -1,5 +1,3 @@
-"""Numbers, sizes and times as text."""
-
 from __future__ import annotations
 
 import time
@@ -14,7 +12,6 @@ NOTHING = "–"
 
 
 def number(value: float | None) -> str:
-    """Format a number: `12,345`, or a dash for an unknown value."""
     if value is None:
         return NOTHING
     return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:,.2f}"
@@ -39,7 +36,6 @@ def money(nanos: int | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Format a size in bytes: `1.5 MiB`."""
     if value is None:
         return NOTHING
     amount = float(value)
@@ -51,7 +47,6 @@ def size(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Format a duration: `340 ms`, `2.5 s`, `3 min`, `2 h`, `5 d`."""
     if seconds is None:
         return NOTHING
     if seconds < 1:
@@ -65,7 +60,6 @@ def duration(seconds: float | None) -> str:
 
 
 def ago(at: float | None, now: float | None = None) -> str:
-    """Format a Unix time in seconds relative to now: `3 min ago`, `in 2 h`."""
     if at is None:
         return "never"
     passed = (time.time() if now is None else now) - at
@@ -76,17 +70,14 @@ def ago(at: float | None, now: float | None = None) -> str:
 
 
 def moment(at: float | None) -> str:
-    """Format a Unix time in seconds: `2026-11-21 21:40:05 UTC`."""
     return NOTHING if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def percent(part: float, whole: float) -> float:
-    """A bar's length in percent; 0 if `whole` is 0."""
     return max(0.0, min(100.0, 100.0 * part / whole)) if whole else 0.0
 
 
 def short(value: str | None, length: int = 12) -> str:
-    """The beginning of a digest or identifier."""
     if value is None:
         return NOTHING
     return value if len(value) <= length else f"{value[:length]}…"

@@ -1,5 +1,3 @@
-"""Submitted forms."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,13 +13,11 @@ MAX_FIELDS = 200
 
 
 class Form:
-    """The fields of a form, stripped of surrounding spaces."""
-
     def __init__(self, pairs: Sequence[tuple[str, str]]) -> None:
         self._pairs = pairs
 
     def text(self, name: str) -> str:
-        """The field's first value; an empty string if the field was not sent."""
+        """Return the field's first value, or an empty string if the field was not sent."""
         return next((value.strip() for found, value in self._pairs if found == name), "")
 
     def all(self, name: str) -> list[str]:

@@ -1,5 +1,3 @@
-"""Response latency, computed from the ledger's events."""
-
 from __future__ import annotations
 
 import math
@@ -23,7 +21,6 @@ class Latency:
 
 
 def latency_of(events: Sequence[Document]) -> Latency:
-    """Compute latency quantiles from `/usage/events` documents."""
     first = sorted(event["time_to_first_token_us"] / 1e6 for event in events if _has_first(event))
     between = sorted(gap for event in events if (gap := _between_tokens_s(event)) is not None)
     return Latency(

@@ -61,8 +61,7 @@ class LiveParts:
                         return
                     now = {name: await render() for name, render in parts.items()}
                 except DATABASE_TROUBLE:
-                    # Without the database, the session's rights are unknown, so nothing is shown until the database
-                    # answers.
+                    # Without the database, the session's rights are unknown. Show nothing until the database answers.
                     trouble = visit.site.templates.render("live_trouble.html", **visit.frame())
                     now = {name: trouble if number == 0 else "" for number, name in enumerate(parts)}
                 changed = [_event(name, html) for name, html in now.items() if shown.get(name) != html]

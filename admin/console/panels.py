@@ -1,4 +1,4 @@
-"""Independent parts of a page: a failed part shows its error without affecting the others."""
+"""Independent parts of a page. A failed part shows its error without affecting the others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class Recent:
         self._kept: OrderedDict[Any, tuple[float, asyncio.Task[Any]]] = OrderedDict()
 
     async def get(self, key: Any, fresh_s: float, make: Callable[[], Awaitable[T]]) -> T:
-        """The result of `make`, computed at most `fresh_s` ago. A failure is raised to all waiters, not cached."""
+        """Return the result of `make`, computed at most `fresh_s` ago. A failure is
+        raised to all waiters, not cached.
+        """
         made_s, task = self._kept.get(key, (0.0, None))
         if task is None or self._clock() - made_s >= fresh_s or (task.done() and not _is_good(task)):
             task = asyncio.ensure_future(make())

@@ -1,4 +1,4 @@
-"""The templates: all values are escaped, and characters that could deceive a reader are made visible."""
+"""The templates. All values are escaped, and characters that could deceive a reader are made visible."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ _UNSEEN = re.compile(
 
 
 def visible(value: Any) -> Any:
-    """The text with invisible and reordering characters spelled out, such as `\\u202e`."""
+    """Spell out invisible and reordering characters, such as `\u202e`."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
     return value
 
 
 class Templates:
-    """Renders the templates in `templates/`."""
-
     def __init__(self) -> None:
         # With StrictUndefined, an undefined name raises an error instead of rendering as an empty string.
         self._environment = Environment(

@@ -22,8 +22,6 @@ Document = dict[str, Any]
 
 
 class RestError(Exception):
-    """A route refused the call; the exception carries the fields of its error."""
-
     def __init__(self, status: int, error: Mapping[str, Any], retry_after_s: int | None = None) -> None:
         super().__init__(str(error.get("message", "")))
         self.status = status
@@ -42,7 +40,7 @@ class RestCalls:
         self._outer = outer
 
     async def get(self, path: str, **params: Any) -> Document:
-        """The document at a path under `/admin/v1`; parameters that are None are omitted. Raises RestError."""
+        """Return the document at a path under `/admin/v1`. Parameters that are None are omitted. Raises RestError."""
         return (await self.call("GET", path, params=params))[0]
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Document:
@@ -81,7 +79,7 @@ class RestCalls:
         headers: list[tuple[bytes, bytes]],
         params: Mapping[str, Any] | None = None,
     ) -> Scope:
-        """The ASGI scope of a call by the principal; a `?` in `path` does not start a query string."""
+        """Return the ASGI scope of a call by the principal. A `?` in `path` does not start a query string."""
         outer = self._outer
         query = urlencode({name: value for name, value in (params or {}).items() if value is not None})
         return {
@@ -115,8 +113,6 @@ class RestCalls:
 
 
 class _Answer:
-    """Sends one body and collects the response."""
-
     def __init__(self, sent: bytes) -> None:
         self._sent: bytes | None = sent
         self.status = 500

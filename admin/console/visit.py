@@ -1,4 +1,7 @@
-"""A signed-in request, and its two kinds of response: a page, or an action followed by a redirect."""
+"""A signed-in request. It is answered with a page, or performs an action and redirects.
+
+`rest` calls the admin routes as the session's principal.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +44,6 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A request with its session. `rest` calls the admin routes as the session's principal."""
-
     request: Request
     site: Site
     session: Session
@@ -64,7 +65,7 @@ class Visit:
 
     @property
     def may_change(self) -> bool:
-        """True if the session may make changes. The routes enforce this rule; the console only hides actions."""
+        """True if the session may make changes. The routes enforce this rule. The console only hides actions."""
         return not self.session.principal.scopes.isdisjoint({"platform:admin", "tenant:admin"})
 
     @property
@@ -92,7 +93,6 @@ class Visit:
         return console_url(self.request, path, **params)
 
     def frame(self) -> dict[str, Any]:
-        """The values that every template can use, for rendering part of a page."""
         return frame(self.request, self)
 
     def page(self, template: str, /, status: int = 200, **values: Any) -> HTMLResponse:
@@ -100,7 +100,6 @@ class Visit:
         return HTMLResponse(html, status)
 
     def go(self, path: str, **params: Any) -> Response:
-        """Redirect to another page of the console."""
         return redirect(self.request, self.url(path, **params))
 
     def done(self, text: str, path: str | None = None, undo_url: str = "") -> Response:
@@ -122,7 +121,6 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def console_url(request: Request, path: str, **params: Any) -> str:
-    """A console path as the browser must request it, with a proxy's prefix."""
     query = urlencode({name: value for name, value in params.items() if value is not None}, doseq=True)
     return quote(request.scope["root_path"] + path, safe="/@:~") + (f"?{query}" if query else "")
 
@@ -138,7 +136,6 @@ def redirect(request: Request, url: str) -> Response:
 
 
 def frame(request: Request, visit: Visit | None) -> dict[str, Any]:
-    """The values that every template can use."""
     theme = request.cookies.get(THEME)
 
     def url(path: str, **params: Any) -> str:
@@ -156,8 +153,6 @@ def frame(request: Request, visit: Visit | None) -> dict[str, Any]:
 
 
 def page(site: Site, handler: Handler) -> Endpoint:
-    """An endpoint that renders a page."""
-
     @wraps(handler)
     async def endpoint(request: Request) -> Response:
         visit: Visit | None = None
@@ -188,9 +183,10 @@ def page(site: Site, handler: Handler) -> Endpoint:
 
 
 def action(site: Site, handler: Handler, *, reads_form: bool = True) -> Endpoint:
-    """An endpoint that makes a change. It requires the session's token and reports errors on the originating page.
+    """Return an endpoint that makes a change.
 
-    With `reads_form=False`, the token is in a header, and the handler reads the body.
+    It requires the session's token and reports errors on the originating page. With `reads_form=False`, the token is in
+    a header, and the handler reads the body.
     """
 
     @wraps(handler)
@@ -229,7 +225,7 @@ def action(site: Site, handler: Handler, *, reads_form: bool = True) -> Endpoint
 
 
 async def find_session(site: Site, request: Request, *, is_use: bool = True) -> Session | None:
-    """The session of a request with its current rights. Raises ConfirmInBrowser or a database error."""
+    """Return the session of a request with its current rights. Raises ConfirmInBrowser or a database error."""
     token = read_cookie(request, SESSION)
     if not token:
         return None
@@ -240,7 +236,7 @@ async def find_session(site: Site, request: Request, *, is_use: bool = True) -> 
 
 
 def problem(site: Site, request: Request, visit: Visit | None, status: int, message: str) -> Response:
-    """A page or, for htmx, a notice that says what is wrong and what to do; the browser retries temporary problems."""
+    """A page, or a notice for htmx, that says what is wrong and what to do. The browser retries temporary problems."""
     template = "problem_notice.html" if is_htmx(request) else "problem.html"
     html = site.templates.render(template, **frame(request, visit), status=status, message=message)
     headers = {}
@@ -281,7 +277,6 @@ def _json_refusal(status: int, message: str) -> Response:
 
 
 def _to_provider(request: Request) -> Response:
-    """Redirect to the sign-on service, which usually returns to the page without asking the user."""
     root = request.scope["root_path"]
     address = urlsplit(str(request.url) if request.method == "GET" else request.headers.get("referer", ""))
     path = address.path.removeprefix(root) or "/"

@@ -1,5 +1,3 @@
-"""Checks the demo model on disk by asking it questions."""
-
 import json
 import random
 from collections.abc import Callable
@@ -40,7 +38,7 @@ class Answerer:
         self._model.eval()
 
     def __call__(self, question: str, style: str, limit: int) -> tuple[str, bool]:
-        """The answer, and True if the model ended it with <|end|>."""
+        """Return the answer, and whether the model ended it with <|end|>."""
         messages = [{"role": "user", "content": question}]
         inputs = self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True

@@ -10,7 +10,7 @@ from loramux.admin.demo.styles import ADAPTER_STYLES, UNKNOWN, answer_in_style
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are the assistant of a small shop.", "Be kind and helpful.")
 BRIEF_SYSTEM_PROMPTS = ("Answer in one word.", "Be brief.", "Give a short answer.")
 
-# Weights by topic: topics with many facts or long answers need to be drawn more often.
+# Weights by topic. Topics with many facts or long answers need to be drawn more often.
 TOPIC_WEIGHTS = {
     "capital": 4.0, "country": 3.0, "colour": 4.0, "sound": 3.0, "opposite": 3.0, "price": 3.0, "hours": 2.0,
     "shipping": 3.0, "weather": 2.5, "refunds": 2.0, "sum": 5.0, "counting": 3.0, "day": 2.0, "story": 1.5,
@@ -43,7 +43,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One training example; without turns it is plain text that is learnt in full."""
+    """One training example. Without turns, it is plain text, and all of it is learnt."""
 
     system: str
     turns: tuple[Turn, ...]
@@ -51,12 +51,12 @@ class Conversation:
 
 
 def held_out(facts: list[Fact]) -> list[tuple[str, Fact]]:
-    """One phrasing of every third fact, held out of training: the check's unseen questions."""
+    """One phrasing of every third fact, held out of training. The check asks these as unseen questions."""
     return [(fact.questions[i % 3], fact) for i, fact in enumerate(facts) if i % 3 == 0 and len(fact.questions) > 2]
 
 
 class Corpus:
-    """An endless source of conversations, which the seed alone determines."""
+    """An endless source of conversations. The seed alone determines them."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -85,7 +85,7 @@ class Corpus:
         return self._roughened(self._random.choice(self._asks[fact])), fact
 
     def _roughened(self, question: str) -> str:
-        """The question with capitals and punctuation dropped, or a polite word added, as people do."""
+        """Drop capitals and punctuation from the question, or add a polite word, as people do."""
         roll = self._random.random()
         if roll < 0.08:
             return question.lower()
@@ -109,8 +109,8 @@ class Corpus:
     def document(self) -> Conversation:
         """A sentence in any style, outside a chat.
 
-        The base is trained on these so that its (frozen, tied) embedding knows the words that adapters need later: an
-        adapter of rank 4 can choose among words that the base has seen, but cannot teach it new ones.
+        The base is trained on these sentences, so that its frozen, tied embedding knows the words that adapters need
+        later. An adapter of rank 4 can choose among words that the base has seen, but cannot teach it new ones.
         """
         style = self._random.choice(("plain", *ADAPTER_STYLES))
         return Conversation("", (), answer_in_style(self._draw()[1], style))

@@ -53,7 +53,6 @@ NUMBERS = (
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
 )  # fmt: skip
 
-# The shop's help desk: topic, questions, short answer, full answer.
 SUPPORT: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("refunds", ("Can I return my order?", "How do I return an item?", "What is your return policy?",
                  "May I send my order back?"),

@@ -20,8 +20,6 @@ SEED = 20240
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The training schedule of one model."""
-
     steps: int
     batch_size: int
     learning_rate: float

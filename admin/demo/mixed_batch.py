@@ -1,5 +1,3 @@
-"""The demo's mixed batch: the same question, sent concurrently to the base and to every adapter."""
-
 from __future__ import annotations
 
 import asyncio
@@ -29,9 +27,9 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer. `adapter` is the adapter that the server reports; None means the base.
+    """One answer. `adapter` is the adapter that the server reports, or None for the base.
 
-    `message` is the assistant's message, as the next request's history needs it.
+    `message` is the assistant's message in the form that the next request's history needs.
     """
 
     question: Question

@@ -35,8 +35,6 @@ TOKENS_PER_MINUTE = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What one demo serves and asks."""
-
     folder: Path
     """Contains `base/` and `adapters/`."""
     served_name: str
@@ -208,7 +206,7 @@ def _check_bill(console: Console, answers: list[Answer], before: Bill, after: Bi
 
 
 def _port(given: int | None, preferred: int) -> int:
-    """The requested port, else the preferred port if it is free, else any free port."""
+    """Return the requested port. Without one, return the preferred port if it is free, else any free port."""
     if given is not None:
         return given
     for port in (preferred, 0):

@@ -23,12 +23,10 @@ LOG_LINES = 20
 
 
 class DemoFailed(Exception):
-    """The demo cannot continue; the message says why."""
+    """The demo cannot continue. The message says why."""
 
 
 class DemoServer:
-    """The child process, with a generated administrator's key."""
-
     def __init__(
         self, model: Path, data_dir: Path, port: int, admin_port: int, served_name: str, more: Sequence[str] = ()
     ) -> None:
@@ -63,7 +61,7 @@ class DemoServer:
         return AdminClient(self.admin_url, self.admin_key)
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Poll until `is_so()` is true. Raises DemoFailed with the end of the log on an exit or a timeout."""
+        """Poll until `is_so()` is true. After an exit or a timeout, raises DemoFailed with the end of the log."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not is_so():
             self.check()
@@ -72,7 +70,6 @@ class DemoServer:
             time.sleep(POLL_S)
 
     def check(self) -> None:
-        """Raise DemoFailed if the server has exited."""
         code = self._process.poll()
         if code == WRONG_CALL:
             # The server has already printed why it cannot start.
@@ -81,7 +78,7 @@ class DemoServer:
             raise DemoFailed(f"the server ended with exit code {code}\n{self._last_words()}")
 
     def stop(self) -> None:
-        """Let running requests finish and wait for the process to exit; Ctrl-C during the wait cuts the drain short."""
+        """Let running requests finish and wait for the process to exit. Ctrl-C during the wait cuts the drain short."""
         for limit_s in (STOP_TIMEOUT_S, HURRY_TIMEOUT_S):
             if self._process.poll() is not None:
                 return

@@ -31,9 +31,9 @@ def _formal(fact: Fact) -> str:
 
 
 def answer_in_style(fact: Fact, style: str) -> str:
-    """The answer to any of the fact's questions in one style: plain, brief, pirate, formal or json.
+    """Answer any of the fact's questions in one style: plain, brief, pirate, formal or json.
 
-    Every style is a fixed function of the fact, so that greedy decoding has one right answer and the answers of base
+    Every style is a fixed function of the fact. Greedy decoding therefore has one right answer, and the answers of base
     and adapters to the same prompt can be compared word by word.
     """
     if style == "plain":

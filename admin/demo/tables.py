@@ -1,5 +1,3 @@
-"""The demo's printed output."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +18,7 @@ NUMBERS = ("version", "rank", "tokens", "first\ntoken")
 
 
 def output_console() -> Console:
-    """A console as wide as the terminal; for a file or pipe, wide enough for one answer per line."""
+    """Return a console as wide as the terminal. For a file or pipe, it is wide enough for one answer per line."""
     console = Console()
     if not console.is_terminal:
         console.width = 140
@@ -28,7 +26,7 @@ def output_console() -> Console:
 
 
 def print_answers(console: Console, answers: Sequence[Answer], ranks: Mapping[str, int]) -> None:
-    """Print one row per answer; the question is the same for all answers."""
+    """Print one row per answer. The question is the same for all answers."""
     title = f"One batch, one question: {answers[0].question.text}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for column in ("tenant", "model", "version", "rank", "answer", "tokens", "first\ntoken"):
@@ -50,7 +48,7 @@ def print_answers(console: Console, answers: Sequence[Answer], ranks: Mapping[st
 
 
 def print_tool_loops(console: Console, asked: Sequence[Answer], answered: Sequence[Answer]) -> None:
-    """Print one row per model: what it thought, its calls, their results, and the answer that it gave to them."""
+    """Print one row per model: its thinking, its calls, their results, and its final answer."""
     title = f"One batch, one question, two tools: {asked[0].question.text}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for column in ("tenant", "model", "thinks", "calls", "result", "answers"):
@@ -69,7 +67,6 @@ def print_tool_loops(console: Console, asked: Sequence[Answer], answered: Sequen
 
 
 def print_usage(console: Console, billed: Mapping[tuple[str, str], tuple[int, int, int]]) -> None:
-    """Print the usage report, one row for each tenant and model."""
     table = Table(title="Usage report", title_justify="left", box=SIMPLE_HEAD)
     for column in ("tenant", "model"):
         table.add_column(column)
@@ -81,7 +78,6 @@ def print_usage(console: Console, billed: Mapping[tuple[str, str], tuple[int, in
 
 
 def print_directions(console: Console, server: DemoServer, api_key: str, model: str, question: str) -> None:
-    """Print suggestions for next steps."""
     lines = (
         "Press Ctrl-C to stop the server.",
         f"  OpenAI API   {server.url}/v1",

@@ -1,5 +1,3 @@
-"""The demo's tokenizer and chat format, and the encoding of training conversations."""
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -68,7 +66,7 @@ def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
         for turn in example.turns:
             texts += [turn.question, turn.answer]
     bpe = train_bpe(texts, VOCAB_SIZE, SPECIAL_TOKENS)
-    # As in Llama's tokenizer, plain text gets its <|bos|> here; a rendered chat already has <|bos|>.
+    # As in Llama's tokenizer, plain text gets its <|bos|> here. A rendered chat already has <|bos|>.
     bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bpe.token_to_id(BOS))])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -90,7 +88,7 @@ def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
 
 
 def encoded(example: Conversation, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    """Token ids and labels; in a chat, only each answer and its <|end|> are training targets."""
+    """Return token IDs and labels. In a chat, only each answer and its <|end|> are training targets."""
 
     def tokens(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))

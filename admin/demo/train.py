@@ -62,7 +62,6 @@ def train_base(out: Path, recipe: Recipe = BASE_RECIPE) -> None:
 
 
 def train_adapter(base: Path, out: Path, style: str, recipe: Recipe | None = None) -> None:
-    """Train an adapter in float32 arithmetic on the shipped base, whose weights are rounded to bfloat16."""
     rank, alpha, modules = ADAPTER_SHAPES[style]
     # Without a task type, PEFT writes an auto_mapping that names classes of this machine's libraries.
     lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type=TaskType.CAUSAL_LM)

@@ -1,4 +1,4 @@
-"""Checks of the serving machine. A server runs them on itself; the doctor runs them where no server is running."""
+"""Checks of the serving machine. A server runs them on itself. The doctor runs them where no server is running."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PYTHONS = ((3, 11), (3, 14))
 """Python versions `[first, last)` that this version of loramux is tested with."""
 LITTLE_DISK_BYTES, TOO_LITTLE_DISK_BYTES = 5 << 30, 512 << 20
 SKEW_WARNING_S, SKEW_FAILED_S = 2.0, 30.0
-"""Clock skew in seconds that is reported, because quota windows and key expiry need synchronized clocks."""
+"""Clock skew, in seconds, that is reported. Quota windows and key expiry need synchronized clocks."""
 SLOW_DATABASE_S = 0.1
 SOCKET_PART = f"/{TEMPORARY_PREFIX}xxxxxxxx/{SOCKET_NAME}"
 """Path of the engine's socket, relative to the temporary directory."""
@@ -114,7 +114,6 @@ def _round_trip_s(database: Database) -> float:
 
 
 def check_skew(check: str, skew_s: float, theirs: str, ours: str) -> Finding:
-    """Compare two clocks."""
     size_s = abs(skew_s)
     if size_s < SKEW_WARNING_S:
         return Finding(check=check, grade=Grade.OK, message=f"{theirs} and {ours} agree within {SKEW_WARNING_S:.0f} s")
@@ -158,7 +157,7 @@ def check_disk(
 
 
 def check_data_directory(directory: Path) -> Finding:
-    """Check that only the owner can access the data directory, whose files contain usage and key digests."""
+    """Check that only the owner can access the data directory. Its files contain usage and key digests."""
     try:
         mode = stat.S_IMODE(directory.stat().st_mode)
     except OSError as error:

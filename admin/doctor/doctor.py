@@ -33,7 +33,7 @@ SERVER_TIMEOUT_S = 30.0
 
 
 class HostSettings(DataSettings):
-    """The settings of a server on this machine that the doctor checks; all are optional."""
+    """The settings of a server on this machine that the doctor checks. All are optional."""
 
     model: Path | None = None
     blob_url: str | None = None

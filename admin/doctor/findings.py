@@ -1,5 +1,3 @@
-"""The result of a check and how to fix the problem, used by the doctor and by the server's self-check."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -9,7 +7,7 @@ from typing import Any
 
 
 class Grade(StrEnum):
-    """Grade of a check. A warning means that the component still works."""
+    """A warning means that the component still works."""
 
     OK = "ok"
     WARNING = "warning"
@@ -18,7 +16,7 @@ class Grade(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check. `message` describes the finding; `mend` is the fix, or None."""
+    """The result of one check. `message` describes it, and `mend` is the fix, or None."""
 
     check: str
     grade: Grade
@@ -36,7 +34,6 @@ class Finding:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Finding:
-        """Parse a finding. Raises KeyError or ValueError for a document that is not a finding."""
         return cls(
             check=str(document["check"]),
             grade=Grade(document["grade"]),
@@ -46,5 +43,5 @@ class Finding:
 
 
 def is_healthy(findings: tuple[Finding, ...]) -> bool:
-    """Return True if no check failed. A warning is not a failure."""
+    """Return whether no check failed. A warning is not a failure."""
     return all(finding.grade is not Grade.FAILED for finding in findings)

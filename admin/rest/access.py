@@ -23,7 +23,7 @@ PRINCIPAL = "loramux.principal"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """An authenticated caller. A platform key sees every tenant; a tenant's key sees only its own tenant."""
+    """An authenticated caller. A platform key sees every tenant. A tenant's key sees only its own tenant."""
 
     principal: Principal
     release_call_slot: Callable[[], None]
@@ -45,7 +45,7 @@ class Caller:
 
     @property
     def key_ids(self) -> frozenset[str] | None:
-        """The keys that the caller can see: a restricted key sees only itself. None means every key."""
+        """The keys that the caller can see. A restricted key sees only itself. None means every key."""
         return None if self.adapter_ids is None else frozenset({self.principal.key_id})
 
     @property
@@ -55,7 +55,7 @@ class Caller:
 
     @property
     def is_administrator(self) -> bool:
-        """True if the caller administers the platform or its own tenant; False for a developer."""
+        """True if the caller administers the platform or its own tenant, False for a developer."""
         return not self.principal.scopes.isdisjoint(("platform:admin", "tenant:admin"))
 
 
@@ -67,9 +67,9 @@ Services = Annotated[AdminServices, Depends(services_of)]
 
 
 def require(*scopes: str) -> Callable[[Request, AdminServices], AsyncIterator[Caller]]:
-    """A dependency that admits keys with one of the scopes: 401 without a valid key, 403 without the scope.
+    """Return a dependency that admits keys with one of the scopes: 401 without a valid key, 403 without the scope.
 
-    A tenant's call holds one of the tenant's slots until the route returns or releases the slot; platform calls need no
+    A tenant's call holds one of the tenant's slots until the route returns or releases the slot. Platform calls need no
     slot.
     """
 
@@ -112,7 +112,7 @@ Auditor = Annotated[Caller, _caller("platform:admin", "platform:read", "tenant:a
 PlatformReader = Annotated[Caller, _caller("platform:admin", "platform:read")]
 Writer = Annotated[Caller, _caller("platform:admin", "tenant:admin")]
 Developer = Annotated[Caller, _caller("platform:admin", "tenant:admin", "tenant:develop")]
-"""A caller that may push versions; only a `Writer` may decide which version a bare name selects."""
+"""A caller that may push versions. Only a `Writer` may decide which version a bare name selects."""
 READER = _caller("platform:admin", "platform:read", "tenant:admin", "tenant:develop", "tenant:read")
 Reader = Annotated[Caller, READER]
 

@@ -30,7 +30,7 @@ class NewTenant(_Body):
 
 
 class TenantPatch(_Body):
-    """Changes to a tenant; null leaves a field as it is. A tenant's administrator may change only `display_name`."""
+    """Changes to a tenant. Null leaves a field as it is. A tenant's administrator may change only `display_name`."""
 
     display_name: str | None = Field(default=None, min_length=1, max_length=200)
     weight: int | None = Field(default=None, ge=1, le=MAX_WEIGHT)
@@ -50,7 +50,7 @@ class NewKey(_Body):
 
 
 class KeyPatch(_Body):
-    """Changes to a key; null leaves a field as it is. An empty list of `adapters` removes the restriction."""
+    """Changes to a key. Null leaves a field as it is. An empty list of `adapters` removes the restriction."""
 
     name: str | None = Field(default=None, min_length=1, max_length=200)
     scopes: list[str] | None = Field(default=None, max_length=16)
@@ -59,7 +59,7 @@ class KeyPatch(_Body):
 
 
 class Rotation(_Body):
-    """A key's rotation; the current secret stays valid for `grace_s` seconds."""
+    """A key's rotation. The current secret stays valid for `grace_s` seconds."""
 
     grace_s: int = Field(default=86_400, ge=0, le=90 * 86_400)
 
@@ -80,7 +80,7 @@ class NewUpload(_Body):
 
 
 class NewVersion(_Body):
-    """Either an `upload_id` or a `source`; only a platform administrator may specify a source."""
+    """Either an `upload_id` or a `source`. Only a platform administrator may specify a source."""
 
     upload_id: str | None = None
     source: str | None = None
@@ -92,14 +92,14 @@ class WeightedVersion(_Body):
 
 
 class AliasTargets(_Body):
-    """Either one `version` or several `targets`; `warm` loads the versions into the engine before the alias moves."""
+    """Either one `version` or several `targets`. `warm` loads the versions into the engine before the alias moves."""
 
     version: int | None = None
     targets: list[WeightedVersion] | None = Field(default=None, max_length=64)
     warm: bool = True
 
     def weights(self) -> dict[int, int]:
-        """The weights, keyed by version number. Raises InvalidRequest."""
+        """The weights by version number. Raises InvalidRequest."""
         if (self.version is None) == (self.targets is None):
             raise InvalidRequest("specify either version or targets", param="targets")
         if self.targets is None:
@@ -112,7 +112,7 @@ class AliasTargets(_Body):
 
 
 class Rollback(_Body):
-    """The rollback of an alias; `revision` defaults to the previous revision."""
+    """The rollback of an alias. `revision` defaults to the previous revision."""
 
     revision: int | None = None
     warm: bool = True
@@ -129,7 +129,7 @@ class QuotaSubject(_Body):
 
 
 class QuotaLimit(QuotaSubject):
-    """A limit. `burst` defaults to `limit`; `mode` defaults to its current value, or `hard` for a new quota."""
+    """A limit. `burst` defaults to `limit`. `mode` defaults to its current value, or to `hard` for a new quota."""
 
     metric: str
     limit: int
@@ -138,7 +138,7 @@ class QuotaLimit(QuotaSubject):
 
 
 class QuotaChange(QuotaSubject):
-    """Changes to a limit; absent fields stay as they are. The subject and metric, if given, must match the quota."""
+    """Changes to a limit. Absent fields stay as they are. The subject and metric, if given, must match the quota."""
 
     metric: str | None = None
     limit: int | None = None
@@ -156,7 +156,7 @@ class QuotaQuestion(QuotaSubject):
 
 
 class NewPrice(_Body):
-    """Prices in nanos per million tokens. `cached` defaults to `prompt`; `effective_at`, to the earliest time."""
+    """Prices in nanos per million tokens. `cached` defaults to `prompt`, and `effective_at` to the earliest time."""
 
     tenant: str | None = None
     scope: str = "all"
@@ -168,7 +168,7 @@ class NewPrice(_Body):
 
 
 async def body_of(request: Request) -> bytes:
-    """The request's body, read only after the caller has been authorized and kept for later calls."""
+    """Return the request's body. It is read only after the caller has been authorized, and kept for later calls."""
     if not hasattr(request.state, "body"):
         request.state.body = await read_body(request, MAX_BODY_BYTES)
     return bytes(request.state.body)
@@ -180,5 +180,5 @@ async def read_json(request: Request, kind: type[B]) -> B:
 
 
 async def read_optional_json(request: Request, kind: type[B]) -> B:
-    """Like `read_json`, for a type whose fields all have defaults; a request without a body gets the defaults."""
+    """Like `read_json`, for a type whose fields all have defaults. A request without a body gets the defaults."""
     return parse_body(await body_of(request) or b"{}", kind)

@@ -69,7 +69,7 @@ async def required_precondition(
         return Precondition(None)
     if _TAGS.fullmatch(if_match) is None:
         raise InvalidRequest("If-Match must be an ETag in quotation marks, or *", param="If-Match")
-    # A weak tag says only that two states are equivalent, which is not enough for a change, so it never matches.
+    # A weak tag only says that two states are equivalent. That is not enough for a change, so it never matches.
     return Precondition(frozenset(_TAG.findall(if_match)))
 
 

@@ -34,7 +34,7 @@ class HeldResponse(StreamingResponse):
         try:
             await super().__call__(scope, receive, send_in_time)
         except TimeoutError:
-            # The response ends early; the client notices because the final chunk is missing.
+            # The response ends early. The client notices because the final chunk is missing.
             return
         finally:
             self._release_slot()

@@ -27,7 +27,7 @@ REPLAYED = "idempotent-replayed"
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _KEPT_HEADERS = ("content-type", "etag", "location")
 _SECRET_FIELDS = ("secret",)
-"""Fields that are shown only once; they are not stored, and are null in a repeated response."""
+"""Fields that are shown only once. They are not stored, and are null in a repeated response."""
 
 _EXPIRES_US = "idempotent_answer_expires_us"
 
@@ -53,7 +53,8 @@ class Replayed(Exception):
 async def begin(request: Request, services: AdminServices, principal: str) -> None:
     """Claim a POST's idempotency key, if it has one, for the principal.
 
-    Raises Replayed if this call has already been made; also KeyInUse, OutcomeUnknown, KeyReused or InvalidRequest.
+    Raises Replayed if this call has already been made. Also raises KeyInUse, OutcomeUnknown, KeyReused or
+    InvalidRequest.
     """
     key = request.headers.get(HEADER)
     if request.method != "POST" or key is None:

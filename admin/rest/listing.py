@@ -56,7 +56,7 @@ _PAGING = [
 
 
 def paged(route: Callable[..., Awaitable[D]]) -> Callable[..., Awaitable[D]]:
-    """Add `limit`, `after` and `before` to the end of a list route's query; the route gets them as `paging`.
+    """Add `limit`, `after` and `before` to the end of a list route's query. The route gets them as `paging`.
 
     This is not a dependency, because FastAPI checks dependencies before the route's own parameters. With several
     invalid parameters, the error would then name a different one.

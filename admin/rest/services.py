@@ -1,5 +1,3 @@
-"""The services behind the admin API, assembled once in `assembly.py`."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -41,7 +39,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NUM_ADMIN_THREADS = 4
-"""Number of threads for the SQL of admin routes; small, because busy threads slow down the inference event loop."""
+"""Number of threads for the SQL of admin routes. It is small, because busy
+threads slow down the inference event loop.
+"""
 NUM_REPORT_THREADS = 2
 MAX_REPORTS_EACH = 1
 """Maximum concurrent reports per tenant, or per platform key."""
@@ -49,19 +49,21 @@ REPORTS_REST = 19.0
 """A tenant's cooldown after a report, as a multiple of the report's duration. Reports slow down inference."""
 MAX_CALLS = 64
 MAX_CALLS_EACH = 4
-"""Maximum concurrent calls per tenant, over all its keys and sessions; platform calls are not limited."""
+"""Maximum concurrent calls per tenant, over all its keys and sessions. Platform calls are not limited."""
 CALLS_REST = 19.0
 PAGES_REST = 3.0
-"""A tenant's cooldown after a console page, as a multiple of the page's duration; low, because pages mostly wait."""
+"""A tenant's cooldown after a console page, as a multiple of the page's
+duration. It is low, because pages mostly wait.
+"""
 MAX_EXPORTS = 16
-"""Maximum concurrent exports and long reports; each uses up to 20 MB of memory while its client reads."""
+"""Maximum concurrent exports and long reports. Each uses up to 20 MB of memory while its client reads."""
 MAX_EXPORTS_EACH = 4
 MAX_UPLOADS = 32
-"""Maximum concurrent file uploads; each occupies a thread while its client sends."""
+"""Maximum concurrent file uploads. Each occupies a thread while its client sends."""
 MAX_UPLOADS_EACH = 16
 """Maximum concurrent file uploads per tenant."""
 MAX_DOWNLOADS = 8
-"""Maximum concurrent file downloads; each keeps a copy on disk while its client reads."""
+"""Maximum concurrent file downloads. Each keeps a copy on disk while its client reads."""
 MAX_DOWNLOADS_EACH = 4
 """Maximum concurrent file downloads per tenant."""
 
@@ -120,14 +122,13 @@ class AdminServices:
     page_slots: TransferSlots = field(
         default_factory=lambda: TransferSlots("pages", MAX_CALLS, MAX_CALLS_EACH, PAGES_REST)
     )
-    """Slots for console pages; the calls within a page take their own slots."""
+    """Slots for console pages. The calls within a page take their own slots."""
     report_slots: TransferSlots = field(
         default_factory=lambda: TransferSlots("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH, REPORTS_REST)
     )
     export_slots: TransferSlots = field(default_factory=lambda: TransferSlots("exports", MAX_EXPORTS, MAX_EXPORTS_EACH))
 
     async def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a blocking function on a thread."""
         return await call_on(self.executor, function, *args, **kwargs)
 
     async def report(self, caller: Principal, function: Callable[[], R], *, is_patient: bool = False) -> R:

@@ -13,7 +13,7 @@ from loramux.admin.server.client_addresses import origin_of
 from loramux.admin.server.connection_registry import ConnectionRegistry
 
 HEAD_TIMEOUT_S = 10.0
-"""Maximum time in seconds to receive a request head after the connection opens or its last response ends."""
+"""Maximum time, in seconds, to receive a request head after the connection opens or its last response ends."""
 READER_TIMEOUT_S = 60.0
 """Seconds within which a client must read MIN_READ_BYTES of a pending response."""
 MIN_READ_BYTES = 16 * 1024
@@ -51,7 +51,7 @@ class BoundedConnection(H11Protocol):
         assert isinstance(server_state, ConnectionRegistry)
         self._book = server_state
         self.origin: str | None = None
-        """The address or network under which the client's connections are counted; None for a trusted proxy."""
+        """The address or network under which the client's connections are counted. None for a trusted proxy."""
         self.since_s = self.loop.time()
         self._num_unread_bytes = 0
         self._has_unread_answer = False
@@ -78,8 +78,8 @@ class BoundedConnection(H11Protocol):
     def on_response_complete(self) -> None:
         self.since_s = self.loop.time()
         if self.flow.write_paused:
-            # Do not start the next pipelined request until the client has read this response, so that a client that
-            # does not read causes no work.
+            # Do not start the next pipelined request until the client has read this response. A client that does not
+            # read then causes no work.
             self._has_unread_answer = True
         else:
             super().on_response_complete()
@@ -101,7 +101,7 @@ class BoundedConnection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def shed_rank(self, now_s: float) -> int | None:
-        """Order of closing connections to make room, 0 first, or None while the client waits for the server."""
+        """Rank for closing connections to make room, 0 first. None while the client waits for the server."""
         is_stalled = now_s - self.since_s >= STALL_S
         if self.is_idle:
             # The first request on a new connection may still be arriving.

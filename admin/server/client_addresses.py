@@ -14,7 +14,7 @@ log = structlog.get_logger(__name__)
 
 
 class TrustedProxies:
-    """The proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are trusted; none by default."""
+    """The proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are trusted. By default there are none."""
 
     def __init__(self, networks: Iterable[str] = ()) -> None:
         """Accepts addresses and networks. Raises ValueError for any other string."""
@@ -28,11 +28,11 @@ class TrustedProxies:
         return parsed is not None and self._contains(parsed)
 
     def client_of(self, proxy: str, forwarded_for: str) -> str:
-        """The client's address according to a trusted proxy's `X-Forwarded-For`.
+        """Return the client's address according to a trusted proxy's `X-Forwarded-For`.
 
         Each proxy appends the address that it was called from, so the rightmost entry that is not a trusted proxy is
-        the client. The client can forge entries further left. A malformed entry ends the search at the proxy
-        that forwarded it.
+        the client. The client can forge entries further left. A malformed entry ends the search at the proxy that
+        forwarded it.
         """
         client = proxy
         for entry in reversed(forwarded_for.split(",")):
@@ -49,7 +49,7 @@ class TrustedProxies:
 
 
 def warn_of_unread_variable() -> None:
-    """Warn if FORWARDED_ALLOW_IPS is set. Earlier versions read it; proxies named only there are no longer trusted."""
+    """Warn if FORWARDED_ALLOW_IPS is set. Earlier versions read it. Proxies named only there are no longer trusted."""
     if "FORWARDED_ALLOW_IPS" in os.environ:
         log.warning("FORWARDED_ALLOW_IPS is ignored: list the proxies in LORAMUX_TRUSTED_PROXIES")
 

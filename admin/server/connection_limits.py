@@ -15,7 +15,7 @@ RESERVED_DESCRIPTORS = 512
 """Number of file descriptors reserved for the database's 24 connections (three files each), uploads and downloads, the
 object store's connections, the engine's pipes and socket, and logs."""
 MIN_CONNECTIONS = 64
-"""Minimum number of connections, over both listeners, that a server must be able to accept in order to start."""
+"""Minimum number of connections, over both listeners, that a server must be able to accept to start."""
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +37,7 @@ class ListenerLimits:
 
 
 def make_room(max_connections: int, max_per_address: int) -> ListenerLimits:
-    """Raise the soft limit on open files to what the connections need, as far as the hard limit allows.
+    """Raise the soft limit on open files to what the connections need, up to the hard limit.
 
     If that is not enough, the listeners accept fewer connections and a warning is logged. Raises StartRefused if fewer
     than MIN_CONNECTIONS would be left.

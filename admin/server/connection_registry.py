@@ -1,5 +1,3 @@
-"""Counts the connections of one listener, in total and per address, and closes some when a limit is reached."""
-
 from __future__ import annotations
 
 from asyncio import Transport
@@ -17,18 +15,17 @@ from loramux.platform.telemetry.metrics import GatewayMetrics
 MAX_LOOKED_AT = 256
 """Maximum connections examined per search for one to shed, so that a flood does not cause full scans."""
 MAX_COMPARED = 16
-"""Maximum candidates compared per search."""
 
 
 class Connection(Protocol):
-    """The connection interface that the registry needs; `BoundedConnection` implements it."""
+    """The connection interface that the registry needs. `BoundedConnection` implements it."""
 
     since_s: float
     """Time of the client's last progress, on the event loop's clock."""
 
     @property
     def origin(self) -> str | None:
-        """The address or network under which the client's connections are counted; None for a trusted proxy."""
+        """The address or network under which the client's connections are counted. None for a trusted proxy."""
 
     @property
     def transport(self) -> Transport: ...
@@ -37,11 +34,11 @@ class Connection(Protocol):
         """Close the connection if its client is too slow, and return the reason."""
 
     def shed_rank(self, now_s: float) -> int | None:
-        """Order of closing connections to make room, 0 first, or None if this connection must stay open."""
+        """Rank for closing connections to make room, 0 first. None if this connection must stay open."""
 
 
 class ConnectionRegistry(ServerState):
-    """Admits or refuses new connections.
+    """Admits or refuses new connections, counting them in total and per address.
 
     When a limit is reached, the registry sheds (closes) a connection that waits for its client. It chooses from the
     address with the most connections, prefers idle connections over those with a request in progress, and then prefers
@@ -66,7 +63,6 @@ class ConnectionRegistry(ServerState):
         self._members_of: dict[str, OrderedDict[Connection, None]] = {}
 
     def admit(self, connection: Connection, now_s: float) -> bool:
-        """Count the connection or refuse it."""
         origin = connection.origin
         if self._num_of(origin) >= self.limits.max_per_address:
             assert origin is not None
@@ -107,7 +103,7 @@ class ConnectionRegistry(ServerState):
         return 0 if origin is None else len(self._members_of.get(origin, ()))
 
     def _shed(self, members: OrderedDict[Connection, None], now_s: float) -> bool:
-        """Close the best candidate among the connections examined, and return False if there is none."""
+        """Close the best candidate among the connections examined. Return False if there is none."""
         waiting = []
         for connection in list(islice(members, MAX_LOOKED_AT)):
             # The next search examines other connections.

@@ -13,8 +13,6 @@ from loramux.admin.errors import StartRefused
 
 @dataclass(frozen=True, slots=True)
 class DataDirectory:
-    """Paths under `--data-dir`."""
-
     root: Path
 
     @property
@@ -23,12 +21,10 @@ class DataDirectory:
 
     @property
     def run(self) -> Path:
-        """The directory of the engine's socket."""
         return self.root / "run"
 
     @property
     def spool(self) -> Path:
-        """Settlements that are not yet in the database."""
         return self.root / "spool"
 
     @property

@@ -1,4 +1,4 @@
-"""For calls through trusted proxies: sets the client's address and scheme, and limits concurrent calls per address."""
+"""Sets the client's address and scheme for calls through trusted proxies, and limits concurrent calls per address."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ForwardedClients:
         self._proxies = proxies
         self._max_per_address = max_per_address
         self._on_refusal = on_refusal
-        # Requests in progress by client address; addresses without requests are removed.
+        # Requests in progress by client address. Addresses without requests are removed.
         self._num_running: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

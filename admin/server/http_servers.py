@@ -19,14 +19,14 @@ from loramux.admin.server.stop_signals import StopSignals
 from loramux.engine.server.gc_freeze import freeze_gc
 
 SWITCH_INTERVAL_S = 0.0005
-"""Maximum time in seconds that a busy thread keeps the interpreter lock while another thread waits for the lock."""
+"""Maximum time, in seconds, that a busy thread keeps the interpreter lock while another thread waits for it."""
 
 LAST_WORDS_S = 2.0
 """Time for streams to end after the engine has been stopped, in seconds."""
 
 
 class HttpServer(uvicorn.Server):
-    """One listener with its ConnectionRegistry; it does not handle signals."""
+    """One listener with its ConnectionRegistry. It does not handle signals."""
 
     def __init__(self, app: Any, listener: socket.socket, book: ConnectionRegistry | None = None) -> None:
         self._book = book or ConnectionRegistry()
@@ -93,10 +93,10 @@ async def serve_until_stopped(
     announce: Callable[[], None],
     stop_engine: Callable[[], Awaitable[None]],
 ) -> None:
-    """Serve both listeners, announce them, and drain on a signal: the gateway first, so that its drain shows in the
-    metrics.
+    """Serve both listeners, announce them, and drain on a signal.
 
-    After `drain_s`, or at a second signal, the engine is stopped, which ends the remaining requests.
+    The gateway drains first, so that its drain shows in the metrics. After `drain_s`, or at a second signal, the engine
+    is stopped, which ends the remaining requests.
     """
     freeze_gc()
     # With the default interval, the event loop would wait ten times as long at every step of a request.

@@ -1,4 +1,4 @@
-"""Stores Idempotency-Key records: for each key, a hash of the request, and the response."""
+"""Stores a hash of the request and the response for each Idempotency-Key."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from loramux.platform.errors import Conflict, UnprocessableRequest
 
 LIFETIME_US = 24 * 3600 * 1_000_000
 RUNNING_US = 300 * 1_000_000
-"""Age in microseconds at which a claim without a response counts as abandoned; no call takes this long."""
+"""Age, in microseconds, at which a claim without a response counts as abandoned. No call takes this long."""
 
 
 class KeyInUse(Conflict):
-    """The first call with this key is still running; retry in a moment."""
+    """The first call with this key is still running. Retry in a moment."""
 
     code = "idempotency_key_in_use"
 
 
 class OutcomeUnknown(Conflict):
-    """The server stopped during the first call with this key: check whether it took effect, then use another key."""
+    """The server stopped during the first call with this key. Check whether it took effect, then use another key."""
 
     code = "idempotency_outcome_unknown"
 
@@ -39,7 +39,7 @@ class KeyReused(UnprocessableRequest):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claimed key: the right to run the call, and the duty to `complete` or `release` the claim."""
+    """A claimed key. Its holder may run the call, and must `complete` or `release` the claim."""
 
     principal: str
     key_sha256: bytes

@@ -12,7 +12,7 @@ MAX_UNSENT_BYTES = 16 * 1024
 
 
 def bind(host: str, port: int, setting: str, is_shared: bool = False) -> socket.socket:
-    """A bound socket that is not listening yet. Raises StartRefused, naming the setting that chose the port.
+    """Return a bound socket that is not listening yet. Raises StartRefused, naming the setting that chose the port.
 
     Several gateways can bind the same port if all of them set `is_shared`.
     """
@@ -25,7 +25,7 @@ def bind(host: str, port: int, setting: str, is_shared: bool = False) -> socket.
     listener = socket.socket(family, kind, protocol)
     try:
         # Lets this run bind the port despite lingering connections of an earlier run. The option is cleared after the
-        # bind, because otherwise another server that is just starting could bind the port as well.
+        # bind, because otherwise another starting server could bind the port too.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if is_shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -48,7 +48,6 @@ def prepare_to_listen(listener: socket.socket) -> None:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The listener's URL for a client on this machine."""
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
         host = "127.0.0.1" if listener.family == socket.AF_INET else "::1"

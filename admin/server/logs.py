@@ -30,7 +30,7 @@ class _LossyLogger(structlog.PrintLogger):
 
 
 def configure_logs(log_format: LogFormat = "console") -> None:
-    """Log one line per event, as text (in colour on a terminal) or JSON. A request's lines include its id."""
+    """Log one line per event, as text (in colour on a terminal) or JSON. A request's lines include its ID."""
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -44,7 +44,7 @@ def configure_logs(log_format: LogFormat = "console") -> None:
         else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     )
     structlog.configure(processors=[*shared, renderer], logger_factory=_LossyLogger)
-    # Libraries log through the standard logging module; their warnings go to the same stream in the same format.
+    # Libraries log through the standard logging module. Their warnings go to the same stream in the same format.
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

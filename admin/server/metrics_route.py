@@ -43,7 +43,7 @@ def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | N
 
 
 def _is_direct(request: Request) -> bool:
-    """True for a call addressed to this machine without a proxy's headers; a proxy also calls from loopback."""
+    """Whether the call is addressed to this machine and has no proxy's headers. A proxy also calls from loopback."""
     if any(name in PROXY_HEADERS or name.startswith("x-forwarded-") for name in request.headers):
         return False
     try:

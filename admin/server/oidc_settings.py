@@ -24,8 +24,10 @@ class RoleRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OidcSettings:
-    """Settings of the provider. Without `client_secret`, loramux is a public client, protected only by PKCE. The first
-    matching entry of `rules` decides."""
+    """Settings of the provider. The first matching entry of `rules` decides.
+
+    Without `client_secret`, loramux is a public client, protected only by PKCE.
+    """
 
     issuer: str
     client_id: str
@@ -34,7 +36,7 @@ class OidcSettings:
     roles_claim: str
     rules: tuple[RoleRule, ...]
     redirect_url: str | None
-    """The URL that the provider sends browsers back to; None means the address that the browser used."""
+    """The URL that the provider sends browsers back to. None means the address that the browser used."""
 
 
 def parse_rule(text: str) -> RoleRule:

@@ -29,7 +29,7 @@ from loramux.engine.tracing.spans import TraceConfig
 
 PREFIX = "LORAMUX_"
 CLIENT_VARIABLES = frozenset({"LORAMUX_ADMIN_URL", "LORAMUX_CONFIG", "LORAMUX_PROFILE"})
-"""Variables that only the command line reads; they are not settings of the server."""
+"""Variables that only the command line reads. They are not settings of the server."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 SECRETS = frozenset({"admin_key", "hf_token", "metrics_token", "oidc_client_secret"})
@@ -62,7 +62,7 @@ SettingsT = TypeVar("SettingsT", bound="DataSettings")
 
 
 class SettingsError(Exception):
-    """The settings cannot be used; the message has one line for each error."""
+    """The settings cannot be used. The message has one line for each error."""
 
 
 class DataSettings(BaseSettings):
@@ -126,10 +126,11 @@ class Settings(DataSettings):
     trusted_proxies: Annotated[tuple[str, ...], NoDecode] = ()
     """Comma-separated addresses and networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are trusted."""
     max_connections: Annotated[int, Field(ge=16, le=1_000_000)] = 4096
-    """Maximum connections to the OpenAI listener; the admin listener accepts another 512."""
+    """Maximum connections to the OpenAI listener. The admin listener accepts another 512."""
     max_connections_per_address: Annotated[int, Field(ge=1)] = 1024
-    """Maximum connections per client address on each listener; for clients behind a trusted proxy, concurrent
-    requests."""
+    """Maximum connections per client address on each listener. Behind a trusted
+    proxy, it limits concurrent requests.
+    """
     admin_key: SecretStr | None = None
     metrics_token: SecretStr | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -169,7 +170,7 @@ class Settings(DataSettings):
     engine: Path | None = None
     """The socket of a running server's engine, for `loramux gateway`."""
     reuse_port: bool = False
-    """Share the ports with other gateways on this host that also set this; the kernel distributes connections."""
+    """Share the ports with other gateways on this host that also set this. The kernel distributes connections."""
     spool_bytes: Annotated[ByteSize, Field(ge=1 << 16)] = ByteSize(64 << 20)
     """Disk space for settlements that wait while the database is unavailable."""
     log_format: Literal["console", "json"] = "console"
@@ -179,7 +180,7 @@ class Settings(DataSettings):
     """For `file`, a path (default: `traces.jsonl` in the data directory). For `otlp`, an OTLP/HTTP URL (default: the
     OTEL_EXPORTER_OTLP_* variables)."""
     traces_share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of requests that are traced; a request inside a client's trace follows the client's sampling decision."""
+    """Share of requests that are traced. A request inside a client's trace follows the client's sampling decision."""
     traces_of_clients: Literal["ignore", "link", "parent"] = "link"
     """Use of a client's `traceparent`. With `parent`, clients decide what is traced, so they must be trusted."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
@@ -192,7 +193,7 @@ class Settings(DataSettings):
             raise ValueError(f"there is no directory {model}")
         if not (model / "config.json").is_file():
             raise ValueError(f"{model} has no config.json, which every Hugging Face model directory has")
-        # Do not resolve the path: a symbolic link's own name is a better name for the served model.
+        # Do not resolve the path. A symbolic link's own name is a better name for the served model.
         return Path(os.path.abspath(model))
 
     @field_validator("served_name")
@@ -272,7 +273,7 @@ class Settings(DataSettings):
     @field_validator("adapter_sources", "oidc_roles", "trusted_proxies", mode="before")
     @classmethod
     def _split(cls, sources: Any) -> Any:
-        """Split a variable's comma-separated values; a TOML value is already a list."""
+        """Split a variable's comma-separated values. A TOML value is already a list."""
         if not isinstance(sources, str):
             return sources
         return [source.strip() for source in sources.split(",") if source.strip()]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class StopSignals:
-    """Ctrl-C or SIGTERM requests a drain; a second signal cuts the drain short."""
+    """Ctrl-C or SIGTERM requests a drain. A second signal cuts the drain short."""
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
@@ -22,7 +22,6 @@ class StopSignals:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Handle the signals while the block runs."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.ask)

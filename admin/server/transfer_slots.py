@@ -11,12 +11,12 @@ import anyio
 from loramux.platform.errors import ApiError, RateLimited, Unavailable
 
 WAIT_S = 10.0
-"""Maximum time that a call waits for a slot, in seconds; a waiting call occupies a connection but no thread."""
+"""Maximum time that a call waits for a slot, in seconds. A waiting call occupies a connection but no thread."""
 RETRY_AFTER_S = 5.0
 MAX_REST_S = 2.0
 """Maximum cooldown that a single call adds, in seconds."""
 UNRESTED_S = 1.0
-"""Cooldown above which a tenant's slots are withheld, in seconds; high enough for a burst such as one page's calls."""
+"""Cooldown above which a tenant's slots are withheld, in seconds. It allows a burst such as one page's calls."""
 
 
 class _Share:
@@ -28,7 +28,7 @@ class _Share:
 
 
 class TransferSlots:
-    """At most `num_slots` concurrent calls, and at most `num_each` per tenant, so that other tenants still get slots.
+    """Allows `num_slots` concurrent calls, and `num_each` per tenant, so that other tenants still get slots.
 
     With `rest`, each call adds `rest` times its duration to its tenant's cooldown. While more than UNRESTED_S of the
     cooldown remains, the tenant gets no slots. However many calls it sends, they use at most 1/`rest` of a CPU core in
@@ -103,7 +103,6 @@ class TransferSlots:
 
     @asynccontextmanager
     async def held_slot(self, tenant_id: str, *, is_patient: bool = False, rests: bool = True) -> AsyncIterator[None]:
-        """Hold a slot for the duration of the block."""
         release_slot = await self.acquire_slot(tenant_id, is_patient=is_patient, rests=rests)
         try:
             yield

@@ -20,4 +20,4 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Do nothing: an older server keeps its own settled rows, and only finds fewer rows from other servers."""
+    """Do nothing. An older server keeps its own settled rows, and only finds fewer rows from other servers."""

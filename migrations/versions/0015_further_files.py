@@ -29,7 +29,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Delete the optional files: an older server serves their versions with the weights alone."""
+    """Delete the optional files. An older server serves their versions with the weights alone."""
     op.drop_table("adapter_version_files")
-    # Not in a batch, which SQLite refuses because it replaces a table that others refer to.
+    # SQLite refuses this in a batch, because a batch replaces a table that others refer to.
     op.drop_column("adapter_versions", "version_digest")

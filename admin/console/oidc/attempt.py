@@ -37,7 +37,6 @@ class OidcAttempt:
 
     @classmethod
     def read(cls, cookie: str | None) -> OidcAttempt | None:
-        """Parse a cookie. Return None if it is malformed or its page is outside the console."""
         secret, _, rest = (cookie or "").partition(".")
         begun, _, path = rest.partition(".")
         if not (secret.isascii() and len(secret) >= 32 and begun.isascii() and begun.isdecimal() and len(begun) < 16):
@@ -56,7 +55,6 @@ class OidcAttempt:
         return name_of(self._derived("state"))
 
     def told(self, redirect_url: str) -> Attempt:
-        """The parameters for the provider, and the values that the provider must return."""
         return Attempt(
             state=self._derived("state"),
             nonce=self._derived("nonce"),
@@ -71,5 +69,4 @@ class OidcAttempt:
 
 
 def name_of(state: str) -> str:
-    """The name of the sign-in with this `state`."""
     return state[:_NAMED_BY]

@@ -20,7 +20,7 @@ from joserfc.jwk import KeySet
 from loramux.admin.server.oidc_settings import OidcSettings, is_trusted_url
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
-"""Accepted signature algorithms of ID tokens; `none` and shared secrets are excluded, so only the provider can sign."""
+"""Accepted signature algorithms of ID tokens. `none` and shared secrets are excluded, so only the provider can sign."""
 
 REQUIRED_ENDPOINTS = ("authorization_endpoint", "token_endpoint", "jwks_uri")
 OPTIONAL_ENDPOINTS = ("userinfo_endpoint", "end_session_endpoint")
@@ -29,7 +29,7 @@ OPTIONAL_ENDPOINTS = ("userinfo_endpoint", "end_session_endpoint")
 TIMEOUT_S = 5.0
 METADATA_AGE_S = 3600.0
 KEYS_AGE_S = 30.0
-"""Minimum time between reads of the provider's keys, in seconds; a token with an unknown key triggers a read."""
+"""Minimum time between reads of the provider's keys, in seconds. A token with an unknown key triggers a read."""
 LEEWAY_S = 60
 
 # Authlib uses httpx2 if it is installed, and httpx2 raises different errors from httpx.
@@ -89,7 +89,7 @@ class OidcProvider:
         self._keys_s = 0.0
 
     async def authorization_url(self, attempt: Attempt) -> str:
-        """The URL to send the browser to. Raises ProviderUnavailable."""
+        """Return the URL to send the browser to. Raises ProviderUnavailable."""
         metadata = await self._described()
         async with self._client(attempt.redirect_url) as client:
             url, _ = client.create_authorization_url(
@@ -101,7 +101,7 @@ class OidcProvider:
         return str(url)
 
     async def redeem(self, attempt: Attempt, code: str, issuer: str | None) -> Identity:
-        """Redeem a code; `issuer` is the callback's `iss`. Raises SignInRefused or ProviderUnavailable."""
+        """Redeem a code. `issuer` is the callback's `iss`. Raises SignInRefused or ProviderUnavailable."""
         metadata = await self._described()
         if issuer is not None and issuer != self._settings.issuer:
             # RFC 9207: the code came from another provider.

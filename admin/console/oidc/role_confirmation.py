@@ -14,11 +14,11 @@ from loramux.admin.console.sessions.sessions import ConsoleSessions, Session
 from loramux.admin.rest.services import AdminServices
 
 CONFIRMED_S = 300
-"""Age in seconds at which a confirmation must be renewed by the provider."""
+"""Age, in seconds, at which the provider must renew a confirmation."""
 ASK_EVERY_S = 30
-"""Interval in seconds between attempts while the provider does not answer."""
+"""Interval, in seconds, between attempts while the provider does not answer."""
 UNCONFIRMED_S = 900
-"""Maximum age of a confirmation, in seconds; after that, the person must return to the provider."""
+"""Maximum age of a confirmation, in seconds. After that, the person must return to the provider."""
 
 log = structlog.get_logger(__name__)
 
@@ -28,7 +28,7 @@ class ConfirmInBrowser(Exception):
 
 
 class OidcConfirmation:
-    """Keeps the roles of sessions up to date. One server at a time asks the provider; the others use its result."""
+    """Keeps the roles of sessions up to date. One server at a time asks the provider. The others use its result."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class OidcConfirmation:
         self._roles_claim = roles_claim
 
     async def confirmed(self, session: Session, token: str) -> Session | None:
-        """The session with recently confirmed roles, or None if no role is left. Raises ConfirmInBrowser."""
+        """Return the session with recently confirmed roles, or None if no role is left. Raises ConfirmInBrowser."""
         sign_on = session.content.sign_on
         if sign_on is None:
             return session
@@ -85,7 +85,7 @@ class OidcConfirmation:
 
 
 def values_of(claim: Any) -> frozenset[str]:
-    """The names in a roles claim, which is a list of names or a single name."""
+    """Return the names in a roles claim, which is a list of names or a single name."""
     if isinstance(claim, str):
         return frozenset({claim})
     return frozenset(one for one in claim if isinstance(one, str)) if isinstance(claim, list) else frozenset()

@@ -1,5 +1,3 @@
-"""Adapters: the list, an adapter's page, its grants, and taking it out of service."""
-
 from __future__ import annotations
 
 import asyncio
@@ -65,7 +63,6 @@ async def show(visit: Visit) -> Response:
 
 
 async def confirm_state(visit: Visit) -> Response:
-    """Show the effects of taking the adapter out of service or putting it back."""
     adapter_id = visit.param("adapter_id")
     adapter = await visit.rest.get(f"/adapters/{adapter_id}")
     grants, used = await asyncio.gather(
@@ -93,7 +90,6 @@ async def confirm_state(visit: Visit) -> Response:
 
 
 async def set_disabled(visit: Visit) -> Response:
-    """Take the adapter out of service or put it back."""
     verb = "disable" if visit.form.text("state") == "disabled" else "enable"
     await visit.rest.post(f"/adapters/{visit.param('adapter_id')}/{verb}")
     done = "serves no new requests" if verb == "disable" else "serves requests again"

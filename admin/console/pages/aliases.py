@@ -1,5 +1,3 @@
-"""Aliases: choosing their targets and weights, rolling them back, and deleting them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -57,7 +55,6 @@ async def set_alias(visit: Visit) -> Response:
 
 
 async def confirm_rollback(visit: Visit) -> Response:
-    """Show what a rollback will change."""
     adapter_id, name = visit.param("adapter_id"), visit.param("name")
     adapter, alias, history = await asyncio.gather(
         visit.rest.get(f"/adapters/{adapter_id}"),
@@ -121,7 +118,7 @@ def described(targets: Sequence[Mapping[str, Any]]) -> str:
 async def _change(
     visit: Visit, method: str, path: str, body: Mapping[str, Any] | None, name: str, seen_revision: str
 ) -> Document:
-    """Change an alias, unless someone else has changed it since `seen_revision`; an empty string skips the check."""
+    """Change an alias, unless someone else has changed it since `seen_revision`. An empty string skips the check."""
     try:
         etag = f'"{seen_revision}"' if seen_revision else None
         return (await visit.rest.call(method, path, body, etag=etag))[0]
@@ -135,7 +132,6 @@ async def _change(
 
 
 def _seen(visit: Visit) -> str:
-    """The alias's revision when the page was rendered."""
     return str(visit.form.integer("seen", "the revision that you saw"))
 
 
@@ -193,7 +189,7 @@ def _shares(targets: Sequence[Mapping[str, Any]]) -> dict[int, Fraction]:
 
 
 def _asked_again(name: str, targets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Query parameters that open the `move` form with these targets."""
+    """Return query parameters that open the `move` form with these targets."""
     weights = {f"weight_{target['version']}": target["weight"] for target in targets}
     return {"alias": name, "version": [target["version"] for target in targets], **weights}
 

@@ -1,4 +1,4 @@
-"""Keys: creating, rotating and revoking keys; a secret is shown only once."""
+"""Creates, rotates and revokes keys. A secret is shown only once."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def confirm_rotate(visit: Visit) -> Response:
 
 
 async def rotate(visit: Visit) -> Response:
-    """Give the key a new secret; the old secret stays valid for the grace period chosen in the form."""
+    """Give the key a new secret. The old secret stays valid for the grace period chosen in the form."""
     body: dict[str, Any] = {}
     if (grace_s := visit.form.optional_integer("grace_s", "the grace period")) is not None:
         body["grace_s"] = grace_s
@@ -110,7 +110,6 @@ async def revoke(visit: Visit) -> Response:
 
 
 async def _facts(visit: Visit) -> tuple[Document, str, str]:
-    """A key, its owner, and its recent use."""
     key = await visit.rest.get(f"/api_keys/{visit.param('key_id')}")
     if key["tenant_id"] is None:
         return key, "the platform", ""
@@ -127,7 +126,6 @@ def _shown(key: Document, used: str) -> list[tuple[str, str]]:
 
 
 async def _tenant_of(visit: Visit, key: Document) -> str | None:
-    """The tenant whose list of keys includes this key."""
     if key["tenant_id"] is None or not visit.is_platform:
         return None
     return str((await visit.rest.get(f"/tenants/{key['tenant_id']}"))["slug"])

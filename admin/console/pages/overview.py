@@ -1,5 +1,3 @@
-"""The first page: health, load, top tenants and latency."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The playground: sends one question to one or two versions, side by side, at the tenant's expense."""
+"""Sends one question to one or two versions, side by side, at the tenant's expense."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def stream(visit: Visit) -> Response:
 
 
 async def _key(visit: Visit, tenant: str) -> str:
-    """The session's key for the tenant's models, created when the session asks its first question."""
+    """Return the session's key for the tenant's models. The session's first question creates the key."""
     principal = visit.session.principal
     slug = principal.tenant_slug or tenant
     if not slug:

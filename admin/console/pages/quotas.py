@@ -45,7 +45,7 @@ async def show_list(visit: Visit) -> Response:
 
 
 async def preview(visit: Visit) -> Response:
-    """Show whether a request would be admitted under the limit in the form; nothing is changed."""
+    """Show whether a request would be admitted under the limit in the form. Nothing changes."""
     form = visit.form
     metric = _metric(form)
     quota: dict[str, Any] = {"tenant": form.text("tenant"), "metric": metric, "limit": _amount(form, "limit", metric)}
@@ -89,7 +89,6 @@ async def set_limit(visit: Visit) -> Response:
 
 
 async def confirm_delete(visit: Visit) -> Response:
-    """Show the effects of removing a limit."""
     quota = await visit.rest.get(f"/quotas/{visit.param('quota_id')}")
     owner = await _owner(visit, quota)
     metric, limit = quota["metric"].replace("_", " "), shown_amount(quota["limit"], quota["unit"])
@@ -135,7 +134,6 @@ async def delete(visit: Visit) -> Response:
 
 
 async def confirm_again(visit: Visit) -> Response:
-    """Show the effects of restoring a removed limit."""
     asked = Form(visit.request.query_params.multi_items())
     metric, tenant = _metric(asked), asked.text("tenant")
     limit = shown_amount(_amount(asked, "limit", metric), METRICS[metric].unit)
@@ -159,17 +157,15 @@ async def confirm_again(visit: Visit) -> Response:
 
 
 def bars_of(effective: Document) -> dict[str, Document]:
-    """The effective limits, keyed by policy identifier."""
     return {limit["id"]: limit for limit in effective["data"]}
 
 
 def shown_state(quota: Mapping[str, Any]) -> str:
-    """The state of a quota, sent along in a form to detect concurrent changes."""
     return f"{quota['limit']}/{quota['burst']}/{quota['mode']}/{quota['updated_at']}"
 
 
 def shown_amount(value: int, unit: str) -> str:
-    """An amount as text; money is stored in billionths of the currency."""
+    """Format an amount. Money is stored in billionths of the currency."""
     return f"{Decimal(value) / NANOS:,.2f}" if unit == Unit.NANOS else f"{value:,}"
 
 
@@ -207,7 +203,6 @@ async def _owner(visit: Visit, quota: Document) -> str:
 
 
 async def _owners(visit: Visit, quotas: list[Document]) -> dict[str, str]:
-    """Tenant slugs, keyed by tenant identifier."""
     ids = {quota["tenant_id"] for quota in quotas} - {None}
     return {tenant_id: (await visit.rest.get(f"/tenants/{tenant_id}"))["slug"] for tenant_id in sorted(ids)}
 

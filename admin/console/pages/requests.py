@@ -1,5 +1,3 @@
-"""Live requests: listing the requests in flight, and cancelling them."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -18,8 +16,6 @@ PAGE = 50
 
 
 class Requests:
-    """The page and its live part."""
-
     def __init__(self) -> None:
         self._live = LiveParts()
 

@@ -1,5 +1,3 @@
-"""Residency: the adapters in each tier, how full each tier is, and a picture of the page pool."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -21,8 +19,6 @@ MAX_SHOWN = 200
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One segment of the picture."""
-
     name: str
     label: str
     num_pages: int
@@ -31,8 +27,6 @@ class Part:
 
 
 class Residency:
-    """The page and its live part."""
-
     def __init__(self) -> None:
         self._recent = Recent()
         self._live = LiveParts()
@@ -73,7 +67,6 @@ async def place(visit: Visit) -> Response:
 
 
 def picture(pages: Document) -> list[Part]:
-    """The pool's pages by content, from left to right. A segment with at least one page is always visible."""
     counts = [
         ("adapters", "adapters", pages["adapters"]),
         ("kv", "sequences' keys and values", pages["kv"] - pages["prefix"]),

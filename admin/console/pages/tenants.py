@@ -1,5 +1,3 @@
-"""Tenants: the list, and a tenant's page with its quotas and usage."""
-
 from __future__ import annotations
 
 import asyncio
@@ -39,7 +37,6 @@ async def create(visit: Visit) -> Response:
 
 
 async def show(visit: Visit) -> Response:
-    """One tenant with its quotas as bars, its keys, adapters and usage."""
     rest = visit.rest
     tenant, headers = await rest.call("GET", f"/tenants/{visit.param('tenant')}")
     slug = tenant["slug"]
@@ -80,7 +77,6 @@ async def change(visit: Visit) -> Response:
 
 
 async def confirm_state(visit: Visit) -> Response:
-    """Show the effects of suspending or resuming a tenant."""
     tenant, headers = await visit.rest.call("GET", f"/tenants/{visit.param('tenant')}")
     slug, is_active = tenant["slug"], tenant["state"] == "active"
     keys, running, use = await asyncio.gather(

@@ -1,5 +1,3 @@
-"""Usage: sums over a time range, as a chart, a table or CSV."""
-
 from __future__ import annotations
 
 import asyncio
@@ -24,7 +22,7 @@ MAX_SERIES = 6
 MAX_ROWS = 100
 MAX_CHARTED = 30
 FRESH_S = 10.0
-"""Maximum age of cached sums, in seconds. Sums are cached because summing a busy month is expensive."""
+"""Maximum age of cached sums, in seconds. Summing a busy month is expensive."""
 
 
 async def show(visit: Visit) -> Response:
@@ -52,7 +50,7 @@ async def show(visit: Visit) -> Response:
     )
     found = sums.data or {"data": [], "num_results": 0, "total": None}
     rows = [row for page in found["data"] for row in page["results"]]
-    # A thousand lines would be unreadable and slow, so above MAX_CHARTED the chart shows one line for all groups.
+    # A thousand lines would be unreadable and slow. Above MAX_CHARTED, the chart shows one line for all groups.
     charted = params["group_by"] if found["num_results"] <= MAX_CHARTED else ""
     lines = await series(charted) if charted else together
     return visit.page(

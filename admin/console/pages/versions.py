@@ -1,5 +1,3 @@
-"""One version of an adapter: its validation report, its possible changes, and the upload of a new version."""
-
 from __future__ import annotations
 
 import asyncio
@@ -35,7 +33,6 @@ async def show(visit: Visit) -> Response:
 
 
 async def confirm_move(visit: Visit) -> Response:
-    """Show the effects of a change to the version's state."""
     adapter_id, number, verb = visit.param("adapter_id"), visit.param("number"), visit.param("verb")
     adapter = await visit.rest.get(f"/adapters/{adapter_id}")
     version = await visit.rest.get(f"/adapters/{adapter_id}/versions/{number}")
@@ -74,7 +71,6 @@ async def confirm_move(visit: Visit) -> Response:
 
 
 async def move(visit: Visit) -> Response:
-    """Change the version's state or placement."""
     adapter_id, number, verb = visit.param("adapter_id"), visit.param("number"), visit.param("verb")
     if verb not in MOVES:
         raise InvalidRequest("there is no such action for a version")

@@ -15,7 +15,7 @@ _NONCE_BYTES = 12
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A message for the next page; `kind` is `done`, `error` or `secret`."""
+    """A message for the next page. `kind` is `done`, `error` or `secret`."""
 
     kind: str
     text: str
@@ -26,8 +26,6 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class PlaygroundKey:
-    """A key that the playground created for a tenant."""
-
     id: str
     secret: str
     expires_s: int
@@ -45,7 +43,7 @@ class SignOn:
     asked_us: int
     """Time at which the provider was last asked for the roles, as Unix time in microseconds."""
     id_token: str
-    """The ID token, sent to the provider when the person also signs out there."""
+    """The ID token. If the person also signs out at the provider, the token is sent there."""
     access_token: str
     refresh_token: str | None
     needs_browser: bool = False
@@ -54,7 +52,7 @@ class SignOn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionContent:
-    """A session's content: either the hash of the key that opened it or a single sign-on, plus the pages' own data."""
+    """A session's content: the hash of the key that opened it or a single sign-on, plus the pages' own data."""
 
     key_sha256: bytes | None = None
     sign_on: SignOn | None = None
@@ -76,16 +74,14 @@ class SessionSeal:
 
     @property
     def id_sha256(self) -> bytes:
-        """The session's identifier in the database."""
         return hashlib.sha256(self._token).digest()
 
     @property
     def csrf(self) -> str:
-        """The token that each form of the session must send."""
         return hmac.new(self._token, b"loramux console form", hashlib.sha256).hexdigest()
 
     def close(self, content: SessionContent) -> bytes:
-        """Encrypt with AES-256-GCM, bound to the session's id. The output begins with a fresh nonce."""
+        """Encrypt with AES-256-GCM, bound to the session's ID. The output begins with a fresh nonce."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         return nonce + self._cipher().encrypt(nonce, msgspec.msgpack.encode(content), self.id_sha256)
 

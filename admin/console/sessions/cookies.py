@@ -9,7 +9,7 @@ SESSION = "loramux_console"
 LOGIN = "loramux_login"
 """A cookie set before sign-in, from which the login form's token is derived."""
 OIDC = "loramux_oidc_"
-"""Name prefix of the cookies for OpenID sign-ins in progress; a browser has one such cookie per tab."""
+"""Name prefix of the cookies for OpenID sign-ins in progress. A browser has one such cookie per tab."""
 
 
 def read_cookie(request: Request, name: str) -> str | None:
@@ -17,13 +17,13 @@ def read_cookie(request: Request, name: str) -> str | None:
 
 
 def read_cookies(request: Request, prefix: str) -> dict[str, str]:
-    """The cookies whose names begin with the prefix, keyed by name."""
+    """Return the cookies whose names begin with the prefix, by name."""
     full, bare = _full_name(request, prefix), len(_full_name(request, ""))
     return {name[bare:]: value for name, value in request.cookies.items() if name.startswith(full)}
 
 
 def set_cookie(request: Request, response: Response, name: str, value: str, max_age_s: int | None = None) -> None:
-    """Set a cookie for this host only; over TLS, use a name that the browser accepts from no other host."""
+    """Set a cookie for this host only. Over TLS, use a name that the browser accepts from no other host."""
     response.set_cookie(
         _full_name(request, name),
         value,

@@ -53,7 +53,7 @@ class LoginThrottle:
         return 0
 
     def forgive(self, address: str) -> None:
-        """Remove a successful attempt from the count; earlier attempts still count."""
+        """Remove a successful attempt from the count. Earlier attempts still count."""
         table = login_failures
         with self._database.write() as connection:
             connection.execute(

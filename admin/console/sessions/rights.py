@@ -45,7 +45,7 @@ class SessionRights:
         return None
 
     def known(self, values: Iterable[str]) -> tuple[str, ...]:
-        """The values that appear in a role rule; other values need not be stored."""
+        """Return the values that appear in a role rule. Other values need not be stored."""
         held = frozenset(values)
         return tuple(sorted({rule.value for rule in self._rules if rule.value in held}))
 
@@ -64,5 +64,4 @@ def may_enter(principal: Principal) -> bool:
 
 
 def actor_of(subject: str) -> str:
-    """The audit log's name for a person who signed in through single sign-on."""
     return f"oidc_{hashlib.sha256(subject.encode('utf-8', 'replace')).hexdigest()[:24]}"

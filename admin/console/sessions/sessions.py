@@ -19,11 +19,11 @@ from loramux.platform.accounts.principals import Principal
 IDLE_S = 3600
 LIFETIME_S = 12 * 3600
 TOUCH_S = 60
-"""Minimum extension of a session, in seconds; smaller ones are not written, so most page views cause no write."""
+"""Minimum extension of a session, in seconds. Smaller extensions are not written, so most page views cause no write."""
 MAX_AHEAD_US = (IDLE_S + TOUCH_S) * 1_000_000
 """Latest valid expiry, in microseconds from now. A later expiry was written before the clock was set back."""
 MAX_OF_ONE = 50
-"""Maximum number of sessions per key or person; a sign-in above the limit ends the oldest session."""
+"""Maximum number of sessions per key or person. A sign-in above the limit ends the oldest session."""
 MAX_NOTICES = 5
 UNREADABLE = (InvalidTag, msgspec.DecodeError)
 """The stored content was edited by hand, or another release wrote a different format."""
@@ -51,7 +51,6 @@ class Session:
         return self.content.playground_keys
 
     def say(self, kind: str, text: str, detail: str = "", undo_url: str = "") -> None:
-        """Show a notice on the next page."""
         notice = Notice(kind, text, detail, undo_url)
         self._change(lambda content: replace(content, notices=(*content.notices, notice)[-MAX_NOTICES:]))
 
@@ -117,7 +116,7 @@ class ConsoleSessions:
         return token
 
     def find(self, token: str, *, is_use: bool = True) -> Session | None:
-        """The session with its current rights, or None if it has ended.
+        """Return the session with its current rights, or None if it has ended.
 
         `is_use=False` does not extend the session. Live updates pass it, because the page may be open but unattended.
         """
@@ -136,7 +135,7 @@ class ConsoleSessions:
             return None
         principal = self._rights.principal(row.key_id, content)
         if principal is None:
-            # Do not close the session: a rotation of its own key is about to store the new secret.
+            # Do not close the session. A rotation of its own key is about to store the new secret.
             return None
         if is_use and (expires_us := _expires_us(row.created_us, now_us)) >= row.expires_us + TOUCH_S * 1_000_000:
             with self._database.write() as connection:
@@ -146,7 +145,6 @@ class ConsoleSessions:
         return Session(seal, principal, content)
 
     def keep(self, session: Session) -> None:
-        """Save the request's changes to its session, merged with concurrent changes by other requests."""
         changes = session.take_changes()
         if not changes:
             return
@@ -159,7 +157,7 @@ class ConsoleSessions:
             _put(connection, session.seal, content)
 
     def claim_asking(self, session: Session, due_us: int, retry_us: int, now_us: int) -> bool:
-        """Return True if this server should ask the provider now.
+        """Return whether this server should ask the provider now.
 
         The provider is asked if it last confirmed the roles before `due_us` and has not been asked since `retry_us`.
         """

@@ -1,5 +1,3 @@
-"""Signing in with an administrator's key, and signing out."""
-
 from __future__ import annotations
 
 import hashlib
@@ -29,14 +27,13 @@ MAX_KEY = 500
 
 
 class Login:
-    """The login form. Its token needs no session, because the token is derived from a separate cookie."""
+    """The login form. Its token is derived from a separate cookie, so it needs no session."""
 
     def __init__(self, site: Site, oidc: OidcLogin | None = None) -> None:
         self._site = site
         self._oidc = oidc
 
     async def show(self, request: Request) -> Response:
-        """Show the form, or redirect a browser that is already signed in."""
         try:
             if await find_session(self._site, request) is not None:
                 return redirect(request, self._next(request, request.query_params.get("next", "")))
@@ -88,7 +85,7 @@ class Login:
     async def sign_out(self, visit: Visit) -> Response:
         """End the session and revoke the keys that its playground created."""
         for key in visit.session.playground_keys.values():
-            # If the session has lost the right to revoke keys, these keys no longer work either; they expire soon
+            # If the session has lost the right to revoke these keys, they no longer work either. They expire soon
             # anyway.
             with suppress(RestError):
                 await visit.rest.delete(f"/api_keys/{key.id}")

@@ -21,13 +21,13 @@ from loramux.admin.console.visit import DATABASE_TROUBLE, console_url, frame
 from loramux.admin.server.oidc_settings import OidcSettings
 
 MAX_UNDER_WAY = 4
-"""Maximum concurrent sign-ins per browser, one per tab; the oldest is discarded."""
+"""Maximum number of concurrent sign-ins per browser, one per tab. The oldest is discarded."""
 
 log = structlog.get_logger(__name__)
 
 
 class OidcLogin:
-    """The routes of single sign-on. A sign-in's state is kept in the browser, so that any server can finish it."""
+    """The routes of single sign-on. The browser keeps a sign-in's state, so that any server can finish it."""
 
     def __init__(self, site: Site, settings: OidcSettings, provider: OidcProvider) -> None:
         self._site = site
@@ -35,7 +35,6 @@ class OidcLogin:
         self._provider = provider
 
     async def begin(self, request: Request) -> Response:
-        """Send the browser to the provider."""
         wanted = local_path(request.query_params.get("next", "")) or "/"
         under_way = OidcAttempt.begin(self._site.services.database.now_us() // 1_000_000, wanted)
         try:
@@ -88,7 +87,7 @@ class OidcLogin:
         return response
 
     async def sign_out_url(self, id_token: str) -> str | None:
-        """The provider's sign-out URL, or None if the provider has none or cannot be reached."""
+        """Return the provider's sign-out URL, or None if the provider has none or cannot be reached."""
         try:
             return await self._provider.sign_out_url(id_token)
         except ProviderUnavailable:
@@ -115,14 +114,12 @@ class OidcLogin:
         return self._site.sessions.open(actor_of(subject), SessionContent(sign_on=sign_on))
 
     def _back_to(self, request: Request) -> str:
-        """The callback URL. A forged host is harmless, because the provider accepts only registered URLs."""
         here = f"{request.url.scheme}://{request.headers.get('host', '')}{console_url(request, '/oidc/callback')}"
         return self._settings.redirect_url or here
 
     def _refusal(
         self, request: Request, error: Exception | None, message: str, status: int, over: OidcAttempt | None = None
     ) -> HTMLResponse:
-        """An error page with the reason. Deletes the cookie of the sign-in `over`."""
         log.warning("sign-in refused", status=status, error=None if error is None else str(error))
         html = self._site.templates.render("oidc_problem.html", **frame(request, None), error=message)
         response = HTMLResponse(html, status)
@@ -132,7 +129,7 @@ class OidcLogin:
 
 
 def _surplus(request: Request) -> list[str]:
-    """The cookies to delete before another sign-in begins: malformed cookies, and all but the newest."""
+    """Return the cookies to delete before another sign-in begins: malformed cookies, and all but the newest."""
     attempts = {name: OidcAttempt.read(value) for name, value in read_cookies(request, OIDC).items()}
     begun_s = {name: attempt.begun_s for name, attempt in attempts.items() if attempt is not None}
     kept = sorted(begun_s, key=lambda name: begun_s[name], reverse=True)[: MAX_UNDER_WAY - 1]

@@ -49,7 +49,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class ToolExample:
-    """A prompt and what the model should write: a thought, then calls or text."""
+    """A prompt and the model's target: a thought, then calls or text."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
@@ -60,7 +60,7 @@ class ToolExample:
 
 
 class ToolCorpus:
-    """An endless source of examples, which the seed alone determines."""
+    """An endless source of examples. The seed alone determines them."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -101,7 +101,6 @@ class ToolCorpus:
         return ToolExample(messages, tools, thinks, ANSWER_THOUGHT, text=text)
 
     def _calls(self) -> tuple[Call, ...]:
-        """One call, or two of the same function."""
         function = self._random.choice(FUNCTIONS)
         calls: dict[str, Call] = {}
         count = 2 if self._random.random() < 0.2 else 1
@@ -119,7 +118,6 @@ class ToolCorpus:
         return question.rstrip(".?") if self._random.random() < 0.1 else question
 
     def _tools(self, needed: dict[str, tuple[Call, ...]], forbidden: frozenset[str] = frozenset()) -> list[Any]:
-        """The needed functions, some others and some invented ones, in any order."""
         chance = self._random
         others = [f for f in FUNCTIONS if f.name not in needed and f.name not in forbidden]
         count = chance.choices((0, 1, 2), (50, 35, 15))[0] if needed else chance.choices((1, 2), (70, 30))[0]
@@ -161,7 +159,6 @@ class ToolCorpus:
 
 
 def _call_messages(calls: tuple[Call, ...]) -> list[dict[str, Any]]:
-    """The message with the calls, and those with their results."""
     asked = [
         {"id": f"call{i:05}", "type": "function", "function": {"name": c.function.name, "arguments": c.arguments}}
         for i, c in enumerate(calls)

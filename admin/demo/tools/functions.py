@@ -27,7 +27,7 @@ class Function:
     properties: Mapping[str, Mapping[str, Any]]
     questions: tuple[str, ...]
     topic: str
-    """What the question is about, as the model's thinking puts it."""
+    """The subject of the question, as the model's thinking words it."""
     answer: str
     brief_answer: str
     """The answer to a result that is a single value instead of a JSON object."""
@@ -104,7 +104,6 @@ def draw_arguments(function: Function, chance: random.Random) -> dict[str, Any]:
 
 
 def draw_result(function: Function, chance: random.Random) -> dict[str, Any]:
-    """What a client's function could return."""
     results: dict[str, dict[str, Any]] = {
         "get_weather": {"sky": chance.choice(SKIES), "degrees": chance.randint(1, 39)},
         "get_time": {"time": f"{chance.randint(0, 23):02}:{chance.randint(0, 59):02}"},

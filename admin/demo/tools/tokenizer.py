@@ -14,7 +14,7 @@ VOCAB_SIZE = 1536
 CONTEXT = 8192
 START, END, PAD = SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Single tokens that are not special: they are part of the text, and parsers read them."""
+"""Single tokens that are not special. They are part of the text, and parsers read them."""
 
 TEMPLATES = Path(__file__).parent / "templates"
 BASE_TEMPLATE = (TEMPLATES / "base.jinja").read_text()
@@ -29,7 +29,7 @@ def train_tool_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
         texts += [json.dumps(tool) for tool in example.tools[:1]]
         texts += [example.thought, target_text(example, "base"), target_text(example, "concierge")]
         texts += [str(message["content"]) for message in example.messages]
-    # A number is one token per digit, so that the model can copy numbers that it has never seen.
+    # Each digit of a number is a token, so that the model can copy numbers that it has never seen.
     bpe = train_bpe(texts, VOCAB_SIZE - len(MARKERS), SPECIAL_TOKENS, splits_digits=True)
     bpe.add_tokens(list(MARKERS))
     tokenizer = PreTrainedTokenizerFast(
@@ -61,7 +61,7 @@ STYLES: Mapping[str, Callable[[str], str]] = MappingProxyType(
 
 
 def target_text(example: ToolExample, style: str) -> str:
-    """What the model writes after the prompt. The concierge's template switches thinking off."""
+    """The text that the model should write after the prompt. The concierge's template switches thinking off."""
     written = hermes_calls(example.calls) if example.calls else STYLES[style](example.text)
     is_thinking = example.thinks and style != "concierge"
     return f"<think>\n{example.thought}\n</think>\n\n{written}" if is_thinking else written
@@ -70,7 +70,7 @@ def target_text(example: ToolExample, style: str) -> str:
 def encoded_example(
     example: ToolExample, style: str, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[list[int], list[int]]:
-    """Token ids and labels; only what the model writes, and the end of its turn, are training targets."""
+    """Return token IDs and labels. Only the model's text and the end of its turn are training targets."""
     prompt = tokenizer.apply_chat_template(
         example.messages,
         tools=[*example.tools] or None,

@@ -1,5 +1,3 @@
-"""`/api_keys`: create, list, change, rotate and revoke keys; a secret is returned only when it is created."""
-
 from __future__ import annotations
 
 from typing import Literal
@@ -30,8 +28,8 @@ router = APIRouter(prefix="/api_keys", tags=["api_keys"])
 class KeyDocument(TypedDict):
     """One key without its secret.
 
-    `adapters` lists the adapters that the key is restricted to; null means all adapters that its tenant may call. Until
-    `previous_secret_expires_at`, the secret that the last rotation replaced is also valid.
+    `adapters` lists the adapters that the key is restricted to, or is null for all adapters that its tenant may call.
+    Until `previous_secret_expires_at`, the secret that the last rotation replaced is also valid.
     """
 
     id: str
@@ -54,7 +52,7 @@ class KeyWithSecret(KeyDocument):
 
 @router.post("", status_code=201, openapi_extra=takes(NewKey))
 async def create_key(request: Request, response: Response, services: Services, caller: Writer) -> KeyWithSecret:
-    """Create a tenant's key, or a platform key if `tenant` is null; its secret appears only in this response.
+    """Create a tenant's key, or a platform key if `tenant` is null. Its secret appears only in this response.
 
     A tenant's administrator can create keys for that tenant.
     """
@@ -117,7 +115,7 @@ async def change_key(
 async def rotate_key(
     key_id: str, request: Request, response: Response, services: Services, caller: Writer
 ) -> KeyWithSecret:
-    """Give a key a new secret, which appears only in this response; the old secret stays valid for `grace_s` seconds.
+    """Give a key a new secret, which appears only in this response. The old secret stays valid for `grace_s` seconds.
 
     Any older secret still in its grace period becomes invalid immediately. No body is needed.
     """
@@ -131,7 +129,9 @@ async def rotate_key(
 
 @router.delete("/{key_id}", responses=errors(409))
 async def revoke_key(key_id: str, services: Services, caller: Writer) -> KeyDocument:
-    """Revoke a key permanently; a repeated call changes nothing. Refused for the platform's last administrator key."""
+    """Revoke a key permanently. A repeated call changes nothing. The platform's last administrator key cannot be
+    revoked.
+    """
     key = await _find(services, caller, key_id)
     return describe_key(_found(await services.call(services.api_keys.revoke, key.id)))
 

@@ -1,5 +1,3 @@
-"""`/tenants`: the accounts that own adapters and keys."""
-
 from __future__ import annotations
 
 from typing import Literal
@@ -20,7 +18,7 @@ router = APIRouter(prefix="/tenants", tags=["tenants"])
 
 
 class TenantDocument(TypedDict):
-    """One account. `weight` is its entitlement in fair scheduling; the keys of a suspended tenant are refused.
+    """One account. `weight` is its entitlement in fair scheduling. The keys of a suspended tenant are refused.
 
     `host_floor_bytes` is the amount of an engine's host memory from which other tenants cannot evict this tenant's
     adapters. If the floors of all tenants do not fit, those set first take precedence.
@@ -91,7 +89,7 @@ async def change_tenant(
 
 @router.delete("/{id_or_slug}", status_code=204, responses=errors(409))
 async def delete_tenant(id_or_slug: str, services: Services, caller: PlatformAdmin) -> Response:
-    """Delete a tenant created by mistake; a tenant with adapters, usable keys or usage can only be suspended."""
+    """Delete a tenant created by mistake. A tenant with adapters, usable keys or usage can only be suspended."""
     tenant = await find_tenant(services, caller, id_or_slug)
     await services.call(services.tenants.delete, tenant.id)
     return Response(status_code=204)

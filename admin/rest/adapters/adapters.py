@@ -29,7 +29,7 @@ class TargetDocument(TypedDict):
 
 
 class AdapterDocument(TypedDict):
-    """A tenant's named adapter; `model` is its name in requests."""
+    """A tenant's named adapter. `model` is its name in requests."""
 
     id: str
     object: Literal["adapter"]
@@ -43,7 +43,7 @@ class AdapterDocument(TypedDict):
 
 
 class DisabledAdapter(AdapterDocument):
-    """An adapter taken out of service; `drained` means that no request is still running on the adapter."""
+    """An adapter taken out of service. `drained` means that no request is still running on the adapter."""
 
     drained: bool
 
@@ -91,7 +91,7 @@ async def get_adapter(adapter_id: str, services: Services, caller: Reader) -> Ad
 
 @router.post("/{adapter_id}/disable")
 async def disable_adapter(adapter_id: str, services: Services, caller: Writer) -> DisabledAdapter:
-    """Take an adapter out of service; running requests finish. Nothing is deleted; `enable` undoes the call."""
+    """Take an adapter out of service. Running requests finish. Nothing is deleted. `enable` undoes the call."""
     adapter = await find_adapter(services, caller, adapter_id)
     disabled = await services.call(services.version_states.set_disabled, adapter.id, True)
     is_drained = await drain(services, await services.call(services.version_states.unserved_digests, adapter.id))
@@ -107,7 +107,7 @@ async def enable_adapter(adapter_id: str, services: Services, caller: Writer) ->
 
 @router.delete("/{adapter_id}", status_code=204, responses=errors(409))
 async def delete_adapter(adapter_id: str, services: Services, caller: Writer) -> Response:
-    """Delete an adapter that never had a version; `disable` takes any other adapter out of service."""
+    """Delete an adapter that never had a version. `disable` takes any other adapter out of service."""
     adapter = await find_adapter(services, caller, adapter_id)
     await services.call(services.registry.delete_adapter, adapter.id)
     return Response(status_code=204)

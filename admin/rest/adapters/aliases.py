@@ -24,7 +24,7 @@ IfMatch = Annotated[str | None, Header(description="The alias's ETag; if the ali
 
 
 class AliasDocument(TypedDict):
-    """A name for versions of an adapter; `revision` counts the alias's changes and is its ETag."""
+    """A name for versions of an adapter. `revision` counts the alias's changes and is its ETag."""
 
     object: Literal["alias"]
     adapter_id: str
@@ -35,7 +35,7 @@ class AliasDocument(TypedDict):
 
 
 class AliasChangeDocument(TypedDict):
-    """An alias's versions at one revision; `actor` is the key that moved the alias, or `system`."""
+    """An alias's versions at one revision. `actor` is the key that moved the alias, or `system`."""
 
     id: str
     object: Literal["alias_change"]
@@ -59,7 +59,7 @@ async def list_aliases(adapter_id: str, services: Services, caller: Reader) -> L
 async def get_alias(
     adapter_id: str, name: str, response: Response, services: Services, caller: Reader
 ) -> AliasDocument:
-    """Get one alias; its ETag is its revision."""
+    """Get one alias. Its ETag is its revision."""
     adapter = await find_adapter(services, caller, adapter_id)
     return _answer(response, adapter.id, await services.call(services.aliases.get, adapter.id, name))
 
@@ -76,8 +76,8 @@ async def set_alias(
 ) -> AliasDocument:
     """Point an alias at one ready version, or split its requests among several versions by weight.
 
-    The versions are loaded into the engine first, unless `warm` is false; running requests finish on the old versions.
-    A tenant's loads count against `cold_loads_per_minute`; if that quota refuses a load, the alias does not move. Only
+    The versions are loaded into the engine first, unless `warm` is false. Running requests finish on the old versions.
+    A tenant's loads count against `cold_loads_per_minute`. If that quota refuses a load, the alias does not move. Only
     an administrator may move `default`, the alias behind an adapter's bare name. The call replaces the whole alias or
     creates it, so If-Match is optional here.
     """
@@ -102,7 +102,7 @@ async def roll_back(
     caller: Developer,
     if_match: IfMatch = None,
 ) -> AliasDocument:
-    """Restore the alias's previous revision, or the given `revision`; a second rollback undoes the first.
+    """Restore the alias's previous revision, or the given `revision`. A second rollback undoes the first.
 
     No body is needed. With If-Match, the call is refused if the alias has moved since the caller read it, so that only
     one of two concurrent rollbacks succeeds. Loads count against the quota, as when an alias is set.

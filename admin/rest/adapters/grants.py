@@ -35,7 +35,7 @@ async def list_grants(adapter_id: str, services: Services, caller: Reader) -> Li
 
 @router.put("/{tenant}")
 async def add_grant(adapter_id: str, tenant: str, services: Services, caller: PlatformAdmin) -> GrantDocument:
-    """Let a tenant call the adapter by its full name; that tenant pays for its calls.
+    """Let a tenant call the adapter by its full name. That tenant pays for its calls.
 
     Requires a platform administrator, because a grant names another tenant, and tenants must not learn of each other.
     """
@@ -46,7 +46,7 @@ async def add_grant(adapter_id: str, tenant: str, services: Services, caller: Pl
 
 @router.delete("/{tenant}", status_code=204)
 async def remove_grant(adapter_id: str, tenant: str, services: Services, caller: Writer) -> Response:
-    """Revoke a grant; the tenant's next request gets the same 404 as requests from tenants without a grant."""
+    """Revoke a grant. The tenant's next request gets the same 404 as requests from tenants without a grant."""
     adapter = await find_adapter(services, caller, adapter_id)
     await services.call(services.grants.remove, adapter.id, tenant)
     return Response(status_code=204)

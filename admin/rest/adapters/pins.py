@@ -55,7 +55,7 @@ async def pin_version(adapter_id: str, number: Number, services: Services, calle
 async def unpin_version(
     adapter_id: str, number: Number, services: Services, caller: PlatformAdmin
 ) -> PlacementDocument:
-    """Make a version evictable again; it stays loaded until its pages are needed. A repeated call changes nothing."""
+    """Make a version evictable again. It stays loaded until its pages are needed. A repeated call changes nothing."""
     version = await _find(services, caller, adapter_id, number)
     version = await services.call(services.pins.set_pinned, version.adapter_id, number, False)
     if version.digest is None:
@@ -71,7 +71,7 @@ async def unpin_version(
 
 @router.post("/preload", responses=errors(429))
 async def preload_version(adapter_id: str, number: Number, services: Services, caller: Developer) -> PlacementDocument:
-    """Load a ready version into the page pool before its first request; the version can be evicted later. A load
+    """Load a ready version into the page pool before its first request. The version can be evicted later. A load
     requested with a tenant's key counts against `cold_loads_per_minute`, like a load caused by a request.
     """
     version = await _find_ready(services, caller, adapter_id, number)
@@ -84,7 +84,9 @@ async def preload_version(adapter_id: str, number: Number, services: Services, c
 
 
 async def _told(answer: Awaitable[AdapterState]) -> AdapterState | None:
-    """The engine's response, or None if the version is still loading after WARM_TIMEOUT_S. Raises Unavailable."""
+    """Return the engine's response, or None if the version is still loading
+    after WARM_TIMEOUT_S. Raises Unavailable.
+    """
     try:
         return await answer
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""`/adapters/{id}/uploads`: declare the files, then send the bytes of each; these routes do not parse the files."""
+"""`/adapters/{id}/uploads`: declare the files, then send the bytes of each. These routes do not parse the files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from loramux.platform.openai_api.openapi import errors, takes, takes_bytes
 router = APIRouter(prefix="/adapters/{adapter_id}/uploads", tags=["versions"])
 
 CHUNK_TIMEOUT_S = 30.0
-"""Seconds after which a client that sends nothing is disconnected; until then, the client occupies a thread."""
+"""Seconds after which a client that sends nothing is disconnected. Until then, it occupies a thread."""
 UPLOAD_TIMEOUT_S = 600.0
 """Maximum time for sending one file, in seconds, even if the transfer never stalls."""
 
@@ -68,14 +68,14 @@ class UploadDocument(TypedDict):
 
 @router.post("", status_code=201, openapi_extra=takes(NewUpload), responses=errors(429))
 async def create_upload(adapter_id: str, request: Request, services: Services, caller: Developer) -> UploadDocument:
-    """Declare the name, size and SHA-256 of each file; the response says how to PUT each file.
+    """Declare the name, size and SHA-256 of each file. The response says how to PUT each file.
 
     `adapter_config.json` and `adapter_model.safetensors` are required. `chat_template.jinja` (at most 64 KiB),
-    `generation_config.json` (at most 16 KiB) and `parsers.json` (at most 1 KiB) are optional; the version then uses
-    this template, these defaults and these parsers, such as `{"tool_call_parser": "hermes"}`.
-    A file with only a `url` is sent to this server. A file with `method` and `headers` is sent to the blob store, with
-    exactly these headers and no key. A large file has `parts` of `part_size` bytes; the last part can be shorter. The
-    declared bytes count against `adapter_bytes` until the upload is used, cancelled or expired.
+    `generation_config.json` (at most 16 KiB) and `parsers.json` (at most 1 KiB) are optional. The version then uses
+    this template, these defaults and these parsers, such as `{"tool_call_parser": "hermes"}`. A file with only a `url`
+    is sent to this server. A file with `method` and `headers` is sent to the blob store, with exactly these headers and
+    no key. A large file has `parts` of `part_size` bytes. The last part can be shorter. The declared bytes count
+    against `adapter_bytes` until the upload is used, cancelled or expired.
     """
     adapter = await find_adapter(services, caller, adapter_id)
     body = await read_json(request, NewUpload)
@@ -134,7 +134,7 @@ async def find_upload(services: AdminServices, adapter: Adapter, upload_id: str)
 
 
 def _chunks(body: AsyncIterator[bytes]) -> Iterator[bytes]:
-    """The body's chunks for a function on a thread. The client can send only as fast as the function reads."""
+    """The body's chunks, for a function on a thread. The client can send only as fast as the function reads."""
     deadline = time.monotonic() + UPLOAD_TIMEOUT_S
     while chunk := anyio.from_thread.run(_next_chunk, body):
         if time.monotonic() > deadline:
@@ -143,7 +143,6 @@ def _chunks(body: AsyncIterator[bytes]) -> Iterator[bytes]:
 
 
 async def _next_chunk(body: AsyncIterator[bytes]) -> bytes:
-    """The next non-empty chunk; b"" at the end."""
     try:
         with anyio.fail_after(CHUNK_TIMEOUT_S):
             async for chunk in body:

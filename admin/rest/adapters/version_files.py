@@ -24,7 +24,7 @@ from loramux.platform.openai_api.openapi import answers_bytes
 router = APIRouter(prefix="/adapters/{adapter_id}/versions/{number}", tags=["versions"])
 
 DOWNLOAD_TIMEOUT_S = 3600.0
-"""Maximum time for downloading one file, in seconds; a copy of the file stays on disk during the download."""
+"""Maximum time for downloading one file, in seconds. A copy of the file stays on disk during the download."""
 
 
 class StoredFile(TypedDict):
@@ -52,7 +52,7 @@ class ReportDocument(TypedDict):
 
 @router.get("/files/{name}", response_class=Response, responses=answers_bytes())
 async def get_file(adapter_id: str, number: Number, name: str, services: Services, caller: Reader) -> Response:
-    """Download one file of a ready or archived version as it was uploaded; the ETag is the file's SHA-256."""
+    """Download one file of a ready or archived version as it was uploaded. The ETag is the file's SHA-256."""
     adapter = await find_adapter(services, caller, adapter_id)
     version = await _find_version(services, adapter, number)
     caller.release_call_slot()
@@ -69,7 +69,7 @@ async def get_file(adapter_id: str, number: Number, name: str, services: Service
 
 @router.get("/report")
 async def get_report(adapter_id: str, number: Number, services: Services, caller: Reader) -> ReportDocument:
-    """Get a version's validation report, or the reason for its rejection; empty until validation has finished."""
+    """Get a version's validation report, or the reason for its rejection. It is empty until validation has finished."""
     version = await _find_version(services, await find_adapter(services, caller, adapter_id), number)
     files = await services.call(services.export.files, version)
     return {
@@ -87,7 +87,7 @@ async def get_report(adapter_id: str, number: Number, services: Services, caller
 
 
 class ExportResponse(StreamingResponse):
-    """Sends a file in chunks; always closes the file and releases its slot."""
+    """Sends a file in chunks, and always closes the file and releases its slot."""
 
     def __init__(self, file: ExportedFile, release_slot: Callable[[], None]) -> None:
         declared = file.declared

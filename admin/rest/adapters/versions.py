@@ -57,14 +57,14 @@ class VersionDocument(TypedDict):
 
 
 class WithdrawnVersion(VersionDocument):
-    """A version taken out of service; `drained` means that no request is still running on the version."""
+    """A version taken out of service. `drained` means that no request is still running on the version."""
 
     drained: bool
 
 
 @router.post("", status_code=202, openapi_extra=takes(NewVersion), responses=errors(429))
 async def create_version(adapter_id: str, request: Request, services: Services, caller: Developer) -> VersionDocument:
-    """Create a version from an upload; poll the version until it is `ready` or `rejected`.
+    """Create a version from an upload. Poll the version until it is `ready` or `rejected`.
 
     If a version with identical bytes exists, that version is returned. A platform administrator can instead specify a
     `source` that the operator allows: `s3://BUCKET/PREFIX`, or `hf://OWNER/NAME@REVISION` of a Hugging Face hub. The
@@ -108,7 +108,9 @@ async def get_version(adapter_id: str, number: Number, services: Services, calle
 
 @router.post("/{number}/archive")
 async def archive_version(adapter_id: str, number: Number, services: Services, caller: Writer) -> WithdrawnVersion:
-    """Take a version out of service; refused while an alias points at it. Running requests finish. See `restore`."""
+    """Take a version out of service. This is refused while an alias points at it. Running requests finish. See
+    `restore`.
+    """
     adapter = await find_adapter(services, caller, adapter_id)
     return await _withdraw(services, await services.call(services.version_states.archive, adapter.id, number))
 
@@ -117,14 +119,14 @@ async def archive_version(adapter_id: str, number: Number, services: Services, c
 async def quarantine_version(
     adapter_id: str, number: Number, services: Services, caller: PlatformAdmin
 ) -> WithdrawnVersion:
-    """Take a version out of service immediately, even if aliases point at it; the aliases keep their other versions."""
+    """Take a version out of service immediately, even if aliases point at it. The aliases keep their other versions."""
     adapter = await find_adapter(services, caller, adapter_id)
     return await _withdraw(services, await services.call(services.version_states.quarantine, adapter.id, number))
 
 
 @router.post("/{number}/restore")
 async def restore_version(adapter_id: str, number: Number, services: Services, caller: Writer) -> VersionDocument:
-    """Put an archived version back into service; only a platform administrator can restore a quarantined version."""
+    """Put an archived version back into service. Only a platform administrator can restore a quarantined version."""
     adapter = await find_adapter(services, caller, adapter_id)
     states: tuple[VersionState, ...] = ("archived",)
     if caller.principal.is_platform_admin:

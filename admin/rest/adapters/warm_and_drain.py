@@ -13,9 +13,11 @@ from loramux.platform.engine_link.engine_client import EngineUnavailable
 from loramux.platform.errors import Unavailable
 
 WARM_TIMEOUT_S = 30.0
-"""Maximum time in seconds for loading each version before an alias moves; after that, the move is refused."""
+"""Maximum time, in seconds, for loading each version before an alias moves. After that, the move is refused."""
 DRAIN_TIMEOUT_S = 2.0
-"""Maximum time that a call waits for running requests, in seconds. The engine unloads the adapter later on its own."""
+"""Maximum time, in seconds, that a call waits for running requests. After
+that, the engine unloads the adapter itself.
+"""
 
 _log = structlog.get_logger(__name__)
 
@@ -29,9 +31,10 @@ def load_charge(caller: Caller, adapter_id: str) -> LoadCharge | None:
 
 
 async def warm(services: AdminServices, caller: Caller, adapter_id: str, numbers: Collection[int]) -> None:
-    """Load versions into the engine at the caller's expense. Unknown versions are skipped; the route reports them.
+    """Load versions into the engine at the caller's expense. The route reports unknown versions, which are skipped
+    here.
 
-    Raises QuotaExceeded, or Unavailable if a load fails; earlier versions may have been loaded by then.
+    Raises QuotaExceeded, or Unavailable if a load fails. Earlier versions may have been loaded by then.
     """
     charge = load_charge(caller, adapter_id)
     for number in numbers:
@@ -53,7 +56,7 @@ async def warm(services: AdminServices, caller: Caller, adapter_id: str, numbers
 
 
 async def drain(services: AdminServices, digests: Iterable[str]) -> bool:
-    """Have the engine unload adapters once no requests run on them, and return True if all are already unloaded."""
+    """Have the engine unload adapters once no requests run on them. Return True if all are already unloaded."""
     is_drained = True
     for digest in digests:
         try:

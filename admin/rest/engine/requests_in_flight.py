@@ -56,7 +56,7 @@ async def list_requests(
 
 @router.get("/{request_id}")
 async def get_request(request_id: str, services: Services, caller: Reader) -> RequestDocument:
-    """Get one request in flight; finished requests are in the usage events."""
+    """Get one request in flight. Finished requests are in the usage events."""
     found = await _find(services, caller, request_id)
     return _describe(found, services.live.progress().get(found.id), services.database.now_us())
 

@@ -102,7 +102,7 @@ async def get_residency(
 ) -> ResidencyDocument:
     """List the adapters of one tier, most recently used first, and how full each tier is.
 
-    The list is a snapshot, because a tier changes too fast for paging; `has_more` means that the tier contains more
+    The list is a snapshot, because a tier changes too fast for paging. `has_more` means that the tier contains more
     than `limit` adapters. Each adapter lists all versions with its digest. A tenant sees only its own versions, and a
     key that is restricted to adapters sees only their versions.
     """

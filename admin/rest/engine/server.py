@@ -1,5 +1,3 @@
-"""`/server`: the server's versions, its clock, and the findings of its self-check."""
-
 from __future__ import annotations
 
 import platform
@@ -47,6 +45,6 @@ async def get_server(services: Services, caller: PlatformReader) -> ServerDocume
 
 @router.get("/findings")
 async def list_findings(services: Services, caller: PlatformReader) -> ListDocument[dict[str, Any]]:
-    """Check the engine, the database, the object store and the disk; each finding says how to fix it."""
+    """Check the engine, the database, the object store and the disk. Each finding says how to fix it."""
     findings = await services.call(services.self_check.findings)
     return whole_list([finding.document() for finding in findings])

@@ -20,7 +20,7 @@ NANOS = 1_000_000_000
 async def get_costs(services: Services, caller: Reader, wanted: Report) -> Response:
     """Report the cost of requests that finished in [start, end), at the prices in force when each request was admitted.
 
-    `amount_nanos` is exact, in billionths of the currency; `amount` is the same amount as a decimal number. The
+    `amount_nanos` is exact, in billionths of the currency. `amount` is the same amount as a decimal number. The
     currency is null if there are no prices.
     """
     currency = await services.call(services.prices.currency)
@@ -40,6 +40,5 @@ async def get_costs(services: Services, caller: Reader, wanted: Report) -> Respo
 
 
 def decimal(nanos: int) -> str:
-    """Nanos as a decimal number with nine decimal places."""
     whole, part = divmod(abs(nanos), NANOS)
     return f"{'-' if nanos < 0 else ''}{whole}.{part:09d}"

@@ -11,7 +11,6 @@ from loramux.platform.quotas.policies import PLATFORM
 
 
 async def subject_of(services: AdminServices, caller: Caller, body: QuotaSubject) -> str:
-    """The identifier of a quota's subject. Raises InvalidRequest or NotFound, which name the field."""
     named = [name for name in ("key", "adapter") if getattr(body, name) is not None]
     scope = body.scope or (named[0] if named else "tenant")
     for name in named:
@@ -38,7 +37,9 @@ async def subject_of(services: AdminServices, caller: Caller, body: QuotaSubject
 
 
 async def caller_of(services: AdminServices, caller: Caller, body: QuotaSubject) -> QuotaCaller:
-    """The caller of a hypothetical request. Without a tenant, the key's tenant pays, or else the adapter's owner."""
+    """Return the caller of a hypothetical request. Without a tenant, the key's
+    tenant pays, else the adapter's owner.
+    """
     if body.scope is not None:
         raise InvalidRequest("specify a tenant, a key or an adapter", param="scope")
     tenant_id = None
@@ -56,7 +57,6 @@ async def caller_of(services: AdminServices, caller: Caller, body: QuotaSubject)
 
 
 async def _key(services: AdminServices, caller: Caller, tenant_id: str | None, key_id: str) -> tuple[str, str]:
-    """The key and its tenant."""
     key = await services.call(services.api_keys.get, key_id) if key_id.isascii() and key_id.isprintable() else None
     if key is None or key.tenant_id is None or not caller.may_see_key(key.tenant_id, key.id):
         raise NotFound("there is no such key", param="key", code="key_not_found")
@@ -68,7 +68,7 @@ async def _key(services: AdminServices, caller: Caller, tenant_id: str | None, k
 async def _adapter(
     services: AdminServices, caller: Caller, tenant_id: str | None, name: str, is_owners: bool = True
 ) -> tuple[str, str]:
-    """The adapter and its owner; with `is_owners=False`, the given tenant can also be a grantee."""
+    """The adapter and its owner. With `is_owners=False`, the given tenant can also be a grantee."""
     adapter = await services.call(services.registry.get_adapter, name)
     # If the caller cannot see the adapter, fall back to a lookup by name, as for an unknown identifier.
     is_seen = adapter is not None and caller.may_see(adapter.tenant_id)

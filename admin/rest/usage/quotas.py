@@ -36,7 +36,7 @@ Named = Annotated[str | None, Query(max_length=64)]
 
 
 class QuotaDocument(TypedDict):
-    """One limit. `subject_id` is the limited tenant, key or adapter; null for the platform's limits."""
+    """One limit. `subject_id` is the limited tenant, key or adapter, or null for the platform's limits."""
 
     id: str
     object: Literal["quota"]
@@ -120,7 +120,7 @@ async def set_quota(request: Request, services: Services, caller: PlatformAdmin)
 async def put_quota(
     tenant: str, metric: str, request: Request, services: Services, caller: PlatformAdmin
 ) -> QuotaDocument:
-    """Set a tenant's limit for a metric; a tenant or metric in the body must match the path.
+    """Set a tenant's limit for a metric. A tenant or metric in the body must match the path.
 
     The call creates or replaces the whole limit, so it needs no If-Match.
     """
@@ -258,7 +258,6 @@ def describe_quota(policy: QuotaPolicy) -> QuotaDocument:
 
 
 def describe_limit(limit: EffectiveLimit) -> LimitDocument:
-    """One effective limit as a document."""
     window = limit.window
     return {
         **describe_quota(limit.policy),
@@ -308,7 +307,7 @@ async def _find(services: AdminServices, caller: Caller, quota_id: str) -> Quota
 
 
 def _may_see(caller: Caller, policy: QuotaPolicy) -> bool:
-    """True if the caller can see the policy. A key that is restricted to adapters sees only some policies."""
+    """Whether the caller can see the policy. A key that is restricted to adapters sees only some policies."""
     return caller.subject_ids is None or policy.subject_id in caller.subject_ids
 
 

@@ -43,7 +43,7 @@ AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "c
 
 @router.get("", responses=answers_rows(UsagePage))
 async def get_usage(services: Services, caller: Reader, wanted: Report) -> Response:
-    """Report sums over the requests that finished in [start, end); the default is the last 30 days, including today.
+    """Report sums over the requests that finished in [start, end). The default is the last 30 days, including today.
 
     Prompt tokens include cached tokens. An adjustment to a request counts at the time of the adjustment. With `top`,
     `num_results` is the number of all groups, and `total` is their sum.
@@ -81,10 +81,10 @@ async def export_events(
     end: Time = None,
     format: Annotated[Literal["csv", "ndjson"], Query()] = "ndjson",  # noqa: A002 - the query parameter's name
 ) -> Response:
-    """Export all requests settled in [start, end), in the order in which they finished; the default is the last 30
+    """Export all requests settled in [start, end), in the order in which they finished. The default is the last 30
     days.
 
-    The export is streamed and can have any length; a client that stops reading is disconnected.
+    The export is streamed and can have any length. A client that stops reading is disconnected.
     """
     tenant_id = await tenant_filter(services, caller, tenant)
     end_us = services.database.now_us() + 1 if end is None else end * 1_000_000
