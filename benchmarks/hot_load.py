@@ -233,8 +233,9 @@ class Bench:
         return self.pages(number) if load is None else load.pages
 
     def check(self) -> int:
-        """Compare every byte in the pool with the stored files, check that a damaged file is refused, and return the
-        number of bytes compared.
+        """Compare every byte in the pool with the stored files, and check that a damaged file is refused.
+
+        Returns the number of bytes compared.
         """
         num_bytes = 0
         for way, load in ((PLAIN, self.plain), (FIRST, self.first), (POOL, self.pool)):
@@ -271,8 +272,6 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One method's measurement in one round."""
-
     bytes_s: float
     processor_s: float
     """CPU seconds of all threads per gigabyte."""
@@ -300,7 +299,7 @@ def measure(bench: Bench, is_cold: bool, num_rounds: int) -> dict[str, list[Roun
 
 
 def figures_of(bench: Bench, is_cold: bool, found: dict[str, list[Round]], stages: dict[str, float]) -> dict[str, Any]:
-    """One case's figures; each ratio is the median of the per-round ratios."""
+    """One case's figures. Each ratio is the median of the per-round ratios."""
     ways = {}
     for way, rounds in found.items():
         ratios = [one.bytes_s / plain.bytes_s for one, plain in zip(rounds, found[PLAIN], strict=True)]

@@ -37,7 +37,7 @@ def target_of(shape: Shape) -> PackTarget:
 
 @dataclass(frozen=True, slots=True)
 class HotFiles:
-    """`count` adapters of one rank; `directory` is a disk tier that contains all of them."""
+    """`count` adapters of one rank. `directory` is a disk tier that contains all of them."""
 
     target: PackTarget
     rank: int

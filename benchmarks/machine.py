@@ -1,5 +1,3 @@
-"""Describes the machine that figures were measured on, and refuses to measure on a busy one."""
-
 from __future__ import annotations
 
 import argparse
@@ -19,8 +17,6 @@ BUSY_SHARE = 0.15
 
 
 def busy_share(seconds: float = 2.0) -> float:
-    """Busy share of all cores' time, measured over `seconds` from /proc/stat."""
-
     def read() -> tuple[int, int]:
         fields = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
         return sum(fields), fields[3] + fields[4]
@@ -46,7 +42,6 @@ def require_idle(is_busy_allowed: bool) -> float:
 
 
 def describe() -> dict[str, str | int | bool]:
-    """Hardware, package versions and commit."""
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),

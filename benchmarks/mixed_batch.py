@@ -43,8 +43,6 @@ NUM_CHECKED_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One measured method of answering the requests."""
-
     name: str
     seconds: list[float]
     num_tokens: int

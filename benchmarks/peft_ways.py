@@ -15,7 +15,7 @@ def generate(
 ) -> tuple[list[list[int]], float]:
     """Run a greedy static batch, and return each row's tokens and the total seconds.
 
-    `adapter_names` contains one name per row (`__base__` for no adapter); if it is None, all rows use the active
+    `adapter_names` contains one name per row (`__base__` for no adapter). If it is None, all rows use the active
     adapter.
     """
     extra: dict[str, Any] = {} if adapter_names is None else {"adapter_names": adapter_names}
@@ -58,7 +58,6 @@ def switching(model: Any, prompts: torch.Tensor, num_tokens: int) -> tuple[list[
 
 @contextlib.contextmanager
 def quiet_transformers() -> Any:
-    """Keep progress bars and generation hints out of the table."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

@@ -17,8 +17,6 @@ MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Dimensions of a Llama."""
-
     hidden_size: int
     num_layers: int
     num_heads: int
@@ -57,7 +55,7 @@ def make_base(shape: Shape, directory: Path) -> None:
 
 
 def load_peft(base: Path, num_adapters: int, rank: int, dtype: torch.dtype) -> Any:
-    """Load the base with random adapters `a0`, `a1`, ... on all seven linears; every dtype gets the same values."""
+    """Load the base with random adapters `a0`, `a1`, ... on all seven linears. Every dtype gets the same values."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaForCausalLM
 

@@ -109,7 +109,7 @@ class Checker:
 
 @dataclass(slots=True)
 class Figures:
-    """What one run measured."""
+    """The measurements of one run."""
 
     seconds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     """Seconds of each round, by system and kind of request."""

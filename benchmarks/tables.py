@@ -1,5 +1,3 @@
-"""The console that tables are printed on."""
-
 from __future__ import annotations
 
 from rich.console import Console

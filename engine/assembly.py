@@ -60,7 +60,9 @@ from loramux.kernels.tables import PoolViews
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 SPARE_BYTES = 512 << 20
-"""Bytes of shared memory beyond the host tier, for loads in flight and fragmentation; committed only when written."""
+"""Bytes of shared memory beyond the host tier, for loads in flight and fragmentation. They take memory only when
+written.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +80,7 @@ class AssembledEngine:
 def open_stager(
     config: EngineConfig, target: PackTarget, accelerator: Accelerator, host: HostTier, wake: Callable[[], None]
 ) -> StagingClient:
-    """Start a staging process for the configured tiers; the host tier is in memory that both processes share.
+    """Start a staging process for the configured tiers. The host tier is in memory that both processes share.
 
     Raises ConfigNotUsable for tiers that cannot be used.
     """

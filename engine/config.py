@@ -47,10 +47,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_tokens: int = DEFAULT_BATCH_TOKENS["cpu"]
     """Limit on the token rows of one step: decode rows come first, then prompt chunks."""
     max_sequences: int = DEFAULT_SEQUENCES["cpu"]
-    """Maximum number of sequences that run at the same time; further sequences wait."""
+    """Maximum number of sequences that run at the same time. Further sequences wait."""
     max_waiting_tokens: int = 1 << 22
-    """Limit on the tokens (prompt plus grant) of requests waiting for their first step; beyond it, requests are refused
-    as `overloaded`."""
+    """Limit on the tokens (prompt plus grant) of requests waiting for their first step. Beyond it, requests are refused
+    as `overloaded`.
+    """
     max_waiting_s: float = 300.0
     """Seconds that a request can wait for its first step before it is refused as `overloaded`."""
     eviction_policy: Literal["lru", "greedy_dual"] = "lru"
@@ -58,7 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_resident_adapters: int = 256
     """Number of slots in the adapter tables."""
     max_pinned_share: float = 0.5
-    """Largest share of the pool's pages, and of the slots, that pinned adapters may take; 0 refuses every pin."""
+    """Largest share of the pool's pages, and of the slots, that pinned adapters may take. 0 refuses every pin."""
     disk_tier_bytes: int = 16 << 30
     host_tier_bytes: int = 1 << 30
     num_threads: int = msgspec.field(default_factory=lambda: len(os.sched_getaffinity(0)))

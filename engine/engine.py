@@ -1,5 +1,3 @@
-"""The engine loop: add, schedule, submit, commit, emit. The loop is synchronous; slow work runs elsewhere."""
-
 from __future__ import annotations
 
 import math
@@ -56,7 +54,7 @@ class Outbound:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineParts:
-    """The parts of an engine; they share one page pool. `protect` sets how much host memory each share keeps."""
+    """The parts of an engine. They share one page pool. `protect` sets how much host memory each share keeps."""
 
     pages: PagePool
     adapters: AdapterPool
@@ -69,10 +67,9 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observers:
-    """Receivers of an engine's events.
+    """Receivers of an engine's events. `stats` counts steps, and `traces` records the lifecycle of each sequence.
 
-    `stats` counts steps, and `traces` records the lifecycle of each sequence. `note_running` receives the ids of the
-    running sequences before each step, since the step may crash the process.
+    `note_running` receives the IDs of the running sequences before each step, because the step may crash the process.
     """
 
     stats: EngineStats
@@ -132,8 +129,6 @@ class Engine:
     def num_sequences(self) -> int:
         return len(self._live)
 
-    # Add
-
     def add(self, owner: bytes, add: Add) -> None:
         """Accept a sequence, or refuse it immediately if it cannot run."""
         if self._live.find(owner, add.sequence_id) is not None:
@@ -175,13 +170,13 @@ class Engine:
         self._shed()
 
     def extend(self, owner: bytes, extend: Extend) -> None:
-        """Raise a sequence's token limit as far as the context and the pool allow; a paused sequence resumes."""
+        """Raise a sequence's token limit as far as the context and the pool allow. A paused sequence resumes."""
         sequence = self._live.find(owner, extend.sequence_id)
         if sequence is not None:
             self._grants.extend(sequence, extend.max_tokens)
 
     def abort(self, owner: bytes, abort: Abort) -> None:
-        """End a sequence and report the billed tokens; no effect on a sequence that has already ended."""
+        """End a sequence and report the billed tokens. Has no effect on a sequence that has already ended."""
         sequence = self._live.find(owner, abort.sequence_id)
         if sequence is not None:
             committed = sequence.num_completion
@@ -204,8 +199,6 @@ class Engine:
 
     def pin(self, owner: bytes, pin: Pin) -> None:
         self._calls.pin(owner, pin)
-
-    # Schedule, submit, commit
 
     def step(self) -> bool:
         """Run one step. Returns False if nothing could run because no sequence is live or adapters are loading."""
@@ -362,10 +355,8 @@ class Engine:
             outputs[sequence.owner].append(output)
         return broken
 
-    # Emit
-
     def take_outbox(self) -> list[Outbound]:
-        """Return and clear the pending messages; a sequence's tokens come before its Finished message."""
+        """Return and clear the pending messages. A sequence's tokens come before its Finished message."""
         outbox, self._outbox = self._outbox, []
         return outbox
 
@@ -400,15 +391,12 @@ class Engine:
     def _post(self, owner: bytes, message: FromEngine) -> None:
         self._outbox.append(Outbound(owner, message))
 
-    # Request limits
-
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        """The tokens that end a sequence with these settings."""
         own = frozenset(params.stop_token_ids)
         return own if params.ignore_eos else own.union(self._limits.eos_token_ids)
 
     def _refusal(self, add: Add) -> tuple[str, str] | None:
-        """Error code and message if the request cannot run; otherwise None."""
+        """Return an error code and a message if the request cannot run, otherwise None."""
         problem = request_problem(add, self._limits, self._scheduler.max_tokens())
         if problem is not None:
             return problem
@@ -446,8 +434,6 @@ class Engine:
             if sequence is None:
                 return
             self._end(sequence, "error", "overloaded", "too many tokens are already waiting")
-
-    # Failed and unloaded adapters
 
     def _strike(self, digests: set[str]) -> None:
         """Evict adapters whose rows were not finite, and purge their cached prefixes."""

@@ -1,5 +1,3 @@
-"""An engine's counters since startup, and its current state."""
-
 from __future__ import annotations
 
 from bisect import bisect_left

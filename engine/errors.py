@@ -1,4 +1,4 @@
-"""Errors raised at engine startup; each message explains how to fix the problem."""
+"""Errors raised at engine startup. Each message explains how to fix the problem."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""The module groups that a step's adapters modify in a layer."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,7 +8,7 @@ import numpy.typing as npt
 
 
 class LayerGroups(IntFlag):
-    """A set of module groups; the flags follow the order of `ModelConfig.module_groups`."""
+    """A set of module groups. The flags follow the order of `ModelConfig.module_groups`."""
 
     QKV = 1
     O = 2  # noqa: E741  the projection's name in every model

@@ -1,5 +1,3 @@
-"""Unfinished sequences, by gateway and by adapter."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -9,7 +7,7 @@ from loramux.engine.sequence import Sequence
 
 
 class LiveSequences:
-    """Finds sequences by gateway and id; two gateways may use the same id."""
+    """Finds sequences by gateway and id. Two gateways may use the same id."""
 
     def __init__(self) -> None:
         self._by_key: dict[tuple[bytes, str], Sequence] = {}
@@ -20,7 +18,7 @@ class LiveSequences:
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """A snapshot in order of arrival; the caller may end sequences while iterating."""
+        """A snapshot in order of arrival. The caller may end sequences while iterating."""
         return iter(list(self._by_key.values()))
 
     def add(self, sequence: Sequence) -> None:

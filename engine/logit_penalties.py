@@ -1,5 +1,3 @@
-"""Logit bias and penalties on earlier tokens, applied to a request's logits before sampling."""
-
 from __future__ import annotations
 
 from array import array
@@ -23,7 +21,6 @@ class TokenMarks:
         self._marks = array("i", [1]) * len(self._places)
 
     def add(self, token_id: int) -> None:
-        """Count another generated occurrence of a token."""
         place = self._places.setdefault(token_id, len(self._ids))
         if place == len(self._ids):
             self._ids.append(token_id)
@@ -65,7 +62,7 @@ class LogitPenalties:
         return self._marks
 
     def note(self, token_id: int, num_chosen: int) -> None:
-        """Mark the token that the host chose after the first `num_chosen` tokens; it need not be committed yet."""
+        """Mark the token that the host chose after the first `num_chosen` tokens. It need not be committed yet."""
         if self.has_penalties and self._num_marked == num_chosen:
             self._note(token_id)
 
@@ -86,7 +83,7 @@ class LogitPenalties:
 
 
 def logit_penalties(params: SamplingParams, tokens: list[int], num_prompt: int) -> LogitPenalties | None:
-    """A sequence's bias and penalties, or None if its settings request none; None costs nothing per step."""
+    """Return a sequence's bias and penalties, or None if its settings request none. None costs nothing per step."""
     return LogitPenalties(params, tokens, num_prompt) if params.logit_bias or params.has_penalties else None
 
 

@@ -37,15 +37,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     """0 means that all tokens are considered."""
     min_p: float = 0.0
-    """Drops tokens whose probability is below this fraction of the highest probability; 0 drops none."""
+    """Drops tokens whose probability is below this fraction of the highest probability. 0 drops none."""
     repetition_penalty: float = 1.0
-    """Divides positive logits and multiplies negative logits of tokens in the prompt or the answer; 1 is neutral."""
+    """Divides positive logits and multiplies negative logits of tokens in the prompt or the answer. 1 is neutral."""
     presence_penalty: float = 0.0
     """Subtracted once from the logits of tokens that occur in the answer."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit once per occurrence in the answer."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Added to the logits of these tokens before any other change; each token occurs at most once."""
+    """Added to the logits of these tokens before any other change. Each token occurs at most once."""
     seed: int | None = None
     num_logprobs: int | None = None
     """Number of most likely tokens whose log-probabilities are returned, in addition to the chosen token's. If None, no
@@ -57,7 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Number of most likely tokens whose log-probabilities are returned for each prompt token, in addition to the
     prompt token's own. If None, the prompt is not scored."""
     allowed_token_ids: tuple[int, ...] = ()
-    """The only tokens that can be generated; if empty, all tokens can. The end of sequence must be among them too."""
+    """The only tokens that can be generated. If empty, all tokens can. The end of sequence must be among them too."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Runs of tokens that are never generated: the last token is forbidden once the others have been generated."""
     thinking: ThinkingBudget | None = None
@@ -72,7 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Run one sequence. `max_tokens` is the quota's grant, and `digest` names the adapter (None means the base).
 
-    `sequence_id` is unique within one gateway; another gateway may use the same id. Durations must be finite and not
+    `sequence_id` is unique within one gateway. Another gateway may use the same id. Durations must be finite and not
     negative, or the sequence ends with `invalid_request`.
     """
 
@@ -86,27 +86,28 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     share_key: str = ""
     weight: int = 1
     host_floor_bytes: int = 0
-    """Bytes of host memory that the share's adapters keep under pressure from other shares; 0 guarantees nothing."""
+    """Bytes of host memory that the share's adapters keep under pressure from other shares. 0 guarantees nothing."""
     grammar: str = ""
-    """A grammar for the new tokens, in llguidance's JSON or Lark form; if empty, all tokens are allowed."""
+    """A grammar for the new tokens, in llguidance's JSON or Lark form. If empty, all tokens are allowed."""
     isolation_key: bytes = b""
-    """Sequences with the same key can share the K and V of equal prefixes; an empty key means no sharing."""
+    """Sequences with the same key can share the K and V of equal prefixes. An empty key means no sharing."""
     priority: int = 0
     """Orders the sequences of one share: lower values run first. It never orders the sequences of different shares."""
     timeout_s: float | None = None
-    """Seconds after which the sequence ends with `deadline_exceeded`; None means no deadline."""
+    """Seconds after which the sequence ends with `deadline_exceeded`. None means no deadline."""
     traceparent: str | None = None
     """Parent (W3C Trace Context) of the engine's spans for this sequence. If None, the sequence is not traced."""
     pause_s: float = 0.0
     """Seconds that the sequence waits at `max_tokens` for an Extend before it ends with `length`."""
     tokens_at_once: int = 1
     """Number of tokens per output. Values above 1 suit answers that are not streamed. The first token and each token
-    with log-probabilities are sent immediately; the last tokens are sent before Finished. If the engine dies, up to
-    `tokens_at_once - 1` committed tokens are lost unsent and are not billed."""
+    with log-probabilities are sent immediately. The last tokens are sent before Finished. If the engine dies, up to
+    `tokens_at_once - 1` committed tokens are lost unsent and are not billed.
+    """
 
 
 class Extend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Raise a sequence's limit to `max_tokens`; no effect on a sequence that has already ended.
+    """Raise a sequence's limit to `max_tokens`. This has no effect on a sequence that has already ended.
 
     The limit is capped by the context length and by the pool space left by the sequence's adapter and pinned adapters.
     For a sequence with an adapter, the higher limit takes effect no earlier than its first step.
@@ -136,7 +137,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Unload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Free an adapter's pages and cached prefixes once no sequence needs the adapter; answered by AdapterState.
 
-    Until the answer, the adapter drains. Earlier sequences continue; those still live after `deadline_s` end with
+    Until the answer, the adapter drains. Earlier sequences continue. Those still live after `deadline_s` end with
     `adapter_unavailable`. New sequences are refused with `adapter_unavailable`, so the pages are always freed
     eventually. After the answer, the next sequence loads the adapter again. An unload ends the adapter's pin, and
     answers waiting loads and pins with `superseded`.
@@ -168,7 +169,7 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StatsRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Request Stats; the answer repeats `call_id`. `with_tiers` adds the contents of the host and disk tiers."""
+    """Request Stats. The answer repeats `call_id`. `with_tiers` adds the contents of the host and disk tiers."""
 
     call_id: str
     with_tiers: bool = False
@@ -202,8 +203,9 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
-    """The next prompt tokens' log-probabilities, if requested; all of them, from the second prompt token on, are sent
-    before the first new token."""
+    """The next prompt tokens' log-probabilities, if requested. All of them, from the second prompt token on, are sent
+    before the first new token.
+    """
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -215,10 +217,10 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The end of a sequence and its final token counts for billing; follows its last SequenceOutput.
 
-    `reason` is `stop` (end of sequence or stop id), `length`, `abort` or `error`; with `error`, `code` is one of
+    `reason` is `stop` (end of sequence or stop id), `length`, `abort` or `error`. With `error`, `code` is one of
     `adapter_unavailable`, `adapter_quarantined`, `deadline_exceeded`, `invalid_request`, `prompt_too_long`,
     `request_too_large`, `not_finite`, `grammar_failed`, `no_token_allowed`, `engine_unavailable` or `overloaded`.
-    `completion_tokens` counts committed tokens, including the end-of-sequence token; `prompt_tokens` is 0 if the
+    `completion_tokens` counts committed tokens, including the end-of-sequence token. `prompt_tokens` is 0 if the
     sequence was never part of a step.
     """
 
@@ -228,15 +230,15 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     completion_tokens: int
     cached_tokens: int = 0
     stop_token_id: int | None = None
-    """The token that ended the sequence, if `reason` is `stop`; None if its grammar was complete without one."""
+    """The token that ended the sequence, if `reason` is `stop`. None if its grammar was complete without one."""
     code: str | None = None
     message: str | None = None
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Reports a message that had no effect, because it could not be decoded or it added an id that is in use.
+    """Reports a message that had no effect, because it could not be decoded or it added an ID that is in use.
 
-    An Add with such an id is not answered with Finished, which would end the stream of the running sequence.
+    An Add with such an ID is not answered with Finished, which would end the stream of the running sequence.
     """
 
     message: str
@@ -259,8 +261,6 @@ class AdapterState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ResidentAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """One adapter in the pool."""
-
     digest: str
     slot: int
     num_pages: int
@@ -284,7 +284,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of waiting sequences, by reason; each sequence is counted once."""
+    """Numbers of waiting sequences, by reason. Each sequence is counted once."""
 
     adapter: int = 0
     """Sequences waiting for an adapter that is not in the pool yet."""
@@ -297,8 +297,6 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GraphMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The captured CUDA graphs and their memory."""
-
     num_graphs: int = 0
     num_bytes: int = 0
     """Device memory taken by the captures, measured as the drop in free memory."""
@@ -386,5 +384,5 @@ FromEngine = StepOutput | Finished | Rejected | AdapterState | Stats | EngineRea
 
 
 def is_duration(seconds: float | None) -> bool:
-    """True if this is a valid timer duration; None means no timer."""
+    """True if this is a valid timer duration. None means no timer."""
     return seconds is None or (math.isfinite(seconds) and seconds >= 0)

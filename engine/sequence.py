@@ -1,5 +1,3 @@
-"""One request inside the engine."""
-
 from __future__ import annotations
 
 from array import array
@@ -38,17 +36,17 @@ class Sequence:
     owner: bytes
     """The gateway that submitted the sequence and receives its output."""
     arrival: int
-    """Order of arrival; the youngest is preempted first."""
+    """Order of arrival. The youngest is preempted first."""
     seed: int
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the sequence, including the model's own end tokens."""
     stop_token_id: int | None = None
-    """The one of these tokens that ended the sequence."""
+    """The token in `stop_token_ids` that ended the sequence."""
     state: SequenceState = SequenceState.WAITING
     slot: int = -1
     """The adapter's slot while the sequence is running; -1 for the base. Rows before `activation` do not use it."""
     has_run: bool = False
-    """True if the sequence has been in a step; a sequence that never ran is not billed."""
+    """True if the sequence has been in a step. A sequence that never ran is not billed."""
     num_computed: int = 0
     pages: array[int] = field(default_factory=page_list)
     num_room: int = 0
@@ -65,27 +63,27 @@ class Sequence:
     page_keys: list[bytes] = field(default_factory=list)
     """Keys of the sequence's first full pages, computed when needed and kept after the pages are freed."""
     shared_pages: list[CachedPage | None] = field(default_factory=list)
-    """Prefix-cache entries of `pages[:len(shared_pages)]`; None where another cached page has the same content."""
+    """Prefix-cache entries of `pages[:len(shared_pages)]`. None where another cached page has the same content."""
     num_cached: int = 0
     """Number of prompt tokens found in the prefix cache when the sequence first ran."""
     num_reached: int = 0
-    """Highest `num_computed` so far; tokens before this position are recomputed when they run again."""
+    """Highest `num_computed` so far. Tokens before this position are recomputed when they run again."""
     num_adapter_pages: int = 0
     """The adapter's page count, set when the sequence first runs and kept after the adapter is evicted."""
     num_wanted: int = 0
     """Limit requested before the adapter's size was known; applied when the sequence first runs."""
     is_tainted: bool = False
-    """True if the sequence's K and V may be broken; if so, they must not enter the prefix cache."""
+    """True if the sequence's K and V may be broken. If so, they must not enter the prefix cache."""
     is_paused: bool = False
     """True if the sequence has reached its limit and is waiting for a higher limit."""
     row_place: tuple[int, int] = (-1, 0)
     """Sort key of the sequence's rows in a step: slot, then arrival, so that rows of the same adapter are adjacent."""
     logit_penalties: LogitPenalties | None = None
-    """The requested bias and penalties; None for most sequences."""
+    """The requested bias and penalties. None for most sequences."""
     grammar: Grammar | None = None
-    """The grammar for new tokens; the sequence waits until it is compiled. None for most sequences."""
+    """The grammar for new tokens. The sequence waits until it is compiled. None for most sequences."""
     token_rules: TokenRules | None = None
-    """The request's other rules about new tokens; None for most sequences."""
+    """The request's other rules about new tokens. None for most sequences."""
     # Stored rather than computed, because each step reads these values several times per sequence.
     num_prompt: int = field(init=False)
     activation: int = field(init=False)
@@ -149,7 +147,7 @@ class Sequence:
 
     @property
     def constraint_failure(self) -> tuple[str, str] | None:
-        """Error code and message if no token can follow; otherwise None."""
+        """Return an error code and a message if no token can follow, otherwise None."""
         if self.token_rules is not None and self.token_rules.failure is not None:
             return "no_token_allowed", self.token_rules.failure
         if self.grammar is not None and self.grammar.failure is not None:

@@ -1,5 +1,3 @@
-"""Per-sequence timers, on the engine's clock."""
-
 from __future__ import annotations
 
 import heapq
@@ -29,7 +27,7 @@ class Timers:
         # A single NaN would break the order of the heap and block all later timers.
         assert math.isfinite(seconds)
         self._num_added += 1
-        # An id can be reused after its sequence has ended; the arrival number distinguishes the two sequences.
+        # An id can be reused after its sequence has ended. The arrival number distinguishes the two sequences.
         identity = sequence.owner, sequence.sequence_id, sequence.arrival
         heapq.heappush(self._pending, (self._clock() + seconds, self._num_added, *identity, action))
 

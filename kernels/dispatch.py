@@ -1,5 +1,3 @@
-"""The kernel interface, and the choice of implementation for a device."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, Modu
 class LoraKernels(Protocol):
     """One device's LoRA kernels; `reference.lora.ReferenceLora` specifies every method.
 
-    Activations `[T, ...]` are float32 on a CPU and have the compute dtype on a GPU. Their last axis is contiguous; rows
+    Activations `[T, ...]` are float32 on a CPU and have the compute dtype on a GPU. Their last axis is contiguous. Rows
     may be views into wider rows. On a GPU, no method waits for the device or reads a tensor on the host, so a captured
     graph can be replayed after the tensors of its batch, segments and tables are overwritten in place.
     """
@@ -87,7 +85,7 @@ class Kernels(LoraKernels, Protocol):
         ...
 
     def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """`residual += x` in place, then `rms_norm` of the sum; `residual` is contiguous."""
+        """`residual += x` in place, then `rms_norm` of the sum. `residual` is contiguous."""
         ...
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,7 @@ Commit = Callable[[Operation], Awaitable[Any]]
 WARM_UP_S = 1.5
 
 _start: Any = None
-"""Barrier that makes the gateway processes start together; set in each process."""
+"""Barrier that makes the gateway processes start together."""
 
 
 def main() -> None:
@@ -107,7 +107,6 @@ def _arguments() -> argparse.Namespace:
 
 
 def _accounts(database: Database, num_tenants: int) -> list[tuple[str, str]]:
-    """Create tenants, each with a key and generous policies, and return (tenant ID, key ID) pairs."""
     tenants, keys, policies = Tenants(database), ApiKeys(database, None), QuotaPolicies(database)
     accounts = []
     for number in range(num_tenants):

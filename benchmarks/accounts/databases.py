@@ -1,5 +1,3 @@
-"""Temporary databases for one measurement."""
-
 from __future__ import annotations
 
 import tempfile
@@ -13,7 +11,7 @@ KINDS = ("sqlite", "postgresql")
 
 @contextmanager
 def open_database(kind: str) -> Iterator[Database]:
-    """An empty database with the loramux schema; `kind` is one of KINDS."""
+    """An empty database with the loramux schema. `kind` is one of KINDS."""
     with open_database_at(kind) as (database, _):
         yield database
 

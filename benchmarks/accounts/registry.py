@@ -42,7 +42,7 @@ STICKY_USERS = 50
 
 
 class Names:
-    """Random names of each kind, each with the version numbers that it can resolve to; 0 means not found."""
+    """Random names of each kind, each with the version numbers that it can resolve to. 0 means not found."""
 
     def __init__(self, registry: AdapterRegistry, world: World, filled: Filled, seed: int) -> None:
         self._registry = registry
@@ -123,7 +123,6 @@ def _measure(database: Database, world: World, filled: Filled, calls: int) -> di
             if found not in expected:
                 raise CheckError(f"a {kind} name resolved to version {found}, not one of {expected}")
     _check_pages(registry, world, filled)
-    # The kinds alternate, so that drift in the machine's speed affects all of them alike.
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(calls):
         for kind in KINDS:

@@ -26,7 +26,7 @@ ROWS_AT_ONCE = 2000
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Number of rows of each kind to create; adapter `a` of tenant `t` is named `tenant-t/adapter-a`."""
+    """Number of rows of each kind to create. Adapter `a` of tenant `t` is named `tenant-t/adapter-a`."""
 
     num_tenants: int
     adapters_each: int
@@ -41,14 +41,14 @@ class World:
         return self.num_adapters * self.versions_each
 
     def default(self, tenant: int, adapter: int) -> int:
-        """The version that a bare name resolves to; every tenth alias also has a canary."""
+        """The version that a bare name resolves to. Every tenth alias also has a canary."""
         return 1 + (tenant + adapter) % self.versions_each
 
     def canary(self, tenant: int, adapter: int) -> int | None:
         return None if (tenant + adapter) % 10 else 1 + self.default(tenant, adapter) % self.versions_each
 
     def grantee(self, tenant: int, adapter: int) -> int | None:
-        """Recipient of the adapter's grant: the next tenant for adapter 0 of each tenant, else None."""
+        """The tenant to which the adapter is granted: the next tenant for adapter 0 of each tenant, else None."""
         return (tenant + 1) % self.num_tenants if adapter == 0 else None
 
 
@@ -58,14 +58,11 @@ def digest_of(tenant: int, adapter: int, number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Identifiers of the rows that `fill` inserted."""
-
     tenant_ids: Sequence[str]
     adapter_ids: Sequence[Sequence[str]]
 
 
 def fill(database: Database, world: World) -> Filled:
-    """Insert a world's rows into an empty database."""
     tenant_ids = [new_id("ten") for _ in range(world.num_tenants)]
     adapter_ids = [[new_id("ada") for _ in range(world.adapters_each)] for _ in range(world.num_tenants)]
     _insert(database, tenants, (_tenant(index, tenant_id) for index, tenant_id in enumerate(tenant_ids)))

@@ -2,7 +2,7 @@
 
 The benchmark times the reports that the console and operators request, over a month of requests from a thousand tenants
 (usage_world.py). Before timing, the tokens and costs in the reports must exactly equal sums over the events. The rate
-at which a gateway folds settlements into the rollups is measured on a smaller ledger; the result must equal the rollups
+at which a gateway folds settlements into the rollups is measured on a smaller ledger. The result must equal the rollups
 that the database computes in SQL from the same ledger.
 """
 
@@ -147,7 +147,6 @@ def _all_rollups(database: Database) -> set[tuple[Any, ...]]:
 
 
 def _check(database: Database, made: UsageWorld) -> None:
-    """Check that reports equal sums over the events."""
     events, tenants = schema.usage_events, schema.tenants
     sums = [func.count(), *(func.sum(events.c[name]) for name in AMOUNTS[1:])]
     first_us, end_us = made.first_us, made.end_us
@@ -198,7 +197,7 @@ def _query(made: UsageWorld, length_us: int, **more: Any) -> UsageQuery:
 
 
 def _whole_lists(database: Database, made: UsageWorld) -> dict[str, Callable[[], Any]]:
-    """Reports with thousands of rows, for export rather than reading; they have no target."""
+    """Reports with thousands of rows, for export rather than reading. They have no target."""
 
     def ask(group_by: tuple[str, ...]) -> Callable[[], Any]:
         return lambda: answer(database, _query(made, ASKED_US, group_by=group_by))

@@ -70,7 +70,7 @@ _FAST_SETTINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageWorld:
-    """The generated data. The month starts at `first_us`; tenants are sorted from largest to smallest."""
+    """The generated data. The month starts at `first_us`. Tenants are sorted from largest to smallest."""
 
     num_events: int
     first_us: int

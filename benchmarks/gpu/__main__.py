@@ -106,7 +106,6 @@ def run_part(
 
 
 def _result(part: Part, bench: Bench, rows: list[Row], seconds: float, error: str) -> dict[str, Any]:
-    """A part's JSON document."""
     is_failed = bool(error) or any(row.is_failure for row in rows)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -145,7 +144,7 @@ def as_name(flag: str) -> str:
 
 
 def warm_up(parts: list[Part], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Compile all parts' kernels in parallel processes that share Triton's cache; one process would take minutes."""
+    """Compile all parts' kernels in parallel processes that share Triton's cache. One process would take minutes."""
     if not any(part.warm for part in parts):
         return {"seconds": 0.0, "failed": []}
     started = time.monotonic()
@@ -279,7 +278,7 @@ def list_needs(arguments: argparse.Namespace) -> int:
 
 
 def run_warmer(bench: Bench, parts: list[Part], share: str) -> int:
-    """Compile one share of the kernels in this process; `share` is "SHARD/NUM_SHARDS"."""
+    """Compile one share of the kernels in this process. `share` is "SHARD/NUM_SHARDS"."""
     shard, num_shards = (int(number) for number in share.split("/"))
     has_failed = False
     for part in parts:

@@ -20,12 +20,12 @@ MAX_RANK = 64
 """Highest rank in any case. All cases use page tables for this rank, so that they share compiled kernels."""
 
 POISON = 1 << 30
-"""Value of unused entries in the segment starts; larger than any row or segment number."""
+"""Value of unused entries in the segment starts. It is larger than any row or segment number."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraCase:
-    """`num_rows` rows, split evenly over adapters of these `ranks`; `num_sequences` bounds the number of segments."""
+    """`num_rows` rows, split evenly over adapters of these `ranks`. `num_sequences` bounds the number of segments."""
 
     num_rows: int
     num_sequences: int
@@ -150,7 +150,7 @@ class LoraBatch:
 
 
 def batch_of(bench: Bench, model: Model, case: LoraCase) -> LoraBatch:
-    """The case's rows and segments; the segments are padded to the upper bound of a captured graph."""
+    """The case's rows and segments. The segments are padded to the upper bound of a captured graph."""
     generator = bench.generator(4)
     xs = tuple(
         torch.randn(case.num_rows, group.in_features, generator=generator, device=bench.device).to(bench.dtype)

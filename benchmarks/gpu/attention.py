@@ -18,12 +18,12 @@ MAX_KV_BYTES = 72 << 30
 """Maximum size of a case's pages, in bytes. If not all layers fit, the row reports how many are stored."""
 
 MAX_DENSE_BYTES = 9 << 30
-"""Maximum size of SDPA's contiguous keys and values, in bytes; at least one layer is always stored."""
+"""Maximum size of SDPA's contiguous keys and values, in bytes. At least one layer is always stored."""
 
 KEPT_FREE = 24 << 30
 WARM_POOL_BYTES = 1 << 30
 SAMPLED_ROWS = 64
-"""Number of query rows in a prefill that are compared; the others only have to be finite."""
+"""Number of query rows in a prefill that are compared. The others only have to be finite."""
 
 QUERY_STD = 2 / POOL_STD
 """Standard deviation of queries. The standard deviation of scores is then 2, so attention is neither uniform nor on a
@@ -97,7 +97,6 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile the kernels of this shard's cases, with all sequences on the same pages."""
     model = model_of(bench)
     for case in cases(bench)[shard::num_shards]:
         num_layers = num_stored(model, case, bench.dtype.itemsize, MAX_KV_BYTES)
@@ -121,7 +120,7 @@ def pool_bytes_of(model: Model, case: AttentionCase, itemsize: int, allowed: int
 
 
 class Attention:
-    """One case's pages, rows and launches; if the pool is too small, sequences share pages."""
+    """One case's pages, rows and launches. If the pool is too small, sequences share pages."""
 
     def __init__(self, bench: Bench, model: Model, case: AttentionCase, pool: PoolViews) -> None:
         self.model, self.case, self.pool = model, case, pool

@@ -20,7 +20,9 @@ from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import PoolViews
 
 FLUSH_BYTES = 256 << 20
-"""Bytes read between two replays: several times any card's L2, so that each replay reads its weights from memory."""
+"""Bytes read between two replays. This is several times any card's L2, so that each replay reads its weights from
+memory.
+"""
 
 TINY_FLUSH_BYTES = 1 << 16
 MIN_ROUNDS, MAX_ROUNDS = 20, 200
@@ -34,10 +36,10 @@ MAX_WARMERS = 12
 """Maximum number of processes that compile at the same time."""
 
 CONTEXT_BYTES = 10**9
-"""Memory that CUDA, cuBLAS and loaded kernels take in each process, in bytes; an assumption for dry runs."""
+"""Assumed memory, in bytes, that CUDA, cuBLAS and loaded kernels take in each process, for dry runs."""
 
 POOL_STD = 0.02
-"""Standard deviation of the pool's random elements; a typical value for A and B of a LoRA and for keys and values."""
+"""Standard deviation of the pool's random elements, which is typical for LoRA's A and B and for keys and values."""
 
 
 class CheckError(Exception):
@@ -62,7 +64,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One method's figures for one case. Their names include units; `problem` says why some figures are missing.
+    """One method's figures for one case. Their names include units. `problem` says why some figures are missing.
 
     `is_failure` marks a failure of loramux or a skipped case, as opposed to a limitation of a peer.
     """
@@ -91,8 +93,6 @@ class Ceilings:
 
 
 class HostEvent:
-    """Replaces a CUDA event in Triton's interpreter, where calls are synchronous."""
-
     def __init__(self) -> None:
         self._seconds = math.nan
 
@@ -111,7 +111,7 @@ class Bench:
     `is_tiny` shrinks the model for Triton's interpreter. `is_quick` skips most cases, and `is_full` skips none.
     `is_timed` is false if only answers are checked. With `is_warming`, the process only compiles kernels that another
     process will time: adapters share a few pages, and answers are ignored. `engine_check` caches the result of the
-    engine check, which several parts need. `planned` is the card of a dry run, which uses meta tensors; None in a real
+    engine check, which several parts need. `planned` is the card of a dry run, which uses meta tensors. None in a real
     run.
     """
 
@@ -284,7 +284,7 @@ class Bench:
 
 
 def _is_measured(num_rounds: int, fewest_s: float, elapsed_s: float, num_ways: int) -> bool:
-    """True if the methods have been replayed often enough; `fewest_s` is the fastest method's total time."""
+    """True if the methods have been replayed often enough. `fewest_s` is the fastest method's total time."""
     is_long = elapsed_s > MAX_SECONDS * num_ways
     return (num_rounds >= MIN_ROUNDS and fewest_s >= MIN_SECONDS) or (is_long and num_rounds >= 3)
 
@@ -303,7 +303,7 @@ def measuring_seconds(seconds: Sequence[float], flush_s: float) -> float:
 def require_close(
     out: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor | None = None, tolerance: float = 1e-2
 ) -> float:
-    """The error `‖out - expected‖ / ‖scale‖`; `scale` defaults to `expected`.
+    """The error `‖out - expected‖ / ‖scale‖`. `scale` defaults to `expected`.
 
     Raises CheckError if an element is not finite or the error exceeds `tolerance`. The default tolerance is above the
     rounding error of bfloat16 operands and below the error that a single wrong index causes.

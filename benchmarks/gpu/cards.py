@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 WARP_THREADS = 32
 REGISTERS = 65536
-"""Registers per multiprocessor; the same on every card in CARDS."""
+"""Registers per multiprocessor, on every card in CARDS."""
 
 REGISTER_UNIT = 256
 """Registers are allocated to a warp in multiples of this number."""
@@ -34,7 +34,7 @@ class Card:
     node_s: float = 2e-6
 
     def resident_programs(self, registers: int, shared_bytes: int, num_warps: int) -> int:
-        """Number of programs of this size that fit on one multiprocessor; `registers` is per thread."""
+        """Number of programs of this size that fit on one multiprocessor. `registers` is per thread."""
         per_warp = -(-registers * WARP_THREADS // REGISTER_UNIT) * REGISTER_UNIT
         by_registers = REGISTERS // per_warp // num_warps if registers else self.max_programs
         by_shared = self.shared_bytes // (shared_bytes + RESERVED_SHARED)

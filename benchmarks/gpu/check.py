@@ -151,7 +151,7 @@ def _adds(plan: CheckPlan, digests: dict[str, str | None]) -> list[Add]:
 
 
 def reference_backend() -> Backend:
-    """The CPU executor with the reference kernels; an independent implementation of every step from pages to tokens."""
+    """Return a CPU executor with the reference kernels. It implements every step from pages to tokens independently."""
     return Backend(
         accelerator=HostAccelerator(),
         make_kernels=lambda pool, shapes: ReferenceKernels(pool),

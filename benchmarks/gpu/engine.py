@@ -131,16 +131,12 @@ class ObservedExecutor:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The tokens of one request, with their log-probabilities if requested."""
-
     tokens: list[int]
     logprobs: list[TokenLogprobs]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunningEngine:
-    """An engine stepped by the calling thread."""
-
     assembled: AssembledEngine
     observed: ObservedExecutor
     wake: threading.Event
@@ -155,7 +151,7 @@ class RunningEngine:
         return self.assembled.engine.stats(StatsRequest(call_id=""))
 
     def step(self) -> None:
-        """Run one step, or wait briefly if adapters are loading and nothing can run."""
+        """Run one step. If adapters are loading and nothing can run, wait briefly."""
         if not self.assembled.engine.step():
             self.wake.wait(WAKE_S)
             self.wake.clear()
@@ -182,7 +178,6 @@ class RunningEngine:
         self.finish()
 
     def abort(self) -> None:
-        """Abort all sequences, and discard their messages."""
         self.assembled.engine.abort_all()
         self.finish()
 
@@ -227,7 +222,7 @@ def device_weights(bench: Bench) -> RandomWeights:
 
 
 def engine_dtype(bench: Bench) -> str:
-    """The dtype of timed engines; the interpreter cannot multiply bfloat16."""
+    """The dtype of timed engines. The interpreter cannot multiply bfloat16."""
     return "float32" if bench.is_tiny else "bfloat16"
 
 
@@ -243,7 +238,7 @@ def open_engine(
     max_len: int,
     **settings: Any,
 ) -> Iterator[RunningEngine]:
-    """An engine of this model on `backend`; `settings` are fields of EngineConfig."""
+    """An engine of this model on `backend`. `settings` are fields of EngineConfig."""
     bench.drop()
     wake = threading.Event()
     if bench.is_tiny:

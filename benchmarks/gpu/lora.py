@@ -23,7 +23,7 @@ MIXED = (8, 16, 32, 64)
 
 
 def cases(bench: Bench) -> list[LoraCase]:
-    """Decodes with one adapter per row, one adapter in all rows, and prefills; the most important cases come first."""
+    """Decodes with one adapter per row, one adapter in all rows, and prefills. The most important cases come first."""
     if bench.is_tiny:
         return [
             LoraCase(4, 4, (1, 8, 16, 5), "mixed"),

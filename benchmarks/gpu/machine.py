@@ -1,5 +1,3 @@
-"""Describes the machine of a GPU benchmark run."""
-
 from __future__ import annotations
 
 import importlib.metadata
@@ -14,7 +12,6 @@ PACKAGES = ("torch", "triton", "numba", "numpy", "safetensors", "msgspec")
 
 
 def describe() -> dict[str, str | int | float]:
-    """Hardware, driver, package versions and commit."""
     found: dict[str, str | int | float] = {"platform": platform.platform(), "python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -1,5 +1,3 @@
-"""Dimensions of the models that the GPU benchmark measures, and of the small model for its checks."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -11,8 +9,6 @@ from loramux.kernels.tables import AttentionSpec, ModuleGroup
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Dimensions of a decoder."""
-
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -23,7 +19,6 @@ class Model:
 
     @property
     def modules(self) -> tuple[LinearShape, ...]:
-        """The seven linear layers, in the order of the adapter tables."""
         hidden, wide, kv = self.hidden_size, self.intermediate_size, self.num_kv_heads * self.head_dim
         sizes = {
             "q": (hidden, hidden), "k": (hidden, kv), "v": (hidden, kv), "o": (hidden, hidden),
@@ -47,7 +42,6 @@ class Model:
 
     @property
     def linear_elements(self) -> int:
-        """Number of weights in a layer's linears."""
         return sum(module.in_features * module.out_features for module in self.modules)
 
     def weight_bytes(self, itemsize: int) -> int:
@@ -73,7 +67,6 @@ class Model:
 
 
 LLAMA_8B = Model(32, 4096, 14336, 32, 8, 128, 128256)
-"""Llama-3.1-8B."""
 
 LLAMA_7B = Model(32, 4096, 11008, 32, 32, 128, 32000)
 """Llama-7B, the base of S-LoRA's settings S1 and S2."""

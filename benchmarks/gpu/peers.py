@@ -33,7 +33,7 @@ WAYS = (VLLM, SGLANG, SGLANG_SPLIT)
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One method of a peer; `make` lays out the adapters for its kernels."""
+    """One method of a peer. `make` lays out the adapters for its kernels."""
 
     name: str
     version: str
@@ -53,7 +53,7 @@ def load_peers(folder: Path, device: torch.device) -> tuple[list[Peer], dict[str
 
 
 def _stub(name: str, **names: Any) -> ModuleType:
-    """Register a stub module that contains only these names; it is a package, so that it can have submodules."""
+    """Register a stub module that contains only these names. It is a package, so that it can have submodules."""
     module = ModuleType(name)
     module.__path__ = []
     module.__dict__.update(names)
@@ -140,7 +140,7 @@ def _load_vllm(folder: Path, device: torch.device) -> list[Peer]:
         ]
         meta = metadata.make(len(adapters.ranks), case.num_rows, device)
         meta.prepare_tensors(torch.from_numpy(case.slots).to(device).clamp(max=len(adapters.ranks) - 1))
-        # Size the grid by the active adapters, vLLM's best setting; by default, it is sized by the maximum number.
+        # Size the grid by the active adapters, vLLM's best setting. By default, it is sized by the maximum number.
         arguments = meta.meta_args(case.num_rows, True)
 
         def launch(layer: int, ys: list[torch.Tensor]) -> None:

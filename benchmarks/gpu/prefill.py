@@ -19,7 +19,7 @@ RANK = 16
 PAGE_TOKENS = 16
 NUM_WARM, NUM_MEASURED = 3, 7
 TINY_WARM, TINY_MEASURED = 0, 1
-"""Number of untimed runs and of the timed runs that follow; small steps are captured in the second run."""
+"""Number of untimed runs, and of the timed runs that follow. Small steps are captured in the second run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,9 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile a share of the steps. The second process gets the first share; the first compiles the check's kernels."""
+    """Compile a share of the steps. The second process gets the first share, because the first compiles the check's
+    kernels.
+    """
     steps = [WarmStep(case.num_prompts, case.num_tokens, rank) for case in cases(bench) for rank in (0, RANK)]
     own = steps[(shard - 1) % num_shards :: num_shards]
     warm_steps(bench, model_of(bench), ALL_MODULES, own, **settings_of(cases(bench)))
@@ -91,7 +93,6 @@ def settings_of(wanted: list[PrefillCase]) -> dict[str, Any]:
 
 
 def num_pages_of(wanted: list[PrefillCase], adapter_pages: int) -> int:
-    """Number of pages in the engine's pool: enough for the largest case's prompts and all adapters, plus one."""
     prompts = max(case.num_prompts * (case.num_tokens // PAGE_TOKENS + 2) for case in wanted)
     return prompts + max(case.num_prompts for case in wanted) * adapter_pages + 1
 

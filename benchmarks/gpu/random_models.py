@@ -31,7 +31,6 @@ ALL_MODULES = tuple(range(7))
 
 
 def config_of(model: Model, max_len: int) -> dict[str, Any]:
-    """The model's `config.json`."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": model.num_layers,
@@ -48,7 +47,7 @@ def config_of(model: Model, max_len: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Random weights that preserve the magnitude of activations; the tensor's name is the seed."""
+    """Random weights that preserve the magnitude of activations. A tensor's name seeds its weights."""
 
     device: torch.device
     dtype: torch.dtype
@@ -102,7 +101,7 @@ class RandomAdapters:
 
 
 def _random_payload(bench: Bench, target: PackTarget, ranks: np.ndarray) -> np.ndarray:
-    """Random uint8 `[num_pages, num_layers, page_bytes]`; elements outside rows are zero."""
+    """Random uint8 `[num_pages, num_layers, page_bytes]`. Elements outside rows are zero."""
     geometry, E = target.geometry, target.geometry.adapter_elements
     layout = adapter_layout(geometry, target.modules, ranks)
     size = (geometry.num_layers, layout.num_pages * E)

@@ -51,7 +51,7 @@ class Workload:
 
     @property
     def num_answered(self) -> int:
-        """Requests to answer before the measurement ends; by then the queue is empty."""
+        """Requests to answer before the measurement ends. By then the queue is empty."""
         return self.num_requests - self.max_sequences
 
     @property
@@ -65,7 +65,7 @@ PAPER = Workload(1200, 256, 8, 512, 2048, (5, 2000, 100, 1000))
 USUAL = Workload(512, 256, 8, 512, 2048, (5, 2000))
 SMALL_CARD_BYTES = 100 * 10**9
 SMALL_CARD_SEQUENCES = 128
-"""Concurrent sequences on a smaller card, with half as many requests; the pages of 256 sequences would take 71 GB."""
+"""Concurrent sequences on a smaller card, with half as many requests. The pages of 256 sequences would take 71 GB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def _run_setting(bench: Bench, name: str, workload: Workload) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile a share of the step shapes that occur; the second process gets the first share."""
+    """Compile a share of the step shapes that occur. The second process gets the first share."""
     workload = workload_of(bench)
     steps = [step for name in SETTINGS for step in steps_to_warm(workload, name)]
     warm_steps(
@@ -168,7 +168,9 @@ def whole_pool_bytes(bench: Bench) -> int:
 
 
 def _run_whole(bench: Bench, name: str, workload: Workload) -> Generator[Row, None, Throughput | None]:
-    """Measure every number of adapters on one engine with the largest pool, and return the result for the fewest."""
+    """Measure every number of adapters on one engine with the largest pool.
+    Return the result for the fewest adapters.
+    """
     adapters = RandomAdapters(bench, model_of(bench), engine_dtype(bench))
     digests = _make(adapters, name, max(workload.num_adapters))
     pool_bytes = whole_pool_bytes(bench)
@@ -225,7 +227,6 @@ def _case(name: str, count: int, num_pages: int) -> str:
 
 
 def _make(adapters: RandomAdapters, name: str, count: int) -> list[str]:
-    """Make `count` adapters whose ranks alternate, and return their digests in order."""
     digests = [f"{name}-{number}" for number in range(count)]
     ranks = SETTINGS[name]
     for turn, rank in enumerate(ranks):

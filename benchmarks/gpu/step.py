@@ -24,7 +24,9 @@ BATCH_TOKENS = 2048
 
 NUM_WARM, NUM_MEASURED = 12, 40
 TINY_WARM, TINY_MEASURED = 1, 2
-"""Number of untimed steps and of the timed steps that follow. A shape's first step compiles; its second is captured."""
+"""Number of untimed steps, and of the timed steps that follow. A shape's first step compiles it, and its second
+captures it.
+"""
 
 BASE = "base only"
 
@@ -61,7 +63,7 @@ class Measured:
 
 
 def cases(bench: Bench) -> list[StepCase]:
-    """The cases to measure; only the first has a goal."""
+    """The cases to measure. Only the first has a goal."""
     if bench.is_tiny:
         return [StepCase(2, 20)]
     if bench.is_quick:
@@ -71,7 +73,7 @@ def cases(bench: Bench) -> list[StepCase]:
 
 
 def adapter_counts(bench: Bench, case: StepCase) -> list[int]:
-    """Numbers of distinct adapters to measure a case with; the goal applies to the first number."""
+    """Numbers of distinct adapters to measure a case with. The goal applies to the first number."""
     counts = (2,) if bench.is_tiny else (16,) if bench.is_quick else (16, 64, 1)
     return [count for count in counts if count <= case.batch] or [case.batch]
 
@@ -86,7 +88,9 @@ def run(bench: Bench) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile a share of the steps. The last process gets the first share; the first compiles the check's kernels."""
+    """Compile a share of the steps. The last process gets the first share, because the first compiles the check's
+    kernels.
+    """
     if shard == 0:
         gpu_check.warm(bench)
     # Cases that differ only in context share their kernels.
@@ -116,7 +120,6 @@ def num_pages_of(settings: dict[str, Any], adapter_pages: int) -> int:
 
 
 def _run_cases(bench: Bench, wanted: list[StepCase], pdl: bool) -> Iterator[Row]:
-    """Run all cases on one engine."""
     model = model_of(bench)
     dtype = engine_dtype(bench)
     settings = settings_of(bench, wanted)

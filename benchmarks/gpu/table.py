@@ -37,7 +37,7 @@ Q_AND_V = (0, 2)
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Resources of one program of a compiled kernel; `registers` and `spilled_bytes` (local memory) are per thread."""
+    """Resources of one program of a compiled kernel. `registers` and `spilled_bytes` (local memory) are per thread."""
 
     registers: int
     spilled_bytes: int

@@ -1,7 +1,7 @@
 """Counts the bytes that a launch moves, from its arguments and the sizes of its tensors.
 
 `least` counts every byte once, as if programs read all shared data from a cache. `asked` counts all loads and stores of
-all programs. Lookups in tables and page lists are not counted; they take a few bytes per program.
+all programs. Lookups in tables and page lists take a few bytes per program and are not counted.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _splits_used(arguments: dict[str, Any], num_keys: int, num_splits: int) -> i
 
 
 def _partials(arguments: dict[str, Any], step: RecordedStep, num_splits: int, num_heads: int) -> float:
-    """Bytes of partial results; each consists of HEAD_DIM floats and a logarithm."""
+    """Bytes of partial results. Each consists of HEAD_DIM floats and a logarithm."""
     row = num_heads * (arguments["HEAD_DIM"] + 1) * FLOAT
     return sum(rows * row * _splits_used(arguments, keys, num_splits) for rows, keys in _tiles(arguments, step))
 

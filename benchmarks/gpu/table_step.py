@@ -79,7 +79,7 @@ class TritonLaunch:
 
 @dataclass(frozen=True, slots=True)
 class Uncompiled:
-    """A program that Triton would compile; `hash` covers its source, specialization and target."""
+    """A program that Triton would compile. `hash` covers its source, specialization and target."""
 
     hash: str
 

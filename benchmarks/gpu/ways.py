@@ -27,7 +27,9 @@ def power_of_two_above(number: int) -> int:
 
 
 class OwnPlanes:
-    """The planes through which loramux's shrink passes its sums to expand; one set per group, shared by all layers."""
+    """The planes through which loramux's shrink passes its sums to expand. Each group has one set, shared by all
+    layers.
+    """
 
     def __init__(self, adapters: ResidentAdapters, batch: LoraBatch) -> None:
         case, E = batch.case, adapters.pool.geometry.adapter_elements
@@ -42,7 +44,7 @@ class OwnPlanes:
         ]  # fmt: skip
 
     def traffic_bytes(self, batch: LoraBatch) -> int:
-        """Bytes of planes that shrink writes and expand reads in a step; most of them stay in L2."""
+        """Bytes of planes that shrink writes and expand reads in a step. Most of them stay in L2."""
         splits = sum(planes.shape[0] * planes.shape[2] for planes in self.by_group)
         return 2 * 4 * splits * batch.case.rows_each * sum(batch.case.ranks) * batch.model.num_layers
 
@@ -93,7 +95,7 @@ def joined_a(adapters: ResidentAdapters, layer: int, group: ModuleGroup, is_pack
 
 
 def gather_bmm_way(adapters: ResidentAdapters, batch: LoraBatch, num_stored: int) -> LayerLaunch:
-    """`index_select` of padded A and B, then `bmm`; adjacent rows of the same adapter share one copy."""
+    """`index_select` of padded A and B, then `bmm`. Adjacent rows of the same adapter share one copy."""
     model, case, r = adapters.model, batch.case, adapters.max_rank
     slots = torch.arange(case.num_adapters, device=batch.xs[0].device)
     stored = [

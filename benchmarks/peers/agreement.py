@@ -1,5 +1,3 @@
-"""Checks, before anything is timed, that all systems generate the same greedy float32 tokens on the small model."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +23,7 @@ TokenIds = tuple[tuple[int, ...], ...]
 
 
 class CheckFailed(Exception):
-    """An answer is wrong, so nothing is measured; the message names the answer."""
+    """An answer is wrong, so nothing is measured. The message names the answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,3 @@
-"""Runs a server in a child process on loopback, and stops it together with all processes that it started."""
-
 from __future__ import annotations
 
 import contextlib
@@ -54,7 +52,6 @@ class ChildServer:
                 time.sleep(POLL_S)
 
     def check(self) -> None:
-        """Raise SystemFailed if the process has ended."""
         code = self._process.poll()
         if code is not None:
             raise self.failed(f"ended with exit code {code}")
@@ -96,7 +93,7 @@ def _is_group_running(group: int) -> bool:
     """True if any process in the group is alive. Zombies do not count, since they hold no resources."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The process's name can contain spaces and parentheses; its state, parent and group come after the name.
+            # The process's name can contain spaces and parentheses. Its state, parent and group come after the name.
             state, _, found = stat.read_text().rpartition(")")[2].split()[:3]
             if int(found) == group and state != "Z":
                 return True

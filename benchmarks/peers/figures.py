@@ -23,13 +23,11 @@ NEAR = 0.7
 
 
 HOPELESS = 0.35
-"""A dtype below this share of the best speed is not tried further; the CPU evidently emulates it."""
+"""A dtype below this share of the best speed is not tried further. The CPU evidently emulates it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One kind of work at one load, done by one system."""
-
     system: System
     load: Load
     kind: str
@@ -37,7 +35,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A figure with its target; `against` names the denominator. `value` is None if it was not measured."""
+    """A figure with its target. `against` names the denominator. `value` is None if it was not measured."""
 
     load: Load
     name: str
@@ -110,5 +108,4 @@ def ratios(
 
 
 def _by_kind(speeds: Mapping[Cell, float], load: Load) -> dict[str, float]:
-    """loramux's speeds at one load."""
     return {cell.kind: speed for cell, speed in speeds.items() if cell.system.name == LORAMUX and cell.load == load}

@@ -15,7 +15,7 @@ from benchmarks.peers.workload import Question, Work
 Document = dict[str, Any]
 
 TIMEOUT_S = 3600.0
-"""Longest wait for an answer, in seconds; a slow peer on a large model takes minutes."""
+"""Longest wait for an answer, in seconds. A slow peer on a large model takes minutes."""
 
 
 def post_all(

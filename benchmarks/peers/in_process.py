@@ -1,4 +1,4 @@
-"""Runs peft's mixed batch and transformers' static batch in this process; all requests start and end together."""
+"""Runs peft's mixed batch and transformers' static batch in this process. All requests start and end together."""
 
 from __future__ import annotations
 

@@ -116,7 +116,6 @@ def _run_script(found: LlamaFiles, script: str, out: Path, outtype: str, *argume
     if ran.returncode != 0:
         last = "\n".join(ran.stderr.splitlines()[-10:])
         raise SystemFailed(f"{script} failed ({PYTHON_VARIABLE} names the Python that runs it):\n{last}")
-    # Rename the file only when it is complete, so that an interrupted run leaves no partial file.
     part.rename(out)
 
 

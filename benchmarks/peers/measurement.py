@@ -20,9 +20,11 @@ TRIAL_SHARE = 4
 """Factor by which a trial's prompts and answers are shorter than those of the first load."""
 
 OWN_TURNS = 2
-"""Number of times that loramux runs the cells of a session: forwards, then backwards. The adapters' overhead is smaller
-than the drift in a machine's speed during the minutes between two cells. Over both directions, a steady drift cancels
-out."""
+"""Number of times that loramux runs the cells of a session: forwards, then backwards.
+
+The adapters' overhead is smaller than the drift in a machine's speed during the minutes between two cells. Over both
+directions, a steady drift cancels out.
+"""
 
 PATIENCE_S = 120.0
 """Longest wait for a busy machine to become idle, in seconds."""
@@ -34,7 +36,7 @@ class MachineBusy(Exception):
 
 @dataclass
 class Measurement:
-    """Seconds by cell, and failures; filled by `run`.
+    """Seconds by cell, and failures. `run` fills both.
 
     `samples` contains every system's first turn in each session, for comparing loramux with its peers. `way_back`
     contains loramux's later turns.
@@ -51,7 +53,7 @@ class Measurement:
     way_back: dict[Cell, list[float]] = field(default_factory=dict)
     trials: dict[Cell, list[float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    """Reasons for failures, by system label; failed systems are not run again."""
+    """Reasons for failures, by system label. Failed systems are not run again."""
     busy_shares: list[float] = field(default_factory=list)
     """Busy share of the machine before each session, while no system was running."""
 
@@ -87,7 +89,7 @@ class Measurement:
         return [cell for cell in cells if cell.system not in tried or (cell.system, cell.kind) in worth]
 
     def _still_open(self, cells: Sequence[Cell]) -> list[Cell]:
-        """loramux's cells, and peers' cells that could still be the best; the others cannot change any ratio."""
+        """loramux's cells, and peers' cells that could still be the best. The others cannot change any ratio."""
         speeds = tokens_per_second(self.samples, self.files.num_adapters)
         near = near_the_best({cell: speed for cell, speed in speeds.items() if cell.system.name != LORAMUX})
         return [cell for cell in cells if cell.system.name == LORAMUX or cell in near]

@@ -1,5 +1,3 @@
-"""One random model with adapters on disk for all systems, created once in a scratch folder."""
-
 from __future__ import annotations
 
 import gc
@@ -34,7 +32,6 @@ class ModelFiles:
 
     @property
     def adapters(self) -> dict[str, Path]:
-        """Adapters on all seven linears, by name."""
         return {f"a{index}": self._adapter(f"a{index}") for index in range(self.num_adapters)}
 
     @property
@@ -47,7 +44,6 @@ class ModelFiles:
 
 
 def make_model_files(scratch: Path, size: str, num_adapters: int, rank: int) -> ModelFiles:
-    """Create the model files, or reuse those from an earlier run."""
     files = ModelFiles(
         scratch.absolute() / f"{size}-{num_adapters}-adapters-rank{rank}", SHAPES[size], num_adapters, rank
     )

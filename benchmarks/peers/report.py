@@ -1,5 +1,3 @@
-"""The measured cells as tables, as a JSON document and as a picture."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +54,6 @@ def _target(ratio: Ratio) -> str:
 
 
 def notes(peers: Sequence[Peer], agreements: Mapping[str, Agreement], measurement: Measurement) -> list[str]:
-    """Warnings for readers of the figures."""
     found = [f"{peer.name}: not found; {peer.missing}" for peer in peers if peer.missing is not None]
     found += [
         f"{name}: some of its float32 answers differ from peft's: {agreement}"

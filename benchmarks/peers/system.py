@@ -1,5 +1,3 @@
-"""The interface to a system under comparison, in one dtype: open it with model files, then send it work."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,21 +12,19 @@ LORAMUX = "loramux"
 
 
 class SystemFailed(Exception):
-    """A system did not start, ended early, or gave a wrong answer; the message says why, with the end of its log."""
+    """A system did not start, ended early, or gave a wrong answer. The message says why, with the end of its log."""
 
 
 class Running(Protocol):
-    """A system with the model and all adapters loaded."""
-
     def answer(self, work: Work, *, needs_token_ids: bool) -> Answers:
         """Send all questions together and wait for the last answer. Raises SystemFailed if a length is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A product with weights in one dtype; `kinds` are the kinds of work that it supports.
+    """A product with weights in one dtype. `kinds` are the kinds of work that it supports.
 
-    `open` takes the model files and a flag for runs that compare answers; in these runs, all arithmetic is in float32.
+    `open` takes the model files and a flag for runs that compare answers. In these runs, all arithmetic is in float32.
     """
 
     name: str
@@ -45,7 +41,7 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A peer's version and the systems that it can run as; `missing` says how to configure a missing peer."""
+    """A peer's version and the systems that it can run as. `missing` says how to configure a missing peer."""
 
     name: str
     version: str

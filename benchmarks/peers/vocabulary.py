@@ -1,7 +1,7 @@
 """A tokenizer for random models that every system accepts and in which each token has a unique spelling.
 
 Its format is Llama 2's: BPE without merges, with byte fallback. llama.cpp's converter recognizes this format by the
-structure of `tokenizer.json`; it accepts other tokenizers only if their hash is in its list.
+structure of `tokenizer.json`. It accepts other tokenizers only if their hash is in its list.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 FIRST_BYTE = len(SPECIAL_TOKENS)
 FIRST_WORD = FIRST_BYTE + 256
-"""First id of a word with more than one character; lower ids are special tokens and bytes."""
+"""First id of a word with more than one character. Lower ids are special tokens and bytes."""
 
 
 def write_tokenizer(directory: Path, vocab_size: int) -> None:
@@ -46,7 +46,7 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
 
 
 def token_id_of(spelled: str) -> int:
-    """The id of an item in an OpenAI answer's `logprobs.tokens`, where a byte above 0x7F is `bytes:\\xNN`."""
+    """The ID of an item in an OpenAI answer's `logprobs.tokens`, where a byte above 0x7F is `bytes:\\xNN`."""
     if spelled in SPECIAL_TOKENS:
         return SPECIAL_TOKENS.index(spelled)
     if spelled.startswith(" w"):

@@ -45,7 +45,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request; `adapter` is one of the names in ModelFiles, or None for the base."""
+    """One request. `adapter` is one of the names in ModelFiles, or None for the base."""
 
     prompt: tuple[int, ...]
     adapter: str | None
@@ -53,8 +53,6 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Questions that arrive together."""
-
     questions: tuple[Question, ...]
     num_output: int
 

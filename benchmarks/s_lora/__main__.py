@@ -1,7 +1,7 @@
 """Measures the S-LoRA workload on a CPU, where requests name far more adapters than fit in the pool.
 
 An in-process engine runs a small base, with adapters on disk and a pool that holds some of them and the K and V of the
-running sequences. Each number of adapters has its own engine; all engines are open and take turns. Each engine is
+running sequences. Each number of adapters has its own engine. All engines are open and take turns. Each engine is
 measured twice: above its capacity, for throughput, and at about 70 % of capacity, for latencies. See `workload.py` for
 the source of the workload.
 """
@@ -47,10 +47,10 @@ PATIENCE_S = 30.0
 """Longest wait for a window's requests after the window has closed, in seconds."""
 
 TURN_S = 0.25
-"""Length of a saturated engine's turn, in seconds; short, since the machine's speed drifts within seconds."""
+"""Length of a saturated engine's turn, in seconds. It is short, because the machine's speed drifts within seconds."""
 
 SEED_STRIDE = 1000
-"""Distance between the seeds of two rounds; large enough that no round repeats prompts that may still be cached."""
+"""Distance between the seeds of two rounds. It is so large that no round repeats prompts that may still be cached."""
 
 CAPACITY_BATCHES = 64
 """Number of full batches queued at the start to measure capacity."""
@@ -140,7 +140,7 @@ def measure(measurement: Measurement, console: Console) -> tuple[list[Case], dic
             (case, stack.enter_context(measurement.open(measurement.plan, arguments.dtype, case.policy)))
             for case in cases
         ]
-        # The first round only fills the pools; its figures are discarded.
+        # The first round only fills the pools. Its figures are discarded.
         for number in range(arguments.repeats + 1):
             saturated = measurement.saturate(engines, SATURATED * capacity, number)
             for (case, engine), throughput in zip(engines, saturated, strict=True):

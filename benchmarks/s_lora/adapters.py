@@ -1,5 +1,3 @@
-"""Thousands of random adapters in a blob store on disk, created once per base and reused by later runs."""
-
 from __future__ import annotations
 
 import hashlib
@@ -57,7 +55,7 @@ class AdapterFiles:
         return pack_target(self.model, dtype).geometry.total_page_bytes
 
     def num_pages(self, dtype: str) -> int:
-        """Pages of one adapter; all adapters have the same size."""
+        """Pages of one adapter. All adapters have the same size."""
         target = pack_target(self.model, dtype)
         ranks = np.full((target.geometry.num_layers, len(target.modules)), self.rank, np.int32)
         return target.layout(ranks).num_pages

@@ -1,5 +1,3 @@
-"""An in-process CPU engine whose pool holds only some of the adapters on disk."""
-
 from __future__ import annotations
 
 import gc
@@ -30,7 +28,7 @@ class PoolPlan:
     """A pool for `num_adapters` adapters and the K and V of `num_sequences` sequences of mean full length.
 
     There are enough adapter slots for a pool full of adapters, so that pages are the limit. The host tier holds
-    `num_host_adapters` adapters; all others are read from disk.
+    `num_host_adapters` adapters. All others are read from disk.
     """
 
     num_adapters: int
@@ -46,14 +44,11 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenEngine:
-    """An engine stepped by the calling thread."""
-
     assembled: AssembledEngine
     wake: threading.Event
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that run or wait."""
         return self.assembled.engine.num_sequences
 
     def add(self, add: Add) -> None:
@@ -73,7 +68,6 @@ class OpenEngine:
         return self.assembled.engine.take_outbox()
 
     def abort(self) -> None:
-        """Abort all sequences, and discard their messages."""
         self.assembled.engine.abort_all()
         while self.assembled.engine.has_work:
             self.step()

@@ -1,5 +1,3 @@
-"""Plots throughput against the number of adapters as an SVG, with one line per policy."""
-
 from __future__ import annotations
 
 import math

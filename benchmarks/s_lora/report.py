@@ -1,5 +1,3 @@
-"""The measured cases as tables and as a JSON document."""
-
 from __future__ import annotations
 
 import statistics
@@ -52,9 +50,10 @@ class Case:
 
 
 def summaries(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Medians over the rounds; `over_fewest` is throughput relative to the same policy with the fewest adapters.
+    """Medians over the rounds.
 
-    `over_fewest_by_round` is the median of the ratios within the rounds, which drift between rounds does not affect.
+    `over_fewest` is throughput relative to the same policy with the fewest adapters. `over_fewest_by_round` is the
+    median of the ratios within the rounds, which drift between rounds does not affect.
     """
     fewest = min(case.num_adapters for case in cases)
     found: list[dict[str, Any]] = []

@@ -15,8 +15,6 @@ from loramux.engine.messages import Add, Finished, FromEngine, Stats, StepOutput
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request and its arrival time, in seconds."""
-
     at_s: float
     add: Add
 
@@ -129,7 +127,6 @@ class Drive:
         self._cpu_s = time.process_time() - cpu_started
 
     def end(self) -> Window:
-        """Abort the remaining requests, and return the window."""
         self._window.before = self._window.before or self._snapshot(self._cpu_s)
         self._window.after = self._window.after or self._snapshot(self._cpu_s)
         self._engine.abort()

@@ -1,5 +1,3 @@
-"""Requests of the S-LoRA workload as engine messages, with their arrival times."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,9 +14,11 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Parameters of the requests. Equal prefixes are shared only within an adapter's own namespace. All of an adapter's
-    prompts start with the same `num_prefix` tokens; random tokens of the drawn length follow. With `is_one_share`, all
-    adapters belong to one account; otherwise, each adapter belongs to its own account.
+    """Parameters of the requests.
+
+    Equal prefixes are shared only within an adapter's own namespace. All of an adapter's prompts start with the same
+    `num_prefix` tokens, followed by a drawn number of random tokens. With `is_one_share`, all adapters belong to one
+    account. Otherwise, each adapter belongs to its own account.
     """
 
     prompts: Lengths

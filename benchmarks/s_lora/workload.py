@@ -2,7 +2,7 @@
 
 The workload follows section 7 of "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (Sheng et al., 2023, arXiv
 2311.03285) and `benchmarks/trace.py` in its repository. Everything is seeded. For every number of adapters, the same
-requests arrive at the same times; only the adapters that they name differ.
+requests arrive at the same times. Only the adapters that they name differ.
 """
 
 from __future__ import annotations

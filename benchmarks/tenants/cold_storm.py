@@ -66,8 +66,6 @@ NUM_REQUESTS = 32
 
 
 class Measurement:
-    """Settings and requests of one run."""
-
     def __init__(self, arguments: argparse.Namespace, files: AdapterFiles) -> None:
         self.arguments = arguments
         self.files = files

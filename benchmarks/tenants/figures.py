@@ -1,5 +1,3 @@
-"""Percentiles of alternating measurements, and their ratios."""
-
 from __future__ import annotations
 
 import math

@@ -55,8 +55,6 @@ NUM_REQUESTS = 1024
 
 
 class Measurement:
-    """Settings and requests of one run."""
-
     def __init__(self, arguments: argparse.Namespace, files: AdapterFiles) -> None:
         self.arguments = arguments
         self.files = files
@@ -82,7 +80,7 @@ class Measurement:
         return [Stream(itertools.cycle(adds[place::shares]), self.arguments.open // shares) for place in range(shares)]
 
     def timed(self, way: str, capacity: float, number: int) -> list[Timed]:
-        """The timed requests in round `number`; those from the polite accounts are the same in every variant."""
+        """The timed requests in round `number`. Those from the polite accounts are the same in every variant."""
         timed = self._arrivals(self.arguments.polite_load * capacity, 100 + number, is_counted=True)
         if way == CALM:
             rate = (self.arguments.calm_load - self.arguments.polite_load) * capacity

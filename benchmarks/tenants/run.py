@@ -41,7 +41,7 @@ class Timed:
 
 @dataclass(slots=True)
 class Observed:
-    """Observations in a window of `seconds`; all lists are in seconds."""
+    """Observations in a window of `seconds`. All lists are in seconds."""
 
     seconds: float
     first_tokens_s: list[float] = field(default_factory=list)
@@ -70,15 +70,12 @@ class Observed:
         return (self.after.cpu_s - self.before.cpu_s) / self.seconds
 
     def counted(self, name: str) -> int:
-        """The increase of one of the engine's counters during the window."""
         assert self.before is not None
         assert self.after is not None
         return int(getattr(self.after.stats, name)) - int(getattr(self.before.stats, name))
 
 
 class WallClock:
-    """Wall-clock seconds."""
-
     def __init__(self) -> None:
         self._started = time.perf_counter()
 
@@ -86,7 +83,7 @@ class WallClock:
         return time.perf_counter() - self._started
 
     def skip_to(self, at_s: float) -> None:
-        """Do nothing; the engine's step waits instead."""
+        """Do nothing. The engine's step waits instead."""
 
 
 class ProcessorClock:
@@ -103,7 +100,7 @@ class ProcessorClock:
         return time.thread_time() - self._started
 
     def skip_to(self, at_s: float) -> None:
-        """Advance the clock to `at_s`, since there is nothing to do until then."""
+        """Advance the clock to `at_s`, because there is nothing to do until then."""
         self._started -= max(0.0, at_s - self.now())
 
 

@@ -21,7 +21,7 @@ from benchmarks.tenants.figures import Comparison
 from benchmarks.tenants.run import Observed
 
 WHOLE_SHARE = 0.95
-"""CPU share expected for an engine that always has work; below it, other processes took part of the core."""
+"""CPU share expected for an engine that always has work. Below it, other processes took part of the core."""
 
 
 def add_common(parser: argparse.ArgumentParser, repeats: int, outputs: Lengths) -> None:
@@ -53,8 +53,6 @@ def check(arguments: argparse.Namespace, files: AdapterFiles) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The results of a run; `picture` is an SVG."""
-
     busy_before: float
     workload: dict[str, Any]
     checked: dict[str, Any]

@@ -34,7 +34,7 @@ class WaitingCall:
 
 @dataclass(frozen=True, slots=True)
 class PendingUnload:
-    """An unload that ends the adapter's remaining sequences at `due` on the engine's clock; infinity means never."""
+    """An unload that ends the adapter's remaining sequences at `due` on the engine's clock. Infinity means never."""
 
     owner: bytes
     unload: Unload
@@ -83,8 +83,6 @@ class AdapterCalls:
         """True if an unload of the adapter is pending."""
         return digest in self._unloads
 
-    # Calls from gateways
-
     def load(self, owner: bytes, load: Load) -> None:
         self._wait(owner, load)
 
@@ -112,7 +110,7 @@ class AdapterCalls:
         self._unloads.setdefault(unload.digest, []).append(PendingUnload(owner, unload, due))
 
     def drop(self, owner: bytes) -> None:
-        """Drop the waiting calls of a gateway that is gone; pins already granted to the gateway stay."""
+        """Drop the waiting calls of a gateway that is gone. The gateway's granted pins stay."""
         self._waiting = [one for one in self._waiting if one.owner != owner]
         for digest, pending in list(self._unloads.items()):
             kept = [one for one in pending if one.owner != owner]
@@ -120,8 +118,6 @@ class AdapterCalls:
                 self._unloads[digest] = kept
             else:
                 del self._unloads[digest]
-
-    # Progress
 
     def overdue(self) -> list[str]:
         """Adapters whose unload deadline has passed."""
@@ -138,7 +134,7 @@ class AdapterCalls:
                 wanted.setdefault(digest, FIRST_CALL_POSITION + place)
 
     def evict_when_idle(self, digest: str) -> None:
-        """Evict an adapter once no sequence uses it; a pinned adapter is then loaded and pinned again."""
+        """Evict an adapter once no sequence uses it. A pinned adapter is then loaded and pinned again."""
         adapter = self._adapters.find(digest)
         if adapter is not None and adapter.is_pinned:
             self._adapters.unpin(digest)
@@ -146,7 +142,7 @@ class AdapterCalls:
         self._adapters.evict_when_idle(digest)
 
     def settle(self, settled: list[AdapterLoad]) -> None:
-        """Answer all calls that can be answered now; `settled` lists adapters that just became resident or failed."""
+        """Answer all calls that can be answered now. `settled` lists adapters that just became resident or failed."""
         for adapter in settled:
             self._settle(adapter)
         for digest in list(self._unloads):
@@ -161,7 +157,9 @@ class AdapterCalls:
         self._waiting = [one for one in self._waiting if not self._is_done(one)]
 
     def _settle(self, adapter: AdapterLoad) -> None:
-        """Answer the calls waiting for this adapter; a Load succeeds even if the adapter has been evicted since."""
+        """Answer the calls waiting for this adapter. A Load succeeds even if the
+        adapter has been evicted since then.
+        """
         if self.is_draining(adapter.digest):
             return
         if adapter.failure is not None and adapter.digest in self._lost_pins:

@@ -44,7 +44,7 @@ class AdapterLoad:
     pages: list[int] = field(default_factory=list)
     num_pages: int = 0
     num_users: int = 0
-    """Number of running sequences, plus one if the adapter is pinned; an adapter with users cannot be evicted."""
+    """Number of running sequences, plus one if the adapter is pinned. An adapter with users cannot be evicted."""
     evict_when_idle: bool = False
     """If true, the adapter is evicted as soon as it has no users."""
     is_pinned: bool = False

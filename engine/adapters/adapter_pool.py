@@ -1,5 +1,3 @@
-"""The pool of resident adapters: loads adapters, keeps those in use, and evicts idle ones to make room."""
-
 from __future__ import annotations
 
 import time
@@ -28,18 +26,18 @@ class Demand:
     queue_positions: dict[str, int] = field(default_factory=dict)
     """Position of the first sequence waiting for each adapter, in ascending order."""
     short_position: int = NOT_SHORT
-    """Position of the first sequence that is short of pages; sequences after it get no pages."""
+    """Position of the first sequence that is short of pages. Sequences after it get no pages."""
     num_free_sequence_slots: int = AFTER_ALL
-    """Sequences that could start in this step; only their adapters may evict adapters that other sequences need."""
+    """Sequences that could start in this step. Only their adapters may evict adapters that other sequences need."""
     num_growing: int = 0
-    """Pages that running sequences may soon need; adapters loaded ahead of their turn leave these pages free."""
+    """Pages that running sequences may soon need. Adapters loaded ahead of their turn leave these pages free."""
 
 
 class AdapterPool:
     """Adapters by digest. A resident adapter has a slot and pages.
 
     `stager` loads adapters into host memory, `copier` copies them from there into pages, and `tables` record their
-    locations. Idle adapters stay until their pages or slot are needed; `policy` decides which to evict first. The
+    locations. Idle adapters stay until their pages or slot are needed. `policy` decides which to evict first. The
     `reclaimer` evicts adapters with waiting sequences last.
     """
 
@@ -88,7 +86,6 @@ class AdapterPool:
         return 0.0 if load.num_users > load.is_pinned else self._clock() - load.used_s
 
     def prefetch(self, digest: str) -> AdapterLoad:
-        """Start loading the adapter unless it is resident or being loaded; never blocks."""
         load = self._loads.get(digest)
         if load is None:
             load = self._loads[digest] = AdapterLoad(self, digest)
@@ -108,7 +105,7 @@ class AdapterPool:
         return load.slot
 
     def release(self, digest: str) -> None:
-        """Undo one `acquire`; an adapter without users becomes evictable."""
+        """Undo one `acquire`. An adapter without users becomes evictable."""
         load = self._loads[digest]
         assert load.num_users > 0
         load.num_users -= 1
@@ -117,7 +114,7 @@ class AdapterPool:
 
     @property
     def is_copying(self) -> bool:
-        """True if an adapter is being copied; its pages cannot be evicted until it is resident."""
+        """True if an adapter is being copied. Its pages cannot be evicted until it is resident."""
         return any(load.phase is AdapterPhase.COPYING for load in self._loads.values())
 
     def must_yield_slot(self, load: AdapterLoad, position: int) -> bool:
@@ -170,7 +167,7 @@ class AdapterPool:
             load.release()
 
     def unload(self, digest: str) -> bool:
-        """Remove the adapter and return True, or return False if the adapter is in use or being copied."""
+        """Remove the adapter and return True. Return False if the adapter is in use or being copied."""
         load = self._loads.get(digest)
         if load is None:
             return True
@@ -250,7 +247,7 @@ class AdapterPool:
         self._rest(load)
 
     def _place(self) -> None:
-        """Place staged adapters in queue order; the first adapter that does not fit blocks the rest.
+        """Place staged adapters in queue order. The first adapter that does not fit blocks the rest.
 
         A staged adapter that no sequence near the front needs is unloaded, because it would be evicted before use.
         """
@@ -288,7 +285,7 @@ class AdapterPool:
                 yield load, position
 
     def _rest(self, load: AdapterLoad) -> None:
-        """Evict an adapter without users if requested; otherwise make it evictable."""
+        """Evict an adapter without users if this was requested. Otherwise, make it evictable."""
         load.used_s = self._clock()
         if load.evict_when_idle:
             self.forget(load)
@@ -307,8 +304,6 @@ class AdapterPool:
         if load.slot >= 0:
             self._free_slots.append(load.slot)
             load.slot = -1
-
-    # Pins
 
     def pin(self, load: AdapterLoad) -> None:
         """Keep a resident adapter until `unpin`."""

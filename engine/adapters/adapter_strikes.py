@@ -12,8 +12,6 @@ MEMORY_S = 3600.0
 
 
 class AdapterStrikes:
-    """The times of each adapter's recent strikes."""
-
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         # Oldest first. Adapters whose strikes have all expired are removed at the next strike.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 MAX_MEMBERS = 4096
-"""Maximum number of adapters that one share's floor protects; the most recently requested adapters are kept."""
+"""Maximum number of adapters that one share's floor protects. The most recently requested adapters are kept."""
 
 Protect = Callable[[str, Collection[str], int], None]
 """Sets a group's adapters and floor in bytes, like `HostTier.protect`. Raises ValueError if the floor does not fit."""
@@ -23,7 +23,7 @@ class _Floor:
 class HostFloors:
     """Protects each share's recently requested adapters in the host tier, up to the share's floor.
 
-    A floor that does not fit next to earlier floors takes effect only after those are lowered.
+    If a floor does not fit next to earlier floors, it takes effect only after those are lowered.
     """
 
     def __init__(self, protect: Protect) -> None:

@@ -1,5 +1,3 @@
-"""Copies adapters from host memory into pages, on a separate thread except for small copies."""
-
 from __future__ import annotations
 
 import queue
@@ -26,8 +24,7 @@ class Copier(Protocol):
     def copy(self, load: AdapterLoad) -> None:
         """Copy a staged adapter into its pages, either immediately or in the background."""
 
-    def poll(self) -> list[tuple[AdapterLoad, str | None]]:
-        """Copies that finished since the last call, each with the reason if the copy failed."""
+    def poll(self) -> list[tuple[AdapterLoad, str | None]]: ...
 
     def close(self) -> None:
         """Wait for the current copy, and drop all queued copies."""

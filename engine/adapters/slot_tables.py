@@ -17,8 +17,6 @@ from loramux.kernels.tables import AdapterTables
 
 
 class TableWriter(Protocol):
-    """The pool's interface to the tables."""
-
     def write(self, slot: int, pages: list[int], packed: PackedAdapter) -> None:
         """Point the slot at the adapter stored in `pages`, for steps submitted from now on."""
 
@@ -68,7 +66,6 @@ class SlotTables:
         self._has_outer = np.zeros((num_slots, len(target.outer_modules)), np.bool_)
 
     def write(self, slot: int, pages: list[int], packed: PackedAdapter) -> None:
-        """Write the table entries for the adapter stored in `pages`."""
         layout = packed.layout
         page_table, off, rank, scale, outer_off, outer_rank, outer_scale = self._written
         page_table[slot, : len(pages)] = pages

@@ -18,13 +18,15 @@ class Stager(Protocol):
     """Tier statistics of this process."""
 
     def request(self, digest: str) -> None:
-        """Start loading an adapter into host memory; `poll` returns the result. At most one request per digest."""
+        """Start loading an adapter into host memory. `poll` returns the result. A digest can have only one request at a
+        time.
+        """
 
     def cancel(self, digest: str) -> None:
         """Cancel a request; `poll` does not return its result."""
 
     def poll(self) -> list[StagedAdapter | NotStaged]:
-        """Adapters that were staged or failed since the last call; the caller must release each staged adapter."""
+        """Adapters that were staged or failed since the last call. The caller must release each staged adapter."""
 
     def fileno(self) -> int:
         """File descriptor for an idle engine to poll, calling `attend` when it is readable, or -1 if there is none."""
@@ -33,10 +35,10 @@ class Stager(Protocol):
         """Receive pending messages and run callbacks of `look`; called between steps while a look is pending."""
 
     def look(self, then: Callable[[], None]) -> None:
-        """Refresh `contents`; `attend` calls `then` once the refresh has finished or failed."""
+        """Refresh `contents`. `attend` calls `then` once the refresh has finished or failed."""
 
     def contents(self) -> tuple[TierContents, ...]:
-        """Current contents of the tiers."""
+        """The current contents of the tiers."""
 
     def counts(self) -> LoadCounts:
         """Adapter loads since the engine started, summed over all processes."""
@@ -46,7 +48,7 @@ class Stager(Protocol):
 
 
 class MemoryStager:
-    """Stages `adapters` from this process's memory, by digest; for tests and benchmarks.
+    """Stages `adapters` from this process's memory, by digest. Tests and benchmarks use it.
 
     Adapters requested while `is_holding` is set are staged after `let_go`.
     """
@@ -83,7 +85,7 @@ class MemoryStager:
         return -1
 
     def attend(self) -> None:
-        """Do nothing: there is no other process."""
+        """Do nothing, because there is no other process."""
 
     def look(self, then: Callable[[], None]) -> None:
         then()

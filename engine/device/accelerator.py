@@ -26,7 +26,7 @@ class Fence(Protocol):
 
 
 class Accelerator(Protocol):
-    """One device. Steps are submitted on one thread and run in order; only `upload` may be called on another thread."""
+    """One device. Steps are submitted on one thread and run in order. Only `upload` may be called on another thread."""
 
     @property
     def device(self) -> torch.device: ...
@@ -59,7 +59,7 @@ class Accelerator(Protocol):
         ...
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Start a copy to host memory; the copy is complete once a later fence has passed."""
+        """Start a copy to host memory. The copy is complete once a later fence has passed."""
         ...
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ class PassedFence:
     """The fence for a device whose calls are synchronous."""
 
     def wait(self) -> None:
-        """Do nothing: all work is already finished."""
+        """Do nothing, because all work is already finished."""
 
 
 class HostAccelerator:
@@ -90,13 +90,13 @@ class HostAccelerator:
         return None
 
     def release_unused(self) -> None:
-        """Do nothing: no memory is cached."""
+        """Do nothing, because no memory is cached."""
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Do nothing: the device is the host."""
+        """Do nothing, because the device is the host."""
 
     def fence(self) -> Fence:
         return PassedFence()

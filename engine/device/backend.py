@@ -44,8 +44,6 @@ class DenseLinear:
 
 
 class SampleTokens(Protocol):
-    """The signature of `kernels.gpu.sampling.sample_tokens`, compiled or interpreted."""
-
     def __call__(
         self,
         logits: torch.Tensor,
@@ -92,7 +90,7 @@ class Backend:
 def open_backend(device: str, pdl: bool = False) -> Backend:
     """The backend for `cpu` or `cuda`. Raises DeviceNotUsable if the device cannot be used.
 
-    `pdl` lets launches of LoRA kernels overlap on GPUs of compute capability 9.0 or later; other GPUs ignore it.
+    `pdl` lets launches of LoRA kernels overlap on GPUs of compute capability 9.0 or later. Other GPUs ignore it.
     """
     # Make other threads release the interpreter lock sooner, so that the thread that submits steps gets the lock.
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -1,5 +1,3 @@
-"""A CUDA GPU: one stream for steps, another for adapter copies, and one memory pool for graphs."""
-
 from __future__ import annotations
 
 import contextlib
@@ -54,7 +52,7 @@ class CudaAccelerator:
     def pin(self, memory: torch.Tensor) -> None:
         """Register host memory with the driver, which commits all of it immediately.
 
-        If the driver refuses, print a warning; copies are then pageable, which is slower but correct.
+        If the driver refuses, print a warning. Copies are then pageable, which is slower but correct.
         """
         if not memory.numel():
             return
@@ -124,7 +122,7 @@ def captured(graph: torch.cuda.CUDAGraph, pool: Any, step: Callable[[], None]) -
 
 
 def loaded_runtimes() -> list[ctypes.CDLL]:
-    """All CUDA runtimes mapped into this process; each keeps its own last error."""
+    """All CUDA runtimes mapped into this process. Each keeps its own last error."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in lines if "libcudart.so" in line}
     return [ctypes.CDLL(path) for path in sorted(paths)]

@@ -29,7 +29,6 @@ def missing_for_cuda() -> str | None:
 
 
 def count_gpus() -> int:
-    """Number of GPUs that NVIDIA's driver exposes to this process, or 0 if there is no driver."""
     driver = _opened_driver()
     count = ctypes.c_int(0)
     if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:

@@ -88,7 +88,7 @@ class DeviceSampler:
         self._marks = DeviceTokenMarks(accelerator)
 
     def resolve(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Replace negative entries with the tokens that the previous step chose; see `Batch.tokens`.
+        """Replace negative entries with the tokens that the previous step chose. See `Batch.tokens`.
 
         A row without a token, because its logits were not finite, gets token 0. The host will end that row's sequence
         and discard its result from this step.
@@ -130,7 +130,7 @@ class DeviceSampler:
     def _choose_edited(
         self, logits: torch.Tensor, samples: Sequence[SamplingRow], inputs: SamplingInputs, chosen: torch.Tensor
     ) -> None:
-        """Choose again for rows with a bias or penalties, using float32 copies; other rows are unaffected.
+        """Choose again for rows with a bias or penalties, using float32 copies. Other rows are unaffected.
 
         In the dtype of the logits, a small penalty on a large logit would be lost to rounding.
         """

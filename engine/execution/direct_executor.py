@@ -1,5 +1,3 @@
-"""The executor for CPUs: runs each batch synchronously, without padding."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ class DirectForward:
 
 
 class DirectExecutor:
-    """Runs batches through a decoder; the logits are complete when `submit` returns."""
+    """Runs batches through a decoder. The logits are complete when `submit` returns."""
 
     def __init__(self, decoder: Decoder, kernels: Kernels, tables: SlotTables, eos_token_ids: tuple[int, ...]) -> None:
         self._decoder = decoder

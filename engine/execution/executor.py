@@ -1,5 +1,3 @@
-"""The interface for running the engine's batches."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -13,14 +11,12 @@ from loramux.engine.sequence import Sequence
 
 
 class StepResult(Protocol):
-    """The result of a submitted step."""
-
     def tokens(self) -> list[SampledToken]:
         """The token chosen after each sample row, in order; waits for the step to finish."""
         ...
 
     def prompt_logprobs(self) -> list[tuple[PromptLogprob, ...]]:
-        """The log-probabilities of the prompt tokens in each of `Batch.scores`; call after `tokens`."""
+        """Return the log-probabilities of the prompt tokens in each of `Batch.scores`. Call `tokens` first."""
         ...
 
 
@@ -28,7 +24,7 @@ class Forward(Protocol):
     """A submitted step whose tokens have not been chosen yet."""
 
     def choose(self, masks: Masks = NO_MASKS) -> StepResult:
-        """Start choosing a token after each sample row; call exactly once, before submitting the next step."""
+        """Start choosing a token after each sample row. Call this once, before submitting the next step."""
         ...
 
 

@@ -1,5 +1,3 @@
-"""The executor for GPUs: runs padded batches as captured graphs, ahead of the host."""
-
 from __future__ import annotations
 
 import sys
@@ -37,7 +35,7 @@ HEAD_SEGMENTS = (1, 4, 16, 64, 256)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphForward:
-    """A submitted step; the device writes its logits to `logits` `[num_samples, vocab_size]`."""
+    """A submitted step. The device writes its logits to `logits` `[num_samples, vocab_size]`."""
 
     sampler: DeviceSampler
     logits: torch.Tensor
@@ -88,7 +86,7 @@ class GraphExecutor:
         self._graphs: OrderedDict[StepShape, Callable[[], None]] = OrderedDict()
         self._has_run: set[StepShape] = set()
         self._graph_bytes = 0
-        # Shapes whose capture failed; the capture is not retried.
+        # Shapes whose capture failed. The capture is not retried.
         self._uncapturable: set[StepShape] = set()
         # Captured steps write the normed sample rows here.
         largest = step_shape(max_sequences, max_sequences, max_q=2, max_rank=0)
@@ -105,7 +103,7 @@ class GraphExecutor:
         """Run each shape with only padding, so that no request waits for kernels to be compiled or loaded.
 
         This also allocates the memory for the largest shape. With `captures`, decodes without outer modules are
-        captured now; other steps of up to MAX_GRAPH_TOKENS rows are captured when they first occur.
+        captured now. Other steps of up to MAX_GRAPH_TOKENS rows are captured when they first occur.
         """
         for shape in shapes:
             layout = self._buffer.load(NO_ROWS, shape)
@@ -148,7 +146,9 @@ class GraphExecutor:
         return step_shape(batch.num_tokens, batch.num_sequences, batch.max_q, max_rank, has_outer, groups)
 
     def _kept_shape(self, shape: StepShape) -> StepShape:
-        """`shape` if it has a graph, runs without one or can still be captured; otherwise the shape with all groups."""
+        """Return `shape` if it has a graph, runs without one or can still be captured. Otherwise, return the shape with
+        all groups.
+        """
         has_room = len(self._graphs) < self._max_graphs
         return shape if has_room or shape in self._graphs or not shape.is_captured else shape.with_all_groups
 
@@ -165,7 +165,7 @@ class GraphExecutor:
         return HeadAdapters(self._kernels, self._tables.device, segments)
 
     def _warm_up_outer(self, shape: StepShape) -> None:
-        """Run the kernels that outer modules add to a shape; the same shape without outer modules has already run."""
+        """Run the kernels that outer modules add to a shape. The same shape without outer modules has already run."""
         nobody = OuterSlots(np.zeros(0, np.int32), np.zeros(0, np.int32))
         layout = self._buffer.load(NO_ROWS, shape, nobody)
         self._decoder.embed(layout.inputs, self._kernels, self._tables.device)

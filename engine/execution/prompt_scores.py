@@ -15,12 +15,12 @@ SCORED_AT_ONCE = 64
 """Maximum number of rows whose logits exist at a time; 64 float32 rows of 150,000 tokens take 38 MB."""
 
 LogitsOf = Callable[[int, int], torch.Tensor]
-"""Returns the logits of the scored rows `[begin, end)`, `[end - begin, vocab_size]`."""
+"""Returns the logits of the scored rows `[begin, end)`, as `[end - begin, vocab_size]`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredPrompts:
-    """The scores of a step's prompt rows, on their way to the host; the rows of all `scores` follow each other.
+    """The scores of a step's prompt rows, on their way to the host. The rows of all `scores` follow each other.
 
     Each of the tensors in `logprobs` float32 `[num_rows]`, `ranks` int64 `[num_rows]`, `values` float32 and `ids` int64
     `[num_rows, count]` belongs to up to SCORED_AT_ONCE rows.

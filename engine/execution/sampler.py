@@ -103,7 +103,7 @@ def uniforms_of(samples: Sequence[SamplingRow]) -> npt.NDArray[np.float32]:
 def _changed(
     logits: torch.Tensor, samples: Sequence[SamplingRow], eos_token_ids: tuple[int, ...], masks: Masks
 ) -> dict[int, torch.Tensor]:
-    """Edited logits by row, `[vocab_size]` each, for rows whose settings change them; other rows are not copied."""
+    """Edited logits by row, `[vocab_size]` each, for rows whose settings change them. Other rows are not copied."""
     changed: dict[int, torch.Tensor] = {}
     for row, one in enumerate(samples):
         forbidden = one.forbidden(eos_token_ids)

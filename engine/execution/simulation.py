@@ -1,5 +1,3 @@
-"""A simulated device and its pages, without a model, for fast and deterministic tests of the engine's scheduling."""
-
 from __future__ import annotations
 
 import functools
@@ -120,7 +118,7 @@ class SimulatedExecutor:
         stored, page_tokens = self._states, self._page_tokens
         pages, kv_slots = batch.pages.tolist(), batch.kv_slots.tolist()
         cu_q, seq_lens, page_starts = batch.cu_q.tolist(), batch.seq_lens.tolist(), batch.page_starts.tolist()
-        # A row that was not finite has no token; its sequence ends without using this row's result.
+        # A row that was not finite has no token. Its sequence ends without using this row's result.
         tokens = [token if token >= 0 else self._chosen[-1 - token] or 0 for token in batch.tokens.tolist()]
         written: list[int] = []
         for begin, end, seq_len, page_start in zip(cu_q, cu_q[1:], seq_lens, page_starts, strict=False):
@@ -191,4 +189,4 @@ class SimulatedPages:
         self._slots[slot] = packed.digest
 
     def close(self) -> None:
-        """Do nothing: no copy runs in the background."""
+        """Do nothing, because no copy runs in the background."""

@@ -25,7 +25,7 @@ class StepShape:
     """The properties that are fixed when a step is captured.
 
     `num_tokens` and `num_sequences` include padding. `is_decode` means one row per sequence. `max_rank` bounds the
-    adapters' ranks; 0 disables adapters. Adapters modify the embedding or the head only with `has_outer`, and in each
+    adapters' ranks. 0 disables adapters. Adapters modify the embedding or the head only with `has_outer`, and in each
     layer only modules in `groups`, which is ALL_GROUPS without adapters. Segments have up to `segment_rows` rows.
     """
 
@@ -72,7 +72,7 @@ def step_shape(
 def _mixed_shape(
     num_tokens: int, num_sequences: int, max_rank: int, has_outer: bool = False, groups: LayerGroups = ALL_GROUPS
 ) -> StepShape:
-    """A mixed shape; its segments are large if sequences have enough rows to fill half a large segment on average."""
+    """A mixed shape. Its segments are large if sequences have enough rows to fill half a large segment on average."""
     is_large = num_tokens >= LARGE_SEGMENT_ROWS // 2 * num_sequences
     segment_rows = LARGE_SEGMENT_ROWS if is_large else SEGMENT_ROWS
     return StepShape(num_tokens, num_sequences, False, max_rank, has_outer, groups, segment_rows)

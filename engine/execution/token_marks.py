@@ -12,7 +12,7 @@ from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.logit_penalties import LogitPenalties
 
 FIRST_SLOTS = 4
-"""Number of sequences in the first allocation; the memory doubles as needed."""
+"""Number of sequences in the first allocation. The memory doubles as needed."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class DeviceTokenMarks:
         return self._marks[slots]
 
     def mark(self, penalties: Sequence[LogitPenalties], slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Mark the tokens just chosen, `[num_rows]`; a negative id means no token, and its sequence ends."""
+        """Mark the tokens just chosen, `[num_rows]`. A negative id means no token, and its sequence ends."""
         assert self._marks is not None
         places = slots, token_ids.long().clamp(min=0)
         self._marks[places] = self._marks[places] + 2

@@ -1,5 +1,3 @@
-"""One sequence's position in its grammar."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -21,7 +19,7 @@ NO_MASKS: Masks = {}
 
 
 class Grammar:
-    """Follows the committed tokens of one sequence; `mask` returns the allowed next tokens.
+    """Follows the committed tokens of one sequence. `mask` returns the allowed next tokens.
 
     A grammar is ready once it has been compiled. Its state depends only on the committed tokens, so preemption does not
     affect it.
@@ -44,11 +42,9 @@ class Grammar:
         return self._matcher is not None and self.failure is None and self._matcher.is_stopped()
 
     def begin(self, matcher: LLMatcher) -> None:
-        """Start with the compiled grammar, which must be this sequence's own copy."""
         self._matcher = matcher
 
     def accept(self, token_id: int) -> None:
-        """Advance by a committed token."""
         assert self._matcher is not None
         if self.failure is None and not self._matcher.is_stopped() and not self._matcher.consume_token(token_id):
             self.failure = problem_of(self._matcher)

@@ -1,5 +1,3 @@
-"""Compiles the grammars of sequences on a separate thread."""
-
 from __future__ import annotations
 
 import itertools

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
 MAX_LEXER_STATES = 20_000
-"""Maximum number of states of a grammar's lexer; each takes 1 to 2 kB."""
+"""Maximum number of states of a grammar's lexer. Each takes 1 to 2 kB."""
 
 STACK_BYTES = 256 << 20
 """Stack size of the thread that compiles grammars, in bytes. The compiler recurses once per nested rule. Only the part

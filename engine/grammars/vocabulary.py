@@ -1,5 +1,3 @@
-"""The bytes of each token, in the form that the grammar compiler needs."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class VocabularyNotUsable(Exception):
-    """The model's tokenizer cannot be used with grammars; the message explains why."""
+    """The model's tokenizer cannot be used with grammars. The message explains why."""
 
 
 def load_vocabulary(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
@@ -33,5 +31,5 @@ def load_vocabulary(model_dir: Path, vocab_size: int, eos_token_ids: Sequence[in
 
 
 def no_vocabulary() -> LLTokenizer:
-    """Raise VocabularyNotUsable; the `load_vocabulary` of engines without a tokenizer."""
+    """Raise VocabularyNotUsable. Engines without a tokenizer use this as their `load_vocabulary`."""
     raise VocabularyNotUsable("this engine has no tokenizer")

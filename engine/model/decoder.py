@@ -109,7 +109,7 @@ class Decoder:
         return (self._embedding_scale, 1.0)
 
     def with_few_layers(self) -> Decoder:
-        """A copy that shares the weights but has only one layer of each kind; it launches every kernel in less time."""
+        """A copy that shares the weights but has only one layer of each kind. It launches every kernel in less time."""
         few = copy.copy(self)
         few._layers = list({layer.attention: layer for layer in self._layers}.values())
         return few
@@ -230,7 +230,7 @@ def _group(shapes: tuple[LinearShape, ...], modules: tuple[int, ...]) -> ModuleG
 class _Placement:
     """Moves tensors to the device: linears in the weights' dtype, norms in float32.
 
-    Some architectures store norm weights minus 1; the 1 is added here, so that kernels need no special case.
+    Some architectures store norm weights minus 1. The 1 is added here, so that kernels need no special case.
     """
 
     weights: WeightSource

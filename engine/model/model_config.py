@@ -45,10 +45,10 @@ _ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
 class ModelConfig:
     """Configuration of one decoder.
 
-    `layer_windows` contains each layer's sliding window in tokens, or None for the whole context; `layer_ropes`
+    `layer_windows` contains each layer's sliding window in tokens, or None for the whole context. `layer_ropes`
     contains each layer's rotary embedding. `norm_offset` is added to every norm's weight. With `output_norms`, the
     outputs of attention and feed-forward are normed before they are added to the residual. With `fused_projections`,
-    q/k/v form a single linear, and so do gate/up; adapters see the same linears. A soft cap of None means no cap.
+    q/k/v form a single linear, and so do gate/up. Adapters see the same linears. A soft cap of None means no cap.
     """
 
     architecture: str

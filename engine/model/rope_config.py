@@ -1,5 +1,3 @@
-"""The rotary settings of a `config.json`."""
-
 from __future__ import annotations
 
 import math
@@ -122,7 +120,7 @@ def _original_max_len(given: dict[str, Any], raw: dict[str, Any]) -> int:
 
 
 def _attention_factor(given: dict[str, Any], stretch: float, original: int) -> float:
-    """LongRoPE's factor for cosine and sine (Ding et al., 2024); the default depends on how much the context grew."""
+    """LongRoPE's factor for cosine and sine (Ding et al., 2024). The default depends on how much the context grew."""
     if given.get("attention_factor") is not None:
         return positive_float(given, "attention_factor")
     factor = stretch if given.get("factor") is None else positive_float(given, "factor")

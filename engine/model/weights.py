@@ -1,5 +1,3 @@
-"""Reads a model's tensors by name from safetensors files, the only supported weight format."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -16,8 +14,6 @@ from loramux.engine.model.weight_shapes import misshapen, missing, unread, unuse
 
 
 class WeightSource(Protocol):
-    """A source of a model's tensors."""
-
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor `name`. Raises ModelNotSupported if it is missing or has a different shape."""
         ...

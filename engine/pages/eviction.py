@@ -1,4 +1,4 @@
-"""Evicts adapters and cached prefixes, in one common order, when pages are needed; both can be restored later."""
+"""Evicts adapters and cached prefixes, in one common order, when pages are needed. Both can be restored later."""
 
 from __future__ import annotations
 
@@ -48,8 +48,6 @@ class Evictable(Protocol):
 
 
 class EvictionPolicy(Protocol):
-    """Orders evictable items."""
-
     @property
     def num_pages(self) -> int:
         """Total number of pages of the evictable items."""
@@ -116,7 +114,7 @@ class GreedyDual:
         self._uses: OrderedDict[Hashable, int] = OrderedDict()
         # Items with a slot are kept separately, so that finding a slot needs no scan over prefixes.
         self._heaps: dict[bool, list[tuple[float, int, Evictable]]] = {True: [], False: []}
-        # The number of each item's current heap entry; entries with other numbers are outdated.
+        # The number of each item's current heap entry. Entries with other numbers are outdated.
         self._current: dict[bool, dict[Evictable, int]] = {True: {}, False: {}}
 
     def add(self, item: Evictable) -> None:
@@ -199,7 +197,7 @@ class Reclaimer:
         return self._pages.num_free + self.policy.num_pages - num_kept >= num_pages
 
     def make_room(self, num_pages: int, position: int) -> bool:
-        """Evict until `num_pages` are free; if that is impossible, evict nothing and return False."""
+        """Evict until `num_pages` are free. If that is impossible, evict nothing and return False."""
         if self._pages.can_alloc(num_pages):
             return True
         if not self.can_make_room(num_pages, position):

@@ -15,8 +15,6 @@ RUNNING = -1
 
 
 class KvPages:
-    """Allocates and frees the KV pages of sequences."""
-
     def __init__(self, pages: PagePool, reclaimer: Reclaimer, cache: PrefixCache, page_tokens: int) -> None:
         self._pages = pages
         self._reclaimer = reclaimer
@@ -95,7 +93,7 @@ class KvPages:
         sequence.next_offer = (len(sequence.shared_pages) + 1) * self._page_tokens
 
     def detach(self, sequence: Sequence) -> None:
-        """Free all pages. Cached pages stay available to other sequences; the end of a prefix is evicted first."""
+        """Free all pages. Cached pages stay available to other sequences. The end of a prefix is evicted first."""
         for cached in reversed(sequence.shared_pages):
             if cached is not None:
                 self._cache.release(cached)

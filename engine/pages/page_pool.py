@@ -1,5 +1,3 @@
-"""Ownership of the pool's pages: one free list for KV and adapters."""
-
 from __future__ import annotations
 
 from collections import deque
@@ -44,7 +42,7 @@ class PagePool:
         return count <= len(self._free)
 
     def alloc(self, count: int, owner: PageOwner) -> list[int]:
-        """Allocate `count` pages; the caller must have checked `can_alloc`."""
+        """Allocate `count` pages. The caller must have checked `can_alloc`."""
         assert owner is not _FREE
         assert count >= 0
         assert self.can_alloc(count), f"{count} pages requested, {len(self._free)} are free"
@@ -56,12 +54,11 @@ class PagePool:
         return pages
 
     def share(self, page: int) -> None:
-        """Add a holder to an owned page."""
         assert self._num_holders[page] > 0, f"page {page} is free and cannot be shared"
         self._num_holders[page] += 1
 
     def free(self, pages: Iterable[int]) -> None:
-        """Remove one holder from each page; every page must have a holder."""
+        """Remove one holder from each page. Every page must have a holder."""
         for page in pages:
             owner = self._owners[page]
             assert owner is not _FREE, f"page {page} is freed twice"

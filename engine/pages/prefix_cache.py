@@ -1,5 +1,3 @@
-"""Prefix cache: full KV pages that later sequences of the same owner can reuse."""
-
 from __future__ import annotations
 
 import hashlib
@@ -63,7 +61,6 @@ class PrefixCache:
         return self._by_key.get(key)
 
     def acquire(self, cached: CachedPage) -> int:
-        """Add a sequence to the page's holders."""
         if cached.num_users == 0:
             self._policy.discard(cached)
         cached.num_users += 1
@@ -81,14 +78,14 @@ class PrefixCache:
         return cached
 
     def release(self, cached: CachedPage) -> None:
-        """Undo one `acquire` or the `insert`; the sequence must separately free its hold on the page."""
+        """Undo one `acquire` or the `insert`. The sequence must separately free its hold on the page."""
         assert cached.num_users > 0
         cached.num_users -= 1
         if cached.num_users == 0 and self._by_key.get(cached.key) is cached:
             self._policy.add(cached)
 
     def forget(self, cached: CachedPage) -> None:
-        """Remove a page from the cache; the page becomes free once no sequence uses it."""
+        """Remove a page from the cache. The page becomes free once no sequence uses it."""
         if self._by_key.get(cached.key) is not cached:
             return
         del self._by_key[cached.key]
@@ -101,7 +98,6 @@ class PrefixCache:
         self._pages.free([cached.page])
 
     def purge(self, digest: str) -> None:
-        """Remove every page that was computed with the adapter."""
         for cached in list(self._by_digest.get(digest, ())):
             self.forget(cached)
 

@@ -16,7 +16,7 @@ MAX_ROUNDS = 64
 """Number of admissions from other shares after which a waiting share goes first, regardless of its counter."""
 
 ROUNDS_PER_SHARE = 4
-"""The same limit, per waiting share; it applies when many shares are waiting. Strict round robin would need 1."""
+"""The same limit, per waiting share. It applies when many shares are waiting. Strict round robin would need 1."""
 
 MAX_COST_RATIO = 16
 """Upper limit on the ratio of an expensive share's wait to that of a share whose requests have average cost."""
@@ -97,7 +97,6 @@ class FairQueue:
         self._insert(share, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a waiting sequence that will not run."""
         self._rest(self._take(sequence))
 
     def set_limit(self, sequence: Sequence, num_tokens: int) -> None:
@@ -142,7 +141,7 @@ class FairQueue:
         return self._active[sequence.add.share_key].served
 
     def set_resident(self, digest: str, is_resident: bool) -> None:
-        """Mark an adapter as resident or not; waiting sequences that need it become ready or cold."""
+        """Mark an adapter as resident or not. Waiting sequences that need it become ready or cold."""
         if is_resident == (digest in self._resident):
             return
         moved: defaultdict[Share, list[Sequence]] = defaultdict(list)
@@ -381,7 +380,7 @@ def _turn(sequence: Sequence, served: float, num_running: int) -> Turn:
 def _turns(share: Share, is_ready: bool, rounds: int) -> Iterator[tuple[Turn, Sequence]]:
     """One share's ready or cold sequences with their turns, as if the sequences before each had been admitted.
 
-    The turn of a cold sequence counts all sequences before it; the turn of a ready sequence counts only the ready ones.
+    The turn of a cold sequence counts all sequences before it. The turn of a ready sequence counts only the ready ones.
     Waiting for an adapter therefore delays no ready sequence. `rounds` is the number of admissions since the share
     began to wait if it has waited too long, otherwise 0.
     """

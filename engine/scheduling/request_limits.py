@@ -11,7 +11,7 @@ MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
 MAX_ALLOWED_TOKENS = 1024
 MAX_BAD_WORDS = 64
-"""Maximum number of bad words; each has up to two spellings."""
+"""Maximum number of bad words. Each has up to two spellings."""
 MAX_PROMPT_LOGPROBS = 5
 """Maximum number of most likely tokens reported for each prompt token."""
 REPETITION_PENALTIES = (0.01, 100.0)
@@ -27,7 +27,7 @@ class EngineLimits:
     eos_token_ids: tuple[int, ...]
     page_tokens: int
     max_waiting_tokens: int = 1 << 62
-    """Limit on the tokens (prompt plus grant) of all waiting requests; see `FairQueue.shed_candidate`."""
+    """Limit on the tokens (prompt plus grant) of all waiting requests. See `FairQueue.shed_candidate`."""
     max_waiting_s: float = float("inf")
     """Longest wait of a request for its first step, in seconds."""
     max_pinned_share: float = 0.5

@@ -1,5 +1,3 @@
-"""Chooses the sequences of each step: continuous batching with chunked prefill under one token budget."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -130,7 +128,7 @@ class Scheduler:
         return sorted(scheduled.values(), key=_row_place)
 
     def take_unfit(self) -> list[Sequence]:
-        """Waiting sequences found too large for the pool since the last call; the caller must end them."""
+        """Return waiting sequences found too large for the pool since the last call. The caller must end them."""
         unfit, self._unfit = self._unfit, []
         return unfit
 
@@ -144,7 +142,6 @@ class Scheduler:
                 self._kv.offer(sequence)
 
     def set_limit(self, sequence: Sequence, num_tokens: int) -> None:
-        """Change the token limit of a waiting or running sequence."""
         if sequence.state is SequenceState.WAITING:
             self.queue.set_limit(sequence, num_tokens)
         else:
@@ -194,7 +191,6 @@ class Scheduler:
         return True
 
     def _victim(self) -> Sequence:
-        """The running sequence to preempt."""
         last = max(self.running, key=lambda one: (self.queue.served(one), one.arrival))
         return max((one for one in self.running if one.add.share_key == last.add.share_key), key=place)
 
@@ -245,7 +241,7 @@ class Scheduler:
     def _begin(
         self, sequence: Sequence, entry: AdapterLoad | None, prefix: list[CachedPage], position: int, budget: int
     ) -> ScheduledSequence | None:
-        """Start a waiting sequence with at most `budget` tokens; return None and change nothing if there is no room."""
+        """Start a waiting sequence with at most `budget` tokens. Without room, return None and change nothing."""
         num_pending = sequence.num_tokens - self._kv.num_tokens_in(prefix)
         num_tokens = min(num_pending, budget)
         # A preempted sequence resumes only if there is room for all its tokens, so that it gets further than before.
@@ -272,7 +268,7 @@ class Scheduler:
         self._kv.offer(sequence)
         self._give_back(sequence)
         sequence.state = SequenceState.WAITING
-        # Add before leaving; otherwise, a share without other sequences would be idle in between and lose its place.
+        # Add before leaving. Otherwise, a share without other sequences would be idle in between and lose its place.
         self.queue.add(sequence)
         self.queue.leave(sequence)
         self.num_preemptions += 1

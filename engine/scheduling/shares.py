@@ -10,13 +10,13 @@ from loramux.engine.sequence import Sequence
 
 INPUT_PRICE = 1.0
 OUTPUT_PRICE = 2.0
-"""Prices per token. Each output token needs a pass over the weights; all tokens of a prompt chunk share one pass."""
+"""Prices per token. Each output token needs a pass over the weights. All tokens of a prompt chunk share one pass."""
 
 MAX_STALE = 8
 """Number of outdated heap entries to tolerate, in addition to one per share."""
 
 Turn = tuple[float, ...]
-"""Sort key of waiting sequences; the lowest goes first."""
+"""Sort key of waiting sequences. The lowest goes first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class Share:
     cold: list[Sequence] = field(default_factory=list)
     """Waiting sequences whose adapter is not resident, in the same order."""
     parked: dict[Sequence, None] = field(default_factory=dict)
-    """Sequences waiting for a higher limit; they get no turn until then."""
+    """Sequences waiting for a higher limit. They get no turn until then."""
     num_waiting_tokens: int = 0
     num_running: int = 0
     charged: float = 0.0
@@ -63,7 +63,6 @@ class Share:
 
 
 def place(sequence: Sequence) -> tuple[int, int]:
-    """Sort key of a sequence within its share."""
     return sequence.add.priority, sequence.arrival
 
 
@@ -73,7 +72,7 @@ class ShareHeap:
     def __init__(self, key: Callable[[Share], Turn]) -> None:
         self._key = key
         self._heap: list[tuple[Turn, int, Share]] = []
-        # Number of each share's current entry; entries with other numbers are outdated.
+        # Number of each share's current entry. Entries with other numbers are outdated.
         self._current: dict[Share, int] = {}
         self._num_updates = 0
 

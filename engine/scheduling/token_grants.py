@@ -36,7 +36,7 @@ class TokenGrants:
             self._raise(sequence, sequence.num_wanted)
 
     def extend(self, sequence: Sequence, max_tokens: int) -> None:
-        """Raise the sequence's limit, either now or when the sequence first runs; a paused sequence resumes."""
+        """Raise the sequence's limit, either now or when the sequence first runs. A paused sequence resumes."""
         num_wanted = sequence.num_prompt + max_tokens
         if sequence.add.digest is None or sequence.has_run:
             self._raise(sequence, num_wanted)

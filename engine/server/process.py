@@ -3,7 +3,7 @@
 The process reads its configuration as JSON from standard input. RECORD is the file descriptor of the shared memory
 through which the supervisor tracks the loop's progress.
 
-The loop receives messages from gateways, runs one step, and sends the output; it blocks only when there is nothing to
+The loop receives messages from gateways, runs one step, and sends the output. It blocks only when there is nothing to
 do. The process exits when standard input closes, so it never outlives the supervisor, which has the other end open.
 """
 
@@ -46,16 +46,16 @@ if TYPE_CHECKING:
     from loramux.engine.tracing.otel_spans import OtelSpanSink
 
 EXIT_REFUSED = 3
-"""Exit status if the engine cannot start; the reason is the last line on standard error."""
+"""Exit status if the engine cannot start. The reason is the last line on standard error."""
 
 EXIT_DEVICE_FAILED = 4
-"""Exit status if the device fails while serving; the reason is the last line on standard error."""
+"""Exit status if the device fails while serving. The reason is the last line on standard error."""
 
 LOADING_POLL_MS = 50
-"""Longest wait for an event while adapters are loading, in milliseconds; the stager usually wakes the loop sooner."""
+"""Longest wait for an event while adapters are loading, in milliseconds. The stager usually wakes the loop sooner."""
 
 IDLE_POLL_MS = 250
-"""Longest wait of an idle loop, in milliseconds. Short enough to keep `StepRecord` fresh for the supervisor."""
+"""Longest wait of an idle loop, in milliseconds. It is short enough to keep `StepRecord` fresh for the supervisor."""
 
 HEARTBEAT_S = 1.0
 """Heartbeat interval, in seconds: the time until the engine notices that a gateway without pending output is gone."""
@@ -91,7 +91,6 @@ class EngineServer:
         self._poller.register(wake_fd, zmq.POLLIN)
 
     def serve(self) -> None:
-        """Run until the supervisor is gone."""
         ran = False
         while not self._ended.is_set():
             self._receive(self._timeout_ms(ran))
@@ -207,7 +206,7 @@ def main() -> None:
     fails later, each with a one-sentence message. Running sequences end with the process. The supervisor and the
     gateways detect that it has exited.
     """
-    # Ctrl-C is sent to the whole process group; the supervisor decides when the engine exits.
+    # Ctrl-C is sent to the whole process group. The supervisor decides when the engine exits.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     document = sys.stdin.buffer.readline()
     wake_read, wake_write = os.pipe()
@@ -252,7 +251,7 @@ def _open_spans(config: EngineConfig) -> OtelSpanSink | None:
 def _follow_supervisor(ended: threading.Event, closed: threading.Event, wake: Callable[[], None]) -> None:
     """Stop the loop when standard input closes; kill the process if the loop does not stop. Runs on its own thread."""
     while os.read(sys.stdin.fileno(), 4096):
-        # No input is expected after the configuration; only the end of input matters.
+        # No input is expected after the configuration. Only the end of input matters.
         continue
     ended.set()
     wake()
@@ -261,7 +260,7 @@ def _follow_supervisor(ended: threading.Event, closed: threading.Event, wake: Ca
 
 
 def _end_for_device(error: Exception, what: str, code: int) -> None:
-    """Exit with a one-sentence message if the device caused the error; otherwise return.
+    """Exit with a one-sentence message if the device caused the error. Otherwise, return.
 
     Nothing is torn down: calls to a broken device may hang, and they would print output after the message.
     """
@@ -277,7 +276,7 @@ def _serve(assembled: AssembledEngine, path: Path, wake_read: int, record: StepR
 
     context = zmq.Context(io_threads=1)
     socket = context.socket(zmq.ROUTER)
-    # The queues are bounded by credits; a high-water mark would drop messages.
+    # The queues are bounded by credits. A high-water mark would drop messages.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

@@ -12,7 +12,7 @@ _LENGTH = struct.Struct("<Q")
 _IDS = _COUNTERS.size + _LENGTH.size
 
 ID_BYTES = 64
-"""Bytes reserved for each sequence id and its separator; ids that do not fit are left out, never truncated."""
+"""Bytes reserved for each sequence id and its separator. Ids that do not fit are left out, never truncated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class LoopProgress:
 
 
 class StepRecord:
-    """Only the engine's loop writes the record, a few bytes per iteration; the supervisor can read it at any time.
+    """Only the engine's loop writes the record, a few bytes per iteration. The supervisor can read it at any time.
 
     The record is in shared memory because a step can hang or crash the process before it can send a message. A record
     written before the step survives.
@@ -44,7 +44,7 @@ class StepRecord:
         return fd
 
     def note_pass(self, ran: bool) -> None:
-        """Count one iteration of the loop; `ran` is true if the iteration ran a step."""
+        """Count one iteration of the loop. `ran` is true if the iteration ran a step."""
         self._num_passes += 1
         self._num_steps += ran
         _COUNTERS.pack_into(self._memory, 0, self._num_passes, self._num_steps)

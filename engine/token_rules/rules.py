@@ -1,5 +1,3 @@
-"""One sequence's rules about its next token."""
-
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -32,7 +30,7 @@ class TokenRules:
         """Reason why no token can follow, or None."""
 
     def restrict(self, mask: Mask | None, held_back: Collection[int] = ()) -> Mask | None:
-        """The tokens that both `mask` and the rules allow, or None if there are none, because the sequence then ends.
+        """Return the tokens that both `mask` and the rules allow, or None if there are none and the sequence ends.
 
         A `mask` of None allows all tokens. The sampler forbids the tokens `held_back`, so they count as not allowed.
         """
@@ -40,7 +38,8 @@ class TokenRules:
         _clear(allowed, held_back)
         _clear(allowed, self._ends_of_bad_words())
         forced = None if self._thinking is None else self._thinking.forced_token()
-        # Inside a character, a grammar does not allow the end marker. The thinking then goes on until it does.
+        # Inside a character, a grammar does not allow the end marker. The thinking then continues until the character
+        # ends.
         if forced is not None and allowed[forced >> 3] >> (forced & 7) & 1:
             return _mask_of([forced], self._vocab_size)
         if not allowed.any():
@@ -58,7 +57,7 @@ class TokenRules:
 
 
 def token_rules(params: SamplingParams, tokens: list[int], num_prompt: int, vocab_size: int) -> TokenRules | None:
-    """A sequence's rules, or None if its settings contain none; None costs nothing per step."""
+    """Return a sequence's rules, or None if its settings contain none. None costs nothing per step."""
     if not params.allowed_token_ids and not params.bad_words and params.thinking is None:
         return None
     return TokenRules(params, tokens, num_prompt, vocab_size)

@@ -9,11 +9,11 @@ MAX_LEADING_TOKENS = 4
 
 
 class ThinkingLimit:
-    """Follows one sequence's thinking, whose end marker is forced once the budget is used up.
+    """Follows one sequence's thinking and forces its end marker once the budget is used up.
 
     `tokens` is the sequence's own list, prompt first, which grows as tokens are committed. The thinking has begun if
-    the prompt has opened it, or begins with the begin marker at the start of the answer. It is over after the end
-    marker, and does not begin again.
+    the prompt opened it or the answer starts with the begin marker. It is over after the end marker, and does not begin
+    again.
     """
 
     def __init__(self, budget: ThinkingBudget, tokens: list[int], num_prompt: int) -> None:
@@ -23,11 +23,11 @@ class ThinkingLimit:
         self._tokens = tokens
         self._num_prompt = self._num_read = num_prompt
         self._start = num_prompt if budget.is_open else None
-        """Position of the first token of the thinking; None if the thinking has not begun."""
+        """Position of the first token of the thinking. None if the thinking has not begun."""
         self._is_over = False
 
     def forced_token(self) -> int | None:
-        """The next token of the end marker if the budget is used up; otherwise None."""
+        """Return the next token of the end marker if the budget is used up, otherwise None."""
         while self._num_read < len(self._tokens) and not self._is_over:
             self._num_read += 1
             self._read(self._num_read)

@@ -22,7 +22,7 @@ from loramux.engine.errors import ConfigNotUsable
 from loramux.engine.tracing.spans import SpanRecord, TraceConfig
 
 MAX_WAITING = 4096
-"""Maximum number of spans waiting for export; further spans are dropped."""
+"""Maximum number of spans waiting for export. Further spans are dropped."""
 
 EXPORT_INTERVAL_MS = 500.0
 
@@ -78,7 +78,7 @@ class OtelSpanSink:
             return
 
     def close(self, timeout_s: float) -> None:
-        """Export all waiting spans; each of the three stages waits at most `timeout_s`."""
+        """Export all waiting spans. Each of the three stages waits at most `timeout_s`."""
         try:
             self._waiting.put(None, timeout=timeout_s)
         except queue.Full:

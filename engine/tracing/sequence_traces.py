@@ -1,5 +1,3 @@
-"""Spans of traced requests in the engine: queue, adapter load, grammar compilation, prefill and decode."""
-
 from __future__ import annotations
 
 import time
@@ -13,7 +11,7 @@ from loramux.engine.tracing.spans import SpanRecord, SpanSink
 
 @dataclass(slots=True)
 class _Life:
-    """Times at which a sequence reached each stage; None for stages not reached yet."""
+    """Times at which a sequence reached each stage. None for stages not reached yet."""
 
     added_ns: int
     began_ns: int | None = None
@@ -21,7 +19,7 @@ class _Life:
 
 
 class SequenceTraces:
-    """Records spans as the engine's loop reports events; sequences without a `traceparent` are skipped.
+    """Records spans as the engine's loop reports events. Sequences without a `traceparent` are skipped.
 
     A sequence has the consecutive spans `engine.queue`, `engine.prefill` and `engine.decode`. If the adapter was not in
     the pool, a span `engine.load_adapter` overlaps the first span. So does a span `engine.compile_grammar` if the
@@ -45,13 +43,12 @@ class SequenceTraces:
             life.began_ns = self._clock_ns()
 
     def committed(self, sequence: Sequence) -> None:
-        """Record that one more token of the sequence was committed."""
         life = self._lives.get(sequence)
         if life is not None and life.first_token_ns is None:
             life.first_token_ns = self._clock_ns()
 
     def loaded(self, load: AdapterLoad, waiting: Iterable[Sequence]) -> None:
-        """Record that an adapter became resident or failed to load; `waiting` are the sequences that need it."""
+        """Record that an adapter became resident or failed to load. `waiting` are the sequences that need it."""
         now_ns = self._clock_ns()
         for sequence in waiting:
             life = self._lives.get(sequence)
@@ -59,7 +56,6 @@ class SequenceTraces:
                 self._sink.record(sequence.add.traceparent, _load_span(load, life.added_ns, now_ns))
 
     def compiled(self, sequence: Sequence, failure: str | None) -> None:
-        """Record that the sequence's grammar was compiled or failed to compile."""
         life = self._lives.get(sequence)
         if life is not None and sequence.add.traceparent is not None:
             span = SpanRecord(

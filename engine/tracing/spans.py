@@ -36,7 +36,5 @@ class SpanRecord:
 
 
 class SpanSink(Protocol):
-    """Receives spans from the engine's loop."""
-
     def record(self, traceparent: str, span: SpanRecord) -> None:
         """Record a child span of `traceparent` (W3C Trace Context). Never blocks, but may drop the span."""

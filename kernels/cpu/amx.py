@@ -1,6 +1,6 @@
 """bfloat16 products with AMX: sixteen rows by sixteen outputs by thirty-two inputs in one instruction.
 
-The weight has the panel layout of `avx512_bf16`; the 32 outputs of a panel form two tiles side by side. During the loop
+The weight has the panel layout of `avx512_bf16`. The 32 outputs of a panel form two tiles side by side. During the loop
 over the inputs, the sums for up to 32 rows and the 32 outputs of a panel stay in four tiles (Intel, "Architecture
 Instruction Set Extensions Programming Reference", on AMX). The order of summation does not depend on the number of
 rows.
@@ -39,10 +39,10 @@ STEP_ELEMENTS = TILE_INPUTS * OUTPUTS
 """Weights of a panel used in one step: 2 KiB."""
 
 BLOCK_STEPS = 8
-"""Steps in a block of a panel; the block, 16 KiB, stays in the L1 cache while all rows are multiplied by it."""
+"""Steps in a block of a panel. The block, 16 KiB, stays in the L1 cache while all rows are multiplied by it."""
 
 CHUNK_ROW_STEPS = 1 << 14
-"""Rows times steps in a chunk of the inputs; the chunk, 1 MiB, stays in the L2 cache while all panels use it."""
+"""Rows times steps in a chunk of the inputs. The chunk, 1 MiB, stays in the L2 cache while all panels use it."""
 
 STEPS_AHEAD = 2
 """Number of steps by which weights are prefetched ahead if each weight is read only once."""
@@ -60,14 +60,14 @@ _VOID = ir.VoidType()
 
 @functools.cache
 def has_amx() -> bool:
-    """True if this CPU has AMX for bfloat16 and Linux lets this process use it; the permission is permanent."""
+    """True if this CPU has AMX for bfloat16 and Linux lets this process use it. The permission is permanent."""
     if "amx-bf16" not in cpu_features() or platform.system() != "Linux":
         return False
     return bool(ctypes.CDLL(None).syscall(*TILE_PERMISSION) == 0)
 
 
 class AmxPanels:
-    """`y = x @ weightᵀ + bias` for a bfloat16 weight `[out_features, in_features]`; `x` is rounded to bfloat16."""
+    """`y = x @ weightᵀ + bias` for a bfloat16 weight `[out_features, in_features]`. `x` is rounded to bfloat16."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._out_features, in_features = weight.shape
@@ -272,10 +272,10 @@ def multiply_tile_panels(
 ) -> None:
     """`y[t] = bfloat16(x[t]) @ weightᵀ + bias`; `x`, `rounded`, `bias` and `y` are addresses.
 
-    `x` and `y` have float32 rows, `x_stride` and `y_stride` elements apart; rows of `y`, like `bias`, cover
-    `num_panels` whole panels. `rounded` is bfloat16 scratch for rows padded to whole steps, `rounded_stride` apart.
-    For more than 32 rows, `y` and `rounded` have room for whole tiles of rows. Each of `num_threads` threads processes
-    one share of the panels and configures its tiles once.
+    `x` and `y` have float32 rows, `x_stride` and `y_stride` elements apart. Rows of `y`, like `bias`, cover
+    `num_panels` whole panels. `rounded` is bfloat16 scratch for rows padded to whole steps, `rounded_stride` apart. For
+    more than 32 rows, `y` and `rounded` have room for whole tiles of rows. Each of `num_threads` threads processes one
+    share of the panels and configures its tiles once.
     """
     rounded_step, y_step, size = 2 * rounded_stride, 4 * y_stride, num_steps * TILE_INPUTS
     round_rows(x, 4 * x_stride, num_rows, in_features, rounded, rounded_step, size)

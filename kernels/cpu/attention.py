@@ -119,7 +119,7 @@ def _attend_tile(
     """Attention of the last `num_tokens` rows of a context of `length`, for the `group_size` heads of KV head `head`.
 
     `q_address` and `out_address` point to the tile's first row and head. The sequence's pages begin at
-    `pages[page_begin]`. `q_tile`, `out_tile`, `scores` and `weights` are scratch for the tile's rows; a row of scores
+    `pages[page_begin]`. `q_tile`, `out_tile`, `scores` and `weights` are scratch for the tile's rows. A row of scores
     is `row_len` long.
     """
     flat_pool = pool.reshape(-1)
@@ -130,7 +130,7 @@ def _attend_tile(
         for d in range(group_size * head_dim):
             copy[d] = row[d]
             found[d] = np.float32(0)
-    # The first query row sees keys from `first_key` on; with a window, later rows start at later keys.
+    # The first query row sees keys from `first_key` on. With a window, later rows start at later keys.
     first_key = max(0, length - num_tokens + 1 - window)
     first_page, last_page = first_key // PAGE_TOKENS, (length + PAGE_TOKENS - 1) // PAGE_TOKENS
     for p in range(first_page, last_page):
@@ -256,10 +256,10 @@ def attend(
     window: int,
     soft_cap: Any,
 ) -> None:
-    """Attention of all sequences; see `ReferenceKernels.paged_attention`.
+    """Attention of all sequences. See `ReferenceKernels.paged_attention`.
 
     The tiles are divided into `num_threads` shares of equal cost. `cu_q`, `seq_lens`, `pages` and `page_starts` are
-    int32. `window` is the number of keys that a query sees; without a window, it is larger than any context. `soft_cap`
+    int32. `window` is the number of keys that a query sees. Without a window, it is larger than any context. `soft_cap`
     0 means no cap.
     """
     work: Any = 0

@@ -29,7 +29,7 @@ MAX_ROWS = 12
 """Maximum number of rows per block; their sums take 24 of the 32 registers."""
 
 BLOCK_INPUTS = 256
-"""Inputs in a block of a panel; the block, 16 KiB, stays in the L1 cache while all rows are multiplied by it."""
+"""Inputs in a block of a panel. The block, 16 KiB, stays in the L1 cache while all rows are multiplied by it."""
 
 ROW_PAD = 32
 """Padding elements between rows of `x`, and between rows of `y` if there are many. Without padding, rows whose length
@@ -54,7 +54,7 @@ _LONG = ir.IntType(64)
 
 
 class Avx512Bf16Panels:
-    """`y = x @ weightᵀ + bias` for a bfloat16 weight `[out_features, in_features]`; `x` is rounded to bfloat16."""
+    """`y = x @ weightᵀ + bias` for a bfloat16 weight `[out_features, in_features]`. `x` is rounded to bfloat16."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._out_features = weight.shape[0]
@@ -243,7 +243,7 @@ def multiply_pair_panels(
 ) -> None:
     """`y[t] = bfloat16(x[t]) @ weightᵀ + bias`; `x`, `rounded`, `bias` and `y` are addresses.
 
-    `x` and `y` have float32 rows, `x_stride` and `y_stride` elements apart; rows of `y`, like `bias`, cover
+    `x` and `y` have float32 rows, `x_stride` and `y_stride` elements apart. Rows of `y`, like `bias`, cover
     `num_panels` whole panels. `rounded` is scratch for the same number of rows, padded to whole pairs and
     `rounded_stride` bfloat16 elements apart.
     """

@@ -80,7 +80,7 @@ def emit_rows(
 
 @helper
 def begin_outputs(y: int, y_step: int, num_rows: int, width: int, bias: int) -> None:
-    """`y[r][o] = bias[o]` for `width` outputs `o`, or 0 if the address `bias` is 0; rows are `y_step` bytes apart."""
+    """`y[r][o] = bias[o]` for `width` outputs `o`, or 0 if the address `bias` is 0. Rows are `y_step` bytes apart."""
     for r in range(num_rows):
         row = floats_at(y + r * y_step)
         if bias == 0:
@@ -139,7 +139,7 @@ def _panel_adder(width: int) -> Any:
 add_panels = _panel_adder(PANEL)
 """`y[r][o] += sum over k of x[r][k] * weights[first + step * k + o]`, for 16 outputs `o`, `size` >= 1 elements `k`.
 
-`x` and `y` are addresses of the first row; rows are `x_step` and `y_step` bytes apart.
+`x` and `y` are addresses of the first row. Rows are `x_step` and `y_step` bytes apart.
 """
 
 add_half_panels = _panel_adder(PANEL // 2)
@@ -151,7 +151,7 @@ def _addresses_of(count: int) -> Any:
 
     @intrinsic
     def addresses(typing_context: Any, address: Any, step: Any, rows: Any, begin: Any) -> Any:
-        """`address + step * rows[begin + i]` for each `i`, as a tuple; `rows` is an array of int32."""
+        """`address + step * rows[begin + i]` for each `i`, as a tuple. `rows` is an array of int32."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             address, step, array, begin = args
@@ -325,7 +325,7 @@ def scale_and_shift(typing_context: Any, weights: Any, gain: Any, shift: Any, si
 
 
 def _sums_of_products(builder: Any, x: list[Any], lanes_at: Emit, size: Any, before: list[Any]) -> list[Any]:
-    """`before[r] + sum over k of x[r][k] * lanes_at(k)` for `size` >= 1 elements `k`; `x` contains addresses."""
+    """`before[r] + sum over k of x[r][k] * lanes_at(k)` for `size` >= 1 elements `k`. `x` contains addresses."""
     x_rows = [builder.inttoptr(row, _FLOAT.as_pointer()) for row in x]
 
     def step(k: Any, sums: list[Any]) -> list[Any]:
@@ -348,7 +348,7 @@ def _loop(
     step: Callable[[Any, list[Any]], list[Any]],
     begin: Any = _ZERO,
 ) -> list[Any]:
-    """Emit a loop of `values = step(k, values)` over `range(begin, size, step_size)`; values stay in registers."""
+    """Emit a loop of `values = step(k, values)` over `range(begin, size, step_size)`. Values stay in registers."""
     entry = builder.block
     check, body, done = (builder.append_basic_block(name) for name in ("check", "body", "done"))
     builder.branch(check)

@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent
 
 
 def cache_directory() -> Path:
-    """Directory of the compiled code; its name includes a hash of all kernel sources.
+    """Directory of the compiled code. Its name includes a hash of all kernel sources.
 
     A kernel is therefore recompiled even if only a helper in another file changes; numba itself checks only the
     kernel's own file.
@@ -56,7 +56,7 @@ helper: Any = numba.njit(fastmath=_FLAGS, error_model="numpy")
 """Decorates a function that kernels call."""
 
 kernel: Any = numba.njit(parallel=True, cache=True, fastmath=_FLAGS, error_model="numpy", nogil=True)
-"""Decorates a function that Python calls, or that has parallel loops; its compiled code is cached on disk."""
+"""Decorates a function that Python calls, or that has parallel loops. Its compiled code is cached on disk."""
 
 exact: Any = numba.njit(fastmath={"contract", "nsz"}, error_model="numpy")
 """Decorates a helper whose sums must keep their order."""

@@ -1,5 +1,3 @@
-"""LoRA's expand on the CPU: adds rows of B, read directly from pages and weighted by planes, to the outputs."""
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -45,7 +43,7 @@ class _ExpandVisit(NamedTuple):
 def _expand_row(
     v: int, y: int, pool: Any, places: Any, ahead: Any, num_ranks: int, factor: Any, length: int, sums: Any
 ) -> None:  # fmt: skip
-    """Add the contributions of `num_ranks` ranks to `length` columns of one row; `length` is a multiple of 16.
+    """Add the contributions of `num_ranks` ranks to `length` columns of one row. `length` is a multiple of 16.
 
     `sums` is scratch for the contributions, so that each rank's row can be read sequentially. Summation is in the same
     order as in `add_ranks`. `ahead` contains the places of the ranks to be read next.
@@ -123,7 +121,7 @@ def _expand_visit(
     visit: Any, places: Any, ahead: Any, row_stride: int, y_stride: int, pool: Any, rows: Any,
     starts: Any, sums: Any,
 ) -> None:  # fmt: skip
-    """Process one visit; `ahead` contains the pool indices at which the next visit begins."""
+    """Process one visit. `ahead` contains the pool indices at which the next visit begins."""
     begin, end = np.int64(starts[visit.segment]), np.int64(starts[visit.segment + 1])
     if visit.gain != NO_AFFINE:
         for e in range(0, visit.length, COLUMNS_STEP):

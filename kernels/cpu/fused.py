@@ -32,7 +32,7 @@ def _norm_row(x_address: int, out_address: int, weight_address: int, size: int, 
 def rms_norm(
     x_address: int, x_stride: int, out_address: int, weight_address: int, num_rows: int, size: int, eps: Any
 ) -> None:
-    """`out[t] = x[t] / sqrt(mean(x[t]²) + eps) * weight`; `out` is contiguous `[num_rows, size]`."""
+    """`out[t] = x[t] / sqrt(mean(x[t]²) + eps) * weight`. `out` is contiguous `[num_rows, size]`."""
     if num_rows * size < SERIAL_WORK:
         for t in range(num_rows):
             _norm_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, weight_address, size, eps)
@@ -64,7 +64,7 @@ def add_rms_norm(
     size: int,
     eps: Any,
 ) -> None:
-    """`residual[t] += x[t]`, then `out[t]` is `rms_norm` of the sum; `out` is contiguous `[num_rows, size]`."""
+    """`residual[t] += x[t]`, then `out[t]` is `rms_norm` of the sum. `out` is contiguous `[num_rows, size]`."""
     if num_rows * size < SERIAL_WORK:
         for t in range(num_rows):
             x, residual = x_address + 4 * t * x_stride, residual_address + 4 * t * residual_stride
@@ -100,7 +100,7 @@ def rotary(
     num_rows: int,
     half: int,
 ) -> None:
-    """Rotate q and k in place; `cos` and `sin` are contiguous `[num_rows, half]`; see `ReferenceKernels.rotary`."""
+    """Rotate q and k in place; `cos` and `sin` are contiguous `[num_rows, half]`. See `ReferenceKernels.rotary`."""
     if num_rows * (num_heads + num_kv_heads) * half < SERIAL_WORK:
         for t in range(num_rows):
             cos, sin = cos_address + 4 * t * half, sin_address + 4 * t * half
@@ -131,7 +131,7 @@ def _gelu_row(row_address: int, out_address: int, size: int) -> None:
 
 @kernel
 def silu_and_mul(x_address: int, x_stride: int, out_address: int, num_rows: int, size: int) -> None:
-    """`out[t] = silu(x[t, :size]) * x[t, size:]`; `out` is contiguous `[num_rows, size]`."""
+    """`out[t] = silu(x[t, :size]) * x[t, size:]`. `out` is contiguous `[num_rows, size]`."""
     if num_rows * size < SERIAL_WORK:
         for t in range(num_rows):
             _silu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size)
@@ -142,7 +142,7 @@ def silu_and_mul(x_address: int, x_stride: int, out_address: int, num_rows: int,
 
 @kernel
 def gelu_and_mul(x_address: int, x_stride: int, out_address: int, num_rows: int, size: int) -> None:
-    """`out[t] = gelu(x[t, :size]) * x[t, size:]`, gelu in its tanh form; `out` is contiguous `[num_rows, size]`."""
+    """`out[t] = gelu(x[t, :size]) * x[t, size:]`, gelu in its tanh form. `out` is contiguous `[num_rows, size]`."""
     if num_rows * size < SERIAL_WORK:
         for t in range(num_rows):
             _gelu_row(x_address + 4 * t * x_stride, out_address + 4 * t * size, size)

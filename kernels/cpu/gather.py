@@ -1,5 +1,3 @@
-"""LoRA's gather on the CPU: reads one row of an embedding's A per token, directly from pages."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -27,7 +25,7 @@ def gather(
     starts: Any,
     slots: Any,
 ) -> None:
-    """`planes[t, 0, :rank] = A[slot, module][:, tokens[t]]`; see `ReferenceKernels.lora_gather`.
+    """`planes[t, 0, :rank] = A[slot, module][:, tokens[t]]`. See `ReferenceKernels.lora_gather`.
 
     `tokens` is int32 `[T]`. `planes` is float32, passed by address and row stride in elements. `pool` is `[P, L, E]`,
     float32 or bfloat16 bits as uint16. Tables and segments have the dtypes given in `tables.py`.

@@ -1,5 +1,3 @@
-"""The CPU kernels over one page pool, compiled by numba."""
-
 from __future__ import annotations
 
 import torch

@@ -16,7 +16,7 @@ from loramux.kernels.cpu.compiled import helper, kernel
 from loramux.kernels.cpu.vectors import floats_at, narrow
 
 PAGE_TOKENS = 16
-"""Tokens per page; the scores of one head over one page fill sixteen lanes."""
+"""Tokens per page. The scores of one head over one page fill sixteen lanes."""
 
 SERIAL_WORK = 200_000
 """Number of elements to copy below which waking other threads costs more than it saves."""
@@ -55,7 +55,7 @@ def write(
 ) -> None:
     """Store K and V of row `t` at token `kv_slots[t] % 16` of page `kv_slots[t] // 16`.
 
-    `kv_slots` int64 `[T]`; `num_heads` counts KV heads.
+    `kv_slots` int64 `[T]`. `num_heads` counts KV heads.
     """
     flat_pool = pool.reshape(-1)
     num_rows = kv_slots.shape[0]

@@ -25,7 +25,7 @@ from loramux.kernels.cpu.compiled import cpu_features, helper, kernel
 from loramux.kernels.cpu.vectors import PANEL
 
 BLOCK_INPUTS = 256
-"""Inputs in a block of a panel; the block, 8 KiB in bfloat16, stays in the L1 cache while all rows use it."""
+"""Inputs in a block of a panel. The block, 8 KiB in bfloat16, stays in the L1 cache while all rows use it."""
 
 SERIAL_WORK = 200_000
 """Number of multiplications below which waking other threads costs more than it saves."""
@@ -35,7 +35,7 @@ ROWS_HINT = 16
 
 
 class PackedLinear:
-    """`y = x @ weightᵀ + bias` for float32 `x` `[T, in_features]`; rows of `x` and `y` are contiguous, with any stride.
+    """`y = x @ weightᵀ + bias` for float32 `x` `[T, in_features]`. Rows of `x` and `y` are contiguous, with any stride.
 
     One copy of the weight `[out_features, in_features]` is kept, laid out for this CPU. If the weight is bfloat16 and
     the CPU multiplies bfloat16, `x` is rounded to bfloat16. A row's result is bitwise independent of the other rows,
@@ -75,7 +75,7 @@ def product_of(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor | Non
 
 
 class OneDnnProduct:
-    """A weight in oneDNN's blocked bfloat16 layout; `y` is rounded to bfloat16 as well."""
+    """A weight in oneDNN's blocked bfloat16 layout. `y` is rounded to bfloat16 as well."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
@@ -105,7 +105,7 @@ class FloatPanels:
 
 
 def _panels(weight: torch.Tensor) -> torch.Tensor:
-    """`[panels, in_features, 16]`, flattened; the last panel is padded with 0."""
+    """`[panels, in_features, 16]`, flattened. The last panel is padded with 0."""
     dtype = weight.dtype if weight.dtype == torch.bfloat16 else torch.float32
     out_features, in_features = weight.shape
     num_panels = -(-out_features // PANEL)

@@ -1,5 +1,3 @@
-"""LoRA's shrink on the CPU: products of the activations with rows of A, read directly from pages."""
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -34,7 +32,7 @@ class _ShrinkVisit(NamedTuple):
 def _places_and_length(pool: Any, layer: int, pages: Any, e: int, step: int, count: int) -> Any:
     """Pool indices at which `count` rows of the stream in `pages` continue, and how many elements each run may have.
 
-    The first row continues at element `e`, and the rows are `step` elements apart. `count` is RANKS or 1; for 1, the
+    The first row continues at element `e`, and the rows are `step` elements apart. `count` is RANKS or 1. For 1, the
     single index is returned RANKS times.
     """
     page_elements = np.int64(pool.shape[2])
@@ -89,7 +87,7 @@ def _shrink_segment(
 def _shrink_visit(
     visit: Any, a: Any, ahead: Any, x_step: int, plane_step: int, pool: Any, rows: Any, starts: Any
 ) -> None:  # fmt: skip
-    """Process one visit; `ahead` contains the pool indices at which the next visit begins."""
+    """Process one visit. `ahead` contains the pool indices at which the next visit begins."""
     begin, end = np.int64(starts[visit.segment]), np.int64(starts[visit.segment + 1])
     if visit.num_ranks == RANKS:
         _shrink_segment(

@@ -119,7 +119,7 @@ def emit_exponential(builder: Any, x: Any) -> Any:
 
 
 def emit_prefetch(builder: Any, pointer: Any, cache: int) -> None:
-    """Prefetch the cache line at `pointer` into `cache`; an invalid address is ignored."""
+    """Prefetch the cache line at `pointer` into `cache`. An invalid address is ignored."""
     byte = ir.IntType(8).as_pointer()
     name = "llvm.prefetch.p0"
     known = builder.module.globals.get(name)
@@ -226,7 +226,7 @@ def largest(typing_context: Any, x: Any) -> Any:
 
 @intrinsic
 def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """Prefetch the cache line of `array[index]` into the L1 cache; the element need not exist."""
+    """Prefetch the cache line of `array[index]` into the L1 cache. The element need not exist."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit_prefetch(builder, _element_pointer(context, builder, array, args[0], args[1]), FIRST_CACHE)

@@ -20,7 +20,7 @@ HEADS, HEAD_DIM, RANK = 2, 8, 4
 
 
 def warm(dtype: torch.dtype) -> None:
-    """Call every kernel on a tiny pool of `dtype`; the compiled code is cached on disk."""
+    """Call every kernel on a tiny pool of `dtype`. The compiled code is cached on disk."""
     geometry = PageGeometry(1, HEADS, HEAD_DIM, dtype.itemsize, dtype.itemsize)
     width = HEADS * HEAD_DIM
     layout = adapter_layout(geometry, [LinearShape("linear", width, width)], np.full((1, 1), RANK, np.int32))
@@ -48,7 +48,7 @@ def warm(dtype: torch.dtype) -> None:
     segments = build_segments(np.zeros(3, np.int32), kernels.segment_rows, RANK)
     call = LoraCall(0, group, tables, segments)
     kernels.lora_add(x, call, torch.zeros(3, width))
-    # Reading the same elements as an embedding stays within the pool; the values do not matter.
+    # Reading the same elements as an embedding stays within the pool. The values do not matter.
     embedding = replace(call, group=replace(group, is_embedding=True))
     kernels.lora_gather(torch.zeros(3, dtype=torch.int32), embedding, kernels.lora_planes(embedding, 3))
     kernels.kv_write(heads, heads, 0, batch)

@@ -34,7 +34,7 @@ def chunk_addresses(
     L: tl.constexpr,
     E: tl.constexpr,
 ) -> tl.tensor:
-    """Pool addresses of elements `e` of one adapter's stream; `pages` is the adapter's row of the page table.
+    """Pool addresses of elements `e` of one adapter's stream. `pages` is the adapter's row of the page table.
 
     `e` fits in 32 bits, as the offsets do; indices into the pool may need 64 bits.
     """

@@ -32,7 +32,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager
 
 MAX_PROCESSES = 16
-"""Maximum number of parallel compile processes; each has its own copy of torch and Triton in memory."""
+"""Maximum number of parallel compile processes. Each has its own copy of torch and Triton in memory."""
 
 COMMAND = (sys.executable, "-m", "loramux.kernels.gpu.ahead")
 """Command that compiles the programs listed on its standard input, one per line."""

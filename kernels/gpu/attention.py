@@ -73,7 +73,7 @@ class Tiling:
     num_stages: int
 
     def block_q(self, group_size: int) -> int:
-        """Query rows per program; its pairs are packed as `query * group_size + head`."""
+        """Query rows per program. Its pairs are packed as `query * group_size + head`."""
         return min(self.block_m // group_size, self.max_rows)
 
     def num_tiles(self, num_tokens: int, num_sequences: int, group_size: int) -> int:
@@ -82,13 +82,13 @@ class Tiling:
         return num_sequences if block_q == self.max_rows else num_tokens // block_q + num_sequences
 
     def num_partial_rows(self, num_tokens: int, num_sequences: int) -> int:
-        """Number of query rows in a workspace; each short sequence gets room for `max_rows`."""
+        """Number of query rows in a workspace. Each short sequence gets room for `max_rows`."""
         return num_tokens if self.max_rows == NO_LIMIT else num_sequences * self.max_rows
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """All launch parameters that are fixed in a captured graph; a function of shapes only.
+    """All launch parameters that are fixed in a captured graph. They depend only on shapes.
 
     `short` handles sequences with only a few query rows (decode, verify), and `long` handles all others (prefill). If a
     launch is None, it is skipped, and no batch that uses the plan may have a sequence that needs it.
@@ -122,13 +122,13 @@ def attention_plan(
 ) -> AttentionPlan:
     """Choose the launches for batches of `num_tokens` rows and `num_sequences` sequences, both including padding.
 
-    Sequences with up to `short_rows` query rows are short; `all_short` guarantees that there are no others. `itemsize`
+    Sequences with up to `short_rows` query rows are short. `all_short` guarantees that there are no others. `itemsize`
     is q's element size in bytes, and `num_processors` is the device's number of multiprocessors.
     """
     group_size = spec.num_heads // spec.num_kv_heads
     block_d = max(16, triton.next_power_of_2(spec.head_dim))
     # Tiles of K and V are at most 16 KiB, so that several programs fit on a multiprocessor. float32 is multiplied
-    # exactly, without tensor cores; its tiles are at most 8 KiB, to avoid register spills.
+    # exactly, without tensor cores. Its tiles are at most 8 KiB, to avoid register spills.
     is_exact = itemsize == 4
     tile_n = min(64, max(16, (8192 if is_exact else 16384) // (block_d * itemsize)))
 
@@ -176,10 +176,10 @@ def paged_attention(
     """`out[t] = softmax(soft_cap(q[t] kᵀ * scale) + mask) v` over the context of row `t`'s sequence.
 
     `q` and `out` are `[T, num_heads, head_dim]` of float32, float16 or bfloat16, and `pool.kv` has one of these dtypes
-    too; sums are float32. Rows may be views into wider rows. Head `h` reads KV head `h // (num_heads // num_kv_heads)`.
+    too. Sums are float32. Rows may be views into wider rows. Head `h` reads KV head `h // (num_heads // num_kv_heads)`.
     The query at position `p` sees keys `[0, p]` or, with a window, `[max(0, p - sliding_window + 1), p]`.
 
-    `workspace` is float32 with at least `plan.workspace_elements(...)` elements; its contents do not matter before or
+    `workspace` is float32 with at least `plan.workspace_elements(...)` elements. Its contents do not matter before or
     after the call. The batch is read on the device, so a captured graph can be replayed after its tensors are
     overwritten in place. Sequences without query rows, and rows that belong to no sequence, are padding and are
     skipped. Pool elements and listed pages beyond a context are never read. `check_attention` defines what is

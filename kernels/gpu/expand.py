@@ -174,7 +174,7 @@ def expand_tiles(
                 part += plane_stride
                 v += tl.load(part, mask=is_part, other=0.0)
             if HALVES_V:
-                # One bfloat16 contains 8 bits of v; a second one contains the next 8.
+                # One bfloat16 contains 8 bits of v. A second one contains the next 8.
                 high = v.to(tl.bfloat16)
                 low = (v - high.to(tl.float32)).to(tl.bfloat16)
                 delta = tl.dot(high.to(DOT_DTYPE), b, delta, input_precision="tf32x3")

@@ -19,7 +19,7 @@ _PROGRAM_ELEMENTS = 1024
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
     """`x / sqrt(mean(x²) + eps) * weight` over the last axis.
 
-    `x` is `[T, n]` or `[T, heads, n]`, and its rows may be views into wider rows; `weight` is `[n]`. The result is
+    `x` is `[T, n]` or `[T, heads, n]`, and its rows may be views into wider rows. `weight` is `[n]`. The result is
     contiguous, has the shape and dtype of `x`, and is stored in `out` if given.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
@@ -33,7 +33,7 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """`residual += x` in place, then `rms_norm(residual, weight, eps)` of the rounded sum.
 
-    `x` and `residual` are `[T, n]`; `residual` is contiguous. The result has the same form as that of `rms_norm`.
+    `x` and `residual` are `[T, n]`. `residual` is contiguous. The result has the same form as that of `rms_norm`.
     """
     assert residual.is_contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out

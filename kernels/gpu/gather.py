@@ -52,7 +52,7 @@ def gather_kernel(
         row = tl.load(segment_rows + listed, mask=is_row, other=0).to(tl.int64)
         token = tl.load(tokens + row, mask=is_row, other=0).to(tl.int64)
         is_read = is_row[:, None] & (ranks < rank)[None, :]
-        # A token's row has `rank` elements; it can begin anywhere and cross a page boundary.
+        # A token's row has `rank` elements. It can begin anywhere and cross a page boundary.
         e = offset + token[:, None] * rank + ranks[None, :]
         page = tl.load(pages + e // E, mask=is_read, other=0).to(tl.int64)
         values = tl.load(pool + (page * (L * E) + layer * E + e % E), mask=is_read, other=0.0)

@@ -10,7 +10,7 @@ from loramux.kernels.segments import LARGE_SEGMENT_ROWS, SEGMENT_ROWS
 from loramux.kernels.tables import Segments
 
 TILE_ROWS = SEGMENT_ROWS
-"""Rows per tile if segments are short; each segment is then one tile."""
+"""Rows per tile if segments are short. Each segment is then one tile."""
 
 TARGET_PROGRAMS = 528
 """Number of programs that fill the GPU: four on each of an H200's 132 multiprocessors."""
@@ -31,12 +31,12 @@ def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:
 
 
 def tile_rows(segments: Segments) -> int:
-    """Rows per tile; A and B are read once for each tile."""
+    """Rows per tile. A and B are read once for each tile."""
     return LARGE_SEGMENT_ROWS if segments.max_rows >= LARGE_SEGMENT_ROWS else TILE_ROWS
 
 
 def power_of_two_within(number: int) -> int:
-    """The largest power of two that is at most `number`; `number` must be at least 1.
+    """The largest power of two that is at most `number`. `number` must be at least 1.
 
     Compile-time parameters are rounded down with this function, so that batches of many sizes share few programs.
     """

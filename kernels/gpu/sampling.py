@@ -3,7 +3,7 @@
 The first launch reads all logits once, across the whole GPU, and stores the maximum of each group of 128. The second
 runs one program per row. For a greedy choice, the program reads these maxima and one group. For a random choice, it
 reads its row, by then in the L2 cache, a few more times. The group maxima bound the tokens that top_k and top_p can
-keep; the exact threshold is found among candidates that fit in registers. `reference/sampling.py` is the specification.
+keep. The exact threshold is found among candidates that fit in registers. `reference/sampling.py` is the specification.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_CANDIDATES = 8192
 
 _INF_BITS = tl.constexpr(0x7F800000)
 _NO_KEY = tl.constexpr(0x7FFFFFFF)
-"""Key for entries that are not tokens; larger than the key of any distance."""
+"""Key for entries that are not tokens. It is larger than the key of any distance."""
 
 _LEAST_TEMPERATURE = tl.constexpr(1e-30)
 _NUM_HALVINGS = tl.constexpr(16)
@@ -36,7 +36,7 @@ _EXPONENT_STEP = tl.constexpr(1 << 23)
 
 
 def sampling_workspace(num_rows: int, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """float32 scratch for `sample_tokens` of up to `num_rows` rows; its contents between calls do not matter."""
+    """float32 scratch for `sample_tokens` of up to `num_rows` rows. Its contents between calls do not matter."""
     return torch.empty((num_rows, _num_groups(vocab_size) + MAX_CANDIDATES), dtype=torch.float32, device=device)
 
 
@@ -191,7 +191,7 @@ def first_largest(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> tl.tensor:
-    """The first index of the largest logit; it is in the first group with this maximum."""
+    """The first index of the largest logit. It is in the first group with this maximum."""
     group = tl.min(tl.where(maxima == largest, tl.arange(0, GROUPS), GROUPS), 0)
     column = group * GROUP + tl.arange(0, GROUP)
     x = tl.load(logits_ptr + column, mask=column < V, other=float("-inf")).to(tl.float32)
@@ -209,7 +209,7 @@ def distance_keys(x: tl.tensor, largest: tl.tensor, is_token: tl.tensor) -> tl.t
 
 @triton.jit
 def weights_of(keys: tl.tensor, sharpness: tl.tensor) -> tl.tensor:
-    """`exp(-distance / temperature)`, 1 for the most likely token; `sharpness` is log2(e) / temperature."""
+    """`exp(-distance / temperature)`, 1 for the most likely token. `sharpness` is log2(e) / temperature."""
     return tl.exp2(-keys.to(tl.float32, bitcast=True) * sharpness)
 
 

@@ -192,7 +192,7 @@ def shrink_kernel(
     first_rank = tl.program_id(0) // (NUM_SPLITS * NUM_MODULES) * BLOCK_R
     segment = tl.program_id(1)
     if PDL:
-        # Let expand start its table lookups; it waits for this grid to end before it reads a plane.
+        # Let expand start its table lookups. It waits for this grid to end before it reads a plane.
         tl.extra.cuda.gdc_launch_dependents()
 
     slot = tl.load(segment_slots + segment).to(tl.int64)
@@ -254,7 +254,7 @@ def _plan(
     row_k = min(ROW_COLUMNS, layout.chunk_len)
     num_blocks = -(-group.in_features // row_k)
     programs = num_splits * len(group.modules)
-    # With few segments, divide an adapter's ranks among programs too; with many, that would only add idle programs.
+    # With few segments, divide an adapter's ranks among programs too. With many, that would only add idle programs.
     rank_blocks = min(-(-max_rank // block_r), TARGET_PROGRAMS // (programs * num_segments))
     rank_blocks = power_of_two_within(max(1, rank_blocks))
     return ShrinkPlan(

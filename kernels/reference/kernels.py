@@ -10,7 +10,7 @@ from loramux.kernels.tables import AttentionBatch, AttentionSpec
 
 
 class ReferenceKernels(ReferenceLora):
-    """The kernels over one page pool, written for clarity; the function that a method calls is its specification."""
+    """The kernels over one page pool, written for clarity. The function that a method calls is its specification."""
 
     @property
     def outer(self) -> ReferenceLora:
@@ -43,7 +43,7 @@ class ReferenceKernels(ReferenceLora):
         layer: int,
         batch: AttentionBatch,
     ) -> None:
-        """`rotary`, then `kv_write`; a device may fuse the two."""
+        """`rotary`, then `kv_write`. A device may fuse the two."""
         self.rotary(q, k, cos, sin)
         self.kv_write(k, v, layer, batch)
 

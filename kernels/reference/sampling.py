@@ -44,7 +44,7 @@ def reference_sample_tokens(
     """Write each row's token to `out_tokens`, or -1 if any of the row's logits is not finite.
 
     At temperature 0 the token is the first index of the largest logit. Otherwise it is the first index at which the
-    running sum of `kept_weights` exceeds `uniform` times their sum. The arguments are those of `sample_tokens`; sums
+    running sum of `kept_weights` exceeds `uniform` times their sum. The arguments are those of `sample_tokens`. Sums
     are float64.
     """
     rows = logits.float()
