@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class AtomicFiles:
-    """Hands out paths `DIRECTORY/unfinished/RUN-FILE`; each run locks `DIRECTORY/runs/RUN` until its process exits.
+    """Hands out paths `DIRECTORY/unfinished/RUN-FILE`. Each run locks `DIRECTORY/runs/RUN` until its process exits.
 
     The lock distinguishes the files of a dead run from those that a live run is still writing. Call the constructor and
     `sweep` while holding the directory's lock, so that a run that is just starting is not mistaken for a dead one.
@@ -33,7 +33,6 @@ class AtomicFiles:
         return self._directory / f"{self._run}-{uuid.uuid4().hex}"
 
     def sweep(self) -> None:
-        """Remove the files of runs that have died."""
         alive = {path.name for path in self._runs.iterdir() if not _remove_if_dead(path)}
         for path in self._directory.iterdir():
             if path.name.partition("-")[0] not in alive:

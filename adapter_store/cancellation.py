@@ -1,5 +1,3 @@
-"""A signal that a result is no longer wanted."""
-
 from __future__ import annotations
 
 import threading
@@ -19,7 +17,7 @@ class Cancellation:
         return self._is_cancelled
 
     def cancel(self) -> None:
-        """Call every listener on this thread; a second call does nothing."""
+        """Call every listener on this thread. A second call does nothing."""
         with self._lock:
             self._is_cancelled = True
             listeners, self._listeners = self._listeners, []
@@ -27,7 +25,7 @@ class Cancellation:
             listener()
 
     def when_cancelled(self, listener: Callable[[], None]) -> None:
-        """Call `listener` once, immediately if already cancelled; `listener` must be quick and must not raise."""
+        """Call `listener` once, immediately if already cancelled. `listener` must be quick and must not raise."""
         with self._lock:
             if not self._is_cancelled:
                 self._listeners.append(listener)

@@ -45,7 +45,7 @@ class DirectoryLock:
 
     @property
     def num_changes(self) -> int:
-        """Number of the last change; read it only while holding the lock."""
+        """Number of the last change. Read it only while holding the lock."""
         return int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
 
     def note_change(self) -> int:

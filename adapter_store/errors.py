@@ -9,7 +9,7 @@ _MAX_PARAM_LEN = 200
 
 
 def printable(text: str, max_len: int) -> str:
-    """A tenant's text, made safe to display: shortened, with `?` for invisible and bidirectional characters."""
+    """Make a tenant's text safe to display: shorten it, and replace invisible and bidirectional characters with `?`."""
     shown = text if len(text) <= max_len else text[: max_len - 3] + "..."
     return "".join(character if character.isprintable() else "?" for character in shown)
 
@@ -80,7 +80,7 @@ class UploadRefused(Refused):
 
 
 class LimitReached(StoreError):
-    """A tenant has reached a cap on uploads or pending versions; `code` names the cap. A retry may succeed."""
+    """A tenant has reached a cap on uploads or pending versions. `code` names the cap. A retry may succeed."""
 
     def __init__(self, code: str, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -105,7 +105,7 @@ class AdapterExists(StoreError):
 
 
 class AdapterInUse(StoreError):
-    """The adapter has versions or uploads: it can be disabled, but not deleted."""
+    """The adapter has versions or uploads. It can be disabled, but not deleted."""
 
 
 class TenantNotFound(StoreError):
@@ -125,7 +125,7 @@ class VersionNotReady(StoreError):
 
 
 class VersionInUse(StoreError):
-    """An alias names the version: move the alias first."""
+    """An alias names the version. Move the alias first."""
 
 
 class AliasNotFound(StoreError):
@@ -165,7 +165,7 @@ class FileNotFound(StoreError):
 
 
 class AdapterUnavailable(StoreError):
-    """The adapter's bytes are unavailable at the moment; a retry may succeed."""
+    """The adapter's bytes are unavailable at the moment. A retry may succeed."""
 
 
 class LoadCancelled(AdapterUnavailable):
@@ -173,7 +173,7 @@ class LoadCancelled(AdapterUnavailable):
 
 
 class AdapterCorrupt(StoreError):
-    """An adapter's bytes do not match their checksum, and are never served."""
+    """An adapter's bytes do not match their checksum. They are never served."""
 
 
 class BlobNotFound(StoreError):
@@ -189,7 +189,7 @@ class PartsMissing(StoreError):
 
 
 class BlobStoreUnavailable(StoreError):
-    """The blob store is unreachable or not working; the message says which store and why.
+    """The blob store is unreachable or not working. The message says which store and why.
 
     `retry_after_s` is set while the circuit breaker is open: the seconds until the store is tried again.
     """
@@ -202,10 +202,10 @@ class BlobStoreUnavailable(StoreError):
 class BlobDamaged(AdapterCorrupt, BlobStoreUnavailable):
     """Every read of the blob returned bytes that do not match its stored checksum.
 
-    The error has two base classes: a caller that can rebuild the file catches AdapterCorrupt, and other callers retry
+    The error has two base classes. A caller that can rebuild the file catches AdapterCorrupt, and other callers retry
     later.
     """
 
 
 class InvalidBlobUrl(StoreError):
-    """The blob store's URL is invalid; the message says how to fix it."""
+    """The blob store's URL is invalid. The message says how to fix it."""

@@ -1,5 +1,3 @@
-"""Opens the blob store that a URL names."""
-
 from __future__ import annotations
 
 import re

@@ -11,11 +11,11 @@ BreakerState = Literal["closed", "open", "half_open"]
 
 
 class CircuitBreaker:
-    """A breaker that is closed while calls succeed.
+    """A breaker that is closed while calls succeed. Thread-safe.
 
     After `max_failures` failures in a row it opens, so that calls fail immediately. After `first_open_s` the breaker is
-    half-open and lets one caller try. A success closes it; a failure opens it for twice as long as before, up to
-    `max_open_s`. Thread-safe.
+    half-open and lets one caller try. A success closes it. A failure opens it for twice as long as before, up to
+    `max_open_s`.
     """
 
     def __init__(

@@ -92,8 +92,7 @@ class BlobStore(ABC):
         return self.head(key) is not None
 
     @abstractmethod
-    def delete(self, key: str) -> None:
-        """Delete a blob if it exists."""
+    def delete(self, key: str) -> None: ...
 
     @abstractmethod
     def list_keys(self, prefix: str = "") -> Iterator[str]:
@@ -137,7 +136,6 @@ def check_key(key: str) -> str:
 
 
 def check_size(size: int, max_bytes: int | None) -> None:
-    """Raise BlobTooLarge if `size` exceeds `max_bytes`."""
     if max_bytes is not None and size > max_bytes:
         raise BlobTooLarge(f"the blob has {size} bytes, more than {max_bytes}")
 

@@ -1,5 +1,3 @@
-"""Blobs in memory, for tests and demonstrations."""
-
 from __future__ import annotations
 
 import threading
@@ -11,8 +9,6 @@ from loramux.adapter_store.errors import BlobNotFound
 
 
 class MemoryBlobStore(BlobStore):
-    """Stores every blob in a dictionary."""
-
     def __init__(self) -> None:
         self._blobs: dict[str, bytes] = {}
         self._lock = threading.Lock()

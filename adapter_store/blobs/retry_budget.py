@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 
 class RetryBudget:
-    """A token bucket for retries, shared by all callers.
+    """A token bucket for retries, shared by all callers. Thread-safe.
 
-    A retry takes one token, and a success returns a tenth of a token. In the long run retries add at most a tenth to
-    the traffic, after an initial burst of up to `capacity`. `refill_per_s` keeps the bucket of a rarely used store from
-    staying empty. Thread-safe.
+    A retry takes one token, and a success returns a tenth of a token. In the long run, retries therefore add at most a
+    tenth to the traffic, after an initial burst of up to `capacity`. `refill_per_s` keeps the bucket of a rarely used
+    store from staying empty.
     """
 
     def __init__(

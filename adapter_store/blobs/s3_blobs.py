@@ -31,7 +31,7 @@ from loramux.adapter_store.blobs.s3_writing import S3Writer
 from loramux.adapter_store.errors import BlobNotFound
 
 _CRASHED_AFTER_S = 86_400
-"""Age, in seconds, at which a multipart upload is considered abandoned."""
+"""Age, in seconds, at which a multipart upload counts as abandoned."""
 # Matches the checksum of a whole object. A multipart object may instead have a checksum of checksums, with the number
 # of parts as a suffix.
 _SHA256 = re.compile(r"[A-Za-z0-9+/]{43}=")

@@ -104,7 +104,7 @@ class S3Calls:
         raise AssertionError("unreachable")
 
     def send(self, what: str, request: Callable[[], T], deadline: Deadline | None = None) -> T:
-        """Make attempts, each a single request, until one succeeds; see `run`."""
+        """Make attempts, each a single request, until one succeeds. Raises the same errors as `run`."""
         return self.run(what, lambda: self.ask(request), deadline)
 
     def ask(self, request: Callable[[], T]) -> T:

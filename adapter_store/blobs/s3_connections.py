@@ -44,7 +44,6 @@ _MAX_CONNECTIONS = 64
 
 
 def connect(limits: S3Limits) -> S3Client:
-    """Create a client with the credentials, region and endpoint from boto3's usual sources; sends nothing yet."""
     has_endpoint = any(os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
     client = boto3.client(
         "s3",
@@ -110,7 +109,7 @@ class AttemptTimer:
 
 
 _current_timer: ContextVar[AttemptTimer | None] = ContextVar("_current_timer", default=None)
-"""The timer of this thread's current attempt, kept here because boto3 cannot pass it to the connections."""
+"""The timer of this thread's current attempt. boto3 cannot pass it to the connections, so it is kept here."""
 
 
 def _shut_down(connection: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MIN_PART_BYTES = 5 << 20
-"""Smallest part size that S3 accepts, in bytes; only the last part can be smaller."""
+"""Smallest part size that S3 accepts, in bytes. Only the last part can be smaller."""
 MAX_PARTS = 10_000
 MAX_SINGLE_PUT_BYTES = 5 << 30
 MAX_BLOB_BYTES = 5 << 40
@@ -15,7 +15,7 @@ MAX_BLOB_BYTES = 5 << 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Limits:
-    """Limits in seconds, bytes and counts; the defaults suit a store in the same region.
+    """Limits in seconds, bytes and counts. The defaults suit a store in the same region.
 
     A call without a body may take `call_s` in total, including retries and pauses. A call with a body may take `body_s`
     plus the time that the body takes at `min_bytes_per_s`. Files larger than `part_bytes` are transferred in parts,
@@ -42,8 +42,6 @@ class S3Limits:
 
 
 class Deadline:
-    """The time by which a call must end."""
-
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._begin = clock()

@@ -1,5 +1,3 @@
-"""Signed requests with which clients put blobs into the bucket themselves."""
-
 from __future__ import annotations
 
 from base64 import b64encode
@@ -54,7 +52,6 @@ class S3Presigner:
         return PresignedParts(upload_id=upload_id, part_bytes=part_bytes, parts=tuple(parts))
 
     def complete(self, key: str, upload_id: str, size: int, is_conditional: bool) -> bool:
-        """Assemble the uploaded parts, or return False if the key is taken. Raises PartsMissing or BlobNotFound."""
         calls = self._calls
         if self._size(key) is not None:
             self.abort(key, upload_id)

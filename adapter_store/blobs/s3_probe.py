@@ -15,8 +15,6 @@ _REMEDY = "use a store with conditional writes (Amazon S3, Ceph 16+, MinIO 2024+
 
 
 class S3Probe:
-    """Runs its checks under `prefix` in the bucket."""
-
     def __init__(self, calls: S3Calls, prefix: str) -> None:
         self._calls = calls
         self._prefix = prefix

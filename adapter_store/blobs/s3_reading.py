@@ -47,7 +47,7 @@ class Sink(Protocol):
 
 
 class FileSink:
-    """A sink that creates or truncates a file; use it in a `with` block."""
+    """A sink that creates or truncates a file. Use it in a `with` block."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w+b")
@@ -110,8 +110,6 @@ class _Found:
 
 
 class S3Reader:
-    """Copies blobs into sinks."""
-
     def __init__(self, calls: S3Calls) -> None:
         self._calls = calls
         self._limits = calls.limits

@@ -1,5 +1,3 @@
-"""SQL for versions in validation. Only one server at a time can claim a version and record its verdict."""
-
 from __future__ import annotations
 
 import threading
@@ -38,16 +36,12 @@ _NO_CLAIM = {"claimed_by": None, "claim_expires_us": None}
 
 @dataclass(frozen=True, slots=True)
 class ClaimedVersion:
-    """A version that this server has claimed, and its upload."""
-
     version: AdapterVersion
     upload: Upload
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result for an adapter that passed validation."""
-
     digest: str
     max_rank: int
     num_pages: int
@@ -72,7 +66,7 @@ class VersionClaims:
         self._lease_us = round(lease_s * 1_000_000)
         self.lease_s = lease_s
         self.server_id = new_id("srv")
-        """Unique to this process: after a restart, earlier claims count as another server's."""
+        """Unique to this process. After a restart, earlier claims count as another server's."""
 
     def claim_version(self, version_id: str) -> ClaimedVersion | None:
         """Claim a version, or return None if it is ready, rejected, postponed, or claimed by another server."""
@@ -106,10 +100,10 @@ class VersionClaims:
             self._change(connection, version_id, {"state": "pending", "claimed_by": None, "claim_expires_us": due_us})
 
     def announce(self, claimed: ClaimedVersion, num_bytes: Mapping[str, int]) -> None:
-        """Record the sizes of files in an operator's bucket before copying them.
+        """Record the sizes of files in an operator's bucket before copying them. They count against the quota
+        immediately.
 
-        The sizes count against the quota immediately. Raises ClaimLost, or AdapterRejected if they exceed the tenant's
-        quota.
+        Raises ClaimLost, or AdapterRejected if the sizes exceed the tenant's quota.
         """
         adapter_id = claimed.version.adapter_id
         change = update(uploads).where(uploads.c.id == claimed.upload.id)
@@ -230,7 +224,6 @@ class ClaimRenewal:
             except ClaimLost:
                 return
             except Exception as error:
-                # The database is down. Two more attempts fit before the claim expires.
                 _log.warning("claim_not_renewed", version_id=self._version_id, error=str(error))
 
 

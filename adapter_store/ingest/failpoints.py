@@ -36,8 +36,8 @@ class Failpoint(StrEnum):
 
 
 FailpointHook = Callable[[Failpoint], None]
-"""Called at each failpoint; a test's hook can kill the process."""
+"""Called at each failpoint. A test's hook can kill the process."""
 
 
 def no_op(failpoint: Failpoint) -> None:
-    """The hook that servers use. Does nothing."""
+    """The hook that servers use. It does nothing."""

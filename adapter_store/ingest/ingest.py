@@ -115,7 +115,7 @@ class Ingest:
         return upload
 
     def presign(self, upload: Upload) -> Mapping[str, PresignedPut | PresignedParts]:
-        """Return signed requests that let the client put files into the blob store; other files go to the server.
+        """Return signed requests that let the client put files into the blob store. Other files go to the server.
 
         If signing fails, the upload is deleted, because the client never receives the upload's identifier.
         """
@@ -133,7 +133,7 @@ class Ingest:
     def list_open_uploads(
         self, adapter_id: str, limit: int, after: str | None = None, before: str | None = None
     ) -> Page[Upload]:
-        """List an adapter's open uploads, newest first; `after` and `before` are upload identifiers."""
+        """List an adapter's open uploads, newest first. `after` and `before` are upload identifiers."""
         return self._upload_rows.list_open(adapter_id, limit, after, before)
 
     def cancel_upload(self, adapter_id: str, upload_id: str) -> None:
@@ -150,7 +150,7 @@ class Ingest:
             self._blobs.delete(key)
 
     def put_file(self, upload_id: str, name: str, chunks: Iterable[bytes], num_bytes: int | None = None) -> None:
-        """Receive one file; the bytes must match the declaration. A client can send a file again.
+        """Receive one file. The bytes must match the declaration. A client can send a file again.
 
         If the caller passes `num_bytes`, it is checked before any byte is read. Raises UploadNotFound or UploadRefused.
         """
@@ -178,7 +178,7 @@ class Ingest:
             raise
 
     def create_version(self, adapter_id: str, upload_id: str) -> AdapterVersion:
-        """Create a version from an upload; `process` does the slow work. Identical bytes yield the existing version.
+        """Create a version from an upload. `process` does the slow work. Identical bytes yield the existing version.
 
         Raises AdapterNotFound, UploadNotFound, UploadRefused or LimitReached.
         """
@@ -211,16 +211,15 @@ class Ingest:
     def process(self, version_id: str) -> AdapterVersion:
         """Validate a version and publish or reject it, or return it unchanged if another server has claimed it.
 
-        Raises StoreError if a store or the validation process fails; the version is then retried later.
+        Raises StoreError if a store or the validation process fails. The version is then retried later.
         """
         return self._processor.process(version_id)
 
     def next_waiting(self, but: Collection[str] = ()) -> str | None:
-        """Return the next version for `process` that is not in `but`, or None if there is none. Tenants take turns."""
         return self._turns.next(but)
 
     def recover(self) -> None:
-        """Clean up after an earlier run; call this method before any other.
+        """Clean up after an earlier run. Call this method before any other.
 
         Versions that the earlier run was validating are resumed, by this server or another, once their claims have
         expired.
@@ -230,7 +229,6 @@ class Ingest:
         self.has_pending.set()
 
     def remove_abandoned(self) -> None:
-        """Delete files that no version needs: see `Janitor`."""
         self._janitor.clear_up()
 
     def _presign(self, upload: Upload) -> Mapping[str, PresignedPut | PresignedParts]:

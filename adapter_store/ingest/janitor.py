@@ -27,7 +27,7 @@ class Janitor:
         """
         self._blobs.remove_unfinished()
         keys = list(self._blobs.list_keys(UPLOADS))
-        # Query after the listing: if an upload is not in use now, it never will be again.
+        # Query after the listing. An upload that is not in use now will never be in use again.
         in_use = self._upload_rows.uploads_in_use({_upload_id(key) for key in keys})
         for key in keys:
             if _upload_id(key) not in in_use:

@@ -42,7 +42,7 @@ class IngestJob:
     error: Mapping[str, Any] | None
     created_us: int
     finished_us: int | None
-    """Time at which the job succeeded; not recorded for a failed job."""
+    """Time at which the job succeeded. A failed job has none."""
 
 
 class IngestJobs:

@@ -1,10 +1,3 @@
-"""Stores the parts of uploaded files that the canonical file lacks, so that both files can be rebuilt byte for byte.
-
-loramux keeps two blobs per version: the configuration as uploaded, and one blob with the header of the uploaded
-safetensors file (which states its own length) followed by JSON, `{"ranges": [[begin, end], ...]}`. These half-open byte
-ranges of the canonical file, in this order, make up the data that followed the header.
-"""
-
 from __future__ import annotations
 
 import hashlib
@@ -66,7 +59,6 @@ class KeptHeader:
 
     @classmethod
     def decode(cls, data: bytes) -> KeptHeader:
-        """Decode the output of `encode`. Raises AdapterCorrupt."""
         try:
             end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
             ranges = tuple((int(begin), int(stop)) for begin, stop in json.loads(data[end:])["ranges"])
@@ -78,7 +70,6 @@ class KeptHeader:
         return self.header + json.dumps({"ranges": self.ranges}, separators=(",", ":")).encode()
 
     def rebuild(self, canonical: BinaryIO) -> Iterator[bytes]:
-        """Yield the uploaded file's bytes, in chunks."""
         yield self.header
         for begin, end in self.ranges:
             canonical.seek(begin)

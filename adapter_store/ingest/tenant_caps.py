@@ -24,7 +24,7 @@ UPLOAD_RETRY_S = 60.0
 An upload may be used or cancelled well before it expires, so clients should not wait until then.
 """
 VERSION_RETRY_S = 2.0
-"""Retry delay for a tenant with too many pending versions, in seconds; a validation takes about one second."""
+"""Retry delay for a tenant with too many pending versions, in seconds. A validation takes about one second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,6 @@ class TenantCaps:
     max_pending_versions: int = MAX_PENDING_VERSIONS
 
     def check_upload(self, connection: Connection, tenant_id: str, num_bytes: int, now_us: int) -> None:
-        """Raise LimitReached if another upload of `num_bytes` exceeds a cap."""
         held = open_uploads_of(connection, tenant_id, now_us)
         if held.num_uploads < self.max_open_uploads and held.num_bytes + num_bytes <= self.max_open_bytes:
             return

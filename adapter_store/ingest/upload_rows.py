@@ -1,5 +1,3 @@
-"""SQL for uploads, and for versions before a server claims them."""
-
 from __future__ import annotations
 
 import hashlib
@@ -36,8 +34,6 @@ _MAX_NAMES = 500
 
 @dataclass(frozen=True, slots=True)
 class AddedVersion:
-    """A version, and the upload that it was created from."""
-
     version: AdapterVersion
     upload_id: str
 
@@ -159,7 +155,6 @@ class UploadRows:
             return _insert_version(connection, upload, upload.created_us).version
 
     def get_version(self, version_id: str) -> AdapterVersion:
-        """Return a version. Raises VersionNotFound."""
         row = None
         if is_identifier(version_id):
             with self._database.read() as connection:
@@ -169,7 +164,6 @@ class UploadRows:
         return version_of(row)
 
     def upload_of_version(self, version_id: str) -> Upload:
-        """Return the upload that a version was created from. Raises VersionNotFound."""
         query = (
             select(uploads)
             .join(adapter_versions, adapter_versions.c.upload_id == uploads.c.id)
@@ -276,7 +270,6 @@ def _lock_owner(connection: Connection, adapter_id: str) -> str:
 
 
 def _own_upload(connection: Connection, adapter_id: str, upload_id: str) -> Upload:
-    """Return one of the adapter's uploads. Raises UploadNotFound."""
     row = None
     if is_identifier(upload_id):
         row = connection.execute(select(uploads).where(uploads.c.id == upload_id)).first()

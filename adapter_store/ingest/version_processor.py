@@ -70,9 +70,9 @@ class VersionProcessor:
         self._at_failpoint = at_failpoint
 
     def process(self, version_id: str) -> AdapterVersion:
-        """Publish or reject a version, or return it unchanged if it has a verdict or another server has claimed it.
+        """Publish or reject a version. Return it unchanged if it has a verdict or another server has claimed it.
 
-        Raises StoreError if a store or the validation process fails; the version is then retried later.
+        Raises StoreError if a store or the validation process fails. The version is then retried later.
         """
         claimed = self._claims.claim_version(version_id)
         if claimed is None:
@@ -242,6 +242,6 @@ class VersionProcessor:
                 if name == UPLOAD_FILES[0]:
                     self._at_failpoint(Failpoint.FIRST_FILE_DELETED)
         except Exception as error:
-            # The version has its verdict; the janitor deletes the files later.
+            # The version has its verdict. The janitor deletes the files later.
             _log.warning("upload_left", upload_id=upload.id, error=str(error))
         self._at_failpoint(Failpoint.FILES_DELETED)

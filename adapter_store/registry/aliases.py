@@ -36,16 +36,16 @@ SYSTEM = "system"
 
 
 class AdapterAliases:
-    """Each change is one transaction that adds one row to the history; revisions are numbered from 1 without gaps.
+    """Aliases in the database. Each change is one transaction that adds one row to the history.
 
-    An alias that is deleted and created again continues its revision numbers, so a revision is never ambiguous.
+    Revisions are numbered from 1 without gaps. An alias that is deleted and created again continues its revision
+    numbers, so a revision is never ambiguous.
     """
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def of(self, adapter_ids: Sequence[str]) -> dict[str, dict[str, Alias]]:
-        """Return each adapter's aliases, sorted by name."""
         found: dict[str, dict[str, Alias]] = {adapter_id: {} for adapter_id in adapter_ids}
         with self._database.read() as connection:
             for adapter_id, alias in _read(connection, [name for name in adapter_ids if is_identifier(name)]):
@@ -53,7 +53,6 @@ class AdapterAliases:
         return found
 
     def get(self, adapter_id: str, name: str) -> Alias:
-        """Return an alias. Raises AliasNotFound."""
         with self._database.read() as connection:
             return _require(connection, adapter_id, name)
 
@@ -119,7 +118,7 @@ class AdapterAliases:
         return targets
 
     def remove(self, adapter_id: str, name: str, expected_revision: int | None = None) -> None:
-        """Delete an alias and its history. The last revision is kept, so that a new alias continues the numbering.
+        """Delete an alias and its history. A new alias with this name continues the revision numbers.
 
         Raises AdapterNotFound, AliasNotFound, InvalidAlias for the default alias, or AliasChanged if the alias is no
         longer at `expected_revision`.
@@ -162,10 +161,10 @@ def change_alias(
     action: AliasAction,
     now_us: int,
 ) -> Alias:
-    """Create or move an alias and add its history row; the caller must hold the lock on the adapter's row."""
+    """Create or move an alias and add its history row. The caller must hold the lock on the adapter's row."""
     present = _revision(connection, adapter_id, name)
-    # Continue a deleted alias's revision numbers. This way, a client that read the old alias cannot change the new one
-    # by mistake.
+    # Continue a deleted alias's revision numbers. A client that read the old alias then cannot change the new one by
+    # mistake.
     revision = (present or _last_revision(connection, adapter_id, name)) + 1
     before = next((alias for _, alias in _read(connection, [adapter_id], name)), None)
     key = {"adapter_id": adapter_id, "name": name}
@@ -201,7 +200,6 @@ def change_alias(
 
 
 def _shown(alias: Alias | None) -> dict[str, object]:
-    """Return an alias as shown in the audit log: its revision, and its weights by version number."""
     if alias is None:
         return {}
     return {"revision": alias.revision, "targets": {str(target.number): target.weight for target in alias.targets}}

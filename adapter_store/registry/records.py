@@ -1,5 +1,3 @@
-"""Records of adapters, versions, aliases, grants and uploads."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +17,7 @@ DEFAULT_ALIAS = "default"
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A tenant's named adapter; its weights are in its versions."""
+    """A tenant's named adapter. Its weights are in its versions."""
 
     id: str
     tenant_id: str
@@ -69,7 +67,7 @@ class AliasTarget:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A name for versions of an adapter, with `targets` sorted by version number; `revision` counts its changes."""
+    """A name for versions of an adapter. `targets` are sorted by version number. `revision` counts the changes."""
 
     name: str
     revision: int
@@ -102,8 +100,6 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class UploadFile:
-    """A file as the client declared it: name, size in bytes, and SHA-256 in hexadecimal."""
-
     name: str
     size: int
     sha256: str

@@ -50,9 +50,9 @@ class StockLimits(Protocol):
 
 
 class AdapterRegistry:
-    """Adapters and versions in SQL. New versions are created through `Ingest`.
+    """Adapters and versions in SQL. `Ingest` creates new versions.
 
-    `reserved_names` cannot be used for adapters; the served base model's name is one of them.
+    `reserved_names` cannot be used for adapters. The served base model's name is one of them.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class AdapterRegistry:
     def list_versions(
         self, adapter_id: str, limit: int, after: str | None = None, before: str | None = None
     ) -> Page[AdapterVersion]:
-        """List an adapter's versions, newest first; `after` and `before` are version identifiers."""
+        """List an adapter's versions, newest first. `after` and `before` are version identifiers."""
         query = select_versions().where(adapter_versions.c.adapter_id == adapter_id)
         with self.database.read() as connection:
             rows, has_more = keyset_rows(connection, query, adapter_versions.c.id, limit, after, before)
@@ -166,7 +166,7 @@ class AdapterRegistry:
     ) -> AdapterRef | None:
         """Resolve a name to a ready version: by number, digest prefix or alias, otherwise by the default alias.
 
-        A digest prefix has 12 to 64 hexadecimal digits; a prefix that matches two different digests resolves to
+        A digest prefix has 12 to 64 hexadecimal digits. A prefix that matches two different digests resolves to
         nothing. If an alias names several versions, equal `sticky` strings resolve to the same version while the
         weights are unchanged. A version whose weight grows keeps its strings. With `caller_id`, only adapters that this
         tenant owns or was granted are considered.
@@ -208,7 +208,7 @@ class AdapterRegistry:
 
 
 def is_identifier(text: str) -> bool:
-    """Return True if the text has the form of an identifier; other text must never reach a query."""
+    """Return whether the text has the form of an identifier. Other text must never reach a query."""
     return IDENTIFIER.fullmatch(text) is not None
 
 
@@ -247,7 +247,6 @@ def lock_tenant(connection: Connection, tenant_id: str) -> None:
 
 
 def select_versions() -> Select[*tuple[Any, ...]]:
-    """Select the columns that `version_of` reads."""
     columns = adapter_versions.c
     return select(
         columns.id,

@@ -25,7 +25,6 @@ class AdapterGrants:
         self._database = database
 
     def list(self, adapter_id: str) -> list[Grant]:
-        """List an adapter's grants, sorted by the tenants' slugs."""
         with self._database.read() as connection:
             rows = connection.execute(
                 _select().where(adapter_grants.c.adapter_id == adapter_id).order_by(tenants.c.slug)
@@ -33,7 +32,7 @@ class AdapterGrants:
             return [Grant(*row) for row in rows]
 
     def add(self, adapter: Adapter, tenant_id: str) -> Grant:
-        """Let a tenant call an adapter; a repeated grant changes nothing. Raises InvalidGrant or TenantNotFound."""
+        """Let a tenant call an adapter. A repeated grant changes nothing. Raises InvalidGrant or TenantNotFound."""
         if tenant_id == adapter.tenant_id:
             raise InvalidGrant("own_adapter", "the adapter already belongs to this tenant", "tenant")
         if not is_identifier(tenant_id):
@@ -66,7 +65,7 @@ class AdapterGrants:
         if not SLUG.fullmatch(tenant):
             raise refusal
         table = adapter_grants
-        # A slug can look like another tenant's identifier; the identifier takes precedence.
+        # A slug can look like another tenant's identifier. The identifier takes precedence.
         named = select(tenants.c.id).where((tenants.c.id == tenant) | (tenants.c.slug == tenant))
         found = named.order_by((tenants.c.id == tenant).desc()).limit(1).scalar_subquery()
         one = delete(table).where(table.c.adapter_id == adapter_id, table.c.tenant_id == found)

@@ -1,5 +1,3 @@
-"""SQL for the optional files of a version."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -14,14 +12,12 @@ _FILES = adapter_version_files.c
 
 
 def read_further_files(database: Database, version_id: str) -> Mapping[str, bytes]:
-    """Return the optional files of a version, by name. Blocking."""
     query = select(_FILES.name, _FILES.content).where(_FILES.version_id == version_id)
     with database.read() as connection:
         return {row.name: bytes(row.content) for row in connection.execute(query)}
 
 
 def replace_further_files(connection: Connection, version_id: str, files: FurtherFiles) -> None:
-    """Make these a version's optional files, in the caller's transaction."""
     delete_further_files(connection, version_id)
     for name, sha256 in files.checksums.items():
         content = files.contents[name]
@@ -30,5 +26,4 @@ def replace_further_files(connection: Connection, version_id: str, files: Furthe
 
 
 def delete_further_files(connection: Connection, version_id: str) -> None:
-    """Delete a version's optional files, in the caller's transaction."""
     connection.execute(delete(adapter_version_files).where(_FILES.version_id == version_id))

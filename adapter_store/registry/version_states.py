@@ -1,4 +1,4 @@
-"""Takes versions and whole adapters out of service and restores them; requests in progress finish normally."""
+"""Takes versions and whole adapters out of service and restores them. Requests in progress finish normally."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _ACTIONS = {"archived": "version.archive", "quarantined": "version.quarantine", 
 
 
 class VersionStates:
-    """An archived version answers no request until it is restored; only an operator can restore a quarantined version.
+    """Changes the states of versions and adapters. No data is deleted.
 
-    Disabling an adapter takes all its versions out of service without changing their states. No data is deleted.
+    An archived version answers no request until it is restored. Only an operator can restore a quarantined version.
+    Disabling an adapter takes all its versions out of service without changing their states.
     """
 
     def __init__(self, database: Database, registry: AdapterRegistry) -> None:
@@ -45,7 +46,6 @@ class VersionStates:
         return self._change(adapter_id, number, (*from_states, "ready"), "ready", may_be_named=True)
 
     def set_disabled(self, adapter_id: str, is_disabled: bool) -> Adapter:
-        """Disable or enable an adapter. Raises AdapterNotFound."""
         with self._database.write() as connection:
             lock_adapter(connection, adapter_id)
             now_us = self._database.now_us(connection)

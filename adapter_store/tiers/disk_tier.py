@@ -32,7 +32,7 @@ class _Known:
 
 
 class HeldFile:
-    """An open file in the tier. No engine evicts it before it is closed; use it in a `with` block."""
+    """An open file in the tier. No engine evicts it before it is closed. Use it in a `with` block."""
 
     def __init__(self, tier: DiskTier, descriptor: int, status: os.stat_result) -> None:
         self._tier = tier
@@ -52,7 +52,7 @@ class HeldFile:
 class DiskTier:
     """Files `DIRECTORY/PACK_KEY/DIGEST.packed`, shared by all of a user's engines on one host. Thread-safe.
 
-    Files survive restarts; files with other pack keys count toward the bound and are evicted like any others. An engine
+    Files survive restarts. Files with other pack keys count toward the bound and are evicted like any others. An engine
     that adds a file keeps the whole directory within its own `max_bytes`, so configure all engines alike. Unfinished
     files and the few in `set_aside` do not count toward the bound.
 

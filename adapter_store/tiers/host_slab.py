@@ -66,7 +66,6 @@ class HostSlab:
             return sum(end - begin for begin, end in self._free)
 
     def allocate(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Allocate uint8 `[num_bytes]`, not zeroed."""
         size = _rounded(num_bytes)
         begin = self._take(size)
         return np.empty(num_bytes, np.uint8) if begin is None else self._piece(begin, num_bytes)

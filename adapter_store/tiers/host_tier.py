@@ -34,7 +34,7 @@ class _Group:
 class HostTier:
     """Must be used from one thread only. Leased adapters are never evicted, even if the tier exceeds its bound.
 
-    The bound takes precedence over the floors: an unleased adapter under a floor is evicted only if no other adapter
+    The bound takes precedence over the floors. An unleased adapter under a floor is evicted only if no other adapter
     can be.
     """
 
@@ -50,7 +50,6 @@ class HostTier:
         return digest in self._entries
 
     def lease(self, digest: str) -> PackedAdapter | None:
-        """Take another lease on an adapter, or return None if the adapter is not in the tier."""
         entry = self._entries.get(digest)
         if entry is None:
             return None
@@ -68,7 +67,6 @@ class HostTier:
         self._evict()
 
     def add(self, packed: PackedAdapter, num_leases: int) -> None:
-        """Add an adapter with `num_leases` leases."""
         assert packed.digest not in self._entries
         self._entries[packed.digest] = _Entry(packed, num_leases, time.monotonic())
         self._count(packed.digest, packed.payload.nbytes)

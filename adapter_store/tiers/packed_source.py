@@ -63,7 +63,7 @@ class _Download:
 class PackedSource:
     """Loads packed adapters for one target from disk, else from the blob store. Thread-safe.
 
-    Concurrent fetches of one adapter are correct but duplicate work; an engine requests each adapter only once. If an
+    Concurrent fetches of one adapter are correct but duplicate work. An engine requests each adapter only once. If an
     engine requests an adapter again after a cancellation, the new fetch takes over the running download, so repeated
     cancellations do not accumulate downloads.
 
@@ -104,7 +104,7 @@ class PackedSource:
         self._running: dict[str, tuple[_Download, Future[PackedAdapter]]] = {}
 
     def fetch(self, digest: str, cancellation: Cancellation) -> PackedAdapter:
-        """Load an adapter into memory from `allocate`; blocks. Raises AdapterUnavailable or AdapterCorrupt.
+        """Load an adapter into memory from `allocate`. Blocks. Raises AdapterUnavailable or AdapterCorrupt.
 
         A read from disk runs to completion on the caller's thread. While it waits for the blob store, a cancelled fetch
         raises LoadCancelled immediately. The download stops after its current step, but if it was fetching a packed

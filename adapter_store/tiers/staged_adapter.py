@@ -1,5 +1,3 @@
-"""Results of loading an adapter into host memory."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -10,7 +8,7 @@ from loramux.adapter_store.tiers.tier_figures import PassedStage
 
 
 class StagedAdapter:
-    """A lease on an adapter in host memory; release it once."""
+    """A lease on an adapter in host memory. Release it once."""
 
     __slots__ = ("_give_back", "packed", "stages")
 
@@ -26,7 +24,7 @@ class StagedAdapter:
         return self.packed.digest
 
     def release(self) -> None:
-        """Release the lease; a second call does nothing."""
+        """Release the lease. A second call does nothing."""
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back(self.digest)

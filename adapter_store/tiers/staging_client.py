@@ -45,7 +45,7 @@ from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts, PassedStage, TierFigures, added, of_the_past
 
 MAX_ASKED = 32
-"""Maximum number of requests in flight to the staging process: each may have a descriptor in transit."""
+"""Maximum number of requests in flight to the staging process. Each may have a descriptor in transit."""
 
 MAX_TRIES = 2
 """Number of staging processes that can die while loading an adapter before the load fails."""
@@ -57,7 +57,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class StagingRefused(StoreError):
-    """The staging process cannot run; the message says how to fix it."""
+    """The staging process cannot run. The message says how to fix it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +109,7 @@ class StagingClient:
         self._wake = wake
         self._clock = clock
         self.figures = TierFigures(held=host.held)
-        """Counts of this process; `counts` adds the staging processes' counts."""
+        """Counts of this process. `counts` adds the staging processes' counts."""
         self._numbers = itertools.count()
         # All pending requests, the requests not yet sent to the process, and the results of finished requests.
         self._requests: dict[str, _Request] = {}
@@ -151,7 +151,9 @@ class StagingClient:
     # Called by the adapter pool
 
     def request(self, digest: str) -> None:
-        """Start loading an adapter into host memory; `poll` returns the result. Request each digest once at a time."""
+        """Start loading an adapter into host memory. `poll` returns the result. A digest can have only one request at a
+        time.
+        """
         assert digest not in self._requests
         assert digest not in self._results
         stages: list[PassedStage] = []
@@ -171,7 +173,7 @@ class StagingClient:
             self._wake()
 
     def cancel(self, digest: str) -> None:
-        """Cancel a request; `poll` will not return its result."""
+        """Cancel a request. `poll` will not return its result."""
         result = self._results.pop(digest, None)
         if isinstance(result, StagedAdapter):
             result.release()
@@ -185,7 +187,6 @@ class StagingClient:
         self._reserve()
 
     def poll(self) -> list[StagedAdapter | NotStaged]:
-        """Return the results since the last call. Poll repeatedly while requests are pending."""
         has_unsent = self._link is not None and self._link.has_unsent
         if self._asked or self._looks or self._memory.has_unused or has_unsent or self._waiting:
             self._receive()
@@ -206,7 +207,7 @@ class StagingClient:
             then()
 
     def look(self, then: Callable[[], None]) -> None:
-        """Request the disk tier's contents; `attend` calls `then` once `contents` is updated or cannot be updated."""
+        """Request the disk tier's contents. `attend` calls `then` once `contents` is updated or cannot be updated."""
         if self._link is None:
             self._answered_looks.append(then)
         else:
@@ -214,7 +215,6 @@ class StagingClient:
             self._link.send(Look())
 
     def contents(self) -> tuple[TierContents, ...]:
-        """Current contents of host memory, and the disk tier's contents as of the last `look`."""
         host = self._host.contents()
         return (host,) if self._disk is None else (host, self._disk)
 
@@ -223,7 +223,6 @@ class StagingClient:
         return added(self.figures.snapshot(), self._counts_of_processes())
 
     def close(self) -> None:
-        """Stop the process and drop all requests."""
         for digest in [*self._results, *self._requests]:
             self.cancel(digest)
         if self._link is not None:
@@ -252,7 +251,7 @@ class StagingClient:
         link = self._link
         if link is None:
             if self._clock() < self._started_s + RESTART_S:
-                # Too early to start another process; `poll` tries again.
+                # It is too early to start another process. `poll` tries again.
                 return
             self._started_s = self._clock()
             try:
@@ -274,7 +273,6 @@ class StagingClient:
                 self._link.send(Release(tuple(begins[begin : begin + MAX_PIECES])))
 
     def _receive(self) -> None:
-        """Receive the process's messages, and replace the process if it has died."""
         self._release_unused()
         link = self._link
         if link is not None:
@@ -359,7 +357,7 @@ class StagingClient:
         self._host.reserve(self._last_bytes * min(len(self._requests), self._config.num_threads))
 
     def _lose(self, link: StagingLink) -> None:
-        """The process is gone: repeat its unanswered requests with another process, or fail them."""
+        """The process is gone. Repeat its unanswered requests with another process, or fail them."""
         self._link = None
         code = link.end()
         if self._refusal is None:

@@ -68,7 +68,7 @@ class StagingLink:
 
     @property
     def has_unsent(self) -> bool:
-        """True if packets are waiting for room in the socket; `flush` tries to send them."""
+        """True if packets are waiting for room in the socket. `flush` tries to send them."""
         return bool(self._unsent)
 
     def fileno(self) -> int:
@@ -99,7 +99,7 @@ class StagingLink:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                # The socket reports this once if the process died before reading all packets; its last packets follow.
+                # The socket reports this once if the process died before reading all packets. Its last packets follow.
                 continue
             if packet:
                 self._heard_s, self._due_s = self._clock(), math.inf
@@ -122,7 +122,6 @@ class StagingLink:
             self.send(Ping())
 
     def end(self) -> int:
-        """Close the connection, kill the process, and return its exit code."""
         self._end.close()
         self.process.kill()
         return self.process.wait()

@@ -40,7 +40,7 @@ class Occupied(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):
-    """Load an adapter into the shared memory; answered by one Staged or Failed with the same number."""
+    """Load an adapter into the shared memory. The answer is one Staged or Failed with the same number."""
 
     number: int
     digest: str
@@ -59,7 +59,7 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):
-    """Request the disk tier's contents; answered by Looked."""
+    """Request the disk tier's contents. The answer is Looked."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
@@ -73,7 +73,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The tiers cannot be opened, and the process exits; `message` says how to fix it."""
+    """The tiers cannot be opened, and the process exits. `message` says how to fix it."""
 
     message: str
 

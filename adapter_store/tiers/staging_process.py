@@ -56,10 +56,7 @@ from loramux.adapter_store.tiers.tier_figures import PassedStage
 
 
 class StagingServer:
-    """Serves one engine.
-
-    A piece of shared memory with an adapter stays allocated until the engine releases it.
-    """
+    """Serves one engine. A piece of shared memory with an adapter stays allocated until the engine releases it."""
 
     def __init__(self, end: socket.socket, source: PackedSource, slab: HostSlab, num_threads: int) -> None:
         self._end = end
@@ -69,7 +66,7 @@ class StagingServer:
         # A separate pool, so that `Look` does not wait for the blob store.
         self._looking = ThreadPoolExecutor(1, thread_name_prefix="looking")
         self._sending = threading.Lock()
-        # Pieces by offset; an earlier process may have handed them out.
+        # Pieces by offset. An earlier process may have handed them out.
         self._given_out: dict[int, npt.NDArray[np.uint8]] = {}
         self._under_way: dict[int, Cancellation] = {}
 
@@ -153,7 +150,7 @@ class StagingServer:
 
 @contextmanager
 def _memory_of(content: npt.NDArray[np.uint8]) -> Iterator[int]:
-    """Return a descriptor of new memory with this content; the receiver's copy of it keeps the memory alive."""
+    """Return a descriptor of new memory with this content. The receiver's copy of it keeps the memory alive."""
     descriptor = shared_memory(content.size)
     try:
         mapped(descriptor)[:] = content
@@ -163,7 +160,7 @@ def _memory_of(content: npt.NDArray[np.uint8]) -> Iterator[int]:
 
 
 def main() -> None:
-    # Ctrl-C reaches every process in the terminal. Ignore it: the engine decides when this process exits.
+    # Ctrl-C reaches every process in the terminal. Ignore it, because the engine decides when this process exits.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end = socket.socket(fileno=int(sys.argv[1]))
     code = 0

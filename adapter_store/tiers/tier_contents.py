@@ -1,5 +1,3 @@
-"""Lists the adapters in a bounded tier, for operators."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,8 +8,6 @@ MAX_LISTED = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptAdapter:
-    """An adapter in a tier."""
-
     digest: str
     num_bytes: int
     idle_s: float

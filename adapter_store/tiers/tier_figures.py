@@ -15,7 +15,7 @@ Tier = Literal["host", "disk", "blobs", "pool"]
 Stage = Literal["lookup", "fetch", "verify", "read", "pack", "copy"]
 
 TIERS: tuple[Tier, ...] = ("host", "disk", "blobs")
-"""The tiers in which adapters are looked up; `pool` is their destination."""
+"""The tiers in which adapters are looked up. `pool` is their destination."""
 
 STAGES: tuple[tuple[Tier, Stage], ...] = (
     ("host", "lookup"),
@@ -27,11 +27,12 @@ STAGES: tuple[tuple[Tier, Stage], ...] = (
     ("blobs", "pack"),
     ("pool", "copy"),
 )
-"""All counted stages; listing them keeps the number of metric series fixed.
+"""All counted stages. Listing them keeps the number of metric series fixed.
 
 A lookup on disk includes locking the file. A fetch downloads a packed or canonical file. Verification counts toward the
 tier that the file came from. `pack` lays out a canonical file and writes the packed one. `copy` copies from host memory
-to pages, and includes the wait for earlier steps."""
+to pages, and includes the wait for earlier steps.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +70,6 @@ class StageCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCounts:
-    """Counts of the loads into the pool since the engine started."""
-
     tiers: tuple[TierCounts, ...] = ()
     stages: tuple[StageCounts, ...] = ()
     num_loaded: int = 0
