@@ -68,7 +68,7 @@ TARGET = 0.8
 """Lowest throughput of `pool`, relative to `plain`, that meets the target."""
 
 MAX_UNDER_WAY = 6
-"""Maximum number of concurrent loads; memory is reserved for this many adapters."""
+"""Maximum number of concurrent loads. Memory is reserved for this many adapters."""
 
 MIN_FILES = 8
 """Minimum number of files. With fewer, the first and last loads would dominate, since they overlap with no others."""
@@ -168,7 +168,7 @@ class Bench:
         return time.process_time() + self._newest.processor_s
 
     def prepare(self, way: str) -> None:
-        """Unload all adapters, and start a new staging process for `first`; not timed."""
+        """Unload all adapters, and start a new staging process for `first`. This is not timed."""
         if self._newest is not self._opened:
             self._newest.close()
             self._newest = self._opened

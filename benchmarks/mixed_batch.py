@@ -211,7 +211,7 @@ def main() -> None:
     add_allow_busy(parser)
     parser.add_argument("--save", type=Path, help="write the figures to this JSON file")
     arguments = parser.parse_args()
-    # peft uses names that are deprecated in transformers 5; ignore the warnings.
+    # peft uses names that are deprecated in transformers 5. Ignore the warnings.
     warnings.filterwarnings("ignore", category=FutureWarning)
     console = Console()
     machine = describe()

@@ -9,7 +9,7 @@ Three questions, in one run over HTTP, with sixteen adapters on a random model:
     neighbour      the time to first token of a request that arrives together with the first use, minus that of one
                    that arrives together with a request without a schema
 
-Every answer has the requested length, within which no document can satisfy the schema. Each of loramux's answers must
+Every answer has the requested length, which is too short for a complete document. Each of loramux's answers must
 be the beginning of a document that does. vLLM's answers that are not are counted. LORAMUX_PEER_VLLM names vLLM's
 Python, as in `benchmarks/peers`.
 """

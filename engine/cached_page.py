@@ -20,7 +20,7 @@ class PageCache(Protocol):
 
 @dataclass(slots=True, eq=False)
 class CachedPage:
-    """One full page, whose key is a hash of everything that its K and V depend on."""
+    """One full page. Its key is a hash of everything that its K and V depend on."""
 
     cache: PageCache
     key: bytes

@@ -343,7 +343,7 @@ class Engine:
                 self._end(sequence, reason)
 
     def _take_scores(self, step: SubmittedStep, outputs: dict[bytes, list[SequenceOutput]]) -> set[Sequence]:
-        """Add the step's prompt log-probabilities to `outputs`; return the sequences with non-finite ones."""
+        """Add the step's prompt log-probabilities to `outputs`. Return the sequences with non-finite ones."""
         broken: set[Sequence] = set()
         for sequence, scored in zip(step.scoring, step.result.prompt_logprobs(), strict=True):
             if sequence.state is SequenceState.FINISHED or not scored:

@@ -17,7 +17,7 @@ STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 
 
 class EngineStats:
-    """Counts steps, and reads all other statistics from the engine's parts on request; `Stats` documents them."""
+    """Counts steps, and reads all other statistics from the engine's parts on request. `Stats` documents them."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class EngineStats:
         self._step_seconds = 0.0
 
     def count_step(self, scheduled: list[ScheduledSequence]) -> None:
-        """Count a step; must be called before the step's sequences advance."""
+        """Count a step. This must be called before the step's sequences advance."""
         self._num_steps += 1
         self._num_step_sequences += len(scheduled)
         slots = {item.sequence.slot for item in scheduled}

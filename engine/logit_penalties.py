@@ -36,7 +36,7 @@ class LogitPenalties:
     """One sequence's bias and penalties. Each sequence has its own object, so the object also identifies the sequence.
 
     `tokens` is the sequence's own list, prompt first, which grows as tokens are committed. `bias_ids` int64 and `bias`
-    float32 `[num_biased]`; `penalties` float32 `[3, 1]` are the repetition, presence and frequency penalties.
+    float32 `[num_biased]`. `penalties` float32 `[3, 1]` are the repetition, presence and frequency penalties.
     """
 
     def __init__(self, params: SamplingParams, tokens: list[int], num_prompt: int) -> None:

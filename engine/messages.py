@@ -30,7 +30,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings for choosing a sequence's next token; names and defaults are those of the OpenAI API and of vLLM."""
+    """Settings for choosing a sequence's next token. Names and defaults are those of the OpenAI API and of vLLM."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -125,7 +125,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Make an adapter resident; answered by AdapterState once the adapter is resident or has failed to load.
+    """Make an adapter resident. An AdapterState follows once the adapter is resident or has failed to load.
 
     While an Unload of the adapter is pending, the load waits and starts after the Unload.
     """
@@ -135,7 +135,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Unload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Free an adapter's pages and cached prefixes once no sequence needs the adapter; answered by AdapterState.
+    """Free an adapter's pages and cached prefixes once no sequence needs the adapter. The answer is an AdapterState.
 
     Until the answer, the adapter drains. Earlier sequences continue. Those still live after `deadline_s` end with
     `adapter_unavailable`. New sequences are refused with `adapter_unavailable`, so the pages are always freed
@@ -149,7 +149,7 @@ class Unload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Load an adapter and keep it resident until a Pin with `is_pinned = False` or an Unload; answered by AdapterState.
+    """Load an adapter and keep it resident until a Pin with `is_pinned = False` or an Unload.
 
     A pin outlives the gateway that requested it. An adapter that is evicted because its values were not finite is
     loaded and pinned again. If it cannot be loaded again, it loses its pin and disappears from Stats. The answer is
@@ -215,7 +215,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The end of a sequence and its final token counts for billing; follows its last SequenceOutput.
+    """The end of a sequence and its final token counts for billing. It follows the sequence's last SequenceOutput.
 
     `reason` is `stop` (end of sequence or stop id), `length`, `abort` or `error`. With `error`, `code` is one of
     `adapter_unavailable`, `adapter_quarantined`, `deadline_exceeded`, `invalid_request`, `prompt_too_long`,
@@ -268,7 +268,7 @@ class ResidentAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """Number of running sequences that use the adapter."""
     is_pinned: bool = False
     idle_s: float = 0.0
-    """Time since a sequence last used the adapter; 0 while the adapter is in use."""
+    """Time since a sequence last used the adapter. 0 while the adapter is in use."""
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -357,7 +357,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     graphs: GraphMemory = GraphMemory()
     grammars: GrammarCounts = GrammarCounts()
     tiers: tuple[TierContents, ...] = ()
-    """Contents of the tiers; empty unless the request sets `with_tiers`."""
+    """Contents of the tiers. Empty unless the request sets `with_tiers`."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -59,7 +59,7 @@ class Sequence:
     num_in_flight: int = 0
     num_tokens: int = 0
     sample_index: int = -1
-    """Index of this sequence's token in the output of the step in flight; valid only while a step is in flight."""
+    """Index of this sequence's token in the output of the step in flight. Valid only while a step is in flight."""
     page_keys: list[bytes] = field(default_factory=list)
     """Keys of the sequence's first full pages, computed when needed and kept after the pages are freed."""
     shared_pages: list[CachedPage | None] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Sequence:
     num_adapter_pages: int = 0
     """The adapter's page count, set when the sequence first runs and kept after the adapter is evicted."""
     num_wanted: int = 0
-    """Limit requested before the adapter's size was known; applied when the sequence first runs."""
+    """Limit requested before the adapter's size was known. It is applied when the sequence first runs."""
     is_tainted: bool = False
     """True if the sequence's K and V may be broken. If so, they must not enter the prefix cache."""
     is_paused: bool = False
@@ -89,10 +89,11 @@ class Sequence:
     activation: int = field(init=False)
     """Position from which the adapter modifies the tokens: see `Add.activation`."""
     num_reserved: int = field(init=False)
-    """Limit in tokens, including the prompt; initially from `Add.max_tokens`, later raised by `TokenGrants`."""
+    """Limit in tokens, including the prompt. It comes from `Add.max_tokens`, and `TokenGrants` can raise it."""
     num_unscored: int = field(init=False)
-    """Number of prompt tokens that no submitted step has scored yet; 0 if prompt log-probabilities are not requested.
-    A preemption does not change it."""
+    """Number of prompt tokens that no submitted step has scored yet. 0 if prompt log-probabilities are not requested. A
+    preemption does not change it.
+    """
 
     def __post_init__(self) -> None:
         self.tokens = list(self.add.prompt)
@@ -166,7 +167,7 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Number of tokens whose K and V have not been computed yet; 1 in steady decode."""
+        """Number of tokens whose K and V have not been computed yet. It is 1 in steady decode."""
         return self.num_tokens - self.num_computed
 
     @property

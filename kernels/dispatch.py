@@ -10,7 +10,7 @@ from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, Modu
 
 
 class LoraKernels(Protocol):
-    """One device's LoRA kernels; `reference.lora.ReferenceLora` specifies every method.
+    """One device's LoRA kernels. `reference.lora.ReferenceLora` specifies every method.
 
     Activations `[T, ...]` are float32 on a CPU and have the compute dtype on a GPU. Their last axis is contiguous. Rows
     may be views into wider rows. On a GPU, no method waits for the device or reads a tensor on the host, so a captured
@@ -50,7 +50,7 @@ class LoraKernels(Protocol):
 
 
 class Kernels(LoraKernels, Protocol):
-    """One device's kernels over one page pool; `reference.kernels.ReferenceKernels` specifies every method."""
+    """One device's kernels over one page pool. `reference.kernels.ReferenceKernels` specifies every method."""
 
     @property
     def outer(self) -> LoraKernels:
@@ -93,13 +93,13 @@ class Kernels(LoraKernels, Protocol):
         ...
 
     def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`gelu(gate) * up`, where each row contains gate, then up; gelu in its tanh form."""
+        """`gelu(gate) * up`, with gelu in its tanh form. Each row contains gate, then up."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KernelShapes:
-    """The shapes that a model needs; unsupported shapes are rejected before the first step."""
+    """The shapes that a model needs. Unsupported shapes are rejected before the first step."""
 
     groups: tuple[ModuleGroup, ...]
     attention: tuple[AttentionSpec, ...]

@@ -75,7 +75,7 @@ _MOMENT = select(_NOW_US, _EPOCH.scalar_subquery())
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A time, and the number of changes to keys, tenants and policies that were committed by then."""
+    """A time, and the number of changes to keys, tenants and policies that were committed by that time."""
 
     now_us: int
     epoch: int

@@ -61,7 +61,7 @@ api_keys = Table(
     Column("secret_sha256", LargeBinary(32), nullable=False),
     Column("name", String(200), nullable=False),
     Column("scopes", JSON, nullable=False),
-    # Identifiers of the adapters that the key may name; NULL for all adapters that its tenant may call.
+    # Identifiers of the adapters that the key may name. NULL for all adapters that its tenant may call.
     Column("adapter_ids", JSON(none_as_null=True), nullable=True),
     Column("created_us", BigInteger, nullable=False),
     Column("expires_us", BigInteger, nullable=True),

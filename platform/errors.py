@@ -44,7 +44,7 @@ class ApiError(Exception):
 
 
 class InvalidRequest(ApiError):
-    """The request itself is wrong; retrying it does not help."""
+    """The request itself is wrong. Retrying it does not help."""
 
     status = 400
     type = "invalid_request_error"
@@ -151,7 +151,7 @@ class DeadlineExceeded(ApiError):
 
 
 class Unavailable(ApiError):
-    """The server cannot serve the request now; a retry may succeed."""
+    """The server cannot serve the request now. A retry may succeed."""
 
     status = 503
     type = "server_error"

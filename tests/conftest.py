@@ -48,7 +48,7 @@ def postgres_url(postgres_server: str) -> Iterator[str]:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of an empty database; the test runs once on SQLite and once on PostgreSQL."""
+    """The URL of an empty database. The test runs once on SQLite and once on PostgreSQL."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'loramux.db'}"
     return str(request.getfixturevalue("postgres_url"))
@@ -75,7 +75,7 @@ def migrated_postgres_url(postgres_server: str, postgres_template: str) -> Itera
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def migrated_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of a database with the current schema; the test runs once on SQLite and once on PostgreSQL."""
+    """The URL of a database with the current schema. The test runs once on SQLite and once on PostgreSQL."""
     if request.param == "sqlite":
         from tests.migrated import migrated_sqlite
 

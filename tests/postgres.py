@@ -30,7 +30,7 @@ def running_server() -> Iterator[str]:
 
 @contextmanager
 def new_database(server: str, template: str) -> Iterator[str]:
-    """Yield the URL of a copy of the database `template`; drop the copy after the block."""
+    """Yield the URL of a copy of the database `template`. Drop the copy after the block."""
     name = f"test_{uuid.uuid4().hex}"
     yield create_database(server, name, template)
     _on_server(server, f"DROP DATABASE {name} WITH (FORCE)")

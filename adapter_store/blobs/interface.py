@@ -51,14 +51,14 @@ class PresignedParts:
 class BlobStore(ABC):
     """Immutable blobs by key. Safe to use from several threads.
 
-    A key consists of up to eight parts separated by `/`. Each part contains letters, digits, `.`, `_` and `-`; any
+    A key consists of up to eight parts separated by `/`. Each part contains letters, digits, `.`, `_` and `-`. Any
     other key raises ValueError. A blob is either complete or absent, and is durable once `put` returns. Every method
     raises BlobStoreUnavailable while the store cannot be reached.
     """
 
     @property
     def breaker_state(self) -> BreakerState:
-        """State of the store's circuit breaker; always `closed` if the store has none."""
+        """State of the store's circuit breaker. It is always `closed` if the store has none."""
         return "closed"
 
     @abstractmethod

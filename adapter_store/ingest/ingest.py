@@ -40,7 +40,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 class Ingest:
     """Turns uploads into versions. Blocking: call it from threads.
 
-    `scratch_dir` belongs to this process alone; `recover` empties it. A crash at any of the points in `failpoints.py`
+    `scratch_dir` belongs to this process alone. `recover` empties it. A crash at any of the points in `failpoints.py`
     leaves either no trace, or a row that a server completes or removes once the row's claim has expired. Acknowledged
     versions survive.
 

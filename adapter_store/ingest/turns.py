@@ -26,8 +26,8 @@ class IngestTurns:
     """One server's order: among tenants with waiting versions, the one with the fewest validations in progress is next.
 
     Ties go to a tenant that this server has never served, then to the one that it served longest ago, then to the
-    tenant that has waited longest. A version thus waits for one validation in progress and one version of each other
-    tenant, no matter how many versions the other tenants have.
+    tenant that has waited longest. A version therefore waits for one validation in progress and one version of each
+    other tenant, no matter how many versions the other tenants have.
     """
 
     def __init__(self, database: Database) -> None:

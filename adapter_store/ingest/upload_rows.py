@@ -77,7 +77,7 @@ class UploadRows:
     def list_open(
         self, adapter_id: str, limit: int, after: str | None = None, before: str | None = None
     ) -> Page[Upload]:
-        """List an adapter's open uploads, newest first; `after` and `before` are upload identifiers."""
+        """List an adapter's open uploads, newest first. `after` and `before` are upload identifiers."""
         with self._database.read() as connection:
             is_open = (uploads.c.state == "open") & (uploads.c.expires_us > self._database.now_us(connection))
             query = select(uploads).where(uploads.c.adapter_id == adapter_id, is_open)
@@ -113,7 +113,7 @@ class UploadRows:
         """Create a new pending version from an upload.
 
         If the upload is already used, or a version that was not rejected has identical files, the existing version is
-        returned, whatever its state. A version that was taken out of service thus cannot return under a new number. The
+        returned in any state. A version that was taken out of service therefore cannot return under a new number. The
         upload's bytes were checked against the quota when the upload was opened. Raises AdapterNotFound,
         UploadNotFound, UploadRefused for an expired upload, or LimitReached.
         """

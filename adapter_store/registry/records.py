@@ -33,7 +33,7 @@ class AdapterVersion:
     """One immutable set of weights with its optional files, or a record of why they were rejected.
 
     `digest`, `version_digest`, `max_rank`, `num_pages` and `canonical_bytes` are set once validation has passed,
-    `ready_us` once the version is ready. `report` contains the findings of validation; for a rejected version, it
+    `ready_us` once the version is ready. `report` contains the findings of validation. For a rejected version, it
     includes `{"error": {"code", "message", "param"}}`.
     """
 

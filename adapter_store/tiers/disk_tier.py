@@ -57,7 +57,7 @@ class DiskTier:
     files and the few in `set_aside` do not count toward the bound.
 
     A reader holds a shared `flock` on its file, and an eviction tries to take an exclusive one, so neither waits for
-    the other. Changes also need the directory's lock; reads do not. A process that hangs while holding that lock delays
+    the other. Changes also need the directory's lock. Reads do not. A process that hangs while holding that lock delays
     each addition by up to 5 s. The files' access times record the order of use, which therefore survives restarts. Only
     this class sets these times. The kernel releases a process's locks when the process dies. The unfinished files of a
     dead process are removed at the next start, or when an engine adds a file at least a minute after its last sweep.

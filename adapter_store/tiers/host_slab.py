@@ -54,7 +54,7 @@ class HostSlab:
     def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
         self._memory = memory
         self._lock = threading.Lock()
-        # Free ranges `[begin, end)` in order; no two are adjacent.
+        # Free ranges `[begin, end)` in order. No two are adjacent.
         self._free = [(0, memory.size // ALIGNMENT * ALIGNMENT)]
         # An array can be freed at any moment, even while this thread holds the lock, so freed pieces are queued.
         self._returned: deque[tuple[int, int]] = deque()

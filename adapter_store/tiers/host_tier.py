@@ -82,7 +82,7 @@ class HostTier:
         """Keep up to `floor_bytes` of these adapters from being evicted in favour of others.
 
         Within a group, the least recently used adapters can still be evicted as long as the others fill the floor.
-        Replaces the group's previous floor; a floor of 0 removes it. Raises ValueError, and changes nothing, if all
+        Replaces the group's previous floor. A floor of 0 removes it. Raises ValueError, and changes nothing, if all
         floors together exceed the tier.
         """
         others = sum(one.floor_bytes for name, one in self._groups.items() if name != group)

@@ -62,7 +62,7 @@ class StagingRefused(StoreError):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A pending load. Its number distinguishes its answer from that of a cancelled request for the same adapter."""
+    """A pending load. Its number tells its answer from the answer to a cancelled request for the same adapter."""
 
     digest: str
     number: int

@@ -179,7 +179,7 @@ class TierFigures:
 
     @property
     def noted(self) -> list[PassedStage] | None:
-        """The list to which the calling thread appends its stages: see `noting`."""
+        """The calling thread appends its stages to this list: see `noting`."""
         noted: list[PassedStage] | None = getattr(self._thread, "noted", None)
         return noted
 

@@ -185,7 +185,7 @@ def _adapter(client: AdminClient, tenant: str, name: str) -> Document:
     try:
         return client.post("adapters", {"tenant": tenant, "name": name})
     except AdminError as error:
-        # Another client created the adapter first; use that adapter.
+        # Another client created the adapter first. Use that adapter.
         if error.status != 409:
             raise
     return dict(client.get("adapters", tenant=tenant, name=name)["data"][0])

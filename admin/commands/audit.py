@@ -1,4 +1,4 @@
-"""`loramux audit`: who changed what."""
+"""`loramux audit`: administrative changes."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Answerer:
         self._model = PeftModel.from_pretrained(base, adapters / ADAPTER_STYLES[0], adapter_name=ADAPTER_STYLES[0])
         for style in ADAPTER_STYLES[1:]:
             self._model.load_adapter(adapters / style, adapter_name=style)
-        # PEFT loads adapters in float32; served adapters use the compute dtype.
+        # PEFT loads adapters in float32. Served adapters use the compute dtype.
         self._model.to(dtype)
         self._model.eval()
 

@@ -1,6 +1,6 @@
 """Trains the demo's tokenizer, base model and three adapters, or checks existing files.
 
-`python admin/demo/train.py --out DIR` takes about 25 minutes on one core; `--check DIR` takes one minute.
+`python admin/demo/train.py --out DIR` takes about 25 minutes on one core. `--check DIR` takes one minute.
 """
 
 import argparse

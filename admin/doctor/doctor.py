@@ -41,14 +41,14 @@ class HostSettings(DataSettings):
 
 
 def check_here() -> Iterator[Finding]:
-    """Check what every command and every server needs from this machine."""
+    """Check what commands and servers need from this machine."""
     yield check_python(sys.version_info[:3])
     yield Finding(check="loramux", grade=Grade.OK, message=f"loramux {version('loramux')} on {platform.system()}")
     yield check_package("torch")
 
 
 def check_host(settings: HostSettings) -> Iterator[Finding]:
-    """Check what a server with these settings would depend on. Only a probe object in the store is written."""
+    """Check the dependencies of a server with these settings. Only a probe object in the store is written."""
     yield check_engine_socket(DataDirectory(settings.data_dir).run)
     yield check_data_directory(settings.data_dir)
     yield check_disk(settings.data_dir)

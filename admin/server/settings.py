@@ -115,8 +115,9 @@ class Settings(DataSettings):
     """How tool calls are read with the model's chat template. `auto`: the template decides. `off`: calls are part of
     the text. Otherwise `functiongemma`, `gemma4`, `hermes`, `llama3_json`, `mistral`, `phi` or `pythonic`."""
     reasoning_parser: str = AUTO
-    """How reasoning is told apart with the model's chat template. `auto`: the template decides. `off`: reasoning is
-    part of the text. Otherwise `gemma4`, `mistral` or `think`."""
+    """How reasoning is separated from the answer with the model's chat template. `auto`: the template decides. `off`:
+    reasoning is part of the text. Otherwise `gemma4`, `mistral` or `think`.
+    """
     host: str = "127.0.0.1"
     port: Port = 8000
     admin_host: str = "127.0.0.1"
@@ -182,7 +183,9 @@ class Settings(DataSettings):
     traces_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of requests that are traced. A request inside a client's trace follows the client's sampling decision."""
     traces_of_clients: Literal["ignore", "link", "parent"] = "link"
-    """Use of a client's `traceparent`. With `parent`, clients decide what is traced, so they must be trusted."""
+    """Use of a client's `traceparent`. With `parent`, clients decide which requests are traced, so they must be
+    trusted.
+    """
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     engine_step_timeout_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
 

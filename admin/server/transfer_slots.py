@@ -16,7 +16,7 @@ RETRY_AFTER_S = 5.0
 MAX_REST_S = 2.0
 """Maximum cooldown that a single call adds, in seconds."""
 UNRESTED_S = 1.0
-"""Cooldown above which a tenant's slots are withheld, in seconds. It allows a burst such as one page's calls."""
+"""Cooldown above which a tenant's slots are withheld, in seconds. The calls for a single page stay below it."""
 
 
 class _Share:
@@ -31,8 +31,7 @@ class TransferSlots:
     """Allows `num_slots` concurrent calls, and `num_each` per tenant, so that other tenants still get slots.
 
     With `rest`, each call adds `rest` times its duration to its tenant's cooldown. While more than UNRESTED_S of the
-    cooldown remains, the tenant gets no slots. However many calls it sends, they use at most 1/`rest` of a CPU core in
-    total.
+    cooldown remains, the tenant gets no slots. Its calls then use at most 1/`rest` of a CPU core in total.
     """
 
     def __init__(self, what: str, num_slots: int, num_each: int, rest: float = 0.0) -> None:

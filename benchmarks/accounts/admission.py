@@ -1,6 +1,6 @@
 """Measures how many requests per second a gateway can reserve and settle, and the time of each operation.
 
-Every request reserves quota under its tenant's three policies and then settles; the client sends its next request
+Every request reserves quota under its tenant's three policies and then settles. The client sends its next request
 immediately. Two methods are compared in one run, on SQLite and PostgreSQL, with one tenant that all clients share and
 with a thousand tenants:
 

@@ -33,7 +33,7 @@ MONTH_US = 30 * DAY_US
 PER_BATCH = 100
 INSERTED_AT_ONCE = 250_000
 
-# u and v are uniform over [0, 2^20); their squares select the tenant and the adapter.
+# u and v are uniform over [0, 2^20). Their squares select the tenant and the adapter.
 _EVENTS = """
 INSERT INTO usage_events (request_id, tenant_id, api_key_id, adapter_id, adapter_version_id, model, endpoint, status,
     prompt_tokens, cached_tokens, completion_tokens, started_us, finished_us, first_token_us, base, end_user,

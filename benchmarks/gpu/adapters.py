@@ -125,7 +125,7 @@ class ResidentAdapters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraBatch:
-    """A case's rows on the device; `xs[g]` `[T, in]` is the input to group `g`, the same in all layers."""
+    """A case's rows on the device. `xs[g]` `[T, in]` is the input to group `g`, the same in all layers."""
 
     case: LoraCase
     model: Model

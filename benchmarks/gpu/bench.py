@@ -88,7 +88,7 @@ class Ceilings:
 
     @property
     def bandwidth(self) -> float:
-        """The higher of the copy and read bandwidths; used to compute floors."""
+        """The higher of the copy and read bandwidths, for computing floors."""
         return max(self.copy, self.read)
 
 
@@ -149,7 +149,7 @@ class Bench:
 
     @property
     def num_processors(self) -> int:
-        """Number of the card's multiprocessors; 1 in the interpreter, which runs programs one after another."""
+        """Number of the card's multiprocessors. 1 in the interpreter, which runs programs one after another."""
         if self.planned is not None:
             return self.planned.card.multiprocessors
         if self.device.type != "cuda":
@@ -201,7 +201,7 @@ class Bench:
         self.release()
 
     def release(self) -> None:
-        """Free the memory of finished cases; graphs keep their memory until they are garbage-collected."""
+        """Free the memory of finished cases. Graphs keep their memory until they are garbage-collected."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -21,7 +21,7 @@ class Card:
 
     `capability` is the compute capability to compile for, such as 90 for 9.0. `bandwidth` is in bytes per second, and
     `shared_bytes` is the shared memory of a multiprocessor. `node_s` is the time that each kernel adds to a captured
-    graph. It is an assumption until measured; graphs typically add 1.5 to 2.5 microseconds per node.
+    graph. It is an assumption until measured. Graphs typically add 1.5 to 2.5 microseconds per node.
     """
 
     name: str

@@ -28,7 +28,7 @@ class PlannedPart:
     """A part's needs.
 
     `seconds` is its time within a run of all parts. `alone_s` is the time of a separate run of this part and the
-    ceilings, including compilation. `problems` lists what does not fit.
+    ceilings, including compilation. `problems` lists the needs that do not fit.
     """
 
     name: str

@@ -99,7 +99,7 @@ def check() -> Need:
 
 
 def compiling(bytes_each: float) -> Need:
-    """Memory of the processes that compile a part's programs in parallel; their time is counted separately."""
+    """Memory of the processes that compile a part's programs in parallel. Their time is counted separately."""
     return Need(f"compiling, {MAX_WARMERS} processes", {}, 0, {"processes": MAX_WARMERS * bytes_each}, 0.0)
 
 

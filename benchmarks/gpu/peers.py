@@ -2,7 +2,7 @@
 
 `--peers` names a folder that contains these files from their wheels: `vllm/lora/ops/triton_ops/` and
 `sglang/kernels/ops/lora/dense/`, and the `*.dist-info` folders, which name the versions. Both import a handful of names
-from elsewhere in their packages; stubs replace those names here. None of their code is part of this repository.
+from elsewhere in their packages. Stubs replace those names here. None of their code is part of this repository.
 """
 
 from __future__ import annotations

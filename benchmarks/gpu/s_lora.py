@@ -5,7 +5,7 @@ The workloads follow section 7 of "S-LoRA: Serving Thousands of Concurrent LoRA 
 `benchmarks/trace.py`). The model is Llama-7B with adapters on q, k, v and o. Adapters have rank 8 in S1, and ranks 64,
 32, 16 and 8 in turn in S2. Input and output lengths are uniform in [8, 512). Adapters are drawn by
 `numpy.random.power(alpha)`, which is uniform for the paper's alpha of 1, the hardest case for a pool. The paper's 1,200
-requests arrive at 10 per second; here, all are queued at the start, so that the card always has work, and the
+requests arrive at 10 per second. Here, all are queued at the start, so that the card always has work, and the
 measurement ends as soon as the queue is empty.
 """
 

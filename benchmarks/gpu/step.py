@@ -130,7 +130,7 @@ def _run_cases(bench: Bench, wanted: list[StepCase], pdl: bool) -> Iterator[Row]
         bench, model, adapters, device_backend(bench, pdl), device_weights(bench), dtype=dtype,
         pool_bytes=num_pages * adapters.page_bytes, **settings,
     ) as engine:  # fmt: skip
-        # Prompts are not computed; as in the other parts, steps read random keys and values.
+        # Prompts are not computed. As in the other parts, steps read random keys and values.
         for part in engine.assembled.views.kv.view(-1).split(1 << 29):
             part.normal_(0.0, POOL_STD)
         engine.load(digests)

@@ -158,7 +158,7 @@ class MetaEngine:
     def record(self, case: TableCase, note: Callable[[Launch, RecordedStep], None] | None = None) -> RecordedStep:
         """List the case's launches with compiled programs. With `note`, pass each launch to `note` uncompiled instead.
 
-        Listed launches keep their tensors alive; launches passed to `note` do not.
+        Listed launches keep their tensors alive. Launches passed to `note` do not.
         """
         geometry = self.target.geometry
         ranks = np.zeros((geometry.num_layers, len(self.target.modules)), np.int32)

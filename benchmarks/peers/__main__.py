@@ -192,7 +192,7 @@ def _load(text: str) -> Load:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    # `timeout` signals both the process and its group; ignore the second signal, so that the servers shut down cleanly.
+    # `timeout` signals both the process and its group. Ignore the second signal, so that the servers shut down cleanly.
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
 

@@ -52,6 +52,6 @@ def completion_body(question: Question, num_output: int, model: str) -> Document
 
 
 def require_lengths(name: str, lengths: Sequence[int], work: Work) -> None:
-    """Raise SystemFailed unless all answers have the requested length; throughput is computed from that length."""
+    """Raise SystemFailed unless all answers have the requested length, from which throughput is computed."""
     if any(length != work.num_output for length in lengths):
         raise SystemFailed(f"{name} answered with {sorted(set(lengths))} tokens instead of {work.num_output}")

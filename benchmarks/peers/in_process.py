@@ -44,7 +44,7 @@ class StaticBatch:
 def open_peft(dtype: str, threads: int, files: ModelFiles, is_check: bool) -> Iterator[Running]:
     torch.set_num_threads(threads)
     with peft_ways.quiet_transformers(), warnings.catch_warnings():
-        # peft uses names that are deprecated in transformers 5; ignore the warnings.
+        # peft uses names that are deprecated in transformers 5. Ignore the warnings.
         warnings.simplefilter("ignore", FutureWarning)
         adapters = files.adapters | (files.attention_adapters if is_check else {})
         running = StaticBatch(_load(files.base, adapters, getattr(torch, dtype)))

@@ -17,7 +17,7 @@ from benchmarks.peers.workload import Load, draw_work
 
 WARM_LOAD = Load(8, 2)
 TRIAL_SHARE = 4
-"""Factor by which a trial's prompts and answers are shorter than those of the first load."""
+"""A trial's prompts and answers are shorter than those of the first load by this factor."""
 
 OWN_TURNS = 2
 """Number of times that loramux runs the cells of a session: forwards, then backwards.

@@ -38,7 +38,7 @@ class Journey:
 
     @property
     def tpot_s(self) -> float:
-        """Mean time per token after the first; 0 for a single token, and infinity for an unfinished request."""
+        """Mean time per token after the first. 0 for a single token, and infinity for an unfinished request."""
         if self.end_s == math.inf:
             return math.inf
         return (self.latest_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0

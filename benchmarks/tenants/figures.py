@@ -91,7 +91,7 @@ def spread(rounds: Sequence[Sequence[float]]) -> dict[str, float | None]:
 
 
 def table(title: str, columns: Mapping[str, Rounds]) -> Table:
-    """A table with one row per variant; `columns` maps each heading to the measurements under it."""
+    """A table with one row per variant. `columns` maps each heading to the measurements under it."""
     drawn = Table(title=title)
     drawn.add_column("")
     for heading in columns:

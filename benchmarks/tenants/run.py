@@ -45,13 +45,13 @@ class Observed:
 
     seconds: float
     first_tokens_s: list[float] = field(default_factory=list)
-    """Times to first token of the measured requests that arrived in the window; infinity if no token arrived."""
+    """Times to first token of the measured requests that arrived in the window. Infinity if no token arrived."""
     gaps_s: list[float] = field(default_factory=list)
     """Times between a measured request's tokens, if the later token arrived in the window."""
     load_gaps_s: list[float] = field(default_factory=list)
     """Times between tokens of the background load's requests, if the later token arrived in the window."""
     loads_s: list[float] = field(default_factory=list)
-    """Times between a Load message and its answer; infinity if no answer arrived."""
+    """Times between a Load message and its answer. Infinity if no answer arrived."""
     num_cold: int = 0
     """Number of timed requests whose adapter was not in the pool when they arrived."""
     num_ended: int = 0

@@ -11,7 +11,7 @@ from loramux.adapter_store.tiers.staged_adapter import StagedAdapter
 from loramux.adapter_store.tiers.tier_figures import PassedStage
 
 COPY_COST = 0.5
-"""Estimated cost of copying one adapter page, relative to recomputing one KV page; used by eviction policies."""
+"""Estimated cost of copying one adapter page, relative to recomputing one KV page. Eviction policies use it."""
 
 
 class AdapterPhase(Enum):

@@ -211,7 +211,9 @@ class AdapterPool:
         return sum(load.num_pages for load, _ in self._idle_and_wanted(before=position))
 
     def last_after(self, position: int) -> Evictable | None:
-        """The idle adapter that will be needed last, or None if it is needed at `position` or earlier."""
+        """Return the idle adapter that will be needed last. Return None if that adapter is needed at `position` or
+        earlier.
+        """
         last = max(self._idle_and_wanted(), key=lambda one: one[1], default=None)
         return last[0] if last is not None and last[1] > position else None
 

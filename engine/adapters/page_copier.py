@@ -19,7 +19,7 @@ takes 0.1 ms, about as long as waking another thread and waiting for it to relea
 
 
 class Copier(Protocol):
-    """Copies adapters into pages; called only by the engine's thread."""
+    """Copies adapters into pages. Only the engine's thread calls it."""
 
     def copy(self, load: AdapterLoad) -> None:
         """Copy a staged adapter into its pages, either immediately or in the background."""

@@ -91,14 +91,14 @@ class SlotTables:
         return int(self._max_ranks[used].max(initial=0))
 
     def modules(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Modules that adapters in `slots` change in any layer, bool `[num_modules]`; slot -1 is the base."""
+        """Modules that adapters in `slots` change in any layer, bool `[num_modules]`. Slot -1 is the base."""
         changed: npt.NDArray[np.bool_] = np.logical_or.reduce(self._has_module[slots[slots >= 0]], axis=0)
         return changed
 
     def outer_slots(self, slots: npt.NDArray[np.int32], sample_rows: npt.NDArray[np.int32]) -> OuterSlots | None:
         """Adapter slots of the rows that need outer modules, or None if no adapter in `slots` has outer modules.
 
-        `slots` int32 `[num_tokens]`, -1 for the base; `sample_rows` int32 `[num_samples]`.
+        `slots` int32 `[num_tokens]`, -1 for the base. `sample_rows` int32 `[num_samples]`.
         """
         if not self._has_outer[slots[slots >= 0]].any():
             return None

@@ -12,7 +12,7 @@ from loramux.adapter_store.tiers.tier_figures import LoadCounts, TierFigures
 
 
 class Stager(Protocol):
-    """Loads adapters into host memory; called only by the engine's thread, and never blocks. See `StagingClient`."""
+    """Loads adapters into host memory. Only the engine's thread calls it, and it never blocks. See `StagingClient`."""
 
     figures: TierFigures
     """Tier statistics of this process."""
@@ -23,7 +23,7 @@ class Stager(Protocol):
         """
 
     def cancel(self, digest: str) -> None:
-        """Cancel a request; `poll` does not return its result."""
+        """Cancel a request. `poll` does not return its result."""
 
     def poll(self) -> list[StagedAdapter | NotStaged]:
         """Adapters that were staged or failed since the last call. The caller must release each staged adapter."""
@@ -32,7 +32,7 @@ class Stager(Protocol):
         """File descriptor for an idle engine to poll, calling `attend` when it is readable, or -1 if there is none."""
 
     def attend(self) -> None:
-        """Receive pending messages and run callbacks of `look`; called between steps while a look is pending."""
+        """Receive pending messages and run callbacks of `look`. Called between steps while a look is pending."""
 
     def look(self, then: Callable[[], None]) -> None:
         """Refresh `contents`. `attend` calls `then` once the refresh has finished or failed."""

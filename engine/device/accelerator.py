@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Free and total memory of a device, in bytes; memory used by other programs does not count as free."""
+    """Free and total memory of a device, in bytes. Memory used by other programs does not count as free."""
 
     free: int
     total: int
@@ -67,9 +67,9 @@ class Accelerator(Protocol):
         ...
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
-        """Record the work that `step` submits, without running it; calling the result submits all the recorded work.
+        """Record the work that `step` submits, without running it. Calling the result submits all the recorded work.
 
-        Tensors that `step` reads must keep their addresses; tensors that it allocates live until another capture runs.
+        Tensors that `step` reads must keep their addresses. Tensors that it allocates live until another capture runs.
         """
         ...
 

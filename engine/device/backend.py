@@ -33,7 +33,7 @@ class Linear(Protocol):
 
 
 class DenseLinear:
-    """A linear layer computed by cuBLAS; weight `[out_features, in_features]`."""
+    """A linear layer computed by cuBLAS. `weight` is `[out_features, in_features]`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight = weight
@@ -65,7 +65,7 @@ class Backend:
 
     `set_num_threads` limits the CPU threads of kernels and torch. A device with `sample_tokens` samples tokens itself:
     its steps are padded, captured as graphs, and submitted before the host has the previous step's tokens. If
-    `compiles` is set, its kernels are compiled for each shape; `compile_ahead` does so in parallel before the first
+    `compiles` is set, its kernels are compiled for each shape. `compile_ahead` does so in parallel before the first
     launch.
     """
 

@@ -13,7 +13,7 @@ import torch
 from loramux.engine.device.accelerator import DeviceMemory, Fence
 
 UPLOAD_BYTES = 16 << 20
-"""Maximum adapter bytes queued at a time; bounds how long the copy of a step's metadata waits in the queue."""
+"""Maximum adapter bytes queued at a time. This bounds how long the copy of a step's metadata waits in the queue."""
 
 
 class CudaFence:
@@ -93,7 +93,7 @@ class CudaAccelerator:
         return captured(torch.cuda.CUDAGraph(), self._graph_pool, step)
 
     def _await_uploads(self) -> None:
-        # A blocking event lets this thread sleep; spinning would take CPU time from the thread that submits steps.
+        # A blocking event lets this thread sleep. Spinning would take CPU time from the thread that submits steps.
         done = torch.cuda.Event(blocking=True)
         done.record(self._uploads)
         done.synchronize()

@@ -23,15 +23,15 @@ FORBIDDEN = -1e30
 """Logit for forbidden tokens: low enough for a weight of 0, but finite, because non-finite rows end their sequences."""
 
 EDITED_AT_ONCE = 16
-"""Maximum number of rows with a bias or penalties to edit at a time; bounds the memory for their float32 copies."""
+"""Maximum number of rows with a bias or penalties to edit at a time. It bounds the memory for their float32 copies."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DownloadedLogprobs:
     """Requested log-probabilities on their way to the host.
 
-    `rows` index the step's samples. `chosen` is float32 `[num_rows]`. `values` float32 and `ids` int64
-    `[num_rows, count]` belong to the most likely tokens; row `i` uses only the first `counts[i]`.
+    `rows` index the step's samples. `chosen` is float32 `[num_rows]`. `values` float32 and `ids` int64 `[num_rows,
+    count]` belong to the most likely tokens. Row `i` uses only the first `counts[i]`.
     """
 
     rows: list[int]

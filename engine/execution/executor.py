@@ -12,7 +12,7 @@ from loramux.engine.sequence import Sequence
 
 class StepResult(Protocol):
     def tokens(self) -> list[SampledToken]:
-        """The token chosen after each sample row, in order; waits for the step to finish."""
+        """Wait for the step to finish, and return the token chosen after each sample row, in order."""
         ...
 
     def prompt_logprobs(self) -> list[tuple[PromptLogprob, ...]]:

@@ -178,7 +178,7 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def _run_scored(self, layout: StepLayout, batch: Batch) -> ScoredPrompts:
-        """Run a step without a graph, whose output would lack the scored rows, and score its prompt rows."""
+        """Run a step without a graph and score its prompt rows. A graph's output would lack the scored rows."""
         scored_rows = batch.scored_rows
         rows = torch.cat([layout.inputs.sample_rows, self._accelerator.stage(torch.from_numpy(scored_rows))])
         inputs = replace(layout.inputs, tokens=self._sampler.resolve(layout.inputs.tokens), sample_rows=rows)
@@ -194,7 +194,7 @@ class GraphExecutor:
         return score_prompts(batch.scores, logits_of, self._accelerator)
 
     def _scored_head(self, slots: npt.NDArray[np.int32], max_rank: int) -> HeadAdapters | None:
-        """Inputs for the head's adapters of up to SCORED_AT_ONCE scored rows; `slots` as in `OuterSlots.head`."""
+        """Inputs for the head's adapters of up to SCORED_AT_ONCE scored rows. `slots` is as in `OuterSlots.head`."""
         rows, starts, segment_slots = group_rows(slots, SEGMENT_ROWS)
         if not len(segment_slots):
             return None

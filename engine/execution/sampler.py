@@ -72,7 +72,7 @@ def sample(
     if not all(is_finite):
         # The sum of finite values can overflow, so check each value.
         is_finite = torch.isfinite(logits).all(dim=1).tolist()
-    # numpy compares eight values at a time; torch takes ten times as long on a CPU.
+    # numpy compares eight values at a time. On a CPU, torch takes ten times as long.
     token_ids = torch.from_numpy(logits.numpy().argmax(axis=1))
     changed = _changed(logits, samples, eos_token_ids, masks)
     for row, values in changed.items():

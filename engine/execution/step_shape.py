@@ -79,7 +79,7 @@ def _mixed_shape(
 
 
 def reachable_shapes(max_tokens: int, max_sequences: int) -> Iterator[StepShape]:
-    """All shapes within these limits that have their own kernels, without `has_outer`; largest first.
+    """All shapes within these limits that have their own kernels, without `has_outer`, largest first.
 
     Shapes with fewer groups are left out, because they launch a subset of the kernels of the shape with all groups.
     """

@@ -19,7 +19,7 @@ ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# Defaults in transformers that depend on the architecture; common defaults are in the code.
+# Defaults in transformers that depend on the architecture. Common defaults are in the code.
 _GEMMA_ASSUMED: dict[str, Any] = {
     "head_dim": 256,
     "num_key_value_heads": 4,

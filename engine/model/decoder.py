@@ -138,7 +138,7 @@ class Decoder:
         gate_and_mul = kernels.gelu_and_mul if config.activation == GELU_TANH else kernels.silu_and_mul
         q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         residual = self.embed(inputs, kernels, tables)
-        # Attention skips padding rows, which belong to no sequence; zeros keep the rows' values finite.
+        # Attention skips padding rows, which belong to no sequence. Zeros keep the rows' values finite.
         attended = residual.new_zeros(num_tokens, config.num_heads, config.head_dim)
 
         def adapted(flag: LayerGroups, group: ModuleGroup) -> ModuleGroup | None:

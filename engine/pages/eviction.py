@@ -17,7 +17,7 @@ MAX_STALE = 1024
 
 
 class Evictable(Protocol):
-    """An evictable item whose pages are unused: an idle adapter, or a page of a cached prefix."""
+    """An idle adapter, or an unused page of a cached prefix."""
 
     @property
     def key(self) -> Hashable:
@@ -39,7 +39,7 @@ class Evictable(Protocol):
 
     @property
     def is_waited_for(self) -> bool:
-        """True if a waiting sequence needs the item; then only a sequence earlier in the queue can evict it."""
+        """True if a waiting sequence needs the item. Only a sequence earlier in the queue can then evict it."""
         ...
 
     def evict(self) -> None:
@@ -175,7 +175,9 @@ class WaitedFor(Protocol):
         ...
 
     def last_after(self, position: int) -> Evictable | None:
-        """The idle item that will be needed last, or None if it is needed at `position` or earlier."""
+        """Return the idle item that will be needed last. Return None if that item
+        is needed at `position` or earlier.
+        """
         ...
 
 

@@ -19,7 +19,7 @@ ROUNDS_PER_SHARE = 4
 """The same limit, per waiting share. It applies when many shares are waiting. Strict round robin would need 1."""
 
 MAX_COST_RATIO = 16
-"""Upper limit on the ratio of an expensive share's wait to that of a share whose requests have average cost."""
+"""Upper limit on the ratio of an expensive share's wait to the wait of a share with requests of average cost."""
 
 ROUNDS_BETWEEN_CHECKS = 8
 """Number of admissions between two checks for shares that have waited too long."""
@@ -36,11 +36,11 @@ _turn_of = itemgetter(0)
 class FairQueue:
     """Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", 2024), with weights.
 
-    A share's counter adds up the prices of its input and output tokens. The share with the lowest counter goes first;
-    ties go to the share with the fewest running sequences. When a share becomes active, its counter is raised to the
-    lowest counter of the active shares or, if there are none, to that of the share that was active last. When a share
-    starts to wait again, its counter is raised to the lowest counter of the waiting shares. No share can therefore save
-    up credit while idle.
+    A share's counter adds up the prices of its input and output tokens. The share with the lowest counter goes first.
+    Ties go to the share with the fewest running sequences. When a share becomes active, its counter is raised to the
+    lowest counter of the active shares or, if there are none, to the counter of the share that was active last. When a
+    share starts to wait again, its counter is raised to the lowest counter of the waiting shares. No share can
+    therefore save up credit while idle.
 
     Within a share, sequences go by priority, then by arrival, so a sequence of low priority can wait forever. A
     priority changes nothing for other shares.

@@ -58,7 +58,7 @@ def request_problem(add: Add, limits: EngineLimits, max_pool_tokens: int) -> tup
 
 
 def sampling_problem(params: SamplingParams, vocab_size: int) -> str | None:
-    """Error message if these settings are invalid for `vocab_size` tokens, starting with the field's name; or None.
+    """Error message if these settings are invalid for `vocab_size` tokens, starting with the field's name, or None.
 
     If the result is None, kernels can use every token id in the settings as an index.
     """

@@ -67,7 +67,7 @@ def place(sequence: Sequence) -> tuple[int, int]:
 
 
 class ShareHeap:
-    """A heap of shares. `update` reads a share's key; outdated entries are dropped when they reach the top."""
+    """A heap of shares. `update` reads a share's key. Outdated entries are dropped when they reach the top."""
 
     def __init__(self, key: Callable[[Share], Turn]) -> None:
         self._key = key
@@ -88,7 +88,7 @@ class ShareHeap:
         self._current.pop(share, None)
 
     def first(self) -> tuple[Turn, Share] | None:
-        """The lowest key and its share; keys are as of each share's last update."""
+        """The lowest key and its share. Keys are as of each share's last update."""
         while self._heap:
             key, number, share = self._heap[0]
             if self._current.get(share) == number:

@@ -249,7 +249,7 @@ def _open_spans(config: EngineConfig) -> OtelSpanSink | None:
 
 
 def _follow_supervisor(ended: threading.Event, closed: threading.Event, wake: Callable[[], None]) -> None:
-    """Stop the loop when standard input closes; kill the process if the loop does not stop. Runs on its own thread."""
+    """Stop the loop when standard input closes. Kill the process if the loop does not stop. Runs on its own thread."""
     while os.read(sys.stdin.fileno(), 4096):
         # No input is expected after the configuration. Only the end of input matters.
         continue

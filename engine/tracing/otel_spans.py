@@ -28,7 +28,7 @@ EXPORT_INTERVAL_MS = 500.0
 
 
 class FileSpanExporter(SpanExporter):
-    """Appends each span to a file as a line of JSON; several processes can share the file."""
+    """Appends each span to a file as a line of JSON. Several processes can share the file."""
 
     def __init__(self, path: Path) -> None:
         # Spans reveal who requests what, so only the file's owner may read it.

@@ -32,7 +32,7 @@ class SequenceTraces:
         self._lives: dict[Sequence, _Life] = {}
 
     def added(self, sequence: Sequence) -> None:
-        """Record a sequence's arrival; must be called before any work for the sequence starts."""
+        """Record a sequence's arrival. This must be called before any work for the sequence starts."""
         if sequence.add.traceparent is not None:
             self._lives[sequence] = _Life(self._clock_ns())
 

@@ -13,7 +13,8 @@ Scope = Literal["loramux.engine", "loramux.adapter_store"]
 
 
 class TraceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Destination of exported spans: `file` appends JSON lines to the file `target`; `otlp` posts to the URL `target`.
+    """Destination of exported spans: `file` appends JSON lines to the file `target`, and `otlp` posts to the URL
+    `target`.
 
     Without a target, `otlp` uses OpenTelemetry's environment variables (such as OTEL_EXPORTER_OTLP_ENDPOINT).
     """

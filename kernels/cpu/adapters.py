@@ -13,7 +13,7 @@ from loramux.kernels.cpu.low_rank import low_rank
 from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, PoolViews, Segments
 
 SEGMENT_ROWS = 64
-"""Maximum rows per segment; few enough for their activations to stay in the L2 cache while an adapter is applied."""
+"""Maximum rows per segment. Their activations stay in the L2 cache while an adapter is applied."""
 
 NOWHERE = (0, 0)
 """Address and row stride to pass for rows that no kernel accesses."""

@@ -33,7 +33,7 @@ TILE_INPUTS = 32
 """Inputs multiplied by one instruction: one tile row of 64 bytes."""
 
 MAX_ROWS = 2 * TILE
-"""Maximum number of rows per block; their sums take four of the eight tiles."""
+"""Maximum number of rows per block. Their sums take four of the eight tiles."""
 
 STEP_ELEMENTS = TILE_INPUTS * OUTPUTS
 """Weights of a panel used in one step: 2 KiB."""
@@ -203,7 +203,7 @@ def _multiply_few_rows(
     begin: int, end: int, x: int, x_step: int, num_rows: int, num_steps: int, panels: Any, bias: int, y: int,
     y_step: int,
 ) -> None:  # fmt: skip
-    """Compute the outputs of panels `[begin, end)` for 1 to 32 rows; the weight is read once, sequentially."""
+    """Compute the outputs of panels `[begin, end)` for 1 to 32 rows. The weight is read once, sequentially."""
     configure_tiles(min(num_rows, TILE), max(1, num_rows - TILE))
     for panel in range(begin, end):
         column = 4 * OUTPUTS * panel

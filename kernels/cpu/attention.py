@@ -1,4 +1,4 @@
-"""Attention on the CPU, reading K and V directly from pages; `kv` describes their layout.
+"""Attention on the CPU, reading K and V directly from pages. `kv` describes their layout.
 
 A tile consists of a few consecutive query rows of all heads that share one KV head, so each key and value is loaded and
 widened once per tile. K is stored transposed in its page: the scores of sixteen tokens fill sixteen lanes, and neither
@@ -53,10 +53,9 @@ def _cap_scores(scores: Any, num_scores: int, scale: Any, soft_cap: Any) -> None
 
 @exact
 def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, soft_cap: Any) -> Any:
-    """Turn scores `[begin, end)` into unnormalised weights and all others into 0; return the sum of the weights.
+    """Turn scores `[begin, end)` into unnormalised weights and all others into 0. Return the sum of the weights.
 
-    `num_scores` is a multiple of the panel size. A score's lane is its token's position in the page, whatever `begin`
-    is.
+    `num_scores` is a multiple of the panel size. A score's lane is always its token's position in the page.
     """
     if soft_cap > 0:
         _cap_scores(scores, num_scores, scale, soft_cap)

@@ -26,7 +26,7 @@ OUTPUTS = 32
 """Outputs in a panel: two AVX-512 registers per row."""
 
 MAX_ROWS = 12
-"""Maximum number of rows per block; their sums take 24 of the 32 registers."""
+"""Maximum number of rows per block. Their sums take 24 of the 32 registers."""
 
 BLOCK_INPUTS = 256
 """Inputs in a block of a panel. The block, 16 KiB, stays in the L1 cache while all rows are multiplied by it."""
@@ -74,9 +74,9 @@ class Avx512Bf16Panels:
 def pair_panels(
     weight: torch.Tensor, bias: torch.Tensor | None, multiple: int
 ) -> tuple[npt.NDArray[np.uint16], int, torch.Tensor]:
-    """Lay out a weight `[out_features, in_features]`; return the panels, their number and the float32 bias.
+    """Lay out a weight `[out_features, in_features]`. Return the panels, their number and the float32 bias.
 
-    Inputs are padded with 0 to a multiple of `multiple`; outputs and bias are padded with 0 to whole panels. A bias of
+    Inputs are padded with 0 to a multiple of `multiple`. Outputs and bias are padded with 0 to whole panels. A bias of
     None becomes 0.
     """
     out_features, in_features = weight.shape
@@ -106,7 +106,7 @@ def add_pairs(
 ) -> Any:
     """`y[r][o] += sum over k of x[r][k] * panels[first + 64 * (k // 2) + 2 * o + k % 2]`, for 1 to 12 rows.
 
-    `x` and `y` are addresses, with steps in bytes; `num_pairs` >= 1 is the number of pairs of `k`. Also prefetches
+    `x` and `y` are addresses, with steps in bytes. `num_pairs` >= 1 is the number of pairs of `k`. Also prefetches
     `num_pairs` cache lines of `panels` starting at `ahead`, and as many starting at `also_ahead`.
     """
 

@@ -40,7 +40,7 @@ from loramux.kernels.cpu.vectors import (
 )
 
 MAX_ROWS = 6 if WIDTH == LANES else 12
-"""Maximum number of rows per block; their sums fit in the registers together with the operands."""
+"""Maximum number of rows per block. Their sums fit in the registers together with the operands."""
 
 DOTS_STEP = 32
 """Elements per step of `dots`: one cache line of bfloat16."""
@@ -254,7 +254,7 @@ def dots(typing_context: Any, x: Any, weights: Any, a: Any, ahead: Any, size: An
 def add_ranks_to_sums(typing_context: Any, x: Any, weights: Any, places: Any, ahead: Any, size: Any, sums: Any) -> Any:
     """`sums[o] += sum over k of x[k] * weights[places[k] + o]` for `size` outputs `o`, added by increasing `k`.
 
-    `x` and `sums` are addresses; `places` and `ahead` are tuples. `size` is a multiple of 16. The call also prefetches
+    `x` and `sums` are addresses. `places` and `ahead` are tuples. `size` is a multiple of 16. The call also prefetches
     the weights at `ahead`.
     """
 

@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent
 def cache_directory() -> Path:
     """Directory of the compiled code. Its name includes a hash of all kernel sources.
 
-    A kernel is therefore recompiled even if only a helper in another file changes; numba itself checks only the
+    A kernel is therefore recompiled even if only a helper in another file changes. numba itself checks only the
     kernel's own file.
     """
     hashed = hashlib.sha256()

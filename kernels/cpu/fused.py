@@ -100,7 +100,7 @@ def rotary(
     num_rows: int,
     half: int,
 ) -> None:
-    """Rotate q and k in place; `cos` and `sin` are contiguous `[num_rows, half]`. See `ReferenceKernels.rotary`."""
+    """Rotate q and k in place. `cos` and `sin` are contiguous `[num_rows, half]`. See `ReferenceKernels.rotary`."""
     if num_rows * (num_heads + num_kv_heads) * half < SERIAL_WORK:
         for t in range(num_rows):
             cos, sin = cos_address + 4 * t * half, sin_address + 4 * t * half

@@ -75,7 +75,7 @@ def product_of(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor | Non
 
 
 class OneDnnProduct:
-    """A weight in oneDNN's blocked bfloat16 layout. `y` is rounded to bfloat16 as well."""
+    """A weight in oneDNN's blocked bfloat16 layout. `y` is rounded to bfloat16 too."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)

@@ -11,13 +11,13 @@ from loramux.kernels.cpu.tasks import IS_WIDE, RANKS, READ_COST, share_of
 from loramux.kernels.cpu.vectors import LANES, floats_at, widen
 
 MAX_RUN = 2048
-"""Maximum elements per run of a rank; four runs stay in the L1 cache while a segment's rows are multiplied by them."""
+"""Maximum elements per run of a rank. Four runs stay in the L1 cache while a segment's rows are multiplied by them."""
 
 
 class _ShrinkVisit(NamedTuple):
     """A run of one rank, or of RANKS ranks, which is read once for all rows of a segment.
 
-    All fields are int64 except the flag `is_first`; `x` and `planes` are addresses.
+    All fields are int64 except the flag `is_first`. `x` and `planes` are addresses.
     """
 
     segment: Any
@@ -137,7 +137,7 @@ def shrink_share(
     starts: Any,
     slots: Any,
 ) -> None:
-    """Run the tasks that begin in `[low, high)` of `shrink_work`; see `low_rank.low_rank` for the other arguments."""
+    """Run the tasks that begin in `[low, high)` of `shrink_work`. `low_rank.low_rank` describes the other arguments."""
     flat_pool = pool.reshape(-1)
     # Run each visit only once the next visit is known, so that it can prefetch the next visit's data.
     zero: Any = np.int64(0)

@@ -1,4 +1,4 @@
-"""Sixteen float32 lanes as a numba value; kernels use it to control what is vectorised and what stays in registers.
+"""Sixteen float32 lanes as a numba value. Kernels use it to control vectorisation and the use of registers.
 
 LLVM's own vectoriser gives up on most loops of these kernels (accumulators that outlive an inner loop, bfloat16 widened
 from integers, stores that might overlap loads). Arrays of float32, and of bfloat16 bits as uint16, load as float32
@@ -270,7 +270,7 @@ def widen(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def narrow(typing_context: Any, array: Any, value: Any) -> Any:
-    """Convert a float32 to an element of `array`, rounding to the nearest bfloat16, ties to even; NaN stays NaN."""
+    """Convert a float32 to an element of `array`, rounding to the nearest bfloat16, ties to even. NaN stays NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if array.dtype == types.float32:
@@ -310,7 +310,7 @@ def halves_at(address: int) -> Any:
 
 @exact
 def exponential(x: np.float32) -> np.float32:
-    """`exp(x)` to about one unit in the last place, with `x` clamped to `[-87, 88]`; NaN stays NaN.
+    """`exp(x)` to about one unit in the last place, with `x` clamped to `[-87, 88]`. NaN stays NaN.
 
     Uses plain arithmetic (after Cephes' expf), because loops over library calls cannot be vectorised.
     """

@@ -75,7 +75,7 @@ class Program:
         return cache.get_group(f"{self.source.name[:150]}.json") is not None
 
     def compile(self) -> None:
-        """Compile the program into Triton's cache; needs no GPU."""
+        """Compile the program into Triton's cache. This needs no GPU."""
         triton.compile(self.source, target=self.target, options=self.options)
 
 
@@ -85,7 +85,7 @@ def _constant(value: Any) -> Any:
 
 
 def _tuples(value: Any) -> Any:
-    """Turn lists back into tuples, which JSON lacks; Triton's constants are never lists."""
+    """Turn lists back into tuples, which JSON lacks. Triton's constants are never lists."""
     return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
 
 
@@ -132,7 +132,7 @@ def compile_ahead(launch: Callable[[], None], num_processes: int, command: Seque
 
 
 def compile_in_processes(lines: Sequence[str], num_processes: int, command: Sequence[str] = COMMAND) -> list[str]:
-    """Divide programs among `num_processes` processes and wait for all of them; return one line per failed process."""
+    """Divide programs among `num_processes` processes and wait for all of them. Return one line per failed process."""
 
     def run(share: Sequence[str]) -> str | None:
         try:

@@ -61,7 +61,7 @@ def check_attention(spec: AttentionSpec, geometry: PageGeometry) -> None:
 class Tiling:
     """One launch over the sequences with `[min_rows, max_rows]` query rows.
 
-    A program processes `block_m` (query, head) pairs, in tiles of `tile_n` keys; `num_splits` programs share a context.
+    A program processes `block_m` (query, head) pairs, in tiles of `tile_n` keys. `num_splits` programs share a context.
     """
 
     min_rows: int
@@ -77,7 +77,7 @@ class Tiling:
         return min(self.block_m // group_size, self.max_rows)
 
     def num_tiles(self, num_tokens: int, num_sequences: int, group_size: int) -> int:
-        """Upper bound on the number of programs per KV head and split, whatever the sequence lengths."""
+        """Upper bound on the number of programs per KV head and split, for any sequence lengths."""
         block_q = self.block_q(group_size)
         return num_sequences if block_q == self.max_rows else num_tokens // block_q + num_sequences
 
@@ -98,7 +98,7 @@ class AttentionPlan:
     long: Tiling | None
 
     def workspace_elements(self, num_tokens: int, num_sequences: int, spec: AttentionSpec) -> int:
-        """float32 elements that `paged_attention` needs for partial results; layers may share the workspace."""
+        """float32 elements that `paged_attention` needs for partial results. Layers may share the workspace."""
         return max(
             tiling.num_partial_rows(num_tokens, num_sequences)
             * spec.num_heads
@@ -235,7 +235,7 @@ def _tile_of(
     """A tile's sequence, first query row, number of rows (0: nothing to do) and first position.
 
     If sequences can have several tiles, sequence `i` owns tiles `[cu_q[i] // BLOCK_Q + i, cu_q[i + 1] // BLOCK_Q + i]`.
-    These are enough for the sequence's rows; any surplus tiles have nothing to do.
+    These are enough for the sequence's rows. Any surplus tiles have nothing to do.
     """
     if MAX_ROWS == BLOCK_Q:
         sequence = tile

@@ -33,7 +33,7 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """`residual += x` in place, then `rms_norm(residual, weight, eps)` of the rounded sum.
 
-    `x` and `residual` are `[T, n]`. `residual` is contiguous. The result has the same form as that of `rms_norm`.
+    `x` and `residual` are `[T, n]`. `residual` is contiguous. The result has the form of `rms_norm`'s result.
     """
     assert residual.is_contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
@@ -83,7 +83,7 @@ def _norm(
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ) -> None:
-    """Norm `ROWS` rows; row `r` of `x` starts at `r // inner * outer_stride + r % inner * inner_stride`."""
+    """Norm `ROWS` rows. Row `r` of `x` starts at `r // inner * outer_stride + r % inner * inner_stride`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     is_stored = (row < num_rows)[:, None] & (column < SIZE)
@@ -106,7 +106,7 @@ def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torc
 
 
 def gelu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`gelu(gate) * up` `[T, n]` from `gate_up` `[T, 2 * n]`; gelu in its tanh form, as in Gemma models."""
+    """`gelu(gate) * up` `[T, n]` from `gate_up` `[T, 2 * n]`, with gelu in its tanh form, as in Gemma models."""
     return _launch_gate(gate_up, out, is_gelu=True)
 
 

@@ -23,9 +23,9 @@ def supports_pdl(device: torch.device) -> bool:
 
 
 def is_decode_shaped(num_tokens: int, num_segments: int) -> bool:
-    """True if each row can be its own segment, as in decode; kernels then have a separate path for single-row segments.
+    """True if each row can be its own segment, as in decode. Kernels then have a separate path for single-row segments.
 
-    This affects only speed; either kind of launch supports segments of any length.
+    This affects only speed: either kind of launch supports segments of any length.
     """
     return num_segments >= num_tokens
 

@@ -24,13 +24,13 @@ ROW_COLUMNS = 256
 """Number of columns of A that a program with one row multiplies at a time."""
 
 ROW_CHUNKS = 4
-"""Maximum blocks of ROW_COLUMNS per program, if splits allow; their loads are unrolled and in flight together."""
+"""Maximum blocks of ROW_COLUMNS per program, if splits allow. Their loads are unrolled and in flight together."""
 
 TILE_COLUMNS = 128
-"""Number of columns of A that a program with several rows multiplies at a time; halved if its tiles are large."""
+"""Number of columns of A that a program with several rows multiplies at a time. It is halved for large tiles."""
 
 STAGES = 5
-"""Pipeline depth of the tile loop; one stage loads the page-table entry from which the next computes an address."""
+"""Pipeline depth of the tile loop. One stage loads the page-table entry from which the next computes an address."""
 
 LARGE_STAGES = 4
 """Pipeline depth for large tiles, reduced so that several programs fit in a multiprocessor's shared memory."""

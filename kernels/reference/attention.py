@@ -27,9 +27,9 @@ def paged_attention(
     """`out[t] = softmax(soft_cap(q[t] kᵀ * scale) + mask) v` over the context of row `t`'s sequence.
 
     `q` and `out` float32 `[T, num_heads, head_dim]`; head `h` reads KV head `h // (num_heads // num_kv_heads)`. The
-    query at position `p` sees keys `[0, p]` or, with a window, `[max(0, p - sliding_window + 1), p]`. Sequences without
-    query rows are skipped, whatever their other entries are; so are rows that belong to no sequence. `soft_cap(s) = cap
-    * tanh(s / cap)`. Pool elements outside the contexts are never used, not even multiplied by zero.
+    query at position `p` sees keys `[0, p]` or, with a window, `[max(0, p - sliding_window + 1), p]`.
+    Sequences without query rows are skipped, and so are rows that belong to no sequence.
+    `soft_cap(s) = cap * tanh(s / cap)`. Pool elements outside the contexts are never used, not even multiplied by zero.
     """
     keys, values = _kv_pages(pool, layer)
     for i, length in enumerate(batch.seq_lens.tolist()):

@@ -48,7 +48,7 @@ class DatabaseHealth:
 
     def note_failure(self, failure: Exception) -> None:
         cause = getattr(failure, "orig", None) or failure
-        # SQLite's driver names each error, such as SQLITE_FULL; PostgreSQL's driver has an exception class for each.
+        # SQLite's driver names each error, such as SQLITE_FULL. PostgreSQL's driver has an exception class for each.
         self._failure = getattr(cause, "sqlite_errorname", None) or type(cause).__name__
 
     def note_well(self) -> None:

@@ -50,9 +50,9 @@ class GroupCommit:
     """Commits operations on its own threads, batching all waiting operations into one transaction.
 
     An operation that finds the threads idle is committed immediately. Other operations wait for the commit in progress.
-    A busy gateway thus waits for the disk once per batch, and an idle one never waits for a batch to fill. If enough
-    operations are waiting, a second thread judges them while the database executes the first batch. A refusal, or a
-    statement that the database rejects, affects only its own operation.
+    A busy gateway therefore waits for the disk once per batch, and an idle one never waits for a batch to fill. If
+    enough operations are waiting, a second thread judges them while the database executes the first batch. A refusal,
+    or a statement that the database rejects, affects only its own operation.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ class AdmissionTransaction:
     ) -> None:
         """Lock the counters that the rules apply to.
 
-        If the rules have changed by then, the new ones apply. Raises CountersMissing if they need further counters.
+        If the rules have changed by then, the new ones apply. Raises CountersMissing if they need more counters.
         """
         self._read_rules(callers, rows)
         wanted = self._bind(callers, self._policies.latest_us)

@@ -185,7 +185,7 @@ class Generation:
                 continue
             self._events.put(delta)
             if choice.is_done:
-                # A stop string was found, so the engine need not continue; only its final report is missing.
+                # A stop string was found, so the engine need not continue. Only its final report is missing.
                 self._engine.abort(choice.add.sequence_id, keep=choice.keep)
                 if all(other.is_done for other in self._choices):
                     self._is_stopping.set()

@@ -30,7 +30,7 @@ JSON_OPTIONS: JsonCompileOptions = {
     "coerce_one_of": False,
     "lenient": False,
 }
-"""Options for compiling schemas; they override `x-guidance` in a schema."""
+"""Options for compiling schemas. They override `x-guidance` in a schema."""
 
 _ENDLESS = "no answer can end: it would have to contain itself without end"
 

@@ -26,7 +26,7 @@ WALL_S = 5.0
 """Limit on a check's wall time, in seconds. A check has a lower priority than the engine and the gateway."""
 
 NUM_PROCESSES = 2
-"""Maximum number of concurrent checks; each tenant has at most one."""
+"""Maximum number of concurrent checks. Each tenant has at most one."""
 
 MEMORY_BYTES = 1 << 30
 """Limit on the additional memory of one check, in bytes."""

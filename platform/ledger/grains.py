@@ -28,7 +28,7 @@ AMOUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grain:
-    """Sums grouped by the columns in `keeps`; other columns are "". `number` identifies the grain in rollup rows."""
+    """Sums grouped by the columns in `keeps`. Other columns are "". `number` identifies the grain in rollup rows."""
 
     number: int
     keeps: frozenset[str]

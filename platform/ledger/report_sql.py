@@ -87,7 +87,7 @@ def _grouped(query: UsageQuery, days: Sequence[int]) -> Select[Any]:
         *_event_facts(query, parts, days),
     ).subquery("facts")
     keys = [facts.c[name] for name in (("bucket_us",) if query.bucket else ()) + query.group_by]
-    # PostgreSQL's sums are decimals, which are slow to decode; these values fit in integers.
+    # PostgreSQL's sums are decimals, which are slow to decode. These values fit in integers.
     sums = [cast(func.coalesce(func.sum(facts.c[name]), 0), BigInteger).label(name) for name in AMOUNTS]
     return select(*keys, *sums).group_by(*keys)
 

@@ -19,7 +19,7 @@ class Answer(Protocol):
         """The chunks that a stream sends for a delta."""
 
     def usage_chunk(self, usage: Usage) -> Document:
-        """The last chunk of a stream if its client asked for usage."""
+        """The last chunk of a stream whose client asked for usage."""
 
     def whole(self, deltas: Sequence[ChoiceDelta], usage: Usage) -> Document: ...
 
@@ -43,7 +43,7 @@ def merged(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
 
 
 class UsageSoFar:
-    """Usage for clients that ask for it in each chunk of a stream: the request's tokens so far."""
+    """The usage so far, for clients that ask for it in each chunk of a stream."""
 
     def __init__(self, prompt_tokens: int) -> None:
         self._prompt_tokens = prompt_tokens

@@ -94,7 +94,7 @@ def _arguments(body: ChatRequest, features: TemplateFeatures | None) -> dict[str
 
 
 def _kwargs(body: ChatRequest, features: TemplateFeatures | None) -> Mapping[str, Any]:
-    """Return the template's further variables. Those in the request take precedence over `reasoning_effort`."""
+    """Return the template's additional variables. Those in the request take precedence over `reasoning_effort`."""
     effort, kwargs = body.reasoning_effort, body.chat_template_kwargs or {}
     if effort is None:
         return kwargs

@@ -141,6 +141,6 @@ def _text_offsets(tokens: Sequence[str], begin: int) -> list[int]:
 
 
 def _mean_logprob(choice: ChoiceDelta) -> float:
-    # A choice that ended at once has no token to judge it by.
+    # A choice that ended at once has no token to be ranked by.
     logprobs = [entry.logprob for entry in choice.logprobs]
     return sum(logprobs) / len(logprobs) if logprobs else -inf

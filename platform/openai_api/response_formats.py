@@ -62,7 +62,7 @@ ResponseFormat = Annotated[
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's `structured_outputs`; a body can set at most one constraint."""
+    """vLLM's `structured_outputs`. A body can set at most one constraint."""
 
     json_: Schema | str | None = Field(None, alias="json")
     json_object: bool | None = None

@@ -11,7 +11,7 @@ admit it.
   charged. The header `x-loramux-quota-exceeded` tells callers about exceeded soft limits, never about shadow policies.
   A refusal names its policy in `x-loramux-quota-policy`.
 - Contradictions are refused: a daily budget above the monthly one if both are hard, a burst for a metric that is not a
-  rate, and a burst with a limit of 0. A key's limit can exceed its tenant's limit; the lower one applies.
+  rate, and a burst with a limit of 0. A key's limit can exceed its tenant's limit. The lower one applies.
 """
 
 from __future__ import annotations

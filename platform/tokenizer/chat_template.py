@@ -58,7 +58,7 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation as a prompt. Raises InvalidRequest if a limit or the template rejects it.
 
-        `tools` are OpenAI's, or None if the request has none. `kwargs` are further variables of the template.
+        `tools` are OpenAI's, or None if the request has none. `kwargs` are additional variables of the template.
         `add_generation_prompt` opens the assistant's turn. `continue_final_message` leaves the last message open.
         """
         check_kwargs(kwargs or {})

@@ -35,7 +35,7 @@ class Conversation:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Further variables of the template, already checked with `check_kwargs`."""
+    """Additional variables of the template, already checked with `check_kwargs`."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 

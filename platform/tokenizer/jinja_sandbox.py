@@ -1,4 +1,4 @@
-"""The Jinja environment of chat templates: what Hugging Face's templates can use, within limits.
+"""The Jinja environment of chat templates. It offers what Hugging Face's templates use, within limits.
 
 Templates read values and build text. They cannot change a message, reach Python's internals, or import anything.
 """

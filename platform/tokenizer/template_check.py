@@ -1,4 +1,4 @@
-"""Renders fixed conversations with a template, to accept or refuse it and to find out what it supports."""
+"""Renders fixed conversations with a template, to decide whether it is usable and to find out what it supports."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class TenantTemplates:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Does what `ChatTemplate.render` does. Raises InvalidRequest, RateLimited or Unavailable."""
+        """Does the work of `ChatTemplate.render` in a process. Raises InvalidRequest, RateLimited or Unavailable."""
         check_kwargs(kwargs or {})
         try:
             conversation = Conversation(

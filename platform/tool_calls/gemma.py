@@ -1,4 +1,4 @@
-"""FunctionGemma: `<start_function_call>call:f{x:<escape>y<escape>}<end_function_call>`; Gemma 4 with other markers."""
+"""FunctionGemma: `<start_function_call>call:f{x:<escape>y<escape>}<end_function_call>`. Gemma 4 uses other markers."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ _ANY = r"/(.|\n)*/"
 
 
 def lark_of(rules: AnswerRules, json_options: Mapping[str, Any], other: str | None) -> str:
-    """Return the grammar of an answer. `other` names the subgrammar of the rest of the answer, such as `@answer`.
+    """Return the grammar of an answer. `other` names the subgrammar for the rest of the answer, such as `@answer`.
 
     Each tool's schema is compiled with llguidance's `json_options`.
     """

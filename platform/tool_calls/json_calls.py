@@ -14,8 +14,8 @@ class JsonCallParser(CallParser):
     def _call_object(self, *, is_marked: bool) -> Steps[None]:
         """Read one object. Raises Malformed.
 
-        An object after a marker can have any further members and can lack arguments. Any other object may be an answer
-        in JSON, so it must have arguments and at most a type and an ID besides.
+        An object after a marker can have any other members and can lack arguments. Any other object may be an answer in
+        JSON, so it must have arguments and at most a type and an ID besides.
         """
         reader = self._reader
         name: str | None = None

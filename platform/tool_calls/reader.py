@@ -55,7 +55,7 @@ class Reader:
         self.at = 0
 
     def mark(self) -> None:
-        """Forget what has been read."""
+        """Forget the text read so far."""
         self._taken = []
 
     def taken(self) -> str:

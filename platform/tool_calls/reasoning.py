@@ -36,7 +36,7 @@ class ReasoningSplitter:
 
     An answer thinks if the prompt ended inside the thinking (`is_open`) or if the answer starts with the begin marker,
     after whitespace. The thinking ends at the first end marker. A begin marker that repeats an open one is dropped, and
-    any other marker is text. The markers and the newlines next to them belong to neither part. Thinking that is cut off
+    any other marker is text. Neither part includes the markers or the newlines next to them. Thinking that is cut off
     stays thinking.
     """
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from loramux.admin.cli import app
 from tests.admin.admin_side import ADMIN_KEY
 
-# Typer rebuilds the command tree for every call; build it once per test run instead.
+# Typer rebuilds the command tree for every call. Build it once per test run instead.
 typer.testing._get_command = cache(typer.testing._get_command)
 
 

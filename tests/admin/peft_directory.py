@@ -17,7 +17,7 @@ MakeAdapter = Callable[..., Path]
 def write_peft_directory(
     parent: Path, rank: int = 2, config: dict[str, object] | None = None, poison: float | None = None
 ) -> Path:
-    """Write a PEFT directory for TARGET with random weights under `parent`; `poison` replaces the first weight."""
+    """Write a PEFT directory for TARGET with random weights under `parent`. `poison` replaces the first weight."""
     directory = parent / f"peft-{secrets.token_hex(4)}"
     directory.mkdir()
     random = np.random.default_rng(secrets.randbits(32))

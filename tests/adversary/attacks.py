@@ -25,7 +25,7 @@ Felt = Callable[[Stand, random.Random, float], Awaitable[Counter[str]]]
 
 
 async def open_uploads(stand: Stand, dice: random.Random, num_calls: int) -> Counter[str]:
-    """Declare uploads, which are capped per tenant, without sending their files; cancel them at the end."""
+    """Declare uploads, which are capped per tenant, without sending their files. Cancel them at the end."""
     adapter_id = await asyncio.to_thread(stand.adapter_id, stand.attacker)
     key = stand.attacker.admin_key
     counts = await asyncio.to_thread(open_without_end, stand.admin_url, key, adapter_id, OPEN_UPLOAD_BYTES, num_calls)

@@ -12,7 +12,7 @@ from tests.conformance.demo_adapters import changed_adapter
 
 NUM_ADAPTERS = 6
 LIMIT = 2
-"""Cold loads per minute; also the burst size."""
+"""Cold loads per minute, and the burst size."""
 LOADS = "loramux_engine_adapter_loads_total", ()
 
 

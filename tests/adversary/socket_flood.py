@@ -169,6 +169,6 @@ async def _send(connection: socket.socket, content: bytes) -> None:
 
 async def _drip(connection: socket.socket) -> None:
     while True:
-        # Randomize the pauses; otherwise all connections would send at the same moment, as a flood of packets.
+        # Randomize the pauses. Otherwise all connections would send at the same moment, as a flood of packets.
         await asyncio.sleep(random.uniform(0.5, 1.5) * DRIP_S)
         await _send(connection, b"x")

@@ -62,7 +62,7 @@ class Stand:
     notes: list[str] = field(default_factory=list)
     """Remarks on attacks, shown in addition to the counts."""
     undocumented: Counter[str] = field(default_factory=Counter)
-    """Number of violations, such as undocumented responses, by description; attacks add to this counter."""
+    """Number of violations, such as undocumented responses, by description. Attacks add to this counter."""
 
     @property
     def url(self) -> str:

@@ -22,7 +22,7 @@ AXE_FILE = Path(sys.prefix) / "share" / "axe-core" / "axe.min.js"
 
 
 def chromium_path() -> str:
-    """The path of the browser; LORAMUX_CHROMIUM overrides it."""
+    """The path of the browser. LORAMUX_CHROMIUM overrides it."""
     named = os.environ.get("LORAMUX_CHROMIUM")
     found = named or next((path for name in CHROMIUM if (path := shutil.which(name))), None)
     if found is None:

@@ -28,9 +28,9 @@ def postgres() -> Iterator[FaultyPostgres]:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory, postgres: FaultyPostgres) -> Iterator[Demo]:
-    """A server shared by all tests; it has already answered some requests."""
+    """A server shared by all tests. It has already answered some requests."""
     data_dir = tmp_path_factory.mktemp("demo")
-    # Allow for slow starts on a busy machine; these tests do not check how fast a server starts.
+    # Allow for slow starts on a busy machine. These tests do not check how fast a server starts.
     demo_server.START_TIMEOUT_S = 600.0
     more = ["--database-url", postgres.url]
     server = DemoServer(DEMO_FILES / "base", data_dir, free_port(), free_port(), STYLES.served_name, more)

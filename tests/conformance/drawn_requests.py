@@ -16,7 +16,7 @@ LAB_ADAPTERS: Mapping[str, str | None] = {
     "quiet": "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}> ",
     "strict": "{% if messages | length > 1 %}{{ raise_exception('one only') }}{% endif %}{{ messages[0].content }}",
 }
-"""The chat templates of the adapters that every tenant of the lab has; None stands for the base's template."""
+"""The chat templates of the adapters that every tenant of the lab has. None stands for the base's template."""
 
 TOOL_MODELS = ("base", "base", "plain", "caller")
 

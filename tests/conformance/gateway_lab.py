@@ -162,7 +162,9 @@ class GatewayLab:
         until(lambda: not any(map(is_running, children)), lambda: f"{children} outlived their gateway")
 
     def account(self, slug: str) -> tuple[Tenant, str]:
-        """A tenant with the lab's adapters and a budget for a month, which counts all its tokens; and its key."""
+        """A tenant with the lab's adapters and a monthly budget that counts all its tokens. Returns the tenant's key
+        too.
+        """
         tenant = Tenants(self.database).create(slug)
         for name, template in LAB_ADAPTERS.items():
             files = None if template is None else {TEMPLATE_FILE: template.encode()}
@@ -268,7 +270,7 @@ async def send(port: int, key: str, request: DrawnRequest, cut_after: int | None
 
 
 def usage_of(answer: bytes) -> tuple[str, Truth] | None:
-    """The identifier and usage in a complete streamed answer; None for any other answer."""
+    """Return the identifier and usage in a complete streamed answer, or None for any other answer."""
     if not answer.rstrip(b"\r\n0").endswith(b"[DONE]"):
         return None
     [request_id] = re.findall(rb"x-request-id: (\S+)", answer)

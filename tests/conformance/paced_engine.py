@@ -99,7 +99,7 @@ def main() -> None:
     threading.Thread(target=follow_parent, daemon=True).start()
     with open(ends, "a", encoding="utf-8") as file:
         engine = NotedEngine(simulation.engine, file)
-        # The simulated device keeps all batches for tests; in a long-running server they would fill the memory.
+        # The simulated device keeps all batches for tests. In a long-running server they would fill the memory.
         simulation.executor.batches = _Nothing()  # type: ignore[assignment]
         record = StepRecord(StepRecord.new_file(256))
         assembled = SimpleNamespace(engine=engine, ready=ready, stager=simulation.stager)

@@ -104,7 +104,7 @@ class Writer:
         self._has_ended = False
 
     def answer(self) -> Answer:
-        """Generate an answer; if it is cut at MAX_TOKENS, complete it or raise RuntimeError."""
+        """Generate an answer. If it is cut at MAX_TOKENS, complete it or raise RuntimeError."""
         self._write(MAX_TOKENS, is_closing=False)
         was_cut = not self._has_ended
         self._write(MAX_COMPLETING_TOKENS, is_closing=True)

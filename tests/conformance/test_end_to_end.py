@@ -95,7 +95,7 @@ def serve(made: Deployment, blobs: Any) -> Iterator[Stand]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[tuple[str | None, str], str]:
-    """The bfloat16 answers of transformers and peft to each demo prompt, by adapter; None is the base."""
+    """The bfloat16 answers of transformers and peft to each demo prompt, by adapter, and of the base under None."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
     base = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, DEMO / "adapters" / "pirate", adapter_name="pirate")

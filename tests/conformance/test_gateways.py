@@ -71,7 +71,7 @@ def test_clients_that_race_for_the_last_tokens_overspend_none(lab: GatewayLab, n
         async def one(number: int) -> tuple[int, bytes]:
             while True:
                 status, answer = await send(lab.gateways[number % len(lab.gateways)].port, key, requests[number])
-                # A client may be asked to retry for other reasons; only an answer about tokens is final.
+                # A client may be asked to retry for other reasons. Only an answer about tokens is final.
                 if status == 200 or (status == 429 and b"tokens_per_minute" in answer):
                     return status, answer
                 assert status in (429, 503), answer

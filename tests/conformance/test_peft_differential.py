@@ -55,7 +55,7 @@ def random_name(chance: random.Random) -> str:
 
 
 def random_settings(chance: random.Random) -> dict[str, Any]:
-    """The settings of a random LoRA configuration that we support; some configurations match no module at all."""
+    """The settings of a random LoRA configuration that we support. Some configurations match no module at all."""
     settings: dict[str, Any] = {
         # Without a task type, PEFT writes an auto_mapping.
         "task_type": chance.choice(["CAUSAL_LM", None]),
@@ -87,7 +87,7 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
     if chance.random() < 0.3:
         excluded = [random_name(chance) for _ in range(chance.randint(1, 2))]
         settings["exclude_modules"] = rf".*\.{chance.choice(ALL_LINEARS)}" if chance.random() < 0.3 else excluded
-    # PEFT refuses layers beside a regular expression.
+    # PEFT refuses `layers_to_transform` together with a regular expression.
     if chance.random() < 0.3 and not settings["target_modules"][0].startswith("."):
         settings["layers_to_transform"] = chance.choice([0, [1], [0, 1], [NUM_LAYERS - 1]])
         settings["layers_pattern"] = chance.choice([None, "layers", ["layers"]])

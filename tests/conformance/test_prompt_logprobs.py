@@ -20,7 +20,7 @@ PLANS = [
     AdapterPlan("both", 4, ["embed_tokens", "lm_head", "v_proj"], alpha=8.0),
 ]
 PROMPTS = [(None, 1), ("r3", 5), (None, 33), ("both", 90), (None, 70), ("r3", 20)]
-"""Adapter and prompt length of each request; every other one is scored. A scored prompt exceeds SCORED_AT_ONCE."""
+"""Adapter and prompt length of each request. Every other request is scored. A scored prompt exceeds SCORED_AT_ONCE."""
 
 Results = tuple[dict[str, list[PromptLogprob]], dict[str, list[int]], dict[str, list[TokenLogprobs]]]
 

@@ -21,7 +21,7 @@ from tests.conformance.served import deployment
 
 NUM_RESIDENT, NUM_COLD, NUM_COLD_CLIENTS, NUM_SLOTS = 2, 12, 6, 10
 NUM_FAULTS = int(os.environ.get("LORAMUX_STORE_FAULTS", "200"))
-# A load reads the packed file once and the canonical file twice, and writes the packed file; then the request runs.
+# A load reads the packed file once and the canonical file twice, and writes the packed file. Then the request runs.
 DEADLINE_S = 4 * S3Limits().body_s + 10
 BUCKET = "loramux-faults"
 

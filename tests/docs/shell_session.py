@@ -28,7 +28,7 @@ class Typed:
 
 
 def script_of(page: Path) -> str:
-    """Return the marked blocks as one shell script; Python blocks become here-documents."""
+    """Return the marked blocks as one shell script. Python blocks become here-documents."""
     parts = []
     for language, text in _BLOCK.findall(page.read_text()):
         parts.append(text if language == "sh" else f"python - <<'PYTHON'\n{text}PYTHON\n")

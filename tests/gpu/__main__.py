@@ -28,7 +28,7 @@ TOTAL_S = 530.0
 MAX_PROCESSES = 12
 GOOD = ("passed", "tool absent")
 SHOWN_LINES = 12
-"""Number of output lines to print for a failed process, counted from the end; the result file has more."""
+"""Number of output lines to print for a failed process, counted from the end. The result file has more."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

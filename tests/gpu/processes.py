@@ -12,12 +12,12 @@ GRACE_S = 5.0
 """Time that an interrupted pytest gets to write its report, in seconds."""
 
 MAX_OUTPUT = 40_000
-"""Maximum stored length of a process's output, in characters; only the end is kept."""
+"""Maximum stored length of a process's output, in characters. Only the end is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A process that has ended; `exit_code` is the negative signal number if a signal killed the process."""
+    """A process that has ended. `exit_code` is the negative signal number if a signal killed the process."""
 
     command: list[str]
     exit_code: int

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 from tests.gpu.processes import Ended
 
 NO_TESTS = 5
-"""Pytest's exit code if there are no tests to run; a share can be empty if there are more shares than tests."""
+"""Pytest's exit code if there are no tests to run. A share can be empty if there are more shares than tests."""
 
 NUM_SLOWEST = 10
 

@@ -72,7 +72,7 @@ def test_rotary_rotates_each_pair_in_place(
     make_cpu_kernels: Callable[..., Any],
     make_poisoned_pool: Callable[..., PoolViews],
 ) -> None:
-    """CPU kernels only. GPU kernels rotate while they store K and V; `gpu/test_attention.py` tests them."""
+    """GPU kernels rotate while they store K and V. `gpu/test_attention.py` tests them."""
     kernels = make_cpu_kernels(make_poisoned_pool(1, PageGeometry(1, 1, 8, 4, 4), torch.float32))
     qkv = torch.randn(num_rows, 8 * 32)
     before = qkv.clone()

@@ -75,7 +75,7 @@ def test_each_package_has_a_line_in_the_nearest_readme(package: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["tests", "benchmarks"])
 def test_nothing_imports_from_a_conftest(folder: str) -> None:
-    """A conftest contains only fixtures; shared test code is in modules named after their contents."""
+    """A conftest contains only fixtures. Shared test code is in modules named after their contents."""
     importing = []
     for path in python_files(folder):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -27,7 +27,7 @@ def pins(name: str) -> dict[str, str]:
 
 
 def locked(name: str) -> dict[str, tuple[str, list[str]]]:
-    """Return each package's version and hashes; fail on any other line, such as an index option."""
+    """Return each package's version and hashes. Fail on any other line, such as an index option."""
     found = {}
     for entry in (ROOT / name).read_text().replace(" \\\n", "").splitlines():
         pin, *hashes = entry.split("    --hash=sha256:")

@@ -27,7 +27,7 @@ def names(database: Database) -> set[str]:
 
 
 def add_by_trips(database: Database, *trips: Sequence[str], between: Callable[[], None] = lambda: None) -> None:
-    """Add names in one transaction, committed by the last round trip; call `between` between round trips."""
+    """Add names in one transaction, committed by the last round trip. Call `between` between round trips."""
     with database.write_in_pipelines() as connection:
         for number, trip in enumerate(trips, start=1):
             with pipeline(connection, is_last=number == len(trips)) as run:

@@ -32,9 +32,9 @@ class Question(BaseModel):
     max_tokens: int = Field(ge=1)
     temperature: float = Field(ge=0, le=2)
     json_schema: str = ""
-    """JSON schema for the answer, as text; empty for a free-form answer."""
+    """JSON schema for the answer, as text. Empty for a free-form answer."""
     tools: str = ""
-    """A JSON list of functions that the model may call, as text; empty for none."""
+    """A JSON list of functions that the model may call, as text. Empty for none."""
 
 
 async def show(visit: Visit) -> Response:

@@ -26,7 +26,7 @@ NO_TOOL_THOUGHT = "No tool fits."
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call, and what the client's function returned."""
+    """A call and its result from the client's function."""
 
     function: Function
     arguments: dict[str, Any]

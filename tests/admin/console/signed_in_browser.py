@@ -62,7 +62,7 @@ def first_match(pattern: str, text: str) -> str:
 
 
 class Stream:
-    """Reads one of the app's responses while it is being sent; httpx's own transport waits for the end."""
+    """Reads one of the app's responses while it is being sent. httpx's own transport waits for the end."""
 
     def __init__(self, app: ASGIApp, client: httpx.AsyncClient, path: str) -> None:
         cookies = "; ".join(f"{cookie.name}={cookie.value}" for cookie in client.cookies.jar)

@@ -86,7 +86,7 @@ async def test_bad_input_never_causes_a_server_error(operator: Browser, path: st
 
 
 PLAIN = {"object", "metric", "unit", "mode", "scope", "scopes", "updated_at", "tier", "kind", "next_page", "etag"}
-"""Fields that only the server sets; pages compare them with known values."""
+"""Fields that only the server sets. Pages compare them with known values."""
 NAMED = ("aliases", "changes", "modules")
 """Fields that are objects with user-chosen keys."""
 
@@ -307,7 +307,7 @@ async def test_markup_in_names_is_escaped_on_every_page(
             assert found.found == [], path
             assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e\u200b]", response.text), path
             num_shown += "x-nasty" in response.text
-    # Make sure that most pages show a name; a page without one would prove nothing.
+    # Make sure that most pages show a name. A page without one would prove nothing.
     assert num_shown >= len(pages) - 8
 
 

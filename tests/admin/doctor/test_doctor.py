@@ -54,7 +54,7 @@ def test_failed_parts_are_distinguished_from_an_unreachable_server(
     loramux: Run, admin_side: AdminSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admin_side.engine.die()
-    # Replace the store's directory with a file; root would bypass restricted permissions.
+    # Replace the store's directory with a file, because root would bypass restricted permissions.
     shutil.rmtree(admin_side.services.self_check.data_dir / "blobs", ignore_errors=True)
     (admin_side.services.self_check.data_dir / "blobs").write_text("no directory")
     with admin_side.services.database.write() as connection:

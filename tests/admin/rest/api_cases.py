@@ -194,7 +194,7 @@ def _without_security(document: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Run the garbage collector rarely; otherwise, scanning all imported modules takes a fifth of the time."""
+    """Run the garbage collector rarely. Otherwise, scanning all imported modules takes a fifth of the time."""
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()

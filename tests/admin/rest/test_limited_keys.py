@@ -221,7 +221,7 @@ ONE_OF_ITS = {
     "POST /adapters/{adapter_id}/versions/{number}/preload",
     "PUT /adapters/{adapter_id}/aliases/{name}",
 }
-"""Routes that find only objects of the key's adapters; any other object gets a 404."""
+"""Routes that find only objects of the key's adapters. Any other object gets a 404."""
 
 ONE_THAT_IS_NOT_THERE = {
     # No files were uploaded, so none are stored.
@@ -235,7 +235,7 @@ OF_THE_TENANT = {"GET /tenants", "GET /tenants/{id_or_slug}"}
 """Routes that return the tenant's names, limits and states but nothing about its adapters."""
 
 PUBLIC = {"GET /health/live", "GET /health/ready", "GET /metrics", "GET /openapi.json"}
-"""Routes outside `/admin/v1`; the metrics name no adapter."""
+"""Routes outside `/admin/v1`. The metrics name no adapter."""
 
 REFUSED = {
     "DELETE /adapters/{adapter_id}",

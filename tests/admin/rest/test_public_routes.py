@@ -25,7 +25,7 @@ Call = tuple[str, str]
 
 
 def calls_of(app: Starlette, prefix: str = "") -> Iterator[Call]:
-    """Yield the method and path of every route, including mounted apps; path parameters are replaced by `1`."""
+    """Yield the method and path of every route, including mounted apps. Path parameters are replaced by `1`."""
     for route in iter_route_contexts(app.routes):
         path = prefix + re.sub(r"\{[^}]*\}", "1", getattr(route, "path", ""))
         methods: Iterable[str] = getattr(route, "methods", None) or ()

@@ -56,7 +56,7 @@ def test_running_request_has_no_deadline() -> None:
     [
         pytest.param(request("GET", "/endless", {}), id="stream"),
         pytest.param(request("GET", "/large", {}), id="one large answer"),
-        # The server has finished; only the data in its send buffer remains.
+        # The server has finished. Only the data in its send buffer remains.
         pytest.param(request("GET", "/large", {"connection": "close"}), id="the last answer"),
     ],
 )

@@ -36,7 +36,7 @@ SHORT = Load(64, 32)
 
 @dataclass
 class Scripted:
-    """A system that takes a scripted number of seconds per token for each kind of work; other kinds fail."""
+    """A system that takes a scripted number of seconds per token for each kind of work. Other kinds fail."""
 
     seconds: dict[str, float]
     asked: list[Work] = field(default_factory=list)

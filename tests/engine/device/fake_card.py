@@ -33,7 +33,7 @@ def out_of_memory() -> torch.OutOfMemoryError:
 
 
 class FakeCard(HostAccelerator):
-    """A fake GPU. `broken` maps a call's name (`launch` for kernels) to its error; If `lost` is set, every call raises
+    """A fake GPU. `broken` maps a call's name (`launch` for kernels) to its error. If `lost` is set, every call raises
     it.
     """
 

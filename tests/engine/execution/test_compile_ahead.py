@@ -40,7 +40,7 @@ print(len(found))
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 @pytest.mark.parametrize("model", ["llama", "gemma"])
 def test_engine_start_after_compiling_ahead_compiles_nothing(model: str, capability: int, tmp_path: Path) -> None:
-    """The first start compiles ahead and then loads every program; the second start compiles nothing."""
+    """The first start compiles ahead and then loads every program. The second start compiles nothing."""
     environment = {
         **os.environ,
         "TRITON_CACHE_DIR": str(tmp_path / "programs"),

@@ -122,7 +122,7 @@ def test_bfloat16_weight_accepts_and_returns_float32(
     x = torch.randn(7, 128)
     y = product(weight, bias)(x)
     assert y.dtype == torch.float32
-    # CPUs that multiply bfloat16 directly round the input to bfloat16. oneDNN rounds the output as well.
+    # CPUs that multiply bfloat16 directly round the input to bfloat16. oneDNN also rounds the output.
     torch.testing.assert_close(y, functional.linear(x, weight.float(), bias.float()), rtol=2e-2, atol=0.3)
 
 

@@ -30,8 +30,8 @@ POISON = 1 << 30
 # Rounding error of y. Float32 sums are computed in another order, and the interpreter truncates to bfloat16.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 2.0**-8 if HAS_GPU else 2.0**-7}
 
-# Batches, each with the number of columns in its grid. With at least one column per row, rows are processed one by one;
-# otherwise all rows are grouped into tiles.
+# Batches, each with the number of columns in its grid. With at least one column per row, rows are processed one by one.
+# Otherwise all rows are grouped into tiles.
 BATCHES = {
     "empty": ([], 0),
     "empty-padded": ([], 3),

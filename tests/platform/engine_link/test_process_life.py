@@ -125,7 +125,7 @@ def test_engine_death_restart_and_drain_with_a_hung_engine(server: Server) -> No
         os.kill(first, signal.SIGKILL)
         received = events(lines)
         waited = waits.result()
-    # The running request ends with an error event; the waiting one is told to retry.
+    # The running request ends with an error event. The waiting request is told to retry.
     assert json.loads(received[-1])["error"]["code"] == "engine_unavailable"
     assert "[DONE]" not in received
     assert (waited.status_code, waited.json()["error"]["code"]) == (503, "engine_unavailable")

@@ -75,7 +75,7 @@ def overrun(postgres: FaultyPostgres) -> Fault:
                 taken.enter_context(psycopg.connect(postgres.url))
                 num_taken += 1
             except psycopg.OperationalError:
-                # The remaining connections are the gateway's; end them and compete for the free slots.
+                # The remaining connections are the gateway's. End them and compete for the free slots.
                 first.execute(
                     "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE application_name = 'gateway'"
                 )

@@ -44,7 +44,7 @@ async def test_a_long_answer_is_granted_in_chunks(gateway: Any) -> None:
     [add] = gateway.engine.adds
     assert (add.max_tokens, add.pause_s) == (CHUNK, 0.5)
     assert [extension.max_tokens for extension in gateway.engine.extensions] == [64, 96, 128]
-    # The end-of-sequence token counts as well.
+    # The end-of-sequence token counts too.
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (101, "stop")
     assert counter(gateway) == (10_000 - len(add.prompt) - 101, 0)
 

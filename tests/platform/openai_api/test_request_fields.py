@@ -74,7 +74,7 @@ async def test_stop_string_is_shown_if_asked(gateway: Any, tokenizer: Any, path:
         usages.append(whole["usage"]["completion_tokens"])
         chunks = await chunks_of(gateway, path, include_stop_str_in_output=is_shown, **asked)
         assert streamed_text(chunks) == text
-    # The bill is the same: the tokens up to the one that completed the string.
+    # The bill is the same: the tokens up to the token that completed the string.
     assert len(set(usages)) == 1
     assert {event.completion_tokens for event in gateway.usage()} == set(usages)
 

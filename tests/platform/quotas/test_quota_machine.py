@@ -416,11 +416,11 @@ def run(database: Database, clock: FakeClock, num_steps: int, steps_each: int, i
         stateful_step_count=steps_each,
         deadline=None,
         database=None,
-        # `make test` runs the same steps each time; only the campaign draws new ones.
+        # `make test` runs the same steps each time. Only the campaign draws new ones.
         derandomize=not is_shrinking,
         suppress_health_check=list(HealthCheck),
         print_blob=True,
-        # A short run only shows that something is wrong; the campaign shrinks the example, which takes minutes.
+        # A short run only shows that something is wrong. The campaign shrinks the example, which takes minutes.
         phases=tuple(Phase) if is_shrinking else (Phase.generate,),
     )
     machine = type("QuotaMachineHere", (QuotaMachine,), {"database": database, "clock": clock})

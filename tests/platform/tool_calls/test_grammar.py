@@ -36,7 +36,7 @@ MAX_TOKENS = 400
 
 
 def written(rules: AnswerRules, seed: int) -> str | None:
-    """A random answer that follows the rules; None if it does not end within MAX_TOKENS."""
+    """Return a random answer that follows the rules, or None if it does not end within MAX_TOKENS."""
     dice = random.Random(seed)
     vocabulary = byte_vocabulary()
     text = msgspec.json.encode(rules).decode()

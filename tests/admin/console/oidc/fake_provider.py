@@ -17,7 +17,7 @@ from joserfc.jwk import ECKey, OctKey
 
 @dataclass
 class FakeProvider:
-    """`claims` override the claims of a valid ID token; `key` and `header` are used to sign it."""
+    """`claims` override the claims of a valid ID token. `key` and `header` are used to sign it."""
 
     url: str = ""
     nonce: str = ""

@@ -33,7 +33,7 @@ def shared_database(
 ) -> Iterator[Database]:
     url = f"sqlite:///{tmp_path_factory.mktemp('sessions') / 'loramux.db'}"
     if request.param == "postgres":
-        # Use PostgreSQL's default database; no other test uses it.
+        # Use PostgreSQL's default database. No other test uses it.
         url = request.getfixturevalue("postgres_server")
     made = Database(url, clock=lambda: clock[0] * 1_000_000)
     made.upgrade()

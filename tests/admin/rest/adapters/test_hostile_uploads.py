@@ -28,7 +28,7 @@ OF_EACH_FAMILY = [family[0] for family in (TYPES, NAMES, FOREIGN[3:], OFFSETS, C
 
 @pytest.fixture(scope="module")
 def admin_side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdminSide]:
-    """The admin side shared by these tests; each test has its own adapters."""
+    """The admin side shared by these tests. Each test has its own adapters."""
     with open_admin_side(tmp_path_factory.mktemp("hostile"), TARGET) as side:
         yield side
 
@@ -115,7 +115,7 @@ async def wait_for_no_blobs(admin_side: AdminSide) -> None:
 
 @pytest.mark.parametrize("hostile", OF_EACH_FAMILY, ids=lambda hostile: hostile.name)
 async def test_hostile_files_leave_one_rejected_row(visit: Visit, admin_side: AdminSide, hostile: Hostile) -> None:
-    """The real validation process rejects the files; only the row and its report remain."""
+    """The real validation process rejects the files. Only the row and its report remain."""
     config, tensors = hostile.files()
     version = await push(visit, {CONFIG_FILE: config, TENSORS_FILE: tensors})
     assert (version["state"], version["digest"], version["number"]) == ("rejected", None, 1)

@@ -34,7 +34,7 @@ SIZE = 4096
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """A bucket on a local S3 server; environment variables point boto3 to the server."""
+    """A bucket on a local S3 server. Environment variables point boto3 to the server."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
