@@ -166,7 +166,7 @@ campaign-processes: $(WARM) ## Servers and engines that hang, die, restart or st
 campaign-schemas: $(WARM) ## JSON Schema's own test suite against structured output (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m tests.conformance.schema_suite $(ARGS)
 
-campaign-templates: $(WARM) ## Hostile chat templates and histories; those of 71 models, compared with transformers (ARGS='--out FILE' for the counts)
+campaign-templates: $(WARM) ## Hostile chat templates and histories, and the templates of 71 models compared with transformers (ARGS='--out FILE' for the counts)
 	$(VENV)/bin/python -m pytest tests/platform/tokenizer tests/platform/openai_api/test_hostile_histories.py \
 		-m 'campaign or not campaign' --timeout 3600
 	$(VENV)/bin/python -m tests.conformance.chat_templates $(ARGS)

@@ -41,7 +41,7 @@ ToolCallParser = Annotated[
 ]
 ReasoningParser = Annotated[
     str | None,
-    typer.Option(help="auto, off or a parser's name: how reasoning is told apart (default: auto).", show_default=False),
+    typer.Option(help="auto, off or a parser's name: how reasoning is recognised (default: auto).", show_default=False),
 ]
 ReusePort = Annotated[
     bool | None,

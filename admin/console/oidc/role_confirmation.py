@@ -75,7 +75,7 @@ class OidcConfirmation:
             log.warning("roles were not confirmed", actor=actor, error=str(error))
             return replace(asked, needs_browser=now_us - asked.confirmed_us > UNCONFIRMED_S * 1_000_000)
         except SignInRefused as error:
-            log.info("roles are to be confirmed in the browser", actor=actor, error=str(error))
+            log.info("roles must be confirmed in the browser", actor=actor, error=str(error))
             return replace(asked, needs_browser=True)
         asked = replace(asked, access_token=again.access_token, refresh_token=again.refresh_token)
         if self._roles_claim not in again.claims:

@@ -6,7 +6,7 @@
   const root = meta("console-root");
   const csrf = () => meta("csrf-token");
 
-  // ---- Theme: stored in a cookie, so that the server sends the page in the right theme.
+  // Theme: stored in a cookie, so that the server sends the page in the right theme.
   function toggleTheme() {
     const shown = document.documentElement.dataset.theme;
     const dark = shown === "dark" || (shown !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
@@ -16,7 +16,7 @@
     document.querySelectorAll("[data-chart]").forEach(drawChart);
   }
 
-  // ---- Charts: uPlot, with data from the element's attribute.
+  // Charts: uPlot, with data from the element's attribute.
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const shades = ["--accent", "--kv", "--c4", "--c5", "--prefix", "--adapters"];
 
@@ -63,7 +63,7 @@
     resizing = setTimeout(() => document.querySelectorAll("[data-chart]").forEach(drawChart), 150);
   });
 
-  // ---- Uploads: the files are hashed here, declared, sent, and turned into a version.
+  // Uploads: the files are hashed here, declared, sent, and turned into a version.
   const hex = (buffer) => [...new Uint8Array(buffer)].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 
   async function call(method, path, body, headers) {
@@ -115,7 +115,7 @@
     }
   }
 
-  // ---- Playground: one stream per lane, shown as it arrives.
+  // Playground: one stream per lane, shown as it arrives.
   // Thinking, text and tool calls are parts of their own. Consecutive texts of one kind are joined.
   function append(output, kind, text) {
     let part = output.lastElementChild;
@@ -198,7 +198,7 @@
     stop.disabled = true;
   }
 
-  // ---- One delegated listener per event, so that parts swapped in by htmx need no wiring.
+  // One delegated listener per event, so that elements that htmx adds need no listeners of their own.
   document.addEventListener("click", async (event) => {
     const target = event.target.closest("button, a");
     if (!target) return;
@@ -237,7 +237,7 @@
     if (event.target.matches("[data-submits]")) event.target.form.requestSubmit();
   });
 
-  // ---- Live parts: show when they are offline, keep the focus, and sign in again when the session has ended.
+  // Live parts: show when they are offline, keep the focus, and sign in again when the session has ended.
   const offline = (isSo) => { const note = document.getElementById("offline"); if (note) note.hidden = !isSo; };
   document.addEventListener("htmx:sseError", () => offline(true));
   document.addEventListener("htmx:sseOpen", () => offline(false));
