@@ -72,7 +72,7 @@ LONG_SCHEMA: Document = {
 
 
 def new_schema(number: int, num_bytes: int) -> Document:
-    """A schema of about `num_bytes` that differs from those with other numbers."""
+    """A schema of about `num_bytes` bytes. Each `number` gives a different schema."""
     dice = random.Random(number)
     properties: Document = {}
     schema: Document = {"type": "object", "properties": properties, "additionalProperties": False}
@@ -109,8 +109,6 @@ class Checker:
 
 @dataclass(slots=True)
 class Figures:
-    """The measurements of one run."""
-
     seconds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     """Seconds of each round, by system and kind of request."""
     first_token_s: dict[str, list[float]] = field(default_factory=dict)

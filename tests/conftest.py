@@ -94,5 +94,4 @@ def database(migrated_url: str) -> Iterator[Database]:
 
 @pytest.fixture(scope="session")
 def demo_base() -> Path:
-    """The directory that contains the demo base model."""
     return DEMO_BASE

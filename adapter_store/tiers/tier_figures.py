@@ -131,7 +131,7 @@ _NOTHING = Held(0, 0)
 
 @dataclass(slots=True)
 class TimedStage:
-    """A stage in progress. Code that learns the number of bytes during the stage sets it here."""
+    """A stage in progress. The stage may set `num_bytes` once it knows the number."""
 
     num_bytes: int
 

@@ -11,7 +11,7 @@ import openai
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request. `messages` and `tools` are those of a chat completion."""
+    """`messages` and `tools` are those of a chat completion."""
 
     tenant: str
     api_key: str
@@ -27,7 +27,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer. `adapter` is the adapter that the server reports, or None for the base.
+    """`adapter` is the adapter that the server reports, or None for the base.
 
     `message` is the assistant's message in the form that the next request's history needs.
     """

@@ -129,7 +129,7 @@ class QuotaSubject(_Body):
 
 
 class QuotaLimit(QuotaSubject):
-    """A limit. `burst` defaults to `limit`. `mode` defaults to its current value, or to `hard` for a new quota."""
+    """`burst` defaults to `limit`. `mode` defaults to its current value, or to `hard` for a new quota."""
 
     metric: str
     limit: int

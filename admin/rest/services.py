@@ -112,7 +112,7 @@ class AdminServices:
     trouble: Callable[[], str | None] = lambda: None
     """Returns the gateway's current database problem for `/health/ready`, or None."""
     upload_slots: TransferSlots = field(default_factory=lambda: TransferSlots("uploads", MAX_UPLOADS, MAX_UPLOADS_EACH))
-    """Uploads have slots and threads of their own, so that slow clients do not delay other calls."""
+    """Uploads have separate slots and threads, so that slow clients do not delay other calls."""
     download_slots: TransferSlots = field(
         default_factory=lambda: TransferSlots("downloads", MAX_DOWNLOADS, MAX_DOWNLOADS_EACH)
     )

@@ -209,7 +209,6 @@ def _whole_lists(database: Database, made: UsageWorld) -> dict[str, Callable[[],
 
 
 def _reports(database: Database, made: UsageWorld) -> dict[str, Callable[[], Any]]:
-    """The timed reports, by description."""
     ledger, of_tenant, now_us = Ledger(database), made.tenant_ids[0], _now_us(made)
 
     def ask(length_us: int, **more: Any) -> Callable[[], Any]:

@@ -199,7 +199,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def why_not(arguments: argparse.Namespace) -> str:
-    """The reason why the benchmark cannot run with these arguments on this machine, or an empty string."""
+    """Return why this machine cannot run the benchmark with these arguments, or an empty string if it can."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if arguments.tiny:
         if not arguments.check_only:

@@ -42,7 +42,6 @@ class LoraCase:
 
     @property
     def slots(self) -> np.ndarray:
-        """The adapter slot of each row."""
         return np.repeat(np.arange(self.num_adapters, dtype=np.int32), self.rows_each)
 
     @property

@@ -55,7 +55,6 @@ class AttentionCase:
         return -(-self.context // PAGE_TOKENS)
 
     def kv_bytes(self, model: Model, itemsize: int) -> int:
-        """Bytes of K and V in one layer."""
         return self.num_sequences * self.context * 2 * model.num_kv_heads * model.head_dim * itemsize
 
     def operations(self, model: Model) -> int:

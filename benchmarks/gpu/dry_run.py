@@ -44,7 +44,6 @@ class PlannedPart:
 
 
 def plan(bench: Bench, parts: Sequence[Part], limits: Limits) -> list[PlannedPart]:
-    """Collect the needs of each part."""
     found: list[PlannedPart] = []
     for part in parts:
         needs = tuple(part.needs(bench))
@@ -86,7 +85,7 @@ def _problems(
 
 
 def why_not(bench: Bench, need: Need) -> str:
-    """The reason why a case does not fit, or an empty string."""
+    """Return why a case does not fit, or an empty string if it fits."""
     if need.problem:
         return need.problem
     limit = planned(bench).memory_bytes

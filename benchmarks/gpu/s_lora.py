@@ -129,7 +129,7 @@ def _run_setting(bench: Bench, name: str, workload: Workload) -> Iterator[Row]:
 
 
 def warm(bench: Bench, shard: int, num_shards: int) -> None:
-    """Compile a share of the step shapes that occur. The second process gets the first share."""
+    """Compile this process's share of the step shapes that occur."""
     workload = workload_of(bench)
     steps = [step for name in SETTINGS for step in steps_to_warm(workload, name)]
     warm_steps(
@@ -142,7 +142,7 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
 
 
 def steps_to_warm(workload: Workload, name: str) -> list[WarmStep]:
-    """The steps to compile: steps while the batch fills, and steps in which a few prompts join many decodes."""
+    """Return steps from filling the batch, and steps in which a few prompts join many decodes."""
     most, num_rows = workload.max_sequences, workload.max_batch_tokens
     counts = {(count, num_rows // count) for count in (8, 32, 128) if count < most}
     counts |= {(most, rows) for rows in (1, 2, 3, 4, num_rows // most)}

@@ -188,5 +188,4 @@ _FORMULAS: dict[str, Callable[[TritonLaunch, RecordedStep], Bytes]] = {
 
 
 def shape_text(launch: TorchLaunch) -> str:
-    """The shapes of the launch's inputs."""
     return " ".join("x".join(map(str, one.shape)) for one in launch.inputs)

@@ -45,7 +45,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request. `adapter` is one of the names in ModelFiles, or None for the base."""
+    """`adapter` is one of the names in ModelFiles, or None for the base."""
 
     prompt: tuple[int, ...]
     adapter: str | None

@@ -32,7 +32,7 @@ class Accelerator(Protocol):
     def device(self) -> torch.device: ...
 
     def memory(self) -> DeviceMemory | None:
-        """Current memory figures from the driver, or None if the device has no memory of its own."""
+        """Current memory figures from the driver, or None if the device uses the host's memory."""
         ...
 
     def release_unused(self) -> None:

@@ -60,7 +60,7 @@ class KvPages:
         return (self._pages.num_pages - num_other_pages) * self._page_tokens
 
     def grow(self, sequence: Sequence, num_tokens: int, position: int = RUNNING) -> bool:
-        """Allocate pages for `num_tokens` more tokens. Returns False if queue position `position` gets no room."""
+        """Allocate pages for `num_tokens` more tokens. Return False if queue position `position` has no room."""
         end = sequence.num_computed + num_tokens
         if end <= sequence.num_room:
             return True

@@ -378,7 +378,7 @@ def _turn(sequence: Sequence, served: float, num_running: int) -> Turn:
 
 
 def _turns(share: Share, is_ready: bool, rounds: int) -> Iterator[tuple[Turn, Sequence]]:
-    """One share's ready or cold sequences with their turns, as if the sequences before each had been admitted.
+    """One share's ready or cold sequences. Each turn assumes that all earlier sequences have been admitted.
 
     The turn of a cold sequence counts all sequences before it. The turn of a ready sequence counts only the ready ones.
     Waiting for an adapter therefore delays no ready sequence. `rounds` is the number of admissions since the share

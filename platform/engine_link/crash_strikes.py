@@ -25,7 +25,7 @@ class Strikes:
 
 
 class CrashStrikes:
-    """Counts strikes per request, including its retries.
+    """Counts strikes per request. Retries of a request count as the same request.
 
     Two requests are the same if they have the same tenant, adapter, prompt and sampling parameters. `max_tokens` and
     the seed are ignored, because they can change in a retry. A request that completes is acquitted, so that a frequent

@@ -24,7 +24,7 @@ class EngineClient(Protocol):
 
     @property
     def info(self) -> EngineReady | None:
-        """The running engine's announcement of itself. None while no engine is running."""
+        """What the running engine announced at startup. None while no engine is running."""
 
     @property
     def is_ready(self) -> bool: ...

@@ -216,8 +216,6 @@ class ScriptedEngine:
 
 
 class _Sequence:
-    """One running sequence."""
-
     def __init__(self, add: Add, script: Script) -> None:
         self.add = add
         self.script = script

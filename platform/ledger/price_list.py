@@ -25,7 +25,7 @@ _ADAPTER = re.compile(r"ada_[0-9a-f]{32}")
 
 
 class PriceInForce(Conflict):
-    """The price is or soon will be in force. It must stay on record to explain charges."""
+    """The price is in force or about to be. It must stay on record to explain charges."""
 
     code = "price_in_force"
 

@@ -80,7 +80,7 @@ def answers(document: type) -> Responses:
 
 
 def answers_rows(document: type | None = None) -> Responses:
-    """For `responses`: a report as CSV, as newline-delimited JSON, or as a JSON document if one is given."""
+    """For `responses`: a report as CSV, newline-delimited JSON or, with `document`, a JSON document."""
     rows: Json = {"schema": {"type": "string"}, "example": "start_us,end_us,tenant,requests\n"}
     answer: Json = {"content": {"text/csv": rows, "application/x-ndjson": rows}}
     return {200: answer if document is None else {**answer, "model": document}}

@@ -174,7 +174,7 @@ class GatewayServices:
         )
 
     def close(self) -> None:
-        """End the threads. Waiting commits and running computations finish. Queued computations are dropped."""
+        """Waiting commits and running computations finish. Queued computations are dropped."""
         self.cache_invalidation.close()
         self.commit.close(CLOSE_WAIT_S)
         self.settler.close()

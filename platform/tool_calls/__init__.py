@@ -1,1 +1,1 @@
-"""Tool calls and thinking in generated text: parsers, markers and grammars, without input or output of their own."""
+"""Tool calls and thinking in generated text: parsers, markers and grammars. They do no I/O."""

@@ -120,7 +120,6 @@ def s3_resource(s3_endpoint: str) -> Any:
 
 @pytest.fixture
 def s3_bucket(s3_environment: None, s3_resource: Any) -> str:
-    """The name of a new bucket."""
     bucket = f"loramux-{uuid.uuid4().hex}"
     s3_resource.create_bucket(Bucket=bucket)
     return bucket
@@ -157,7 +156,6 @@ def memory_blobs() -> MemoryBlobStore:
 
 @pytest.fixture
 def make_tenant(database: Database) -> Callable[[str], str]:
-    """Add a tenant and return the tenant's identifier."""
     return partial(add_tenant, database)
 
 

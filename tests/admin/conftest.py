@@ -59,7 +59,6 @@ def admin_side(
 
 @pytest.fixture
 async def http(admin_side: AdminSide) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the admin app that uses the operator's key."""
     transport = httpx.ASGITransport(create_admin_app(admin_side.services))
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://admin", headers=headers) as client:

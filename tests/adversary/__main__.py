@@ -1,7 +1,7 @@
 """Attack a running server and measure the effect on a polite tenant: `python -m tests.adversary`.
 
-Each attack is counted or felt. A counted attack makes a fixed number of calls. Afterwards, the ledger must match the
-tokens that the engine committed, and no quota may remain reserved. A felt attack alternates with quiet periods while a
+There are two kinds of attacks. A counted attack makes a fixed number of calls. Afterwards, the ledger must match the
+tokens that the engine committed, and no quota may remain reserved. A timed attack alternates with quiet periods while a
 polite tenant sends requests at a steady rate, and is judged by that tenant's time to first token. The seed determines
 all random choices.
 """
@@ -39,7 +39,7 @@ from tests.adversary.stand import ADAPTER, DATABASES, NUM_SOCKETS, Stand, open_s
 LIMIT = 1.25
 """Highest allowed ratio of the polite tenant's p99 under attack to its p99 in quiet periods."""
 SETTLING_S = 2.0
-"""Pause between a felt attack and the next quiet period, in seconds."""
+"""Pause between a timed attack and the next quiet period, in seconds."""
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ async def feel(
     note: Note,
     bystanders: ThreadPoolExecutor,
 ) -> None:
-    """Alternate every felt attack with equally long quiet periods. `bystanders` starts the polite tenant."""
+    """Alternate every timed attack with equally long quiet periods. `bystanders` starts the polite tenant."""
     for name, attack in FELT.items():
         if name not in only:
             continue
@@ -245,7 +245,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--databases", nargs="+", choices=DATABASES, default=DATABASES)
     parser.add_argument("--only", nargs="+", choices=[*COUNTED, *FELT], default=[*COUNTED, *FELT], metavar="ATTACK")
     parser.add_argument("--calls", type=int, default=600, help="number of calls per counted attack")
-    parser.add_argument("--rounds", type=int, default=2, help="number of attacked and quiet periods per felt attack")
+    parser.add_argument("--rounds", type=int, default=2, help="number of attacked and quiet periods per timed attack")
     parser.add_argument("--stretch-s", type=float, default=20.0, help="length of an attacked period, in seconds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")

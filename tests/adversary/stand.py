@@ -140,7 +140,7 @@ class Stand:
 def open_stand(kind: str) -> Iterator[Stand]:
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loramux-adversary-")))
-        # Limit the engine to one thread, so that the gateway's event loop has a core of its own.
+        # Limit the engine to one thread, so that the gateway's event loop has a core to itself.
         environment = {"LORAMUX_NUM_THREADS": "1"}
         arguments: tuple[str, ...] = ()
         if kind == "postgresql":

@@ -77,7 +77,7 @@ class Again:
 
 
 class OidcProvider:
-    """A client for one provider. The provider's metadata is cached for an hour."""
+    """One identity provider. Its metadata is cached for an hour."""
 
     def __init__(self, settings: OidcSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings

@@ -116,7 +116,7 @@
   }
 
   // Playground: one stream per lane, shown as it arrives.
-  // Thinking, text and tool calls are parts of their own. Consecutive texts of one kind are joined.
+  // Thinking, text and tool calls are separate parts. Consecutive texts of one kind are joined.
   function append(output, kind, text) {
     let part = output.lastElementChild;
     if (part?.dataset.kind !== kind) {

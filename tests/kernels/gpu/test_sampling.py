@@ -90,7 +90,7 @@ def columns(rows: list[Settings]) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 def run_kernel(
     logits: torch.Tensor, rows: list[Settings], uniform: torch.Tensor | list[float], *, all_greedy: bool = False
 ) -> list[int]:
-    """The tokens that the kernel samples. The workspace is poisoned, and guard rows surround `out_tokens`."""
+    """Sample with the kernel. The workspace is poisoned, and guard rows surround `out_tokens`."""
     num_rows, vocab_size = logits.shape
     workspace = sampling.sampling_workspace(num_rows + 1, vocab_size, DEVICE).fill_(torch.nan)
     guarded = torch.full((num_rows + 2,), -77, dtype=torch.int32, device=DEVICE)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Recorded:
-    """One answer. `calls` are names with the arguments' JSON."""
+    """`calls` are names with the arguments' JSON."""
 
     format_name: str
     answer: str
