@@ -76,9 +76,9 @@ class StagingClient:
     A process that dies or hangs is replaced. Its unanswered requests are repeated once, and the adapters that it has
     staged stay valid. `memory` contains the adapters, except any that do not fit.
 
-    Must be used from one thread only, and never blocks. It has no thread of its own, because a thread in this process
-    would take the GIL after each of its system calls (an S3 client for milliseconds at a time). An engine step that has
-    to wait for the GIL also loses a tenth of a millisecond until it is woken. `wake` is called when `poll` has a result
+    Must be used from one thread only, and never blocks. It has no thread, because a thread in this process would take
+    the GIL after each of its system calls, in the case of an S3 client for milliseconds. An engine step that has to
+    wait for the GIL also loses a tenth of a millisecond until it is woken. `wake` is called when `poll` has a result
     for which `fileno` does not become readable. Raises StagingRefused if no process can be started.
     """
 

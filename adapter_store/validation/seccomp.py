@@ -81,7 +81,7 @@ _LOAD_WORD, _JUMP_IF_EQUAL, _JUMP_IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _NR, _ARCH = 0, 4
 _ALLOW, _KILL_PROCESS, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM
 _X32_CALLS = 0x40000000
-"""First number of the x86-64 calls for programs with 32-bit pointers (x32), which repeat the other calls."""
+"""First number of the x32 calls. They repeat the x86-64 calls for programs with 32-bit pointers."""
 
 
 class _Program(ctypes.Structure):

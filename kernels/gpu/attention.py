@@ -235,7 +235,7 @@ def _tile_of(
     """A tile's sequence, first query row, number of rows (0: nothing to do) and first position.
 
     If sequences can have several tiles, sequence `i` owns tiles `[cu_q[i] // BLOCK_Q + i, cu_q[i + 1] // BLOCK_Q + i]`.
-    These are enough for the sequence's rows. Any surplus tiles have nothing to do.
+    These tiles cover all of the sequence's rows. Surplus tiles have nothing to do.
     """
     if MAX_ROWS == BLOCK_Q:
         sequence = tile

@@ -1,4 +1,4 @@
-"""Add a version's optional files and its own digest. Servers of the step before keep working on this schema."""
+"""Add a version's optional files and its own digest. Servers of the previous schema still work with this one."""
 
 from __future__ import annotations
 

@@ -85,9 +85,7 @@ class Maintenance:
             await asyncio.sleep(CHECKPOINT_INTERVAL_S)
 
     def _may_recover(self) -> bool:
-        """Return whether recovery is safe. It is not while healthy gateways may have
-        been unable to renew their leases.
-        """
+        """Return whether every healthy gateway has had time to renew its leases, so that recovery is safe."""
         return not self._settler.has_waiting and self._health.well_for_s > RECOVERY_GRACE_S
 
     async def _tend_database(self) -> None:

@@ -48,7 +48,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class LargestRows:
-    """The requested `rows`, and the number and `total` of all groups."""
+    """The largest groups as `rows`. `num_groups` and `total` cover all groups."""
 
     rows: tuple[UsageRow, ...]
     num_groups: int

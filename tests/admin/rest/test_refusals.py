@@ -82,8 +82,8 @@ CALLS: dict[str, Callable[[Caller], Awaitable[httpx.Response]]] = {
     "a change without `If-Match`": lambda caller: caller.rename(),
     "a change with an outdated `If-Match`": lambda caller: caller.rename(if_match='"0123456789abcdef"'),
     "an `Idempotency-Key` reused with another body": Caller.repeat,
-    "revoking the last administrator's key": lambda caller: caller.delete(f"/api_keys/{caller.key_id}"),
-    "removing the administrator's scope from the last such key": Caller.demote,
+    "revoking the platform's last administrator key": lambda caller: caller.delete(f"/api_keys/{caller.key_id}"),
+    "removing the administrator's scope from that key": Caller.demote,
     "deleting a tenant that has adapters, keys or usage": lambda caller: caller.delete("/tenants/refused"),
     "deleting an adapter that has versions": lambda caller: caller.delete(f"/adapters/{caller.adapter_id}"),
     "archiving a version that an alias names": lambda caller: caller.post(
