@@ -30,7 +30,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings for choosing a sequence's next token. Names and defaults are those of the OpenAI API and of vLLM."""
+    """Settings for choosing a sequence's next token. Names and defaults are as in the OpenAI API and vLLM."""
 
     temperature: float = 1.0
     top_p: float = 1.0

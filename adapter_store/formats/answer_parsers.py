@@ -50,7 +50,7 @@ def problem_with_parser(setting: str, value: object) -> str | None:
 
 
 def parse_answer_parsers(text: bytes) -> AnswerParsers:
-    """Read a `parsers.json`. Raises AdapterRejected, whose `param` is the setting, or the file's name."""
+    """Read a `parsers.json`. Raises AdapterRejected. Its `param` is the setting or the file's name."""
     try:
         document = parse_strict_json(text)
     except DuplicateKey as error:

@@ -63,7 +63,7 @@ NO_DEFAULTS = SamplingDefaults()
 
 
 def parse_generation_config(text: bytes) -> SamplingDefaults:
-    """Read a `generation_config.json`. Raises AdapterRejected, whose `param` is the setting, or the file's name."""
+    """Read a `generation_config.json`. Raises AdapterRejected. Its `param` is the setting or the file's name."""
     try:
         document = parse_strict_json(text)
     except DuplicateKey as error:

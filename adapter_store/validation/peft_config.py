@@ -208,7 +208,7 @@ def _alpha(value: Any, param: str) -> float:
 
 def _target_modules(value: Any) -> tuple[str, ...] | None:
     if isinstance(value, str) and value:
-        # All linear layers, or a regular expression, in whose place the tensors' names are used.
+        # All linear layers, or a regular expression. The tensors' names are used instead of the expression.
         return None
     names = _names(value, "target_modules")
     if not names:

@@ -11,7 +11,7 @@ import openai
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`messages` and `tools` are those of a chat completion."""
+    """`messages` and `tools` are as in a chat completion."""
 
     tenant: str
     api_key: str

@@ -1,11 +1,10 @@
 """Division of work among threads in the CPU's LoRA kernels.
 
-`shrink.py` and `expand.py` read adapters directly from pages. Work is divided into tasks whose costs are added up over
-segments and modules. Each thread processes one contiguous share of the total, so threads stay balanced even if ranks
-and segments are ragged. If whole segments can be divided nearly evenly, `low_rank.py` assigns whole segments to threads
-instead. A task reads its part of an adapter once for all rows of its segment. In decode, a segment usually has one row
-and memory is the bottleneck, so each thread prefetches its next data while it computes, across ranks, modules and
-adapters.
+`shrink.py` and `expand.py` read adapters directly from pages. Work is divided into tasks. Each thread processes a
+contiguous share of the total cost over all segments and modules, so threads stay balanced even if ranks and segment
+lengths differ. If whole segments can be divided nearly evenly, `low_rank.py` assigns whole segments to threads instead.
+A task reads its part of an adapter once for all rows of its segment. In decode, a segment usually has one row and
+memory is the bottleneck, so each thread prefetches its next data while it computes, across ranks, modules and adapters.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _tuples(value: Any) -> Any:
 
 @contextmanager
 def recorded_programs() -> Iterator[list[str]]:
-    """Instead of launching programs, record those that are not loaded yet, one per line."""
+    """Do not launch programs, but record the programs that are not loaded yet, one per line."""
     lines: dict[str, None] = {}
 
     def record(**said: Any) -> bool:

@@ -15,7 +15,7 @@ def kept_weights(
     `top_p` of the total weight. The most likely tokens are always kept, and equally likely tokens are kept or excluded
     together.
 
-    Shapes and dtypes are those of `sample_tokens`. Logits are finite, and every temperature is above 0.
+    Shapes and dtypes are as for `sample_tokens`. Logits are finite, and every temperature is above 0.
     """
     rows = logits.float()
     distance = rows.amax(1, keepdim=True) - rows
@@ -44,7 +44,7 @@ def reference_sample_tokens(
     """Write each row's token to `out_tokens`, or -1 if any of the row's logits is not finite.
 
     At temperature 0 the token is the first index of the largest logit. Otherwise it is the first index at which the
-    running sum of `kept_weights` exceeds `uniform` times their sum. The arguments are those of `sample_tokens`. Sums
+    running sum of `kept_weights` exceeds `uniform` times their sum. Takes the same arguments as `sample_tokens`. Sums
     are float64.
     """
     rows = logits.float()

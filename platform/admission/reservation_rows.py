@@ -91,7 +91,7 @@ class ReservationRows:
         self._settled: list[_Settled] = []
 
     def read(self, ids: Collection[str]) -> list[ReservationRow]:
-        """Lock the reservations with these IDs. Return those that can be changed."""
+        """Lock the reservations with these IDs. Return the reservations that can be changed."""
         dialect = self._connection.dialect
         statement = _locked(dialect.name)
         if dialect.name == POSTGRESQL:

@@ -61,7 +61,7 @@ class Maintenance:
         self._call = call
 
     async def run(self) -> None:
-        """Loop forever: checkpoint requests, recover those of dead gateways, roll up usage and replay the spool."""
+        """Loop forever: checkpoint requests, recover requests of dead gateways, roll up usage and replay the spool."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_leases())
             group.create_task(self._tend_database())

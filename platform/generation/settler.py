@@ -166,7 +166,7 @@ class Settler:
             return False
         settling = self._commit.submit(closing)
         try:
-            # Shielded: a slow settlement is spooled as well, and the second of the two has no effect.
+            # Shielded: a slow settlement is also spooled, and the second of the two has no effect.
             await asyncio.wait_for(asyncio.shield(settling), SETTLE_WAIT_S)
         except TimeoutError:
             settling.add_done_callback(_retrieve_exception)

@@ -29,7 +29,7 @@ MAX_TEMPLATE_CHARS = 64 * 1024
 """Longest template, in characters. Among the served families, the longest template has 17,000."""
 
 WALL_S = 3.0
-"""Limit on a rendering's wall time, in seconds, for a machine whose processors are busy."""
+"""Limit on a rendering's wall time, in seconds. It allows for a busy machine."""
 
 NUM_PROCESSES = 4
 """Maximum number of concurrent renderings. Each tenant has at most one."""

@@ -67,7 +67,7 @@ class GemmaLiterals:
 
 
 class _GemmaParser(CallParser):
-    """Reads forced calls too, whose arguments are JSON."""
+    """Also reads forced calls, which have JSON arguments."""
 
     literals: ClassVar[GemmaLiterals]
     response: ClassVar[str]

@@ -188,7 +188,7 @@ def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int)
         try:
             expected = pair.reference_logits(directory, prompt)
         except RuntimeError as error:
-            # The patterns are sorted and include a regular expression. Our ranks are those of the tensors.
+            # The patterns are sorted and include a regular expression. We take the ranks from the tensors.
             if "size mismatch" not in str(error) or not any("*" in name for name in settings["rank_pattern"]):
                 raise
             outcomes["refused by peft"] += 1

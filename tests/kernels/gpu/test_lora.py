@@ -457,7 +457,7 @@ def test_compiles_for_hopper(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The compiler rejects some code that the interpreter accepts. The shapes are those of Llama-3.1-8B's q/k/v."""
+    """The compiler rejects some code that the interpreter accepts. The shapes are as in Llama-3.1-8B's q/k/v."""
     if ALONE not in os.environ:
         run_alone(request)
         return

@@ -92,7 +92,7 @@ async def test_truncated_prompt_keeps_its_last_tokens_and_is_billed_as_such(
     answer = await answer_of(gateway, path, text, truncate_prompt_tokens=limit, max_tokens=max_tokens)
     [add] = gateway.engine.adds
     assert len(add.prompt) == num_kept
-    # The conversation's last tokens are those of its template.
+    # A conversation ends with tokens from its template.
     assert gateway.services.tokenizer.decode(add.prompt[-7:]).endswith("4999" if num_kept > 6 else "")
     assert answer["usage"]["prompt_tokens"] == num_kept
     [event] = gateway.usage()
