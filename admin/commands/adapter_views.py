@@ -68,7 +68,6 @@ def print_version(adapter: Document, version: Document) -> None:
 
 
 def _own_files(version: Document) -> str | None:
-    """The optional files that the version has."""
     own = {"template": version["chat_template"], "settings": version["generation_config"]}
     names = [name for name, value in own.items() if value is not None]
     if any(version[name] is not None for name in _PARSERS):

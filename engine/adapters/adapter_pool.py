@@ -239,7 +239,6 @@ class AdapterPool:
         return f"the adapter is larger than {room}"
 
     def _publish(self, load: AdapterLoad) -> None:
-        """Mark an adapter as resident once its pages have been filled."""
         assert load.staged is not None
         self._tables.write(load.slot, load.pages, load.staged.packed)
         load.release()

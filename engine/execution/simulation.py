@@ -145,7 +145,6 @@ def _next_state(before: int, token: int, position: int, salt: int) -> int:
 
 @functools.cache
 def _salt(digest: str | None) -> int:
-    """A number that represents the adapter's weights."""
     return 0 if digest is None else sum(digest.encode())
 
 

@@ -48,5 +48,4 @@ class ThinkingLimit:
             self._is_over = position - self._num_prompt >= MAX_LEADING_TOKENS + len(self._begin)
 
     def _ends_with(self, marker: list[int], start: int, end: int) -> bool:
-        """True if the tokens `[start, end)` end with the marker."""
         return end - len(marker) >= start and self._tokens[end - len(marker) : end] == marker

@@ -83,7 +83,6 @@ def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, sof
 
 @helper
 def _fetch_page(pool: Any, page: int, layer: int, head: int, num_kv_heads: int, head_size: int, is_v: int) -> None:
-    """Prefetch one head's K or V of a page."""
     start = page_start(pool, page, layer) + (is_v * num_kv_heads + head) * head_size
     flat_pool = pool.reshape(-1)
     for e in range(0, head_size, LINE):

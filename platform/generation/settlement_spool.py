@@ -163,7 +163,6 @@ class SettlementSpool:
         self._allocated = wanted
 
     def _clear(self, file: int, start: int, end: int) -> None:
-        """Write zeros over the bytes in [start, end)."""
         if start < end:
             _write_all(file, bytes(end - start), start)
             os.fsync(file)

@@ -103,7 +103,6 @@ def _tag_final(messages: list[dict[str, Any]], source: str) -> str:
 
 
 def _cut_after(final: str, text: str) -> str:
-    """Cut the rendered text after the final message."""
     end = text.rfind(_TAG.strip())
     if end < 0 or final.strip() not in text:
         raise TemplateRefused(

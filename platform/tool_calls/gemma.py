@@ -54,7 +54,6 @@ class GemmaLiterals:
             on_piece(_JSON_NAMES.get(text) or json.dumps(text, ensure_ascii=False))
 
     def _string(self, reader: Reader, on_piece: OnPiece) -> Steps[bool]:
-        """Read a string if one comes next."""
         if (yield from reader.peek()) == '"':
             yield from reader.enclosed(JSON_SYNTAX, on_piece)
             return True

@@ -115,7 +115,6 @@ def _query(tenant_id: str | None, adapter_ids: frozenset[str] | None, wanted: As
 
 
 def _until_now(now_us: int, wanted: Asked) -> int:
-    """The end of a report that covers everything until now."""
     if wanted.bucket == "1m" or "end_user" in wanted.group_by:
         # Include requests that finish in the current microsecond.
         return now_us + 1
