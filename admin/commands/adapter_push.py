@@ -50,7 +50,7 @@ def push(
     reasoning_parser: Annotated[
         str | None,
         typer.Option(
-            help="auto, off or a parser's name: how the version's reasoning is told apart.", show_default=False
+            help="auto, off or a parser's name: how the version's reasoning is recognised.", show_default=False
         ),
     ] = None,
     as_json: AsJson = False,

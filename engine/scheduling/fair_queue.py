@@ -46,12 +46,12 @@ class FairQueue:
     priority changes nothing for other shares.
 
     A share that has waited too long goes before all shares that have not. A wait is too long once two conditions are
-    met. First, since the wait began, other shares have had K = max(MAX_ROUNDS, ROUNDS_PER_SHARE * number of waiting
-    shares) admissions. Second, all shares together have since been charged at least ROUNDS_PER_SHARE times the amount
-    after which a fair order would run the share's next request, given its price. For expensive requests, this can take
-    more than K admissions, but never more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is resident
-    and whose pages are available waits for at most ROUNDS_BETWEEN_CHECKS more admissions, plus one for each share that
-    has waited just as long.
+    met. First, other shares have had K admissions since the wait began, with K = max(MAX_ROUNDS, ROUNDS_PER_SHARE *
+    number of waiting shares). Second, all shares together have since been charged at least ROUNDS_PER_SHARE times the
+    amount after which a fair order would run the share's next request, given its price. For expensive requests, this
+    can take more than K admissions, but never more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is
+    resident and whose pages are available waits for at most ROUNDS_BETWEEN_CHECKS more admissions, plus one for each
+    share that has waited just as long.
     """
 
     def __init__(self) -> None:
