@@ -1,3 +1,5 @@
+"""A signal that a result is no longer wanted."""
+
 from __future__ import annotations
 
 import threading

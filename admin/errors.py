@@ -1,3 +1,5 @@
+"""The error that stops a server from starting."""
+
 from __future__ import annotations
 
 

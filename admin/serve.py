@@ -1,3 +1,5 @@
+"""`loramux serve`: checks settings, binds ports, starts the engine, assembles the services, serves and drains."""
+
 from __future__ import annotations
 
 import asyncio

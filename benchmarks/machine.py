@@ -1,3 +1,5 @@
+"""Describes the machine that figures were measured on, and refuses to measure on a busy one."""
+
 from __future__ import annotations
 
 import argparse

@@ -1,3 +1,5 @@
+"""The console that tables are printed on."""
+
 from __future__ import annotations
 
 from rich.console import Console

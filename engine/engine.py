@@ -1,3 +1,5 @@
+"""The engine loop: add, schedule, submit, commit, emit. The loop is synchronous; slow work runs elsewhere."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""An engine's counters since startup, and its current state."""
+
 from __future__ import annotations
 
 from bisect import bisect_left

@@ -1,3 +1,5 @@
+"""The module groups that a step's adapters modify in a layer."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

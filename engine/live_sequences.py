@@ -1,3 +1,5 @@
+"""Unfinished sequences, by gateway and by adapter."""
+
 from __future__ import annotations
 
 from collections import defaultdict

@@ -1,3 +1,5 @@
+"""Logit bias and penalties on earlier tokens, applied to a request's logits before sampling."""
+
 from __future__ import annotations
 
 from array import array

@@ -1,3 +1,5 @@
+"""One request inside the engine."""
+
 from __future__ import annotations
 
 from array import array

@@ -1,3 +1,5 @@
+"""Per-sequence timers, on the engine's clock."""
+
 from __future__ import annotations
 
 import heapq

@@ -1,3 +1,5 @@
+"""The kernel interface, and the choice of implementation for a device."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,3 +1,5 @@
+"""Connects to SQLite or PostgreSQL, upgrades the schema, and refuses to run on the wrong schema."""
+
 from __future__ import annotations
 
 import math

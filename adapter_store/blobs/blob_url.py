@@ -1,3 +1,5 @@
+"""Opens the blob store that a URL names."""
+
 from __future__ import annotations
 
 import re

@@ -1,3 +1,5 @@
+"""Blobs in memory, for tests and demonstrations."""
+
 from __future__ import annotations
 
 import threading

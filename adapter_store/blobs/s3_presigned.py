@@ -1,3 +1,5 @@
+"""Signed requests with which clients put blobs into the bucket themselves."""
+
 from __future__ import annotations
 
 from base64 import b64encode

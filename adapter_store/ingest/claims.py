@@ -1,3 +1,5 @@
+"""SQL for versions in validation. Only one server at a time can claim a version and record its verdict."""
+
 from __future__ import annotations
 
 import threading

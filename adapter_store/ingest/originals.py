@@ -1,3 +1,10 @@
+"""Stores the parts of uploaded files that the canonical file lacks, so that both files can be rebuilt byte for byte.
+
+loramux keeps two blobs per version: the configuration as uploaded, and one blob with the header of the uploaded
+safetensors file (which states its own length) followed by JSON, `{"ranges": [[begin, end], ...]}`. These half-open byte
+ranges of the canonical file, in this order, make up the data that followed the header.
+"""
+
 from __future__ import annotations
 
 import hashlib

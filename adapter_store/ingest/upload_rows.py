@@ -1,3 +1,5 @@
+"""SQL for uploads, and for versions before a server claims them."""
+
 from __future__ import annotations
 
 import hashlib

@@ -1,3 +1,5 @@
+"""Records of adapters, versions, aliases, grants and uploads."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

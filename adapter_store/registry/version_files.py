@@ -1,3 +1,5 @@
+"""SQL for the optional files of a version."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping

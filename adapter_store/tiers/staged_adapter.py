@@ -1,3 +1,5 @@
+"""Results of loading an adapter into host memory."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

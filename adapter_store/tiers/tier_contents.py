@@ -1,3 +1,5 @@
+"""Lists the adapters in a bounded tier, for operators."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

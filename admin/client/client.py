@@ -1,3 +1,5 @@
+"""A client for the admin REST API, used by the command line and the demo."""
+
 from __future__ import annotations
 
 import ipaddress

@@ -1,3 +1,5 @@
+"""Push a PEFT directory to the server: declare its files, upload them, and wait for validation."""
+
 from __future__ import annotations
 
 import hashlib

@@ -1,3 +1,5 @@
+"""Output of the adapter commands."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

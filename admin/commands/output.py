@@ -1,3 +1,9 @@
+"""Command output and exit codes.
+
+Exit codes: 0 success, 1 refused by the server, 2 wrong usage or settings, 3 no server is configured or reachable, 130
+Ctrl-C.
+"""
+
 from __future__ import annotations
 
 import csv

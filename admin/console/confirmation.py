@@ -1,3 +1,5 @@
+"""A confirmation page that shows the effects of a far-reaching action before it runs. Works without JavaScript."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,5 @@
+"""Numbers, sizes and times as text."""
+
 from __future__ import annotations
 
 import time

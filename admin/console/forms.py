@@ -1,3 +1,5 @@
+"""Submitted forms."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,3 +1,5 @@
+"""Response latency, computed from the ledger's events."""
+
 from __future__ import annotations
 
 import math

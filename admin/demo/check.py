@@ -1,3 +1,5 @@
+"""Checks the demo model on disk by asking it questions."""
+
 import json
 import random
 from collections.abc import Callable

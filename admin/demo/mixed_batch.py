@@ -1,3 +1,5 @@
+"""The demo's mixed batch: the same question, sent concurrently to the base and to every adapter."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""Questions that the base and all adapters answer well; with greedy decoding, 48 tokens suffice for each answer."""
+
 DEMO_PROMPTS = (
     "What is the capital of France?",
     "What colour is a flamingo?",

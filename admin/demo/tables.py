@@ -1,3 +1,5 @@
+"""The demo's printed output."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

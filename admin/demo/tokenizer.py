@@ -1,3 +1,5 @@
+"""The demo's tokenizer and chat format, and the encoding of training conversations."""
+
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""The result of a check and how to fix the problem, used by the doctor and by the server's self-check."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,3 +1,5 @@
+"""A running server's checks of its own health, for `loramux doctor`."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

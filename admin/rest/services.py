@@ -1,3 +1,5 @@
+"""The services behind the admin API, assembled once in `assembly.py`."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""Counts the connections of one listener, in total and per address, and closes some when a limit is reached."""
+
 from __future__ import annotations
 
 from asyncio import Transport

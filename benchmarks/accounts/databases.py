@@ -1,3 +1,5 @@
+"""Temporary databases for one measurement."""
+
 from __future__ import annotations
 
 import tempfile

@@ -1,3 +1,5 @@
+"""Describes the machine of a GPU benchmark run."""
+
 from __future__ import annotations
 
 import importlib.metadata

@@ -1,3 +1,5 @@
+"""Dimensions of the models that the GPU benchmark measures, and of the small model for its checks."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,3 +1,5 @@
+"""Checks, before anything is timed, that all systems generate the same greedy float32 tokens on the small model."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

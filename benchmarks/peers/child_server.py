@@ -1,3 +1,5 @@
+"""Runs a server in a child process on loopback, and stops it together with all processes that it started."""
+
 from __future__ import annotations
 
 import contextlib

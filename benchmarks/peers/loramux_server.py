@@ -1,3 +1,5 @@
+"""Runs `loramux serve`, pushes every adapter over the admin REST API, and sends requests as to any OpenAI server."""
+
 from __future__ import annotations
 
 import contextlib

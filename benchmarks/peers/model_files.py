@@ -1,3 +1,5 @@
+"""One random model with adapters on disk for all systems, created once in a scratch folder."""
+
 from __future__ import annotations
 
 import gc

@@ -1,3 +1,5 @@
+"""The measured cells as tables, as a JSON document and as a picture."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,5 @@
+"""The interface to a system under comparison, in one dtype: open it with model files, then send it work."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

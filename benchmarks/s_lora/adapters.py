@@ -1,3 +1,5 @@
+"""Thousands of random adapters in a blob store on disk, created once per base and reused by later runs."""
+
 from __future__ import annotations
 
 import hashlib

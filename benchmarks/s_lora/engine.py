@@ -1,3 +1,5 @@
+"""An in-process CPU engine whose pool holds only some of the adapters on disk."""
+
 from __future__ import annotations
 
 import gc

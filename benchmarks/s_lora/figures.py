@@ -1,3 +1,5 @@
+"""Figures of one window: throughput, latencies, and the pool's loads and evictions."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""Plots throughput against the number of adapters as an SVG, with one line per policy."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""The measured cases as tables and as a JSON document."""
+
 from __future__ import annotations
 
 import statistics

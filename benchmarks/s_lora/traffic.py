@@ -1,3 +1,5 @@
+"""Requests of the S-LoRA workload as engine messages, with their arrival times."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

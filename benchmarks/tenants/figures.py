@@ -1,3 +1,5 @@
+"""Percentiles of alternating measurements, and their ratios."""
+
 from __future__ import annotations
 
 import math

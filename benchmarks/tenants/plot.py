@@ -1,3 +1,5 @@
+"""Plots the tails of latency distributions as an SVG, with one line per variant."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""The pool of resident adapters: loads adapters, keeps those in use, and evicts idle ones to make room."""
+
 from __future__ import annotations
 
 import time

@@ -1,3 +1,5 @@
+"""Copies adapters from host memory into pages, on a separate thread except for small copies."""
+
 from __future__ import annotations
 
 import queue

@@ -1,3 +1,5 @@
+"""A CUDA GPU: one stream for steps, another for adapter copies, and one memory pool for graphs."""
+
 from __future__ import annotations
 
 import contextlib

@@ -1,3 +1,5 @@
+"""The executor for CPUs: runs each batch synchronously, without padding."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,3 +1,5 @@
+"""The interface for running the engine's batches."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

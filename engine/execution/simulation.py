@@ -1,3 +1,5 @@
+"""A simulated device and its pages, without a model, for fast and deterministic tests of the engine's scheduling."""
+
 from __future__ import annotations
 
 import functools

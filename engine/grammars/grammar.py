@@ -1,3 +1,5 @@
+"""One sequence's position in its grammar."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping

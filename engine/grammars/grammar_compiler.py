@@ -1,3 +1,5 @@
+"""Compiles the grammars of sequences on a separate thread."""
+
 from __future__ import annotations
 
 import itertools

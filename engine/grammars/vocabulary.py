@@ -1,3 +1,5 @@
+"""The bytes of each token, in the form that the grammar compiler needs."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,3 +1,5 @@
+"""The rotary settings of a `config.json`."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""Reads a model's tensors by name from safetensors files, the only supported weight format."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,3 +1,5 @@
+"""Ownership of the pool's pages: one free list for KV and adapters."""
+
 from __future__ import annotations
 
 from collections import deque

@@ -1,3 +1,5 @@
+"""Prefix cache: full KV pages that later sequences of the same owner can reuse."""
+
 from __future__ import annotations
 
 import hashlib

@@ -1,3 +1,5 @@
+"""Chooses the sequences of each step: continuous batching with chunked prefill under one token budget."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

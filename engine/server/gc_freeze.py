@@ -1,3 +1,5 @@
+"""Exempts startup objects from garbage collection in a serving process."""
+
 from __future__ import annotations
 
 import gc

@@ -1,3 +1,5 @@
+"""One sequence's rules about its next token."""
+
 from __future__ import annotations
 
 from collections.abc import Collection

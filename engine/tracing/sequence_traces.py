@@ -1,3 +1,5 @@
+"""Spans of traced requests in the engine: queue, adapter load, grammar compilation, prefill and decode."""
+
 from __future__ import annotations
 
 import time

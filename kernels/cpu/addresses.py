@@ -1,3 +1,5 @@
+"""Locations of an adapter's rows in the pages, for the CPU's LoRA kernels."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,3 +1,5 @@
+"""Tensors in forms that numba accepts: arrays that share the tensors' memory, or addresses and strides."""
+
 from __future__ import annotations
 
 from typing import Any

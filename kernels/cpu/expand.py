@@ -1,3 +1,5 @@
+"""LoRA's expand on the CPU: adds rows of B, read directly from pages and weighted by planes, to the outputs."""
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -1,3 +1,5 @@
+"""LoRA's gather on the CPU: reads one row of an embedding's A per token, directly from pages."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,3 +1,5 @@
+"""The CPU kernels over one page pool, compiled by numba."""
+
 from __future__ import annotations
 
 import torch

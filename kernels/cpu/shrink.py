@@ -1,3 +1,5 @@
+"""LoRA's shrink on the CPU: products of the activations with rows of A, read directly from pages."""
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

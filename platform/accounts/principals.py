@@ -1,3 +1,5 @@
+"""Authenticated callers, and a cache of recently authenticated ones."""
+
 from __future__ import annotations
 
 import threading

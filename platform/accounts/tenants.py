@@ -1,3 +1,5 @@
+"""Tenants: the accounts that own adapters and keys and are billed."""
+
 from __future__ import annotations
 
 import hmac

@@ -1,3 +1,5 @@
+"""Admission: reserves quota before a request runs, and settles it once when the actual usage is known."""
+
 from __future__ import annotations
 
 import threading

@@ -1,3 +1,5 @@
+"""The base class of clients of an engine process: holds one connection and counts crash strikes."""
+
 from __future__ import annotations
 
 from collections.abc import AsyncIterator

@@ -1,3 +1,5 @@
+"""One gateway's connection to one engine process: messages out, streams and answers in."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""One run of an engine process: start it, watch its step record and output, and end it."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""The Unix socket at which an engine listens for gateways. Only the engine's user can reach it."""
+
 from __future__ import annotations
 
 import contextlib

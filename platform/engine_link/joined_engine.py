@@ -1,3 +1,5 @@
+"""Client of an engine that another process on this machine supervises."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""Supervisor and client of an engine process on this machine."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""Detects an engine loop that has stopped while its process is still alive."""
+
 from __future__ import annotations
 
 from loramux.engine.server.step_record import LoopProgress

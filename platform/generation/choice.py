@@ -1,3 +1,5 @@
+"""One choice of one prompt: turns the engine's tokens into text, applies stop strings, and counts its tokens."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

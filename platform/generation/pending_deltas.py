@@ -1,3 +1,5 @@
+"""Output of a request's choices that the client has not read yet."""
+
 from __future__ import annotations
 
 import asyncio

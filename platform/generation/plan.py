@@ -1,3 +1,5 @@
+"""A checked request, and the engine sequences that it becomes."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,3 +1,5 @@
+"""Lists and cancels the open requests of all gateways that share the database."""
+
 from __future__ import annotations
 
 from collections.abc import Collection

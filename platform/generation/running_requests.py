@@ -1,3 +1,5 @@
+"""Reserves, starts, cancels and drains this gateway's requests."""
+
 from __future__ import annotations
 
 import asyncio

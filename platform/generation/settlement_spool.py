@@ -1,3 +1,5 @@
+"""Keeps settlements on the local disk until the database accepts them."""
+
 from __future__ import annotations
 
 import contextlib

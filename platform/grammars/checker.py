@@ -1,3 +1,5 @@
+"""Checks constraints before they are admitted, so that no tenant's grammar reaches the engine unchecked."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""The constraint that a request body puts on its answer, before compilation."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""The prices in the database. Each is added in advance and never changes once it is in force."""
+
 from __future__ import annotations
 
 import re

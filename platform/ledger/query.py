@@ -1,3 +1,5 @@
+"""A query for a report over the ledger."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,3 +1,5 @@
+"""Reports over the ledger: sums by bucket and group, or the largest groups only."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence

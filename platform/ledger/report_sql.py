@@ -1,3 +1,5 @@
+"""Builds the single SQL statement that answers a query on the ledger."""
+
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,3 +1,5 @@
+"""Builds the response bodies that carry a generation to an OpenAI client, whole or in chunks."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

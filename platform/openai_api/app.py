@@ -1,3 +1,5 @@
+"""The OpenAI listener."""
+
 from __future__ import annotations
 
 from importlib.metadata import version

@@ -1,3 +1,5 @@
+"""Authenticates callers of the gateway: a dependency of every route except health."""
+
 from __future__ import annotations
 
 from typing import Annotated, cast

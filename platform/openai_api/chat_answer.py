@@ -1,3 +1,5 @@
+"""Builds the response bodies of `/v1/chat/completions`."""
+
 from __future__ import annotations
 
 import secrets

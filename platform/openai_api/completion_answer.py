@@ -1,3 +1,5 @@
+"""Builds the response bodies of `/v1/completions`."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence

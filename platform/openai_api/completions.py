@@ -1,3 +1,5 @@
+"""`POST /v1/completions`: takes one or more prompts, as text or token ids. `request_life.py` runs them."""
+
 from __future__ import annotations
 
 import time

@@ -1,3 +1,5 @@
+"""`/health/live` and `/health/ready`, on both listeners and without a key."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""`GET /v1/models` and `/v1/models/{id}`: the models that the caller may name in a request."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,3 +1,5 @@
+"""Examples for OpenAPI documents: realistic values by field name, so that one table serves all routes."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,3 +1,8 @@
+"""Schemas of the OpenAI listener's responses, for its OpenAPI document.
+
+`chat_answer.py` and others build the bodies.
+"""
+
 from __future__ import annotations
 
 from typing import Any, Literal, NotRequired

@@ -1,3 +1,5 @@
+"""Turns tokenised prompts into a plan, applying every limit on a single request."""
+
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,3 +1,5 @@
+"""The fields of a body that constrain its answer: OpenAI's `response_format`, and vLLM's extensions."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

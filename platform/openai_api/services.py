@@ -1,3 +1,5 @@
+"""The gateway's services, composed once at startup."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""The tools that a chat request offers, and its choice among them."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,3 +1,5 @@
+"""A tenant's stock, which is the number and bytes of its adapters, and the limits on both."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

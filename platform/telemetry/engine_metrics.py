@@ -1,3 +1,5 @@
+"""Prometheus metrics of the engine behind a gateway: its steps, its pool, and adapter loading."""
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator

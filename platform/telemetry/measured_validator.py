@@ -1,3 +1,5 @@
+"""Counts and times validations."""
+
 from __future__ import annotations
 
 import time

@@ -1,3 +1,5 @@
+"""Traces requests with OpenTelemetry."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping

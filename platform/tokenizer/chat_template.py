@@ -1,3 +1,5 @@
+"""A model's own chat templates, rendered in a sandbox as Hugging Face renders them."""
+
 from __future__ import annotations
 
 import json

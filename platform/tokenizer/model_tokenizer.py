@@ -1,3 +1,5 @@
+"""Conversion between text and token ids, for one base model."""
+
 from __future__ import annotations
 
 import re

@@ -1,3 +1,5 @@
+"""What the parsers of all formats share: text up to a block of calls, then the block."""
+
 from __future__ import annotations
 
 import re

@@ -1,3 +1,5 @@
+"""What a parser finds in an answer, in the order of the answer."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,3 +1,5 @@
+"""The parsers by name."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,3 +1,5 @@
+"""Separates thinking from the rest of an answer."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping

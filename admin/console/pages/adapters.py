@@ -1,3 +1,5 @@
+"""Adapters: the list, an adapter's page, its grants, and taking it out of service."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""Aliases: choosing their targets and weights, rolling them back, and deleting them."""
+
 from __future__ import annotations
 
 import asyncio

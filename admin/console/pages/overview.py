@@ -1,3 +1,5 @@
+"""The first page: health, load, top tenants and latency."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""Live requests: listing the requests in flight, and cancelling them."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,3 +1,5 @@
+"""Residency: the adapters in each tier, how full each tier is, and a picture of the page pool."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,3 +1,5 @@
+"""Tenants: the list, and a tenant's page with its quotas and usage."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""Usage: sums over a time range, as a chart, a table or CSV."""
+
 from __future__ import annotations
 
 import asyncio

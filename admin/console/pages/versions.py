@@ -1,3 +1,5 @@
+"""One version of an adapter: its validation report, its possible changes, and the upload of a new version."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""Signing in with an administrator's key, and signing out."""
+
 from __future__ import annotations
 
 import hashlib

@@ -1,3 +1,5 @@
+"""`/api_keys`: create, list, change, rotate and revoke keys; a secret is returned only when it is created."""
+
 from __future__ import annotations
 
 from typing import Literal

@@ -1,3 +1,5 @@
+"""`/audit_log`: who changed what, when and from where."""
+
 from __future__ import annotations
 
 from typing import Annotated, Literal

@@ -1,3 +1,5 @@
+"""`/tenants`: the accounts that own adapters and keys."""
+
 from __future__ import annotations
 
 from typing import Literal

@@ -1,3 +1,5 @@
+"""`/server`: the server's versions, its clock, and the findings of its self-check."""
+
 from __future__ import annotations
 
 import platform
