@@ -66,6 +66,8 @@ def print_version(adapter: Document, version: Document) -> None:
     rows += [
         (f"report {name}", value) for name, value in version["report"].items() if not isinstance(value, list | dict)
     ]
+    if features := version["report"].get("features"):
+        rows.append(("report features", " ".join(features)))
     print_table(("fact", "value"), rows)
 
 
