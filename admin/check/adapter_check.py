@@ -89,6 +89,7 @@ def _facts(accepted: Accepted, further: FurtherFiles, target: PackTarget) -> dic
     return {
         "digest": accepted.digest,
         **{name: accepted.report[name] for name in REPORTED},
+        "invocation_tokens": list(accepted.invocation_tokens) or None,
         "page_bytes": target.geometry.total_page_bytes,
         "dtype": target.dtype,
         **further.report(),

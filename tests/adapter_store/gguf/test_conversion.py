@@ -133,7 +133,9 @@ def test_invocation_tokens_reach_validation(tmp_path: Path) -> None:
     write_gguf(tmp_path / "a.gguf", tensors, alpha=8.0, metadata={"adapter.alora.invocation_tokens": [5, 6]})
     (tmp_path / "a").mkdir()
     convert_gguf(tmp_path / "a.gguf", tmp_path / "a")
-    assert json.loads((tmp_path / "a" / CONFIG_FILE).read_text())["alora_invocation_tokens"] == [5, 6]
+    text = (tmp_path / "a" / CONFIG_FILE).read_bytes()
+    assert json.loads(text)["alora_invocation_tokens"] == [5, 6]
+    assert parse_peft_config(text).invocation_tokens == (5, 6)
 
 
 def test_q_and_k_of_a_llama_need_the_base(tmp_path: Path) -> None:

@@ -76,6 +76,16 @@ def test_adapter_takes_the_reported_pages() -> None:
     assert (spoken.exit_code, "4 of rank 8" in spoken.stdout) == (0, True)
 
 
+def test_invocation_tokens_are_shown(adapter: Path) -> None:
+    assert checked(adapter, "--model", DEMO_BASE)["facts"]["invocation_tokens"] is None
+    rewrite("adapter_config.json", alora_invocation_tokens=[300, 301])(adapter)
+    assert checked(adapter, "--model", DEMO_BASE)["facts"]["invocation_tokens"] == [300, 301]
+    assert "300, 301" in check(adapter, "--model", DEMO_BASE).stdout
+    rewrite("adapter_config.json", alora_invocation_tokens=[300, 1024])(adapter)
+    [problem] = checked(adapter, "--model", DEMO_BASE)["problems"]
+    assert (problem["code"], problem["param"]) == ("base_mismatch", "alora_invocation_tokens[1]")
+
+
 def test_dtype_changes_the_size_of_a_page() -> None:
     bfloat16, float32 = (checked(DEMO_BASE, "--dtype", dtype)["facts"] for dtype in ("bfloat16", "float32"))
     assert float32["page_bytes"] == 2 * bfloat16["page_bytes"]
