@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 
@@ -22,6 +23,7 @@ from loramux.engine.messages import (
     StepOutput,
     Unload,
 )
+from loramux.platform.generation.activation import activation
 from tests.conformance.parity import TOLERANCE, Subject, make_subject
 from tests.conformance.tiny_models import PLANS, VOCAB_SIZE
 
@@ -30,6 +32,9 @@ NUM_EVENTS = int(os.environ.get("LORAMUX_LIFE_EVENTS", "10000"))
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 NAMES = [plan.name for plan in PLANS]
+INVOCATION = (7, 8, 7)
+ACTIVATED = ("r8", "r16", "r31")
+"""The adapters that are activated LoRAs, all with the same invocation."""
 MAX_PROMPT = 150
 MAX_OPEN = 16
 """Maximum number of requests that run or wait at the same time."""
@@ -37,7 +42,8 @@ MAX_OPEN = 16
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    return make_subject("llama", tmp_path_factory.mktemp("life"))
+    plans = [replace(one, invocation_tokens=INVOCATION) if one.name in ACTIVATED else one for one in PLANS]
+    return make_subject("llama", tmp_path_factory.mktemp("life"), plans)
 
 
 class Life:
@@ -115,16 +121,24 @@ class Life:
                 assert len(tokens) == add.max_tokens
             if not tokens:
                 continue
-            expected = self.subject.reference_logits(name, [*add.prompt, *tokens])[len(add.prompt) - 1 : -1]
+            num_prompt = len(add.prompt)
+            expected = self.subject.reference_logits(name, [*add.prompt, *tokens], num_prompt)[num_prompt - 1 : -1]
             for token, logits in zip(tokens, expected, strict=True):
                 assert logits.max() - logits[token] <= 2 * TOLERANCE * logits.abs().max(), sequence_id
 
     def _ask(self, sequence_id: str) -> None:
         rng = self.rng
         name = rng.choice([None, *NAMES])
+        prompt, position = rng.choice(self.prompts), None
+        if name in ACTIVATED:
+            # Half of these prompts continue a prompt, and half have the invocation within them.
+            place = rng.choice([len(prompt), rng.randrange(len(prompt))])
+            prompt = (*prompt[:place], *INVOCATION, *prompt[place:])
+            position = activation(prompt, INVOCATION)
         add = Add(
             sequence_id=sequence_id,
-            prompt=rng.choice(self.prompts),
+            prompt=prompt,
+            activation=position or 0,
             max_tokens=rng.randint(1, 60),
             sampling=GREEDY,
             digest=None if name is None else self.subject.digests[name],
