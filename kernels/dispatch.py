@@ -50,6 +50,20 @@ class LoraKernels(Protocol):
         """`planes[t, 0, :rank] = A[slot, modules[0]][:, tokens[t]]`: the shrink of an embedding, whose x is one-hot."""
         ...
 
+    def replace_rows(self, tokens: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
+        """`y[t] = row of tokens[t]` where the adapter replaces the embedding's row; `y` has the dtype of the pool.
+
+        `call.tables` is `AdapterTables.trained_rows`; `y` is contiguous.
+        """
+        ...
+
+    def replace_columns(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
+        """`y[t, id] = x[t] · row of id` for each id whose row of the head the adapter replaces.
+
+        `call.tables` is `AdapterTables.trained_rows`. No listed adapter has more rows than `call.segments.max_rank`.
+        """
+        ...
+
 
 class Kernels(LoraKernels, Protocol):
     """One device's kernels over one page pool. `reference.kernels.ReferenceKernels` specifies every method."""

@@ -13,6 +13,11 @@ The outer modules (`lm_head`, `embed_tokens`) belong to no layer. They form a se
 layers' pages. Each of these pages is viewed as one layer of `L * E` elements (`PageGeometry.flat`), so the same formula
 holds with that `E` and layer 0. An embedding's A is stored by token: row `t` of `[in_features, rank]` begins at `offset
 + t * rank`, is not padded, and may cross a page boundary.
+
+The outer stream ends with the trained rows: rows of an outer module's own weight `[vocab_size, hidden_size]` that the
+adapter replaces. They are stored like the rows of an A whose rank is the number of rows, in ascending order of their
+token ids. The ids, int32, are stored in place of B, from byte `4 * offset` of the stream on. If all rows are replaced,
+row `i` belongs to token `i`, and no ids are stored.
 """
 
 from __future__ import annotations
@@ -26,6 +31,11 @@ import numpy.typing as npt
 MAX_CHUNK = 1024
 MIN_CHUNK = 128
 MAX_RANK = 256
+MAX_ELEMENTS = (1 << 31) - 1
+"""Largest end of the trained rows in the outer stream, in elements; offsets are int32."""
+
+ID_BYTES = 4
+"""Size of the id of a trained row."""
 
 A, B, AFFINE = 0, 1, 2
 """Indices of a module's parts in an offset table's last axis."""
@@ -136,6 +146,32 @@ def part_layout(module: LinearShape, part: int, rank: int, page_elements: int) -
     return PartLayout(AFFINE_ROWS if part == AFFINE else rank, row_layout(row_len, page_elements))
 
 
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """The number of rows that an adapter replaces in each outer module; `()` means none.
+
+    With `is_shared`, all outer modules use the same rows, which are stored once: the base ties its head to its
+    embedding.
+    """
+
+    counts: tuple[int, ...] = ()
+    is_shared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_shared and len(set(self.counts)) != 1:
+            raise ValueError(f"modules with {self.counts} rows cannot share them")
+
+
+NO_ROWS = RowCounts()
+
+
+def trained_rows_of(module: LinearShape) -> tuple[int, int]:
+    """The number of rows of an outer module's weight, one per token of the vocabulary, and their length."""
+    if module.is_embedding:
+        return module.in_features, module.out_features
+    return module.out_features, module.in_features
+
+
 def _no_ranks() -> npt.NDArray[np.int32]:
     return np.zeros(0, np.int32)
 
@@ -152,6 +188,8 @@ class AdapterLayout:
     in elements of a layer. The first `num_outer_pages` of the adapter's `num_pages` pages contain the outer modules:
     `outer_ranks` int32 `[num_outer_modules]`, `outer_offsets` int32 `[num_outer_modules, 3]` in elements of whole
     pages. Both are empty if the adapter's target has no outer modules. With `has_affines`, every module has an affine.
+    The same pages contain the trained rows: `row_offsets` int32 `[num_outer_modules, 3]` are the offsets of each
+    module's rows, in elements, and of its ids, in units of four bytes.
     """
 
     ranks: npt.NDArray[np.int32]
@@ -161,6 +199,8 @@ class AdapterLayout:
     outer_ranks: npt.NDArray[np.int32] = field(default_factory=_no_ranks)
     outer_offsets: npt.NDArray[np.int32] = field(default_factory=_no_offsets)
     has_affines: bool = False
+    rows: RowCounts = NO_ROWS
+    row_offsets: npt.NDArray[np.int32] = field(default_factory=_no_offsets)
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -185,11 +225,12 @@ def adapter_layout(
     outer_modules: Sequence[LinearShape] = (),
     outer_ranks: npt.NDArray[np.int32] | None = None,
     has_affines: bool = False,
+    rows: RowCounts = NO_ROWS,
 ) -> AdapterLayout:
     """Compute the layout of an adapter with `ranks` int32 `[num_layers, num_modules]`.
 
     `outer_ranks` is int32 `[num_outer_modules]`; None means that all are 0. Raises ValueError if a rank is outside `[0,
-    MAX_RANK]` or a table has the wrong shape.
+    MAX_RANK]`, a table has the wrong shape, or the trained rows are more than a module has or than offsets can address.
     """
     if outer_ranks is None:
         outer_ranks = np.zeros(len(outer_modules), np.int32)
@@ -203,8 +244,9 @@ def adapter_layout(
             raise ValueError(f"{name} must be in [0, {MAX_RANK}]")
     outer_elements, page_elements = geometry.flat.adapter_elements, geometry.adapter_elements
     parts = parts_of(has_affines)
-    outer_offsets = np.zeros((len(outer_modules), 3), np.int32)
+    outer_offsets, row_offsets = np.zeros((2, len(outer_modules), 3), np.int32)
     outer_end = _lay_out(outer_modules, outer_ranks, parts, 0, outer_elements, outer_offsets)
+    outer_end = _lay_out_rows(outer_modules, rows, outer_end, geometry, row_offsets)
     num_outer_pages = -(-outer_end // outer_elements)
     offsets = np.zeros((*ranks.shape, 3), np.int32)
     end = begin = num_outer_pages * page_elements
@@ -218,6 +260,8 @@ def adapter_layout(
         outer_ranks=outer_ranks.astype(np.int32),
         outer_offsets=outer_offsets,
         has_affines=has_affines,
+        rows=rows,
+        row_offsets=row_offsets,
     )
 
 
@@ -248,4 +292,33 @@ def _lay_out(
             cursor = -(-cursor // part.row.chunk_len) * part.row.chunk_len
             offsets[m, index] = cursor
             cursor += part.num_elements
+    return cursor
+
+
+def _lay_out_rows(
+    modules: Sequence[LinearShape],
+    rows: RowCounts,
+    begin: int,
+    geometry: PageGeometry,
+    offsets: npt.NDArray[np.int32],
+) -> int:
+    """Lay out trained rows from element `begin` of the outer stream on, and return their end; fills `offsets`."""
+    cursor, page_elements = begin, geometry.flat.adapter_elements
+    for m, (module, count) in enumerate(zip(modules, rows.counts or (0,) * len(modules), strict=True)):
+        num_rows, row_len = trained_rows_of(module)
+        if not 0 <= count <= num_rows:
+            raise ValueError(f"{count} rows of {module.name} are outside [0, {num_rows}]")
+        if rows.is_shared and m:
+            offsets[m] = offsets[0]
+        elif count:
+            part = PartLayout(count, row_layout(row_len, page_elements))
+            cursor = -(-cursor // part.row.chunk_len) * part.row.chunk_len
+            end = cursor + part.num_elements
+            words = -(-end * geometry.adapter_itemsize // ID_BYTES)
+            num_ids = 0 if count == num_rows else count
+            end = -(-(words + num_ids) * ID_BYTES // geometry.adapter_itemsize)
+            if end > MAX_ELEMENTS:
+                raise ValueError(f"the trained rows end after {end} elements, but offsets reach only {MAX_ELEMENTS}")
+            offsets[m, :2] = cursor, words
+            cursor = end
     return cursor

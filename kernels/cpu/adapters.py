@@ -10,6 +10,8 @@ from loramux.kernels.cpu.addresses import group_plan
 from loramux.kernels.cpu.arrays import array, planes_of, rows_of
 from loramux.kernels.cpu.gather import gather
 from loramux.kernels.cpu.low_rank import low_rank
+from loramux.kernels.cpu.trained_rows import replace_rows, store_columns
+from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, PoolViews, Segments
 
 SEGMENT_ROWS = 64
@@ -37,6 +39,8 @@ class CpuLora:
             raise ValueError(f"the pool holds {pool.adapter.dtype}; the CPU kernels support float32 and bfloat16")
         self._geometry = pool.geometry
         self._adapter = array(pool.adapter, pool.adapter.dtype)  # [P, L, E]
+        self._adapter_dtype = pool.adapter.dtype
+        self._ids = array(pool.raw.view(torch.int32), torch.int32)
         self._plans: dict[ModuleGroup, npt.NDArray[np.int64]] = {}
         self._scratch = torch.empty(0)
         self._planes: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -75,6 +79,28 @@ class CpuLora:
             address, row_stride, _ = planes_of(planes)
             gather(
                 array(tokens, torch.int32), address, row_stride, self._adapter, call.layer, call.group.modules[0],
+                self._page_table, self._off, self._rank, self._segment_rows, self._starts, self._slots,
+            )  # fmt: skip
+
+    def replace_rows(self, tokens: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
+        self._read(call)
+        if self._slots.shape[0]:
+            padded_len = row_layout(y.shape[1], self._geometry.adapter_elements).padded_len
+            replace_rows(
+                array(tokens, torch.int32), array(y, self._adapter_dtype), self._adapter, self._ids,
+                call.group.in_features, padded_len, call.group.modules[0],
+                self._page_table, self._off, self._rank, self._segment_rows, self._starts, self._slots,
+            )  # fmt: skip
+
+    def replace_columns(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
+        self._read(call)
+        if self._slots.shape[0]:
+            # The rows of the head are multiplied like the ranks of an A.
+            planes = self.lora_planes(call, x.shape[0])
+            self.lora_shrink(x, call, planes)
+            address, row_stride, _ = planes_of(planes)
+            store_columns(
+                address, row_stride, *rows_of(y), self._ids, call.group.out_features[0], call.group.modules[0],
                 self._page_table, self._off, self._rank, self._segment_rows, self._starts, self._slots,
             )  # fmt: skip
 

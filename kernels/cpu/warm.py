@@ -51,6 +51,10 @@ def warm(dtype: torch.dtype) -> None:
     # Reading the same elements as an embedding stays within the pool. The values do not matter.
     embedding = replace(call, group=replace(group, is_embedding=True))
     kernels.lora_gather(torch.zeros(3, dtype=torch.int32), embedding, kernels.lora_planes(embedding, 3))
+    # Adapters without trained rows compile the same code.
+    none = replace(call, tables=replace(tables, rank=torch.zeros_like(tables.rank)))
+    kernels.replace_rows(torch.zeros(3, dtype=torch.int32), replace(none, group=embedding.group), x.to(dtype))
+    kernels.replace_columns(x, none, torch.zeros(3, width))
     kernels.kv_write(heads, heads, 0, batch)
     kernels.paged_attention(heads, 0, batch, AttentionSpec(HEADS, HEADS, HEAD_DIM, 1.0), torch.zeros_like(heads))
     kernels.rms_norm(x, torch.ones(width), 1e-6)

@@ -15,6 +15,7 @@ from loramux.kernels.gpu.gather import lora_gather
 from loramux.kernels.gpu.launches import TILE_ROWS, supports_pdl
 from loramux.kernels.gpu.rotate_and_store import rotate_and_store
 from loramux.kernels.gpu.shrink import lora_shrink, num_splits
+from loramux.kernels.gpu.trained_rows import replace_columns, replace_rows
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -58,6 +59,12 @@ class GpuLora:
 
     def lora_gather(self, tokens: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
         lora_gather(self._pool, tokens, call, planes)
+
+    def replace_rows(self, tokens: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
+        replace_rows(self._pool, tokens, call, y)
+
+    def replace_columns(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
+        replace_columns(self._pool, x, call, y)
 
     def lora_expand(self, planes: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         # Only shrink lets the next kernel start early.

@@ -270,7 +270,7 @@ def _plan(
     )
 
 
-def _dot_dtype(x: torch.dtype, weights: torch.dtype) -> tl.dtype:
+def dot_dtype(x: torch.dtype, weights: torch.dtype) -> tl.dtype:
     """The dtype for tensor cores: a 16-bit dtype if both sides have it, else float32 as three tf32 products."""
     if x is not weights or not IS_COMPILED:
         return tl.float32
@@ -333,5 +333,5 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
         NUM_SPLITS=num_planes, SPLIT_LEN=plan.split_len, RANK_STEP=plan.rank_step,
         HAS_SINGLE_ROWS=plan.has_single_rows, ROWS=rows,
         BLOCK_R=plan.block_r, ROW_K=plan.row_k, TILE_K=plan.tile_k, STAGES=plan.stages,
-        DOT_DTYPE=_dot_dtype(x.dtype, pool.adapter.dtype), PDL=pdl, num_warps=4, enable_fp_fusion=True,
+        DOT_DTYPE=dot_dtype(x.dtype, pool.adapter.dtype), PDL=pdl, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

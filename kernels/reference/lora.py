@@ -1,10 +1,11 @@
-"""LoRA over paged adapters in plain PyTorch: shrink, gather and expand."""
+"""LoRA over paged adapters in plain PyTorch: shrink, gather and expand, and the replacement of trained rows."""
 
 from __future__ import annotations
 
 import torch
 
 from loramux.kernels.layout import AFFINE, A, B, LinearShape, part_layout
+from loramux.kernels.reference.trained_rows import trained_rows
 from loramux.kernels.tables import LoraCall, PoolViews, Segments
 
 
@@ -90,6 +91,27 @@ class ReferenceLora:
         for rows, slot in _slots_of(call.segments):
             a = self.adapter_matrix(call, slot, 0, A)  # [in_features, rank]
             planes[rows, 0, : a.shape[1]] = a[tokens[rows].long()]
+
+    def replace_rows(self, tokens: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
+        """`y[t] = row of tokens[t]` for each row `t` of each segment whose adapter replaces the token's row.
+
+        `tokens` int32 `[T]`; `y` `[T, hidden_size]` in the dtype of the pool; the group is one embedding, and the
+        tables are `AdapterTables.trained_rows`. All other rows keep their exact bits.
+        """
+        for rows, slot in _slots_of(call.segments):
+            ids, values = trained_rows(self._pool, call, slot)
+            listed, row = (tokens[rows][:, None] == ids).nonzero(as_tuple=True)
+            y[rows[listed]] = values[row]
+
+    def replace_columns(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
+        """`y[t, id] = x[t] · row of id` for each row `t` of each segment and each id whose row the adapter replaces.
+
+        `x` `[T, hidden_size]`; `y` `[T, vocab_size]`; the group is the head, and the tables are
+        `AdapterTables.trained_rows`. All other elements keep their exact bits.
+        """
+        for rows, slot in _slots_of(call.segments):
+            ids, values = trained_rows(self._pool, call, slot)
+            y[rows[:, None], ids] = (x[rows].float() @ values.float().T).to(y.dtype)
 
 
 def _slots_of(segments: Segments) -> list[tuple[torch.Tensor, int]]:

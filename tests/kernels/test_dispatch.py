@@ -21,6 +21,7 @@ from loramux.kernels.cpu import gather as cpu_gather
 from loramux.kernels.cpu import kv as cpu_kv
 from loramux.kernels.cpu import linear as cpu_linear
 from loramux.kernels.cpu import low_rank as cpu_low_rank
+from loramux.kernels.cpu import trained_rows as cpu_trained_rows
 from loramux.kernels.cpu.compiled import cache_directory
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.threads import set_num_threads
@@ -33,7 +34,8 @@ from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, Modu
 from tests.kernels.gpu.interpreted import TRITON_MODULES
 
 COMPILED = (
-    cpu_low_rank.low_rank, cpu_gather.gather, cpu_kv.write, cpu_attention.attend,
+    cpu_low_rank.low_rank, cpu_gather.gather, cpu_trained_rows.replace_rows, cpu_trained_rows.store_columns,
+    cpu_kv.write, cpu_attention.attend,
     cpu_linear.multiply_panels, avx512_bf16.round_rows, avx512_bf16.multiply_pair_panels, amx.multiply_tile_panels,
     cpu_fused.rms_norm, cpu_fused.add_rms_norm, cpu_fused.rotary, cpu_fused.silu_and_mul, cpu_fused.gelu_and_mul,
 )  # fmt: skip

@@ -28,6 +28,7 @@ TRITON_MODULES = (
     "rotate_and_store",
     "sampling",
     "shrink",
+    "trained_rows",
 )
 
 

@@ -413,8 +413,11 @@ def test_outer_modules_compile_for_hopper(
         return
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernels = {}
-    for name in ("gather", "shrink", "expand"):
-        module = importlib.import_module(f"loramux.kernels.gpu.{name}")
+    for file, name in [
+        *((name, name) for name in ("gather", "shrink", "expand")),
+        *(("trained_rows", name) for name in ("replace_rows", "replace_columns")),
+    ]:
+        module = importlib.import_module(f"loramux.kernels.gpu.{file}")
         kernels[name] = CompiledForHopper(getattr(module, f"{name}_kernel"))
         monkeypatch.setattr(module, f"{name}_kernel", kernels[name])
     geometry = PageGeometry(32, 8, 128, 2, 2)
@@ -430,12 +433,15 @@ def test_outer_modules_compile_for_hopper(
     planes = gpu.lora_planes(call, 64)
     gpu.lora_gather(tensor(64), call, planes)
     gpu.lora_expand(planes, call, hidden)
+    gpu.replace_rows(tensor(64), call, hidden)
     call = LoraCall(0, head, tables, segments)
     planes = gpu.lora_planes(call, 64)
     gpu.lora_shrink(hidden, call, planes)
     gpu.lora_expand(planes, call, logits)
-    assert "ld.global" in kernels["gather"].compiled.asm["ptx"]
-    for name in ("shrink", "expand"):
+    gpu.replace_columns(hidden, call, logits)
+    for name in ("gather", "replace_rows"):
+        assert "ld.global" in kernels[name].compiled.asm["ptx"]
+    for name in ("shrink", "expand", "replace_columns"):
         assert "mma.sync" in kernels[name].compiled.asm["ptx"]
 
 

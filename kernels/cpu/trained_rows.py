@@ -1,0 +1,101 @@
+"""Rows of the embedding and the head that an adapter replaces, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from loramux.kernels.cpu.addresses import place
+from loramux.kernels.cpu.compiled import helper, kernel
+from loramux.kernels.cpu.vectors import floats_at
+
+
+@helper
+def _row_of(token: int, ids: Any, pages: Any, first_id: int, num_rows: int, vocab_size: int) -> int:
+    """Index of a token's row among the adapter's, or -1 if the adapter does not replace it; the ids are ascending."""
+    if num_rows == vocab_size:
+        return token
+    flat_ids = ids.reshape(-1)
+    low, high = np.int64(0), np.int64(num_rows)
+    while low < high:
+        middle = (low + high) // 2
+        if np.int64(flat_ids[place(ids, 0, pages, first_id + middle)]) < token:
+            low = middle + 1
+        else:
+            high = middle
+    is_found = low < num_rows and np.int64(flat_ids[place(ids, 0, pages, first_id + low)]) == token
+    return low if is_found else np.int64(-1)
+
+
+@kernel
+def replace_rows(
+    tokens: Any,
+    y: Any,
+    pool: Any,
+    ids: Any,
+    vocab_size: int,
+    padded_len: int,
+    module: int,
+    page_table: Any,
+    off: Any,
+    num_rows: Any,
+    rows: Any,
+    starts: Any,
+    slots: Any,
+) -> None:
+    """`y[t] = row of tokens[t]` where the adapter replaces the row; see `ReferenceLora.replace_rows`.
+
+    `tokens` is int32 `[T]`, and `y` is `[T, row_len]` in the dtype of `pool` `[P, 1, E]`: float32, or bfloat16 bits as
+    uint16. `ids` is the same memory as int32. Rows are `padded_len` elements apart.
+    """
+    for s in prange(slots.shape[0]):
+        flat_pool, pages = pool.reshape(-1), page_table[slots[s]]
+        count = np.int64(num_rows[slots[s], 0, module])
+        begin, first_id = np.int64(off[slots[s], 0, module, 0]), np.int64(off[slots[s], 0, module, 1])
+        for j in range(starts[s], starts[s + 1]):
+            t = np.int64(rows[j])
+            row = _row_of(np.int64(tokens[t]), ids, pages, first_id, count, vocab_size) if count else np.int64(-1)
+            if row >= 0:
+                e, column = begin + row * padded_len, np.int64(0)
+                while column < y.shape[1]:
+                    at, length = place(pool, 0, pages, e), min(y.shape[1] - column, pool.shape[2] - e % pool.shape[2])
+                    for i in range(length):
+                        y[t, column + i] = flat_pool[at + i]
+                    e, column = e + length, column + length
+
+
+@kernel
+def store_columns(
+    planes_address: int,
+    row_stride: int,
+    y_address: int,
+    y_stride: int,
+    ids: Any,
+    vocab_size: int,
+    module: int,
+    page_table: Any,
+    off: Any,
+    num_rows: Any,
+    rows: Any,
+    starts: Any,
+    slots: Any,
+) -> None:
+    """`y[t, id of r] = planes[t, r]` for each row of each segment and each row `r` that its adapter replaces.
+
+    `planes` and `y` are float32, passed by address and row stride in elements; for the rest, see `replace_rows`.
+    """
+    for j in prange(rows.shape[0]):
+        planes, logits, flat_ids = floats_at(planes_address), floats_at(y_address), ids.reshape(-1)
+        s = np.searchsorted(starts, j, side="right") - 1
+        pages = page_table[slots[s]]
+        count, first_id = np.int64(num_rows[slots[s], 0, module]), np.int64(off[slots[s], 0, module, 1])
+        t = np.int64(rows[j])
+        if count == vocab_size:
+            for r in range(count):
+                logits[t * y_stride + r] = planes[t * row_stride + r]
+        else:
+            for r in range(count):
+                column = np.int64(flat_ids[place(ids, 0, pages, first_id + r)])
+                logits[t * y_stride + column] = planes[t * row_stride + r]
