@@ -124,4 +124,10 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 def pack_target(model: ModelConfig, dtype: str) -> PackTarget:
     """The layout in which adapters must be packed so that an engine of this dtype can load them."""
     geometry = model.geometry(ITEMSIZE[dtype], ITEMSIZE[dtype])
-    return PackTarget(modules=model.modules, geometry=geometry, dtype=dtype, outer_modules=model.outer_modules)
+    return PackTarget(
+        modules=model.modules,
+        geometry=geometry,
+        dtype=dtype,
+        outer_modules=model.outer_modules,
+        tied_embeddings=model.tied_embeddings,
+    )

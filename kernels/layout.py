@@ -213,6 +213,15 @@ class AdapterLayout:
         ranks, offsets = (self.ranks, self.offsets) if layer is not None else (self.outer_ranks, self.outer_offsets)
         return int(ranks[at]), tuple(offsets[at].tolist())
 
+    def row_span(self, index: int, module: LinearShape, geometry: PageGeometry) -> range:
+        """The bytes of the outer pages with an outer module's trained rows and their ids; empty if it has none."""
+        count = self.rows.counts[index] if self.rows.counts else 0
+        if not count or (self.rows.is_shared and index):
+            return range(0)
+        begin, first_id = (int(offset) for offset in self.row_offsets[index])
+        num_ids = 0 if count == trained_rows_of(module)[0] else count
+        return range(begin * geometry.adapter_itemsize, (first_id + num_ids) * ID_BYTES)
+
     @property
     def max_rank(self) -> int:
         return max(int(self.ranks.max(initial=0)), int(self.outer_ranks.max(initial=0)))

@@ -37,9 +37,9 @@ class AdapterTables:
     `page_table` int32 `[num_slots, max_pages]`, `off` int32 `[num_slots, L, M, 3]` in elements, `rank` int32
     `[num_slots, L, M]`, `scale` float32 `[num_slots, L, M]`. `outer` contains the tables of the modules outside the
     layers, with L = 1, offsets in elements of whole pages, and the same `page_table`; None if no adapter has such
-    modules. `trained_rows` contains the tables of the rows that adapters replace in those modules, with L = 1: `rank` is
-    the number of rows, `off[..., 0]` their offset in elements of whole pages, `off[..., 1]` the offset of their ids in
-    units of four bytes; `scale` is unused.
+    modules. `trained_rows` contains the tables of the rows that adapters replace in those modules, with L = 1: `rank`
+    is the number of rows, `off[..., 0]` their offset in elements of whole pages, `off[..., 1]` the offset of their ids
+    in units of four bytes; `scale` is unused.
     """
 
     page_table: torch.Tensor

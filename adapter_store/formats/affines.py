@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.errors import AdapterRejected
-from loramux.adapter_store.formats.base_weights import BaseWeights
+from loramux.adapter_store.formats.base_weights import WeightRows
 from loramux.adapter_store.formats.module_places import ModulePlace
 
 _BLOCK_ELEMENTS = 1 << 22
@@ -23,7 +23,7 @@ def dora_affine(
     B: npt.NDArray[np.float32],
     scale: float,
     magnitude: npt.NDArray[np.float32],
-    base: BaseWeights,
+    base: WeightRows,
 ) -> npt.NDArray[np.float32]:
     """Gain and shift of a DoRA module, float32 `[2, out_features]`.
 
@@ -45,7 +45,7 @@ def dora_affine(
 
 
 def _squares_of_rows(
-    place: ModulePlace, A: npt.NDArray[np.float32], B: npt.NDArray[np.float32], scale: float, base: BaseWeights
+    place: ModulePlace, A: npt.NDArray[np.float32], B: npt.NDArray[np.float32], scale: float, base: WeightRows
 ) -> npt.NDArray[np.float64]:
     """The squared norms of the rows of `W + scale * B A`, one per output."""
     num_rows, block = place.shape.out_features, max(1, _BLOCK_ELEMENTS // place.shape.in_features)
@@ -58,7 +58,7 @@ def _squares_of_rows(
 
 
 def _squares_of_columns(
-    place: ModulePlace, A: npt.NDArray[np.float32], B: npt.NDArray[np.float32], scale: float, base: BaseWeights
+    place: ModulePlace, A: npt.NDArray[np.float32], B: npt.NDArray[np.float32], scale: float, base: WeightRows
 ) -> npt.NDArray[np.float64]:
     """The squared norms of an embedding's columns, one per output; the base stores one row per token."""
     num_tokens, block = place.shape.in_features, max(1, _BLOCK_ELEMENTS // place.shape.out_features)

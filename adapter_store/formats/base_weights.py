@@ -9,7 +9,7 @@ import mmap
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,14 @@ class _Tensor:
     end: int
     dtype: str
     shape: tuple[int, ...]
+
+
+class WeightRows(Protocol):
+    """Weights and biases of modules, by the modules' names; see `BaseWeights`."""
+
+    def rows(self, module: str, begin: int, end: int) -> npt.NDArray[np.float32]: ...
+
+    def bias(self, module: str) -> npt.NDArray[np.float32] | None: ...
 
 
 class BaseWeights:

@@ -2,7 +2,7 @@
 
 It is a safetensors file with the tensors sorted by name, in their original dtype and without gaps. Its metadata has one
 key, `config`: JSON with sorted keys that contains each module's scale, with alpha, rsLoRA and patterns already applied,
-and the tokens that activate the adapter, if there are any.
+the rows that replace rows of the embedding or the head, and the tokens that activate the adapter, if there are any.
 Equal adapters yield equal bytes, regardless of the order and names of the tensors in the uploaded files.
 """
 
@@ -12,11 +12,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from loramux.adapter_store.errors import AdapterCorrupt, AdapterRejected
 from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY
 from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_json
 from loramux.adapter_store.formats.tensor_file import TensorFile
+from loramux.adapter_store.formats.trained_rows import TrainedRows
 
 # loramux adds metadata to a header that may already be as large as an upload allows.
 MAX_HEADER_BYTES = 4 << 20
@@ -29,14 +31,18 @@ def write_canonical(
     destination: Path,
     names: Mapping[str, str] | None = None,
     invocation_tokens: Sequence[int] = (),
+    trained: Mapping[str, TrainedRows] = MappingProxyType({}),
 ) -> str:
     """Write the canonical file of a validated upload and return its digest in hexadecimal.
 
-    `names` maps each canonical tensor name to the upload's own name; if it is None, the names are the same.
+    `names` maps each canonical tensor name to the upload's own name; if it is None, the names are the same. `trained`
+    maps outer modules to their replaced rows.
     """
     facts: dict[str, object] = {"peft_type": "LORA", "scales": dict(scales)}
     if invocation_tokens:
         facts[INVOCATION_KEY] = list(invocation_tokens)
+    if trained:
+        facts["trained_rows"] = {key: rows.document() for key, rows in trained.items()}
     config = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     with TensorFile(tensors) as file, destination.open("wb") as out:
         originals = names or {name: name for name in file.header.tensors}
@@ -79,6 +85,8 @@ class CanonicalAdapter(TensorFile):
         try:
             config = parse_strict_json(self.header.metadata["config"].encode())
             self.scales: dict[str, float] = {key: float(scale) for key, scale in config["scales"].items()}
+            rows = config.get("trained_rows", {})
+            self.trained = {key: TrainedRows.from_document(document) for key, document in rows.items()}
         except (InvalidJson, KeyError, TypeError, AttributeError, ValueError) as error:
             self.__exit__(None, None, None)
             raise AdapterCorrupt("the canonical file has no configuration") from error

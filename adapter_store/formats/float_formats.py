@@ -33,3 +33,8 @@ def to_bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
         rounding = np.uint32(0x7FFF) + ((block >> 16) & 1)
         into[begin : begin + _BLOCK_ELEMENTS] = (block + rounding) >> 16
     return rounded
+
+
+def to_pool_dtype(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
+    """Convert finite float32 values to a pool's `dtype`: `float32`, or the bits of `bfloat16`."""
+    return values if dtype == "float32" else to_bfloat16_bits(values)

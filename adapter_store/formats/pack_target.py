@@ -13,7 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.formats.shards import Shard, shard_of
-from loramux.kernels.layout import MAX_RANK, AdapterLayout, LinearShape, PageGeometry, adapter_layout
+from loramux.kernels.layout import (
+    MAX_ELEMENTS,
+    MAX_RANK,
+    NO_ROWS,
+    AdapterLayout,
+    LinearShape,
+    PageGeometry,
+    RowCounts,
+    adapter_layout,
+    row_layout,
+    trained_rows_of,
+)
 
 PACK_FORMAT = 3
 """Version of the packed layout. When it increases, every packed file is rebuilt."""
@@ -28,15 +39,16 @@ class PackTarget:
     """One engine's layout.
 
     `modules` use PEFT's names within a layer; `dtype` is float32 or bfloat16. `outer_modules` are the modules outside
-    the layers, by full name. If `tp_size` GPUs share each linear, `modules` still describe the whole model, but
-    `geometry` describes rank `tp_rank`'s own pages, with its share of the K and V heads, and each adapter is packed for
-    that rank only.
+    the layers, by full name; with `tied_embeddings`, the base's head uses the weight of its embedding. If `tp_size`
+    GPUs share each linear, `modules` still describe the whole model, but `geometry` describes rank `tp_rank`'s own
+    pages, with its share of the K and V heads, and each adapter is packed for that rank only.
     """
 
     modules: tuple[LinearShape, ...]
     geometry: PageGeometry
     dtype: str
     outer_modules: tuple[LinearShape, ...] = ()
+    tied_embeddings: bool = False
     tp_size: int = 1
     tp_rank: int = 0
 
@@ -68,19 +80,29 @@ class PackTarget:
 
     @property
     def max_tensors_bytes(self) -> int:
-        """Size of the largest valid safetensors file: every module at the highest rank, in float32."""
+        """Size of the largest valid safetensors file: every module at the highest rank, in float32.
+
+        It also has room for the whole weight of each outer module.
+        """
         elements = self.geometry.num_layers * _max_elements(self.modules) + _max_elements(self.outer_modules)
+        elements += sum(module.in_features * module.out_features for module in self.outer_modules)
         return _MAX_HEADER_BYTES + 8 + elements * _WIDEST_ITEMSIZE
 
     @property
     def max_pages(self) -> int:
-        """Number of pages for an adapter with every module at the highest rank."""
+        """Number of pages that are enough for any adapter: every module at the highest rank, and all rows trained."""
         ranks = np.full((self.geometry.num_layers, len(self.modules)), MAX_RANK, np.int32)
-        return self.layout(ranks, np.full(len(self.outer_modules), MAX_RANK, np.int32), has_affines=True).num_pages
+        outer_ranks = np.full(len(self.outer_modules), MAX_RANK, np.int32)
+        without_rows = self.layout(ranks, outer_ranks, has_affines=True).num_pages
+        page_elements = self.geometry.flat.adapter_elements
+        shapes = [trained_rows_of(self.shard(module).shape(module)) for module in self.outer_modules]
+        rows = sum(count * row_layout(row_len, page_elements).padded_len for count, row_len in shapes)
+        # One more page for what alignment adds.
+        return without_rows + (-(-min(rows, MAX_ELEMENTS) // page_elements) + 1 if rows else 0)
 
     @property
     def max_payload_bytes(self) -> int:
-        """Packed size of an adapter with every module at the highest rank, in bytes."""
+        """Largest packed size of an adapter, in bytes."""
         return self.max_pages * self.geometry.total_page_bytes
 
     def layout(
@@ -88,22 +110,31 @@ class PackTarget:
         ranks: npt.NDArray[np.int32],
         outer_ranks: npt.NDArray[np.int32] | None = None,
         has_affines: bool = False,
+        rows: RowCounts = NO_ROWS,
     ) -> AdapterLayout:
         """Return the layout of an adapter with these `ranks`, int32 `[num_layers, num_modules]`.
 
-        `outer_ranks` is int32 `[num_outer_modules]`; if it is None, all outer modules have rank 0.
+        `outer_ranks` is int32 `[num_outer_modules]`; if it is None, all outer modules have rank 0. `rows` are the
+        numbers of this rank's trained rows.
         """
         if outer_ranks is None:
             outer_ranks = np.zeros(len(self.outer_modules), np.int32)
         if ranks.shape != (self.geometry.num_layers, len(self.modules)):
             raise ValueError(f"ranks have shape {ranks.shape}")
-        return _layout(self, ranks.astype(np.int32).tobytes(), outer_ranks.astype(np.int32).tobytes(), has_affines)
+        tables = ranks.astype(np.int32).tobytes(), outer_ranks.astype(np.int32).tobytes()
+        return _layout(self, *tables, has_affines, rows)
 
     def shard(self, module: LinearShape) -> Shard:
         """Return this rank's part of a module, which is the whole module unless several GPUs share the model."""
         head_dim = self.geometry.head_dim
         kv_features = self.geometry.num_kv_heads * head_dim * self.tp_size
         return shard_of(module, head_dim, kv_features, self.tp_size, self.tp_rank)
+
+    def tokens(self, module: LinearShape) -> range:
+        """The tokens whose rows of an outer module this rank has."""
+        shard = self.shard(module)
+        (tokens,) = shard.inputs if module.is_embedding else shard.outputs
+        return tokens
 
     def document(self) -> dict[str, Any]:
         """Return this target as plain JSON values, for packed files and the validation process."""
@@ -112,6 +143,7 @@ class PackTarget:
             "geometry": asdict(self.geometry),
             "dtype": self.dtype,
             "outer_modules": [asdict(module) for module in self.outer_modules],
+            "tied_embeddings": self.tied_embeddings,
             "tp_size": self.tp_size,
             "tp_rank": self.tp_rank,
         }
@@ -123,6 +155,7 @@ class PackTarget:
             geometry=PageGeometry(**document["geometry"]),
             dtype=document["dtype"],
             outer_modules=tuple(LinearShape(**module) for module in document["outer_modules"]),
+            tied_embeddings=document["tied_embeddings"],
             # Documents written before tensor parallelism lack these fields.
             tp_size=document.get("tp_size", 1),
             tp_rank=document.get("tp_rank", 0),
@@ -130,7 +163,7 @@ class PackTarget:
 
 
 @lru_cache(maxsize=256)
-def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes, has_affines: bool) -> AdapterLayout:
+def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes, has_affines: bool, rows: RowCounts) -> AdapterLayout:
     """Compute an adapter's layout.
 
     Cached because this takes longer than checking a small adapter's bytes, and most adapters share a few layouts.
@@ -141,7 +174,7 @@ def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes, has_affines: b
     )
     table = np.frombuffer(ranks, np.int32).reshape(target.geometry.num_layers, len(modules))
     return adapter_layout(
-        target.geometry, modules, table, outer_modules, np.frombuffer(outer_ranks, np.int32), has_affines
+        target.geometry, modules, table, outer_modules, np.frombuffer(outer_ranks, np.int32), has_affines, rows
     )
 
 

@@ -16,6 +16,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -30,7 +31,7 @@ from loramux.adapter_store.formats.checksums import PayloadCheck
 from loramux.adapter_store.formats.module_places import module_places
 from loramux.adapter_store.formats.pack_target import PACK_FORMAT, PackTarget
 from loramux.adapter_store.formats.packing import PackedAdapter
-from loramux.kernels.layout import AdapterLayout, part_layout
+from loramux.kernels.layout import AdapterLayout, RowCounts, part_layout
 
 HostMemory = Callable[[int], npt.NDArray[np.uint8]]
 """Allocates uint8 `[num_bytes]` of host memory; a GPU engine provides memory that the GPU can copy from directly."""
@@ -53,6 +54,7 @@ class _Header(msgspec.Struct, frozen=True):
     num_pages: int
     ranks: msgspec.Raw
     outer_ranks: msgspec.Raw
+    rows: msgspec.Raw
     scales: list[list[float]]
     outer_scales: list[float]
     has_affines: bool
@@ -81,6 +83,7 @@ def write_packed(path: Path, packed: PackedAdapter, target: PackTarget) -> None:
             "outer_scales": packed.outer_scales.tolist(),
             "has_affines": packed.layout.has_affines,
             "base": packed.base,
+            "rows": asdict(packed.layout.rows),
             "crc32": _module_checksums(packed.payload, packed.layout, target),
             "sha256": hashlib.sha256(packed.payload.data).hexdigest(),
         },
@@ -128,9 +131,9 @@ def read_open_packed(
     header, payload_begin = _read_header(descriptor)
     try:
         found, layout = _laid_out(
-            bytes(header.target), bytes(header.ranks), bytes(header.outer_ranks), header.has_affines
+            *map(bytes, (header.target, header.ranks, header.outer_ranks, header.rows)), header.has_affines
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, msgspec.DecodeError):
         raise AdapterCorrupt("the packed file does not describe its layout") from None
     if (target is not None and found != target) or (digest is not None and header.digest != digest):
         raise AdapterCorrupt(f"the packed file contains adapter {header.digest[:12]} for {header.pack_key}")
@@ -161,15 +164,17 @@ def read_open_packed(
 
 
 @lru_cache(maxsize=256)
-def _laid_out(target: bytes, ranks: bytes, outer_ranks: bytes, has_affines: bool) -> tuple[PackTarget, AdapterLayout]:
+def _laid_out(
+    target: bytes, ranks: bytes, outer_ranks: bytes, rows: bytes, has_affines: bool
+) -> tuple[PackTarget, AdapterLayout]:
     """The target and layout that a header's JSON describes.
 
-    Cached because layouts are costly and most adapters share a few. Raises KeyError, TypeError or ValueError if either
-    is invalid.
+    Cached because layouts are costly and most adapters share a few. Raises KeyError, TypeError, ValueError or
+    DecodeError if either is invalid.
     """
     found = PackTarget.from_document(json.loads(target))
     inner, outer = (np.array(json.loads(table), np.int32) for table in (ranks, outer_ranks))
-    return found, found.layout(inner, outer, has_affines)
+    return found, found.layout(inner, outer, has_affines, msgspec.json.decode(rows, type=RowCounts))
 
 
 def _read_header(descriptor: int) -> tuple[_Header, int]:
@@ -193,7 +198,10 @@ def _read_header(descriptor: int) -> tuple[_Header, int]:
 
 
 def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -> dict[str, int]:
-    """Return the CRC-32 of each module's elements, by module name, without absent modules."""
+    """Return the CRC-32 of each module's elements, by module name, without absent modules.
+
+    A module's trained rows are listed separately; rows that several modules share belong to the first.
+    """
     pages = payload.view(target.storage_dtype)
     checksums: dict[str, int] = {}
     for layer, members in groupby(module_places(target), lambda place: place.layer):
@@ -206,6 +214,11 @@ def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -
                 last, shape = layout.parts[-1], target.shard(place.shape).shape(place.shape)
                 end = offsets[last] + part_layout(shape, last, rank, geometry.adapter_elements).num_elements
                 checksums[place.key] = zlib.crc32(stream[offsets[0] : end])
+    outer_bytes = payload[: layout.num_outer_pages].reshape(-1)
+    for index, module in enumerate(target.outer_modules):
+        span = layout.row_span(index, target.shard(module).shape(module), target.geometry)
+        if span:
+            checksums[f"{module.name} (trained rows)"] = zlib.crc32(outer_bytes[span.start : span.stop])
     return checksums
 
 

@@ -15,10 +15,18 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.affines import dora_affine
 from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.adapter_store.formats.canonical import CanonicalAdapter, digest_of
-from loramux.adapter_store.formats.float_formats import to_bfloat16_bits, to_float32
+from loramux.adapter_store.formats.float_formats import to_pool_dtype
 from loramux.adapter_store.formats.module_places import MAGNITUDE_SUFFIX, ModulePlace, module_places
 from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.kernels.layout import MAX_RANK, A, AdapterLayout, B, part_layout
+from loramux.adapter_store.formats.replaced_rows import LoadedWeights, replaced_rows, write_rows
+from loramux.adapter_store.formats.trained_rows import outer_weight_names
+from loramux.kernels.layout import (
+    MAX_RANK,
+    A,
+    AdapterLayout,
+    B,
+    part_layout,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,8 +36,8 @@ class PackedAdapter:
     `scales` is float32 `[num_layers, num_modules]` and `outer_scales` float32 `[num_outer_modules]`, 0 for an absent
     module. `payload` is uint8 `[num_pages, num_layers, page_bytes]`: element `e` of layer `l`'s stream is
     `payload.view(dtype)[e // E, l, e % E]`. Element `e` of the outer modules' stream is element `e` of the first
-    `layout.num_outer_pages` pages. Elements outside all rows are zero. `base` is the fingerprint of the base's weights
-    if the payload depends on them, or None.
+    `layout.num_outer_pages` pages. Elements outside all rows and ids are zero. `base` is the fingerprint of the base's
+    weights if the payload depends on them, or None.
     """
 
     digest: str
@@ -45,9 +53,9 @@ class PackedAdapter:
 
 
 def needs_base(canonical: Path | bytes) -> bool:
-    """True if packing needs the base's weights, as DoRA does."""
+    """True if packing needs the base's weights, as for DoRA and for whole weights of the embedding or the head."""
     with CanonicalAdapter(canonical) as file:
-        return _has_magnitudes(file)
+        return _needs_base(file)
 
 
 def pack(canonical: Path | bytes, target: PackTarget, base: BaseWeights | None = None) -> PackedAdapter:
@@ -57,8 +65,9 @@ def pack(canonical: Path | bytes, target: PackTarget, base: BaseWeights | None =
     """
     with CanonicalAdapter(canonical) as file:
         places = _places(file, target)
-        has_affines = len(file.header.tensors) > 2 * len(places)
-        if not _has_magnitudes(file):
+        vectors = {name for place in places for name in (place.magnitude_name, place.bias_name)}
+        has_affines = not vectors.isdisjoint(file.header.tensors)
+        if not _needs_base(file):
             base = None
         num_layers = target.geometry.num_layers
         ranks, scales = _tables((num_layers, len(target.modules)))
@@ -68,7 +77,8 @@ def pack(canonical: Path | bytes, target: PackTarget, base: BaseWeights | None =
             into_ranks, into_scales = (outer_ranks, outer_scales) if place.layer is None else (ranks, scales)
             into_ranks[at] = file.header.tensors[place.a_name].shape[0]
             into_scales[at] = file.scales[place.key]
-        layout = target.layout(ranks, outer_ranks, has_affines)
+        replaced = replaced_rows(file, target, base)
+        layout = target.layout(ranks, outer_ranks, has_affines, replaced.counts)
         payload = np.zeros((layout.num_pages, num_layers, target.geometry.page_bytes), np.uint8)
         pages = payload.view(target.storage_dtype)  # [num_pages, num_layers, E]
         first, page_elements = layout.num_outer_pages, target.geometry.adapter_elements
@@ -79,6 +89,7 @@ def pack(canonical: Path | bytes, target: PackTarget, base: BaseWeights | None =
                 _write(file, place, layout, stream, target, base)
             if not is_outer:
                 pages[first:, layer] = stream.reshape(-1, page_elements)[first:]
+        write_rows(file, replaced, layout, pages[:first].reshape(-1), target)
     fingerprint = base.fingerprint if base else None
     return PackedAdapter(digest_of(canonical), layout, scales, payload, outer_scales, fingerprint)
 
@@ -103,13 +114,15 @@ def _places(file: CanonicalAdapter, target: PackTarget) -> list[ModulePlace]:
         ):
             raise AdapterRejected("base_mismatch", "the adapter was made for another base model", place.key)
     known = {name for place in places for name in (place.a_name, place.b_name, place.magnitude_name, place.bias_name)}
+    known.update(name for module in target.outer_modules for name in outer_weight_names(module.name))
     if len(places) != len(file.scales) or not known.issuperset(entries):
         raise AdapterRejected("base_mismatch", "the adapter has modules that the base model does not have")
     return places
 
 
-def _has_magnitudes(file: CanonicalAdapter) -> bool:
-    return any(name.endswith(MAGNITUDE_SUFFIX) for name in file.header.tensors)
+def _needs_base(file: CanonicalAdapter) -> bool:
+    has_magnitudes = any(name.endswith(MAGNITUDE_SUFFIX) for name in file.header.tensors)
+    return has_magnitudes or any(rows.whole is not None for rows in file.trained.values())
 
 
 def _write(
@@ -128,16 +141,16 @@ def _write(
     for index in layout.parts:
         # A is [rank, in_features], B is [out_features, rank]; an embedding's A is laid out by token.
         if index == A:
-            rows = _rows(_converted(file, place.a_name, target.dtype).T, shard.inputs)
+            rows = _rows(file.converted(place.a_name, target.dtype).T, shard.inputs)
             rows = rows if place.shape.is_embedding else rows.T
         elif index == B:
-            rows = _rows(_converted(file, place.b_name, target.dtype), shard.outputs).T
+            rows = _rows(file.converted(place.b_name, target.dtype), shard.outputs).T
         else:
             affine = _affine(file, place, base)
             if target.tp_rank and shape.out_features == place.shape.out_features:
                 # Every GPU has part of the inputs, and the outputs are added, so only one may add the shift.
                 affine[1] = 0
-            rows = _rows(_stored(affine, target.dtype).T, shard.outputs).T
+            rows = _rows(to_pool_dtype(affine, target.dtype).T, shard.outputs).T
         part = part_layout(shape, index, rank, geometry.adapter_elements)
         begin = offsets[index]
         at = stream[begin : begin + part.num_elements].reshape(part.num_rows, part.row.padded_len)
@@ -150,7 +163,7 @@ def _affine(file: CanonicalAdapter, place: ModulePlace, base: BaseWeights | None
     if place.magnitude_name in file.header.tensors:
         assert base is not None, "packing a DoRA adapter needs the base's weights"
         A, B, magnitude = (file.float32(name) for name in (place.a_name, place.b_name, place.magnitude_name))
-        return dora_affine(place, A, B, scale, magnitude, base)
+        return dora_affine(place, A, B, scale, magnitude, LoadedWeights(file, base))
     affine = np.zeros((2, place.shape.out_features), np.float32)
     if place.bias_name in file.header.tensors:
         affine[1] = scale * file.float32(place.bias_name)
@@ -162,15 +175,3 @@ def _rows(weights: npt.NDArray[Any], ranges: Sequence[range]) -> npt.NDArray[Any
     if len(ranges) == 1:
         return weights[ranges[0].start : ranges[0].stop]
     return np.concatenate([weights[rows.start : rows.stop] for rows in ranges])
-
-
-def _converted(file: CanonicalAdapter, name: str, dtype: str) -> npt.NDArray[Any]:
-    stored = file.header.tensors[name].dtype
-    values = file.raw(name)
-    if dtype == "bfloat16" and stored == "BF16":
-        return values
-    return _stored(to_float32(values, stored), dtype)
-
-
-def _stored(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
-    return values if dtype == "float32" else to_bfloat16_bits(values)

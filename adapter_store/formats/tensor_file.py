@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -14,8 +16,11 @@ import numpy.typing as npt
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.file_names import TENSORS_FILE
-from loramux.adapter_store.formats.float_formats import STORAGE, to_float32
+from loramux.adapter_store.formats.float_formats import STORAGE, to_float32, to_pool_dtype
 from loramux.adapter_store.formats.safetensors_header import MAX_HEADER_BYTES, header_length, parse_header
+
+BLOCK_ELEMENTS = 1 << 20
+"""Number of elements of a large matrix that are read at a time."""
 
 
 class TensorFile:
@@ -42,11 +47,31 @@ class TensorFile:
         self._file.close()
 
     def raw(self, name: str) -> npt.NDArray[Any]:
-        """Read a matrix as stored: float32, float16, or the bits of bfloat16."""
+        """Read a tensor as stored: float32, float16, or the bits of bfloat16."""
+        return self.raw_rows(name, range(self.header.tensors[name].shape[0]))
+
+    def raw_rows(self, name: str, rows: range) -> npt.NDArray[Any]:
+        """Read consecutive rows of a matrix, or elements of a vector, as stored."""
         entry = self.header.tensors[name]
-        self._file.seek(self.header.data_start + entry.begin)
-        values: npt.NDArray[Any] = np.frombuffer(self._file.read(entry.end - entry.begin), STORAGE[entry.dtype])
-        return values.reshape(entry.shape)
+        dtype, row_shape = STORAGE[entry.dtype], entry.shape[1:]
+        row_bytes = math.prod(row_shape) * dtype.itemsize
+        self._file.seek(self.header.data_start + entry.begin + rows.start * row_bytes)
+        values: npt.NDArray[Any] = np.frombuffer(self._file.read(len(rows) * row_bytes), dtype)
+        return values.reshape(len(rows), *row_shape)
+
+    def blocks(self, name: str) -> Iterator[range]:
+        """Divide a matrix into blocks of rows, so that a large one is never in memory as a whole."""
+        num_rows, num_columns = self.header.tensors[name].shape
+        step = max(1, BLOCK_ELEMENTS // max(1, num_columns))
+        return (range(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step))
+
+    def converted(self, name: str, dtype: str, rows: range | None = None) -> npt.NDArray[Any]:
+        """Read a tensor, or some of its rows, in the pool's `dtype`, float32 or the bits of bfloat16."""
+        stored = self.header.tensors[name].dtype
+        values = self.raw(name) if rows is None else self.raw_rows(name, rows)
+        if dtype == "bfloat16" and stored == "BF16":
+            return values
+        return to_pool_dtype(to_float32(values, stored), dtype)
 
     def float32(self, name: str) -> npt.NDArray[np.float32]:
         return to_float32(self.raw(name), self.header.tensors[name].dtype)

@@ -331,7 +331,8 @@ class StagingClient:
         """Return an adapter whose pages are in the packet's memory or in the shared memory."""
         geometry = self._target.geometry
         ranks = np.frombuffer(staged.ranks, np.int32).reshape(geometry.num_layers, -1)
-        layout = self._target.layout(ranks, np.frombuffer(staged.outer_ranks, np.int32), staged.has_affines)
+        outer_ranks = np.frombuffer(staged.outer_ranks, np.int32)
+        layout = self._target.layout(ranks, outer_ranks, staged.has_affines, staged.rows)
         shape = (layout.num_pages, geometry.num_layers, geometry.page_bytes)
         if memory is None:
             assert staged.begin is not None

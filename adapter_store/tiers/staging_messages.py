@@ -9,6 +9,7 @@ import msgspec
 
 from loramux.adapter_store.tiers.tier_contents import TierContents
 from loramux.adapter_store.tiers.tier_figures import LoadCounts, PassedStage
+from loramux.kernels.layout import RowCounts
 
 MAX_PACKET_BYTES = 64 << 10
 MAX_MESSAGE_CHARS = 2000
@@ -92,6 +93,7 @@ class Staged(msgspec.Struct, frozen=True, tag=True):
     scales: bytes
     outer_scales: bytes
     has_affines: bool
+    rows: RowCounts
     stages: tuple[PassedStage, ...]
     counts: msgspec.Raw
     """The process's LoadCounts, which the engine decodes only on demand."""

@@ -106,6 +106,7 @@ class StagingServer:
                 packed.scales.tobytes(),
                 packed.outer_scales.tobytes(),
                 packed.layout.has_affines,
+                packed.layout.rows,
                 tuple(stages),
                 self._counts(),
             )

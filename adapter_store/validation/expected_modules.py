@@ -46,6 +46,9 @@ def expected_modules(config: PeftConfig, target: PackTarget, ranks_in_file: Mapp
         )
     expected = []
     for place in places:
+        if place.key in config.modules_to_save:
+            # PEFT adds no LoRA to a module whose own weight was trained.
+            continue
         if not (place.key in ranks_in_file if config.targets_from_tensors else _is_targeted(config, place)):
             continue
         rank = _value(config.rank_pattern, place.key, config.rank)

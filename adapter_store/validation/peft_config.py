@@ -9,6 +9,7 @@ from loramux.adapter_store.errors import AdapterRejected, printable
 from loramux.adapter_store.formats.file_names import CONFIG_FILE
 from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY, check_invocation_tokens
 from loramux.adapter_store.formats.strict_json import DuplicateKey, InvalidJson, parse_strict_json
+from loramux.adapter_store.validation.trained_config import parse_modules_to_save, parse_token_indices
 from loramux.kernels.layout import MAX_RANK
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -35,6 +36,9 @@ _UNDERSTOOD = frozenset(
         "layers_to_transform",
         "layers_pattern",
         INVOCATION_KEY,
+        "modules_to_save",
+        "trainable_token_indices",
+        "ensure_weight_tying",
     }
 )
 
@@ -62,7 +66,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
     "loftq_config": (None, {}),
-    **dict.fromkeys(("use_qalora", "ensure_weight_tying"), (False, None)),
+    "use_qalora": (False, None),
     **dict.fromkeys(
         (
             "arrow_config",
@@ -72,10 +76,8 @@ _OFF: dict[str, tuple[Any, ...]] = {
             "layer_replication",
             "lora_ga_config",
             "megatron_config",
-            "modules_to_save",
             "monteclora_config",
             "target_parameters",
-            "trainable_token_indices",
             "use_bdlora",
             "velora_config",
         ),
@@ -94,9 +96,10 @@ class PeftConfig:
     """The fields of a LoRA configuration that affect the result.
 
     Patterns are `(module name, value)` pairs in file order. `target_modules` is None for all linear layers; `layers` is
-    None for every layer. A tenant's regular expressions never run: if one selects modules (`targets_from_tensors`) or
-    ranks (`ranks_from_tensors`), the tensors of the file show what it selected. `invocation_tokens` is empty unless the
-    adapter is an activated LoRA (aLoRA).
+    None for every layer. `modules_to_save` and `token_indices` name the modules whose own weights were trained, by
+    their keys: as a whole, or the rows of these tokens. A tenant's regular expressions never run: if one selects
+    modules (`targets_from_tensors`) or ranks (`ranks_from_tensors`), the tensors of the file show what it selected.
+    `invocation_tokens` is empty unless the adapter is an activated LoRA (aLoRA).
 
     With `use_dora`, each module has a magnitude vector; with `lora_bias`, each B has a bias. PEFT allows only one.
     """
@@ -114,6 +117,9 @@ class PeftConfig:
     targets_from_tensors: bool
     ranks_from_tensors: bool
     invocation_tokens: tuple[int, ...]
+    modules_to_save: frozenset[str]
+    token_indices: tuple[tuple[str, tuple[int, ...]], ...]
+    ensure_weight_tying: bool
     recorded: dict[str, str | None]
 
 
@@ -165,6 +171,9 @@ def parse_peft_config(text: bytes) -> PeftConfig:
         targets_from_tensors=is_regex or bool(exclusions and isinstance(exclusions, str)) or has_own_layers,
         ranks_from_tensors=not all(_is_literal(name) for name, _ in ranks),
         invocation_tokens=invocation_tokens,
+        modules_to_save=parse_modules_to_save(document.get("modules_to_save")),
+        token_indices=parse_token_indices(document.get("trainable_token_indices")),
+        ensure_weight_tying=_switch(document, "ensure_weight_tying"),
         recorded={key: _recorded(document.get(key)) for key in _RECORDED},
     )
 

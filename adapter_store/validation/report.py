@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.trained_rows import TrainedRows
 from loramux.adapter_store.validation.weight_checks import Effect
 
 CHECKS = ("configuration", "container", "modules", "names", "shapes", "weights", "effect", "packing")
@@ -65,11 +66,13 @@ class Warn:
 class Report:
     """The result of a validation. `scales` contains each module's scale, in the order of the packed streams.
 
-    `names` maps PEFT's current name of each tensor to the file's own name. `invocation_tokens` is empty unless the
-    adapter is an activated LoRA.
+    `trained` maps outer modules to the rows that the adapter replaces. `names` maps PEFT's current name of each tensor
+    to the file's own name. `invocation_tokens` is empty unless the adapter is an activated LoRA.
     """
 
     scales: Mapping[str, float]
+    trained: Mapping[str, TrainedRows]
+    num_trained_rows: Mapping[str, int]
     names: Mapping[str, str]
     max_rank: int
     num_pages: int
@@ -97,6 +100,7 @@ class Report:
             "features": list(self.features),
             "largest_effect": _rounded(self.largest_effect),
             "modules": _by_kind(self.effects),
+            "trained_rows": dict(self.num_trained_rows),
             "warnings": [warning.document() for warning in self.warnings],
             "checks": self.checks.document(),
             "recorded": dict(self.recorded),

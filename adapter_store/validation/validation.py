@@ -12,14 +12,16 @@ import numpy as np
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY
-from loramux.adapter_store.formats.module_places import TENSOR_PREFIX, module_places
+from loramux.adapter_store.formats.module_places import module_places
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.safetensors_header import TensorEntry
 from loramux.adapter_store.formats.tensor_file import TensorFile
+from loramux.adapter_store.formats.trained_rows import TrainedRows, max_row_counts, outer_weight_names
 from loramux.adapter_store.validation.expected_modules import ExpectedModule, expected_modules
 from loramux.adapter_store.validation.peft_config import parse_peft_config
 from loramux.adapter_store.validation.report import CheckList, Report, Warn, without_effect
 from loramux.adapter_store.validation.tensor_names import current_names
+from loramux.adapter_store.validation.trained_parts import TrainedParts, trained_parts
 from loramux.adapter_store.validation.weight_checks import WeightChecks
 
 _LAYER = re.compile(r"base_model\.model\.model\.layers\.([0-9]{1,4})\.")
@@ -49,9 +51,11 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
         with checks.check("names"):
             names = current_names(file.header.tensors)
             entries = {name: file.header.tensors[original] for name, original in names.originals.items()}
-            _check_names(entries, expected, target)
+            parts = trained_parts(parsed, target, entries.keys(), {module.key for module in expected})
+            _check_names(entries, expected, parts, target)
         with checks.check("shapes"):
             _check_shapes(entries, expected)
+            parts.check_shapes(entries)
         with checks.check("weights"):
             weights = WeightChecks()
             for module in expected:
@@ -61,8 +65,9 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
                     vector = entries[module.vector_name].name
                     check_vector = weights.check_magnitude if parsed.use_dora else weights.check_bias
                     check_vector(vector, file.float32(vector))
+            parts.check_values(file, entries)
     with checks.check("effect"):
-        if weights.largest_effect == 0.0 and not weights.has_vectors:
+        if weights.largest_effect == 0.0 and not weights.has_vectors and not parts.rows:
             raise AdapterRejected("zero_effect", "the adapter has no effect: its products B A are all zero")
     warnings = without_effect(weights.effects)
     if not names.are_current:
@@ -74,11 +79,27 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
                 "the tensors show what the configuration's regular expressions selected; the expressions were not run",
             )
         )
+    if parts.base_copies:
+        warnings.append(
+            Warn(
+                "base_weights_included",
+                "the file has copies of the base's weights, which are used in place of the base's and take memory: "
+                "save it with save_pretrained(..., save_embedding_layers=False)",
+                len(parts.base_copies),
+                tuple(parts.base_copies),
+            )
+        )
     return Report(
         scales={module.key: module.scale for module in expected},
+        trained=parts.rows,
+        num_trained_rows={
+            module.name: parts.rows[module.name].max_count(target.tokens(module))
+            for module in target.outer_modules
+            if module.name in parts.rows
+        },
         names=names.originals,
         max_rank=max(module.rank for module in expected),
-        num_pages=_num_pages(expected, target),
+        num_pages=_num_pages(expected, parts.rows, target),
         num_parameters=sum(math.prod(entry.shape) for entry in entries.values()),
         dtypes=tuple(sorted({entry.dtype for entry in entries.values()})),
         features=tuple(name for name in ("use_dora", "lora_bias") if getattr(parsed, name)),
@@ -107,7 +128,7 @@ def _ranks(file: TensorFile, target: PackTarget) -> dict[str, int]:
     return {place.key: shapes[place.a_name][0] for place in module_places(target) if place.a_name in shapes}
 
 
-def _num_pages(expected: Sequence[ExpectedModule], target: PackTarget) -> int:
+def _num_pages(expected: Sequence[ExpectedModule], trained: Mapping[str, TrainedRows], target: PackTarget) -> int:
     ranks = np.zeros((target.geometry.num_layers, len(target.modules)), np.int32)
     outer_ranks = np.zeros(len(target.outer_modules), np.int32)
     for module in expected:
@@ -116,15 +137,25 @@ def _num_pages(expected: Sequence[ExpectedModule], target: PackTarget) -> int:
         else:
             ranks[module.layer, module.module] = module.rank
     has_affines = any(module.vector_name is not None for module in expected)
-    return target.layout(ranks, outer_ranks, has_affines).num_pages
+    try:
+        return target.layout(ranks, outer_ranks, has_affines, max_row_counts(trained, target)).num_pages
+    except ValueError:
+        raise AdapterRejected(
+            "adapter_too_large",
+            "the trained rows have more elements than the page pool can address: train fewer rows",
+            "modules_to_save",
+        ) from None
 
 
-def _check_names(entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule], target: PackTarget) -> None:
+def _check_names(
+    entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule], parts: TrainedParts, target: PackTarget
+) -> None:
     """Check that `entries`, keyed by current names, are the expected tensors.
 
     Errors use the file's own tensor names.
     """
     wanted = {name for module in expected for name in (module.a_name, module.b_name, module.vector_name) if name}
+    wanted |= parts.shapes.keys()
     missing, unexpected = wanted - entries.keys(), entries.keys() - wanted
     if not missing and not unexpected:
         return
@@ -136,12 +167,13 @@ def _check_names(entries: Mapping[str, TensorEntry], expected: Sequence[Expected
             f"the adapter has weights for layer {max(layers)}, but the base has {num_layers} layers",
             entries[min(unexpected)].name,
         )
-    base_weights = [name for name in unexpected if _is_base_weight(name, target)]
+    base_weights = [
+        name for module in target.outer_modules for name in outer_weight_names(module.name) if name in unexpected
+    ]
     if base_weights:
-        # Training may have changed these weights, which cannot be checked here.
         raise AdapterRejected(
             "unexpected_tensor",
-            "the file contains weights of the base itself, which an adapter must not include: "
+            "the file contains weights of the base where PEFT would not load them: "
             "save it with save_pretrained(..., save_embedding_layers=False)",
             entries[min(base_weights)].name,
         )
@@ -157,12 +189,6 @@ def _check_names(entries: Mapping[str, TensorEntry], expected: Sequence[Expected
     raise AdapterRejected(
         "missing_tensor", "the configuration targets this tensor, but the file lacks it", min(missing)
     )
-
-
-def _is_base_weight(name: str, target: PackTarget) -> bool:
-    """Return True if PEFT stores an outer module's own weights under this name, as it does by default."""
-    places = [TENSOR_PREFIX + module.name for module in target.outer_modules]
-    return any(name in (f"{place}.base_layer.weight", f"{place}.weight") for place in places)
 
 
 def _check_shapes(entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule]) -> None:

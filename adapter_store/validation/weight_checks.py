@@ -90,20 +90,25 @@ class WeightChecks:
         return self._probes[num_features]
 
 
+def check_values(name: str, values: npt.NDArray[np.float32]) -> None:
+    """Raise AdapterRejected unless all values are finite and small enough to be served."""
+    largest = max(float(values.max(initial=0.0)), -float(values.min(initial=0.0)))
+    # The maximum is NaN if any value is.
+    if not math.isfinite(largest):
+        raise AdapterRejected("not_finite", "the tensor contains NaN or infinity", name)
+    if largest > MAX_WEIGHT:
+        raise AdapterRejected(
+            "norm_too_large", f"a weight is {largest:.3g}, but at most {MAX_WEIGHT:g} is allowed", name
+        )
+
+
 def _norm(name: str, weights: npt.NDArray[np.float32]) -> float:
     """Return the Frobenius norm of the weights. Raises AdapterRejected unless they are finite."""
     flat = weights.reshape(-1)
     squares = 0.0
     for begin in range(0, flat.size, _BLOCK_ELEMENTS):
         block = flat[begin : begin + _BLOCK_ELEMENTS]
-        largest = max(float(block.max()), -float(block.min()))
-        # The maximum is NaN if any value is.
-        if not math.isfinite(largest):
-            raise AdapterRejected("not_finite", "the tensor contains NaN or infinity", name)
-        if largest > MAX_WEIGHT:
-            raise AdapterRejected(
-                "norm_too_large", f"a weight is {largest:.3g}, but at most {MAX_WEIGHT:g} is allowed", name
-            )
+        check_values(name, block)
         # The sum of a million squares of at most 65504 is well below float32's limit, and the bound tolerates rounding.
         squares += float(np.dot(block, block))
     return math.sqrt(squares)

@@ -40,7 +40,9 @@ def run_job(job: ValidationJob, target: PackTarget) -> Accepted:
     checks = CheckList()
     report = validate_files(job.config.read_bytes(), job.tensors, target, checks)
     with checks.check("packing"):
-        digest = write_canonical(job.tensors, report.scales, job.canonical, report.names, report.invocation_tokens)
+        digest = write_canonical(
+            job.tensors, report.scales, job.canonical, report.names, report.invocation_tokens, report.trained
+        )
         if not needs_base(job.canonical):
             write_packed(job.packed, pack(job.canonical, target), target)
     return Accepted(digest, report.max_rank, report.num_pages, report.document(), report.invocation_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -40,18 +41,18 @@ class SlotTables:
             num_bytes = dtype.itemsize * num_slots * int(np.prod(sizes))
             return accelerator.host_buffer(num_bytes).view(dtype).view(num_slots, *sizes).zero_()
 
-        def tables(page_table: torch.Tensor, shape: tuple[int, int], outer: AdapterTables | None) -> AdapterTables:
+        def tables(page_table: torch.Tensor, shape: tuple[int, int]) -> AdapterTables:
             return AdapterTables(
                 page_table=page_table,
                 off=zeros(torch.int32, *shape, 3),
                 rank=zeros(torch.int32, *shape),
                 scale=zeros(torch.float32, *shape),
-                outer=outer,
             )
 
         page_table = zeros(torch.int32, target.max_pages)
-        self._host_outer = tables(page_table, outer_shape, None)
-        self._host = tables(page_table, shape, self._host_outer)
+        outer = tables(page_table, outer_shape)
+        trained_rows = tables(page_table, outer_shape)
+        self._host = replace(tables(page_table, shape), outer=outer, trained_rows=trained_rows)
         self._factors = np.array(outer_factors, np.float32)
         self.device = self._host
         # Pairs of a staged table and the device table.
@@ -64,22 +65,28 @@ class SlotTables:
         self._max_ranks = np.zeros(num_slots, np.int32)
         self._has_module = np.zeros((num_slots, len(target.modules)), np.bool_)
         self._has_outer = np.zeros((num_slots, len(target.outer_modules)), np.bool_)
+        self._num_rows = np.zeros((num_slots, len(target.outer_modules)), np.int32)
 
     def write(self, slot: int, pages: list[int], packed: PackedAdapter) -> None:
         layout = packed.layout
-        page_table, off, rank, scale, outer_off, outer_rank, outer_scale = self._written
+        page_table, off, rank, scale, outer_off, outer_rank, outer_scale, row_off, num_rows = self._written
         page_table[slot, : len(pages)] = pages
         off[slot] = layout.offsets
         rank[slot] = layout.ranks
         scale[slot] = packed.scales
-        # Outer offsets and scales are written only for an adapter with outer modules.
+        # Outer offsets and scales are written only for an adapter with outer modules, and so are those of trained rows.
         outer_rank[slot] = 0
         self._has_outer[slot] = False
-        if layout.outer_ranks.any():
+        if layout.outer_ranks.any() or layout.rows.counts:
             outer_off[slot, 0] = layout.outer_offsets
             outer_rank[slot, 0] = layout.outer_ranks
             outer_scale[slot, 0] = packed.outer_scales * self._factors
             self._has_outer[slot] = layout.outer_ranks > 0
+        num_rows[slot] = self._num_rows[slot] = 0
+        if layout.rows.counts:
+            row_off[slot, 0] = layout.row_offsets
+            num_rows[slot, 0] = self._num_rows[slot] = layout.rows.counts
+            self._has_outer[slot] |= self._num_rows[slot] > 0
         self._max_ranks[slot] = layout.max_rank
         self._has_module[slot] = layout.ranks.any(axis=0)
         for staged, table in self._copied:
@@ -89,6 +96,10 @@ class SlotTables:
         """Highest rank of the adapters in `slots`, where -1 is the base, or 0 if there are no adapters."""
         used = slots[slots >= 0]
         return int(self._max_ranks[used].max(initial=0))
+
+    def max_rows(self, slots: npt.NDArray[np.int32], module: int) -> int:
+        """Largest number of trained rows that an adapter in `slots`, where -1 is the base, has of an outer module."""
+        return int(self._num_rows[slots[slots >= 0], module].max(initial=0))
 
     def modules(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """Modules that adapters in `slots` change in any layer, bool `[num_modules]`. Slot -1 is the base."""
@@ -112,11 +123,20 @@ class SlotTables:
 
 def _tensors(tables: AdapterTables) -> tuple[torch.Tensor, ...]:
     assert tables.outer is not None
-    outer = tables.outer
-    return tables.page_table, tables.off, tables.rank, tables.scale, outer.off, outer.rank, outer.scale
+    assert tables.trained_rows is not None
+    outer, rows = tables.outer, tables.trained_rows
+    inner = tables.page_table, tables.off, tables.rank, tables.scale
+    return (*inner, outer.off, outer.rank, outer.scale, rows.off, rows.rank)
 
 
 def _on(device: torch.device, tables: AdapterTables) -> AdapterTables:
     page_table, off, rank, scale, *outer = (table.to(device) for table in _tensors(tables))
-    outer_off, outer_rank, outer_scale = outer
-    return AdapterTables(page_table, off, rank, scale, AdapterTables(page_table, outer_off, outer_rank, outer_scale))
+    outer_off, outer_rank, outer_scale, row_off, num_rows = outer
+    return AdapterTables(
+        page_table,
+        off,
+        rank,
+        scale,
+        outer=AdapterTables(page_table, outer_off, outer_rank, outer_scale),
+        trained_rows=AdapterTables(page_table, row_off, num_rows, outer_scale),
+    )

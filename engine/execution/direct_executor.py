@@ -15,6 +15,7 @@ from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.sampler import FinishedStep, sample
 from loramux.engine.grammars.grammar import NO_MASKS, Masks
 from loramux.engine.model.decoder import Decoder, HeadAdapters
+from loramux.engine.model.model_config import HEAD
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AttentionBatch, Segments
@@ -74,7 +75,8 @@ class DirectExecutor:
     def _logits_of(self, hidden: torch.Tensor, head_slots: npt.NDArray[np.int32] | None) -> torch.Tensor:
         head = None
         if head_slots is not None:
-            head = HeadAdapters(self._kernels, self._tables.device, self._segments(head_slots))
+            max_rows = self._tables.max_rows(head_slots, HEAD)
+            head = HeadAdapters(self._kernels, self._tables.device, self._segments(head_slots), max_rows)
         return self._decoder.logits(hidden, head)
 
     def _inputs(self, batch: Batch, rows: npt.NDArray[np.int32], outer: OuterSlots | None) -> StepInputs:

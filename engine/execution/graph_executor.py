@@ -24,6 +24,7 @@ from loramux.engine.layer_groups import LayerGroups
 from loramux.engine.logit_penalties import logit_penalties
 from loramux.engine.messages import GraphMemory, SamplingParams
 from loramux.engine.model.decoder import Decoder, HeadAdapters
+from loramux.engine.model.model_config import HEAD
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.segments import SEGMENT_ROWS, group_rows
 from loramux.kernels.tables import Segments
@@ -157,14 +158,15 @@ class GraphExecutor:
     def _head(self, layout: StepLayout, outer: OuterSlots) -> HeadAdapters | None:
         """Inputs for the head's adapters. The logits are not captured, so the grid can depend on the batch."""
         num_segments = len(group_rows(outer.head, SEGMENT_ROWS)[2])
-        return self._head_of(layout, num_segments) if num_segments else None
+        max_rows = self._tables.max_rows(outer.head, HEAD)
+        return self._head_of(layout, num_segments, max_rows) if num_segments else None
 
-    def _head_of(self, layout: StepLayout, num_segments: int) -> HeadAdapters:
+    def _head_of(self, layout: StepLayout, num_segments: int, max_rows: int) -> HeadAdapters:
         whole = layout.head_segments
         assert whole is not None
         count = min(whole.num_segments, next((size for size in HEAD_SEGMENTS if size >= num_segments), num_segments))
         segments = Segments(whole.rows, whole.starts[: count + 1], whole.slots[:count], whole.max_rank)
-        return HeadAdapters(self._kernels, self._tables.device, segments)
+        return HeadAdapters(self._kernels, self._tables.device, segments, max_rows)
 
     def _warm_up_outer(self, shape: StepShape) -> None:
         """Run the kernels that outer modules add to a shape. The same shape without outer modules has already run."""
@@ -174,7 +176,8 @@ class GraphExecutor:
         # Kernels are compiled separately for batches with fewer rows than segments and for all other batches.
         for num_rows in {1, min(shape.num_sequences, self._max_sequences)}:
             for num_segments in HEAD_SEGMENTS:
-                self._decoder.logits(self._hidden[:num_rows], self._head_of(layout, num_segments))
+                # Any number of trained rows launches the same program.
+                self._decoder.logits(self._hidden[:num_rows], self._head_of(layout, num_segments, max_rows=1))
         if shape.is_captured:
             self._has_run.add(shape)
 
@@ -206,7 +209,7 @@ class GraphExecutor:
         stage = self._accelerator.stage
         on_device = [stage(torch.from_numpy(one)) for one in (rows, starts, segment_slots)]
         segments = Segments(on_device[0], on_device[1], on_device[2], max_rank)
-        return HeadAdapters(self._kernels, self._tables.device, segments)
+        return HeadAdapters(self._kernels, self._tables.device, segments, self._tables.max_rows(slots, HEAD))
 
     def _run(self, layout: StepLayout) -> None:
         shape = layout.shape

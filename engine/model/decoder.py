@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
@@ -55,11 +55,15 @@ class LoraGroups:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadAdapters:
-    """Inputs for the head's adapters: `segments` cover the rows of `hidden` whose adapters modify the head."""
+    """Inputs for the head's adapters: `segments` cover the rows of `hidden` whose adapters modify the head.
+
+    None of these adapters replaces more than `max_rows` rows of the head.
+    """
 
     kernels: Kernels
     tables: AdapterTables
     segments: Segments
+    max_rows: int = 0
 
 
 class Decoder:
@@ -118,11 +122,16 @@ class Decoder:
     def embed(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> torch.Tensor:
         """Embeddings of a step's tokens, including adapters, `[num_tokens, hidden_size]`."""
         embedded = functional.embedding(inputs.tokens, self._embedding)
+        segments = inputs.embedding_segments
+        is_adapted = segments is not None and segments.num_segments > 0
+        if segments is not None and is_adapted:
+            assert tables.trained_rows is not None
+            call = LoraCall(0, self._groups.embedding, tables.trained_rows, segments)
+            kernels.outer.replace_rows(inputs.tokens, call, embedded)
         if self._embedding_scale != 1.0:
             embedded = embedded * self._embedding_scale
         embedded = embedded.to(self._dtype)
-        segments = inputs.embedding_segments
-        if segments is not None and segments.num_segments:
+        if segments is not None and is_adapted:
             call = LoraCall(0, self._groups.embedding, _outer(tables), segments)
             planes = kernels.outer.lora_planes(call, embedded.shape[0])
             kernels.outer.lora_gather(inputs.tokens, call, planes)
@@ -196,6 +205,11 @@ class Decoder:
         """
         logits = self._head(hidden)
         if adapters is not None and adapters.segments.num_segments:
+            if adapters.max_rows:
+                assert adapters.tables.trained_rows is not None
+                segments = replace(adapters.segments, max_rank=adapters.max_rows)
+                call = LoraCall(0, self._groups.head, adapters.tables.trained_rows, segments)
+                adapters.kernels.outer.replace_columns(hidden, call, logits)
             call = LoraCall(0, self._groups.head, _outer(adapters.tables), adapters.segments)
             adapters.kernels.outer.lora_add(hidden, call, logits)
         cap = self.config.logit_soft_cap

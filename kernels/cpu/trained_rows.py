@@ -13,7 +13,7 @@ from loramux.kernels.cpu.vectors import floats_at
 
 
 @helper
-def _row_of(token: int, ids: Any, pages: Any, first_id: int, num_rows: int, vocab_size: int) -> int:
+def _row_of(token: int, ids: Any, pages: Any, first_id: int, num_rows: int, vocab_size: int) -> Any:
     """Index of a token's row among the adapter's, or -1 if the adapter does not replace it; the ids are ascending."""
     if num_rows == vocab_size:
         return token

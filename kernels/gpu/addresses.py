@@ -1,4 +1,4 @@
-"""Locations of an adapter's rows in the pages, for the GPU's LoRA kernels."""
+"""Locations of an adapter's rows in the pages, and reads of them, for the GPU's LoRA kernels."""
 
 from __future__ import annotations
 
@@ -43,8 +43,38 @@ def chunk_addresses(
     return tl.multiple_of(pool + (page * (L * E) + layer * E + e % E), 16)
 
 
+@triton.jit
+def read_a(
+    pool: tl.tensor,
+    pages: tl.tensor,
+    offset: tl.tensor,
+    layer: tl.tensor,
+    ranks: tl.tensor,
+    rank: tl.tensor,
+    begin: tl.tensor,
+    IN: tl.constexpr,
+    PADDED: tl.constexpr,
+    L: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """Rows `ranks` of A, columns `[begin, begin + BLOCK_K)`. Rows from `rank` on and columns from `IN` on are 0."""
+    is_read = ranks < tl.where(begin < IN, rank, 0)
+    chunk = chunk_addresses(pool, pages, offset + ranks * PADDED + begin, layer, is_read, L, E)
+    column = tl.arange(0, BLOCK_K)
+    is_column = begin + column < IN
+    return tl.load(chunk[:, None] + column[None, :], mask=is_read[:, None] & is_column[None, :], other=0.0)
+
+
 IS_COMPILED = isinstance(pick, triton.JITFunction)
 """False in Triton's interpreter (TRITON_INTERPRET), which multiplies bfloat16 values as if their bits were integers."""
+
+
+def dot_dtype(x: torch.dtype, weights: torch.dtype) -> tl.dtype:
+    """The dtype for tensor cores: a 16-bit dtype if both sides have it, else float32 as three tf32 products."""
+    if x is not weights or not IS_COMPILED:
+        return tl.float32
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(x, tl.float32)
 
 
 def check_geometry(geometry: PageGeometry, group: ModuleGroup, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from loramux.kernels.gpu.addresses import IS_COMPILED, chunk_addresses, pick
+from loramux.kernels.gpu.addresses import dot_dtype, pick, read_a
 from loramux.kernels.gpu.launches import TARGET_PROGRAMS, TILE_ROWS, is_decode_shaped, power_of_two_within, tile_rows
 from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import LoraCall, ModuleGroup, PoolViews
@@ -34,29 +34,6 @@ STAGES = 5
 
 LARGE_STAGES = 4
 """Pipeline depth for large tiles, reduced so that several programs fit in a multiprocessor's shared memory."""
-
-
-@triton.jit
-def read_a(
-    pool: tl.tensor,
-    pages: tl.tensor,
-    offset: tl.tensor,
-    layer: tl.tensor,
-    ranks: tl.tensor,
-    rank: tl.tensor,
-    begin: tl.tensor,
-    IN: tl.constexpr,
-    PADDED: tl.constexpr,
-    L: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> tl.tensor:
-    """Rows `ranks` of A, columns `[begin, begin + BLOCK_K)`. Rows from `rank` on and columns from `IN` on are 0."""
-    is_read = ranks < tl.where(begin < IN, rank, 0)
-    chunk = chunk_addresses(pool, pages, offset + ranks * PADDED + begin, layer, is_read, L, E)
-    column = tl.arange(0, BLOCK_K)
-    is_column = begin + column < IN
-    return tl.load(chunk[:, None] + column[None, :], mask=is_read[:, None] & is_column[None, :], other=0.0)
 
 
 @triton.jit
@@ -268,13 +245,6 @@ def _plan(
         tile_k=min(TILE_COLUMNS if rows == TILE_ROWS else TILE_COLUMNS // 2, layout.chunk_len),
         stages=STAGES if rows == TILE_ROWS else LARGE_STAGES,
     )
-
-
-def dot_dtype(x: torch.dtype, weights: torch.dtype) -> tl.dtype:
-    """The dtype for tensor cores: a 16-bit dtype if both sides have it, else float32 as three tf32 products."""
-    if x is not weights or not IS_COMPILED:
-        return tl.float32
-    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(x, tl.float32)
 
 
 def num_splits(group: ModuleGroup, page_elements: int, num_tokens: int, num_segments: int) -> int:

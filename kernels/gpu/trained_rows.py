@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from loramux.kernels.gpu.addresses import dot_dtype, read_a
 from loramux.kernels.gpu.launches import TARGET_PROGRAMS, TILE_ROWS, power_of_two_within
-from loramux.kernels.gpu.shrink import dot_dtype, read_a
 from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import LoraCall, PoolViews
 
@@ -158,9 +158,7 @@ def replace_columns_kernel(
                     mask=is_row[:, None] & (k + within < IN)[None, :],
                     other=0.0,
                 )
-                logits = tl.dot(
-                    values.to(DOT_DTYPE), tl.trans(weights.to(DOT_DTYPE)), logits, input_precision="tf32x3"
-                )
+                logits = tl.dot(values.to(DOT_DTYPE), tl.trans(weights.to(DOT_DTYPE)), logits, input_precision="tf32x3")
             at = y + t[:, None] * y_stride + column[None, :]
             tl.store(at, logits.to(y.dtype.element_ty), mask=is_row[:, None] & (row < num_rows)[None, :])
             first += ROWS

@@ -297,5 +297,7 @@ def pack_peft_directory(directory: Path, target: PackTarget, base_dir: Path) -> 
     tensors = directory / "adapter_model.safetensors"
     report = validate_files((directory / "adapter_config.json").read_bytes(), tensors, target)
     canonical = directory / "canonical.safetensors"
-    write_canonical(tensors, report.scales, canonical, invocation_tokens=report.invocation_tokens)
+    write_canonical(
+        tensors, report.scales, canonical, invocation_tokens=report.invocation_tokens, trained=report.trained
+    )
     return pack(canonical, target, BaseWeights(base_dir))

@@ -1,0 +1,135 @@
+"""The rows of the base's embedding and head that differ after PEFT has loaded an adapter, and their place in pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loramux.adapter_store.errors import AdapterRejected
+from loramux.adapter_store.formats.base_weights import BaseWeights
+from loramux.adapter_store.formats.canonical import CanonicalAdapter
+from loramux.adapter_store.formats.float_formats import to_pool_dtype
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.trained_rows import TrainedRows
+from loramux.kernels.layout import AdapterLayout, LinearShape, RowCounts, row_layout, trained_rows_of
+
+NO_TOKENS: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacedRows:
+    """The tokens, ascending, whose rows an adapter replaces in each outer module; int64."""
+
+    tokens: Mapping[str, npt.NDArray[np.int64]]
+    counts: RowCounts
+
+
+def replaced_rows(file: CanonicalAdapter, target: PackTarget, base: BaseWeights | None) -> ReplacedRows:
+    """Find the rows that this rank has to replace. `base` is required if the adapter replaces whole weights.
+
+    Rows of a whole weight that equal the base's in the pool's dtype are left out. Raises AdapterRejected if the adapter
+    was made for another base.
+    """
+    modules = target.outer_modules
+    if not file.trained.keys() <= {module.name for module in modules}:
+        raise AdapterRejected("base_mismatch", "the adapter replaces modules that the base model does not have")
+    found = [file.trained.get(module.name) for module in modules]
+    is_shared = target.tied_embeddings and len(modules) > 1 and all(rows == found[0] for rows in found)
+    tokens: dict[str, npt.NDArray[np.int64]] = {}
+    for index, (module, rows) in enumerate(zip(modules, found, strict=True)):
+        if rows is None:
+            tokens[module.name] = NO_TOKENS
+        elif is_shared and index:
+            tokens[module.name] = tokens[modules[0].name]
+        else:
+            tokens[module.name] = _changed(file, module, rows, target, base)
+    if not file.trained:
+        return ReplacedRows(tokens, RowCounts())
+    return ReplacedRows(tokens, RowCounts(tuple(len(tokens[module.name]) for module in modules), is_shared))
+
+
+def write_rows(
+    file: CanonicalAdapter,
+    replaced: ReplacedRows,
+    layout: AdapterLayout,
+    stream: npt.NDArray[Any],
+    target: PackTarget,
+) -> None:
+    """Write the replaced rows and their ids into the outer stream."""
+    for index, module in enumerate(target.outer_modules):
+        tokens = replaced.tokens[module.name]
+        if not len(tokens) or (layout.rows.is_shared and index):
+            continue
+        rows, ours = file.trained[module.name], target.tokens(module)
+        begin, first_id = (int(offset) for offset in layout.row_offsets[index, :2])
+        row_len = trained_rows_of(module)[1]
+        padded_len = row_layout(row_len, target.geometry.flat.adapter_elements).padded_len
+        at = stream[begin : begin + len(tokens) * padded_len].reshape(len(tokens), padded_len)[:, :row_len]
+        if rows.whole is not None:
+            for block in file.blocks(rows.whole):
+                first, end = tokens.searchsorted((block.start, block.stop))
+                if first < end:
+                    values = file.converted(rows.whole, target.dtype, block)
+                    at[first:end] = values[tokens[first:end] - block.start]
+        if rows.delta is not None:
+            ids, values = np.array(rows.ids, np.int64), file.converted(rows.delta, target.dtype)
+            is_ours = np.isin(ids, tokens)
+            at[tokens.searchsorted(ids[is_ours])] = values[is_ours]
+        if len(tokens) < len(ours):
+            stream.view("<i4")[first_id : first_id + len(tokens)] = tokens - ours.start
+
+
+class LoadedWeights:
+    """The base's weights after PEFT has loaded an adapter: rows in the file take the place of the base's."""
+
+    def __init__(self, file: CanonicalAdapter, base: BaseWeights) -> None:
+        self._file = file
+        self._base = base
+
+    def rows(self, module: str, begin: int, end: int) -> npt.NDArray[np.float32]:
+        """Rows `[begin, end)` of a module's weight, float32 `[end - begin, row_len]`."""
+        trained = self._file.trained.get(module)
+        if trained is None:
+            return self._base.rows(module, begin, end)
+        if trained.whole is None:
+            values = self._base.rows(module, begin, end).copy()
+        else:
+            values = self._file.converted(trained.whole, "float32", range(begin, end)).copy()
+        if trained.delta is not None:
+            ids = np.array(trained.ids, np.int64)
+            is_within = (ids >= begin) & (ids < end)
+            values[ids[is_within] - begin] = self._file.float32(trained.delta)[is_within]
+        return values
+
+    def bias(self, module: str) -> npt.NDArray[np.float32] | None:
+        return self._base.bias(module)
+
+
+def _changed(
+    file: CanonicalAdapter, module: LinearShape, rows: TrainedRows, target: PackTarget, base: BaseWeights | None
+) -> npt.NDArray[np.int64]:
+    """The tokens of this rank whose rows are trained, or differ from the base's."""
+    if not _fits(rows, file, module):
+        raise AdapterRejected("base_mismatch", "the adapter was made for another base model", module.name)
+    tokens, ours = np.array(sorted(rows.ids), np.int64), target.tokens(module)
+    if rows.whole is not None:
+        assert base is not None, "packing a whole weight needs the base's"
+        for block in file.blocks(rows.whole):
+            values = file.converted(rows.whole, target.dtype, block)
+            is_changed = values != to_pool_dtype(base.rows(module.name, block.start, block.stop), target.dtype)
+            tokens = np.append(tokens, block.start + np.flatnonzero(is_changed.any(axis=1)))
+        tokens = np.unique(tokens)
+    return tokens[(tokens >= ours.start) & (tokens < ours.stop)]
+
+
+def _fits(rows: TrainedRows, file: CanonicalAdapter, module: LinearShape) -> bool:
+    """True if the replaced rows have the shape of the base's."""
+    num_rows, row_len = trained_rows_of(module)
+    wanted = {rows.whole: (num_rows, row_len), rows.delta: (len(rows.ids), row_len)}
+    shapes = {name: entry.shape for name, entry in file.header.tensors.items()}
+    are_ids = len(set(rows.ids)) == len(rows.ids) and all(0 <= token < num_rows for token in rows.ids)
+    return are_ids and all(shapes.get(name) == shape for name, shape in wanted.items() if name is not None)

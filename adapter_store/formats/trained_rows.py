@@ -1,0 +1,63 @@
+"""The rows of the base's embedding and head that an adapter replaces, because they were trained themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from loramux.adapter_store.formats.module_places import TENSOR_PREFIX
+from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.kernels.layout import NO_ROWS, RowCounts
+
+WEIGHT_SUFFIX = ".weight"
+"""The module's own weight `[vocab_size, hidden_size]`; the suffix is also that of a copy of the base's weight."""
+BASE_SUFFIXES = (WEIGHT_SUFFIX, ".base_layer.weight", ".token_adapter.base_layer.weight")
+"""Names under which PEFT saves a base's weight beside an adapter; loading the adapter overwrites the base's weight."""
+UNUSED_SUFFIXES = (".original_module.weight", ".modules_to_save.weight")
+"""Further copies that PEFT saves of a module in `modules_to_save`. PEFT does not use them with the adapter."""
+DELTA_SUFFIX = ".token_adapter.trainable_tokens_delta"
+"""The rows of `trainable_token_indices`, `[len(ids), hidden_size]`."""
+
+
+def outer_weight_names(key: str) -> tuple[str, ...]:
+    """All tensor names with which PEFT can save an outer module's weight or rows of it."""
+    return tuple(TENSOR_PREFIX + key + suffix for suffix in (*BASE_SUFFIXES, *UNUSED_SUFFIXES, DELTA_SUFFIX))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRows:
+    """The rows of one outer module's weight that an adapter replaces.
+
+    `whole` names the tensor `[vocab_size, hidden_size]` that replaces all of them. `delta` names the tensor whose row
+    `i` replaces the row of token `ids[i]`; it takes precedence. At least one of the two is set.
+    """
+
+    whole: str | None = None
+    delta: str | None = None
+    ids: tuple[int, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        return {"whole": self.whole, "delta": self.delta, "ids": list(self.ids)}
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> TrainedRows:
+        return cls(document["whole"], document["delta"], tuple(int(token) for token in document["ids"]))
+
+    def max_count(self, tokens: range) -> int:
+        """The number of rows of `tokens` that are replaced, if no row of a whole weight equals the base's."""
+        return len(tokens) if self.whole is not None else sum(token in tokens for token in self.ids)
+
+
+def max_row_counts(trained: Mapping[str, TrainedRows], target: PackTarget) -> RowCounts:
+    """The largest number of rows replaced in each outer module; equal rows of a tied base are stored once."""
+    if not trained:
+        return NO_ROWS
+    found = [trained.get(module.name) for module in target.outer_modules]
+    counts = tuple(
+        0 if rows is None else rows.max_count(target.tokens(module))
+        for rows, module in zip(found, target.outer_modules, strict=True)
+    )
+    return RowCounts(
+        counts, is_shared=target.tied_embeddings and len(found) > 1 and all(rows == found[0] for rows in found)
+    )

@@ -1,0 +1,60 @@
+"""Parses the parts of PEFT's configuration that name trained weights: `modules_to_save`, `trainable_token_indices`."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from loramux.adapter_store.errors import AdapterRejected
+
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+_KEYS = {"embed_tokens": EMBEDDING, EMBEDDING: EMBEDDING, HEAD: HEAD}
+"""The modules whose own weights an adapter may replace, by each name that a configuration can use."""
+_SAVED, _TOKENS = "modules_to_save", "trainable_token_indices"
+
+
+def parse_modules_to_save(value: Any) -> frozenset[str]:
+    """The modules that were trained as a whole. Raises AdapterRejected."""
+    if not value and (value is None or isinstance(value, (list, dict, bool))):
+        return frozenset()
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        _refuse("invalid_config", f"{_SAVED} must be a list of module names", _SAVED)
+    for index, name in enumerate(value):
+        if name not in _KEYS:
+            _refuse("unsupported_config", f"{_SAVED} may name only embed_tokens and lm_head", f"{_SAVED}[{index}]")
+    return frozenset(_KEYS[name] for name in value)
+
+
+def parse_token_indices(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The tokens whose rows were trained, in file order, by module. Raises AdapterRejected."""
+    if not value and (value is None or isinstance(value, (list, dict, bool))):
+        return ()
+    if isinstance(value, list):
+        return ((EMBEDDING, _tokens(value, _TOKENS)),)
+    if not isinstance(value, dict):
+        _refuse("invalid_config", f"{_TOKENS} must be a list of token ids, or lists by module", _TOKENS)
+    tokens: dict[str, tuple[int, ...]] = {}
+    for name, listed in value.items():
+        param = f"{_TOKENS}.{name}"
+        if name not in _KEYS:
+            _refuse("unsupported_config", f"{_TOKENS} may name only embed_tokens and lm_head", param)
+        if _KEYS[name] in tokens:
+            _refuse("invalid_config", "a module is named twice", param)
+        tokens[_KEYS[name]] = _tokens(listed, param)
+    return tuple(tokens.items())
+
+
+def _tokens(value: Any, param: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value:
+        _refuse("invalid_config", "trained tokens must be a list of ids that is not empty", param)
+    seen: set[int] = set()
+    for index, token in enumerate(value):
+        if type(token) is not int or token < 0:
+            _refuse("invalid_config", "a token id must be an integer of 0 or more", f"{param}[{index}]")
+        if token in seen:
+            _refuse("invalid_config", "a token id is listed twice", f"{param}[{index}]")
+        seen.add(token)
+    return tuple(value)
+
+
+def _refuse(code: str, message: str, param: str) -> NoReturn:
+    raise AdapterRejected(code, message, param)
