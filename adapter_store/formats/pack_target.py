@@ -48,9 +48,9 @@ class PackTarget:
     geometry: PageGeometry
     dtype: str
     outer_modules: tuple[LinearShape, ...] = ()
-    tied_embeddings: bool = False
     tp_size: int = 1
     tp_rank: int = 0
+    tied_embeddings: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.tp_rank < self.tp_size:

@@ -175,6 +175,10 @@ def _check_tying(config: PeftConfig, follows_tokens: bool, adapted: Collection[s
             "the base ties its head to its embedding, so the embedding's trained tokens exclude a head of its own",
             "modules_to_save",
         )
+    if follows_tokens and config.use_dora and HEAD in adapted:
+        raise AdapterRejected(
+            "unsupported_config", "PEFT cannot combine DoRA of a tied head with trained tokens", "use_dora"
+        )
     if config.ensure_weight_tying:
         has_lora = not {EMBEDDING, HEAD}.isdisjoint(adapted)
         has_both = bool(config.modules_to_save and config.token_indices)

@@ -83,8 +83,8 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
         warnings.append(
             Warn(
                 "base_weights_included",
-                "the file has copies of the base's weights, which are used in place of the base's and take memory: "
-                "save it with save_pretrained(..., save_embedding_layers=False)",
+                "the file has copies of the base's weights, as PEFT saves them; rows that differ from the base's are used "
+                "in their place and take memory, and save_pretrained(..., save_embedding_layers=False) leaves them out",
                 len(parts.base_copies),
                 tuple(parts.base_copies),
             )

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 
+from loramux.adapter_store.errors import AdapterRejected
 from loramux.engine.config import pack_target
 from loramux.engine.device.backend import Backend
 from loramux.engine.execution.direct_executor import DirectExecutor
@@ -35,6 +37,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
     pytest.mark.filterwarnings("ignore:.*ensure_weight_tying"),
+    pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),
+    pytest.mark.filterwarnings("ignore:Adapter .default.. . LoRA tensor.s. have invalid shape"),
 ]
 
 TOKENS = [317, 5, 0, 44, 160, 7, VOCAB_SIZE - 1]
@@ -63,12 +67,30 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "trainable_token_indices": TOKENS,
     },
     "lora-of-head-and-embedding": {"target_modules": ["v_proj", "lm_head"], "modules_to_save": ["embed_tokens"]},
+    "lora-and-copies": {"target_modules": ["q_proj", "lm_head"]},
+    "dora-and-copies": {"target_modules": ["v_proj", "lm_head", "embed_tokens"], "use_dora": True},
+    "dora-of-head-and-tokens": {
+        "target_modules": ["q_proj", "lm_head"],
+        "trainable_token_indices": TOKENS,
+        "use_dora": True,
+    },
+    "bias-of-head-and-tokens": {
+        "target_modules": ["q_proj", "lm_head"],
+        "trainable_token_indices": TOKENS,
+        "lora_bias": True,
+    },
     "plain": SOME,
 }
 """Configurations of adapters, all of which are also plain LoRAs of some modules."""
 
-COPIED = {"lora-of-head-and-embedding", "head"}
-"""Adapters that are saved together with the base's weights, as PEFT does if the vocabulary was resized."""
+COPIED = {"lora-of-head-and-embedding", "head", "lora-and-copies", "dora-and-copies"}
+"""Adapters that are saved together with the base's weights, as PEFT does by default if they have a LoRA."""
+
+UNTIED_ONLY = {"dora-of-head-and-tokens"}
+"""Adapters that PEFT cannot run if the base ties its head to its embedding."""
+
+CHANGED = {"lora-and-copies", "dora-and-copies"}
+"""Adapters whose copies of the base's weights differ from the base's in the rows of TOKENS."""
 
 UNTIED, TIED = "llama", "qwen2"
 FAMILIES = [
@@ -85,6 +107,7 @@ class TrainedSubject(Subject):
 
     base: Any
     saved: dict[str, Path]
+    is_tied: bool
 
     def reference_logits(self, name: str | None, tokens: list[int]) -> torch.Tensor:
         base = copy.deepcopy(self.base)
@@ -104,7 +127,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     directory, family = tmp_path_factory.mktemp(request.param), request.param
     base = make_base(family, directory / "base", SMALL_SHAPE, SMALL_WINDOW)
     target = pack_target(ModelConfig.load(directory / "base"), "float32")
-    made = TrainedSubject(directory / "base", None, {}, {}, {}, base, {})
+    made = TrainedSubject(directory / "base", None, {}, {}, {}, base, {}, base.config.tie_word_embeddings)
     for index, (name, settings) in enumerate(SETTINGS.items()):
         if family.startswith("phi3"):
             names = {FUSED_MODULES.get(module, module) for module in settings["target_modules"]}
@@ -117,10 +140,26 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
                 if parameter.requires_grad:
                     parameter.normal_(0, 0.08 if "lora_" in parameter_name else 0.3)
         model.save_pretrained(directory / name, save_embedding_layers=name in COPIED)
+        if name in UNTIED_ONLY and made.is_tied:
+            with pytest.raises(AdapterRejected, match="PEFT cannot combine"):
+                pack_peft_directory(directory / name, target, directory / "base")
+            continue
+        if name in CHANGED:
+            change_copies(directory / name / "adapter_model.safetensors")
         packed = pack_peft_directory(directory / name, target, directory / "base")
         made.saved[name], made.digests[name] = directory / name, packed.digest
         made.adapters[packed.digest], made.num_pages[name] = packed, packed.num_pages
     return made
+
+
+def change_copies(path: Path) -> None:
+    tensors = load_file(path)
+    copies = [name for name in tensors if name.endswith("base_layer.weight")]
+    assert copies
+    for name in copies:
+        tensors[name] = tensors[name].clone()
+        tensors[name][TOKENS] += torch.randn(len(TOKENS), 1, generator=torch.Generator().manual_seed(1))
+    save_file(tensors, path, {"format": "pt"})
 
 
 def requests_of(subject: Subject, names: list[str | None]) -> dict[str, tuple[str | None, Add]]:
@@ -153,13 +192,13 @@ def check(subject: Subject, assembled: Any, recorder: Recorder, names: list[str 
 def test_each_adapter_alone_and_all_in_one_batch_equal_peft(
     subject: TrainedSubject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assembled = subject.assemble()
+    assembled = subject.assemble(max_sequences=32, max_batch_tokens=128)
     recorder = Recorder(assembled.engine, monkeypatch)
-    for name in SETTINGS:
+    for name in subject.saved:
         check(subject, assembled, recorder, [name])
-    check(subject, assembled, recorder, [None, *SETTINGS, None])
+    check(subject, assembled, recorder, [None, *subject.saved, None])
     stats = assembled.engine.stats(StatsRequest(call_id=""))
-    assert stats.max_adapters_in_step == len(SETTINGS)
+    assert stats.max_adapters_in_step == len(subject.saved)
     assert stats.num_adapter_pages == sum(subject.num_pages.values())
     assembled.engine.check_integrity()
     assembled.adapters.close()

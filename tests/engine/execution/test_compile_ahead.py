@@ -95,7 +95,7 @@ def test_recorded_programs_match_the_warm_up(
     monkeypatch.setattr(HostAccelerator, "capture", capture)
     with fake_driver(90):
         start_engine(tmp_path, model, record).adapters.close()
-    assert len({name.rpartition("-")[0] for name in wanted}) == 10
+    assert len({name.rpartition("-")[0] for name in wanted}) == 12
     assert recorded == wanted
     assert captured
 
