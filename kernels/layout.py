@@ -218,7 +218,7 @@ class AdapterLayout:
         count = self.rows.counts[index] if self.rows.counts else 0
         if not count or (self.rows.is_shared and index):
             return range(0)
-        begin, first_id = (int(offset) for offset in self.row_offsets[index])
+        begin, first_id = (int(offset) for offset in self.row_offsets[index, :2])
         num_ids = 0 if count == trained_rows_of(module)[0] else count
         return range(begin * geometry.adapter_itemsize, (first_id + num_ids) * ID_BYTES)
 

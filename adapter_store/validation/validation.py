@@ -83,8 +83,8 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
         warnings.append(
             Warn(
                 "base_weights_included",
-                "the file has copies of the base's weights, as PEFT saves them; rows that differ from the base's are used "
-                "in their place and take memory, and save_pretrained(..., save_embedding_layers=False) leaves them out",
+                "the file has copies of the base's weights, whose rows are used where they differ from the base's: "
+                "save it with save_pretrained(..., save_embedding_layers=False) unless they were trained",
                 len(parts.base_copies),
                 tuple(parts.base_copies),
             )

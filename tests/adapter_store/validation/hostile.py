@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
+from loramux.adapter_store.formats.pack_target import PackTarget
 from tests.adapter_store.adapter_files import AdapterFiles, AdapterMaker
 from tests.adapter_store.small_base import OUTER_MODULES, make_target
 
@@ -45,7 +46,13 @@ class Hostile:
     config: bytes | None = None
     tensors: bytes | Callable[[], bytes] | None = None
     place: Place | None = None
+    is_tied: bool = False
+    """True if the base ties its head to its embedding."""
     adapter: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def target(self) -> PackTarget:
+        return replace(TARGET, tied_embeddings=self.is_tied)
 
     def files(self) -> tuple[bytes, bytes]:
         files = good_files(**self.adapter)

@@ -13,10 +13,11 @@ from loramux.adapter_store.validation.validator import SubprocessValidator, Vali
 from tests.adapter_store.validation.hostile import MARK, TARGET, Hostile, good_files
 from tests.adapter_store.validation.hostile_configs import CONFIGS
 from tests.adapter_store.validation.hostile_containers import CONTAINERS, GIANTS, PLACES
+from tests.adapter_store.validation.hostile_trained import TRAINED
 from tests.adapter_store.validation.hostile_weights import WEIGHTS
 
 MAX_BYTES = 512 << 20
-CATALOGUE = [*CONTAINERS, *CONFIGS, *WEIGHTS]
+CATALOGUE = [*CONTAINERS, *CONFIGS, *WEIGHTS, *TRAINED]
 
 
 def test_catalogue_is_long_and_its_names_are_unique() -> None:
@@ -44,7 +45,7 @@ def test_hostile_entry_is_refused(hostile: Hostile, tmp_path: Path) -> None:
     config, tensors = hostile.write(tmp_path)
     start = time.process_time()
     with pytest.raises(AdapterRejected) as refused:
-        validate_files(config.read_bytes(), tensors, TARGET)
+        validate_files(config.read_bytes(), tensors, hostile.target)
     assert time.process_time() - start < 10
     assert refused.value.code == hostile.code
     if hostile.param is not None or hostile.code == "zero_effect":
@@ -58,7 +59,7 @@ def refuse_in_a_process(hostile: Hostile, directory: Path, validator: Subprocess
     job = ValidationJob(config, tensors, directory / "canonical", directory / "packed")
     start = time.monotonic()
     with pytest.raises(AdapterRejected) as refused:
-        validator.validate(job, TARGET)
+        validator.validate(job, hostile.target)
     assert time.monotonic() - start < 10
     assert refused.value.code == hostile.code
     assert hostile.param is None or refused.value.param == hostile.param

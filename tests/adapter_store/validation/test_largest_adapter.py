@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 import time
 from contextlib import closing
@@ -9,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loramux.adapter_store.formats.module_places import module_places
+from loramux.adapter_store.formats.module_places import TENSOR_PREFIX, module_places
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.validation.validator import Limits, SubprocessValidator, ValidationJob
-from loramux.kernels.layout import MAX_RANK, PageGeometry
+from loramux.kernels.layout import MAX_RANK, PageGeometry, trained_rows_of
 from tests.adapter_store.linears import llama_linears, outer_linears
 
 
@@ -26,15 +27,23 @@ def make_base(hidden: int, kv: int, intermediate: int, num_layers: int, vocab: i
     )
 
 
-def write_largest(target: PackTarget, directory: Path) -> ValidationJob:
-    """An adapter for every module, with the highest rank and the widest dtype."""
+def write_largest(target: PackTarget, directory: Path, has_copies: bool) -> ValidationJob:
+    """An adapter for every module, with the highest rank and the widest dtype.
+
+    With `has_copies`, the file also contains whole weights of the head and the embedding.
+    """
     job = ValidationJob(directory / "config", directory / "tensors", directory / "canonical", directory / "packed")
     names = [shape.name.rsplit(".", 1)[-1] for shape in (*target.modules, *target.outer_modules)]
     job.config.write_text(json.dumps({"peft_type": "LORA", "r": MAX_RANK, "lora_alpha": 16, "target_modules": names}))
     header, position = {}, 0
     for place in module_places(target):
-        shapes = ((MAX_RANK, place.shape.in_features), (place.shape.out_features, MAX_RANK))
-        for name, shape in zip((place.a_name, place.b_name), shapes, strict=True):
+        shapes = [
+            (place.a_name, (MAX_RANK, place.shape.in_features)),
+            (place.b_name, (place.shape.out_features, MAX_RANK)),
+        ]
+        if has_copies and place.layer is None:
+            shapes.append((f"{TENSOR_PREFIX}{place.key}.base_layer.weight", trained_rows_of(place.shape)))
+        for name, shape in shapes:
             end = position + shape[0] * shape[1] * 4
             header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [position, end]}
             position = end
@@ -47,39 +56,44 @@ def write_largest(target: PackTarget, directory: Path) -> ValidationJob:
     return job
 
 
-def assert_it_passes(target: PackTarget, directory: Path) -> None:
-    job = write_largest(target, directory)
+def assert_it_passes(target: PackTarget, directory: Path, has_copies: bool) -> None:
+    job = write_largest(target, directory, has_copies)
     size = job.tensors.stat().st_size
+    whole = 4 * sum(math.prod(trained_rows_of(module)) for module in target.outer_modules)
     # The rest is the header, and magnitudes.
-    assert target.max_tensors_bytes - (2 << 20) < size <= target.max_tensors_bytes
+    assert target.max_tensors_bytes - (2 << 20) < size + (0 if has_copies else whole) <= target.max_tensors_bytes
     limits = Limits.for_upload(target, size)
     with closing(SubprocessValidator()) as validator:
         start = time.monotonic()
         accepted = validator.validate(job, target)
     took_s = time.monotonic() - start
     for path in (job.tensors, job.canonical, job.packed):
-        path.unlink()
+        # The server packs an adapter with whole weights, because it compares them with the base's.
+        path.unlink(missing_ok=has_copies and path == job.packed)
     usage = accepted.report["usage"]
     print(
         f"{size >> 20} MiB of tensors, {target.max_payload_bytes >> 20} MiB of pages: {took_s:.1f} s of "
         f"{limits.time_s:.0f} s, {usage['max_rss_bytes'] >> 20} MiB resident, "
         f"{usage['max_address_bytes'] >> 20} of {limits.memory_bytes >> 20} MiB of addresses"
     )
-    # The largest adapter that packing leaves to the server has gains and shifts too.
-    assert target.max_pages * 0.95 <= accepted.num_pages <= target.max_pages
+    # The largest adapter of all, which the server packs, has gains and shifts too.
+    if has_copies:
+        assert target.max_pages * 0.95 <= accepted.num_pages <= target.max_pages
     assert usage["max_rss_bytes"] < usage["max_address_bytes"] < limits.memory_bytes
     # The specified memory limit is 512 MiB plus the maximum size of the inputs.
     assert limits.memory_bytes == (512 << 20) + max(target.max_tensors_bytes, target.max_payload_bytes)
 
 
-def test_largest_adapter_of_a_small_base_passes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_copies", [False, True], ids=["packed", "whole weights"])
+def test_largest_adapter_of_a_small_base_passes(tmp_path: Path, has_copies: bool) -> None:
     target = make_base(256, 128, 512, 4, 4000, "float32")
     assert Limits.for_upload(target, target.max_tensors_bytes).time_s == 10
-    assert_it_passes(target, tmp_path)
+    assert_it_passes(target, tmp_path, has_copies)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_largest_adapter_of_an_8b_base_passes(tmp_path: Path, dtype: str) -> None:
-    assert_it_passes(make_base(4096, 1024, 14336, 32, 128_256, dtype), tmp_path)
+@pytest.mark.parametrize("has_copies", [False, True], ids=["packed", "whole weights"])
+def test_largest_adapter_of_an_8b_base_passes(tmp_path: Path, dtype: str, has_copies: bool) -> None:
+    assert_it_passes(make_base(4096, 1024, 14336, 32, 128_256, dtype), tmp_path, has_copies)

@@ -277,16 +277,23 @@ def test_invalid_outer_module_is_refused(
     assert_refused(files.config_bytes, files.tensor_bytes, outer_target, code, name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        HEAD + "base_layer.weight",
-        EMBEDDING + "base_layer.weight",
-        pytest.param(EMBEDDING + "weight", id="as older versions of peft named it"),
-    ],
-)
-def test_base_weights_are_refused_with_a_remedy(adapter_maker: Any, outer_target: PackTarget, name: str) -> None:
+@pytest.mark.parametrize("name", [HEAD + "base_layer.weight", EMBEDDING + "base_layer.weight"])
+def test_copies_of_the_bases_weights_are_reported_with_a_remedy(
+    adapter_maker: Any, outer_target: PackTarget, name: str
+) -> None:
     files = adapter_maker(outer_target)(modules=("model.embed_tokens", "lm_head"))
+    files.tensors[name] = np.ones((70, 32), np.float32)
+    report = validate_files(files.config_bytes, files.tensor_bytes, outer_target)
+    (warning,) = report.warnings
+    assert (warning.code, warning.params) == ("base_weights_included", (name,))
+    assert "save_embedding_layers=False" in warning.message
+    assert list(report.num_trained_rows.values()) == [70]
+
+
+def test_base_weights_where_peft_does_not_load_them_are_refused(adapter_maker: Any, outer_target: PackTarget) -> None:
+    files = adapter_maker(outer_target)(modules=("model.embed_tokens", "lm_head"))
+    # This is how older versions of PEFT named it.
+    name = EMBEDDING + "weight"
     files.tensors[name] = np.ones((70, 32), np.float32)
     assert_refused(files.config_bytes, files.tensor_bytes, outer_target, "unexpected_tensor", name)
     with pytest.raises(AdapterRejected, match="save_embedding_layers=False"):
