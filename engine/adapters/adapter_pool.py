@@ -236,9 +236,11 @@ class AdapterPool:
             load.phase = AdapterPhase.STAGED
             self._staged.append(load)
             return None
-        is_ever = load.num_pages <= self._pages.num_pages
+        num_pages = self._pages.num_pages
+        is_ever = load.num_pages <= num_pages
         room = "the unpinned part of the page pool" if is_ever else "the whole page pool"
-        return f"the adapter is larger than {room}"
+        num_free = num_pages - self.num_pinned_pages if is_ever else num_pages
+        return f"the adapter takes {load.num_pages} pages, but {room} has only {num_free}"
 
     def _publish(self, load: AdapterLoad) -> None:
         assert load.staged is not None

@@ -337,6 +337,43 @@ def test_a_dora_adapter_is_packed_with_the_servers_base(
         assert text == expected["pirate", prompt]
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_a_trained_head_is_compared_with_the_servers_base(
+    stand: Stand, expected: dict[tuple[str | None, str], str], tmp_path: Path
+) -> None:
+    """A head of its own in which two tokens are swapped gives the answers of peft, and takes two rows of pages."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
+    prompt = DEMO_PROMPTS[0]
+    directory = tmp_path / "adapter"
+    shutil.copytree(DEMO / "adapters" / "pirate", directory)
+    config = json.loads((directory / "adapter_config.json").read_text())
+    path = directory / "adapter_model.safetensors"
+    tensors = load_tensors(path)
+    head = load_tensors(DEMO / "base" / "model.safetensors")["model.embed_tokens.weight"]
+    common, rare = tokenizer(expected["pirate", prompt], add_special_tokens=False)["input_ids"][1], 700
+    head[[common, rare]] = head[[rare, common]]
+    save_tensors({**tensors, "base_model.model.lm_head.weight": head}, path)
+    (directory / "adapter_config.json").write_text(json.dumps({**config, "modules_to_save": ["lm_head"]}))
+    stand.deployment.json("adapters", "push", str(directory), "--tenant", "harbour", "--name", "head")
+    client = stand.deployment.client(stand.keys["harbour"])
+    answer = client.chat.completions.create(
+        model="head", messages=[{"role": "user", "content": prompt}], temperature=0, max_tokens=12
+    )
+    base = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.float32)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+    )
+    inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    output = PeftModel.from_pretrained(base, directory).generate(**inputs, max_new_tokens=12, do_sample=False)
+    wanted = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert answer.choices[0].message.content == wanted
+    assert not expected["pirate", prompt].startswith(wanted)
+    resident = stand.deployment.json("residency", "--tenant", "harbour")["data"]
+    num_pages = {version["model"]: one["num_pages"] for one in resident for version in one["versions"]}
+    # The whole head would take 32 pages more.
+    assert num_pages["harbour/head@1"] == 8
+
+
 def test_a_restart_keeps_everything_and_an_interrupt_drains(
     tmp_path: Path, expected: dict[tuple[str | None, str], str]
 ) -> None:

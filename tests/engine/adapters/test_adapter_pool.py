@@ -94,7 +94,7 @@ def test_adapter_without_waiters_is_not_copied() -> None:
 
 @pytest.mark.parametrize(
     ("size", "pinned", "room"),
-    [(9, (), "the whole page pool"), (7, ("a",), "the unpinned part of the page pool")],
+    [(9, (), "the whole page pool has only 8"), (7, ("a",), "the unpinned part of the page pool has only 6")],
     ids=["beyond the pool", "beyond what pins leave"],
 )
 def test_an_adapter_that_can_never_fit_is_refused(size: int, pinned: tuple[str, ...], room: str) -> None:
@@ -102,7 +102,7 @@ def test_an_adapter_that_can_never_fit_is_refused(size: int, pinned: tuple[str, 
     for load in bench.bring(*pinned):
         bench.pool.pin(load)
     (failed,) = bench.ask("huge")
-    assert failed.failure == f"the adapter is larger than {room}"
+    assert failed.failure == f"the adapter takes {size} pages, but {room}"
     assert list(bench.phases) == list(pinned)
 
 
