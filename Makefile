@@ -224,6 +224,9 @@ bench-cold-storm: $(WARM) ## Latency of running streams while 200 new adapters l
 bench-hot-load: $(READY) ## Loading adapters from the disk tier, compared with plain reads (ARGS='--help' for sizes)
 	$(VENV)/bin/python -m benchmarks.hot_load $(ARGS)
 
+bench-trained-rows: $(READY) ## Memory and time of a trained head, compared with the base's own (ARGS='--help' for sizes)
+	$(VENV)/bin/python -m benchmarks.trained_rows $(ARGS)
+
 bench-simulation: $(READY) ## Engine steps per second on a simulated device (ARGS='--running 64')
 	$(VENV)/bin/python -m benchmarks.simulation $(ARGS)
 

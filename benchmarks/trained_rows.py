@@ -1,0 +1,193 @@
+"""Measures what a trained head costs in memory and in time, compared with the base's own head, on a CPU.
+
+The head has 128,256 rows, the vocabulary of Llama 3, and is narrow, so that it fits into a small machine; both sides
+read memory in proportion to its width. Each case computes the logits of one step's rows with the base's head, then
+replaces the logits of the tokens whose rows an adapter has trained. The ways alternate, and the fastest
+of each are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import add_allow_busy, describe, require_idle
+from benchmarks.tables import open_console
+from loramux.kernels.cpu.kernels import CpuKernels
+from loramux.kernels.cpu.linear import PackedLinear
+from loramux.kernels.cpu.threads import set_num_threads
+from loramux.kernels.layout import LinearShape, PageGeometry, RowCounts, adapter_layout, row_layout
+from loramux.kernels.segments import build_segments
+from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, PoolViews
+
+FEW = 64
+"""Number of trained tokens of an adapter that extends its base by a few markers."""
+
+OTHER_BYTES = 512 << 20
+"""Number of bytes that are read before each measurement; more than the caches hold."""
+
+TOLERANCE = 0.02
+"""Largest error of a logit relative to the largest one, because the base's head may round its input to bfloat16."""
+
+
+class CheckError(Exception):
+    """A logit is wrong, so there are no figures."""
+
+
+class HeadBench:
+    """A base's head in bfloat16, and adapters with `counts` trained rows each in pages of a pool."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, counts: Sequence[int]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.weight = torch.randn(vocab_size, hidden_size, generator=generator).bfloat16()
+        self.base = PackedLinear(self.weight)
+        geometry = PageGeometry(4, 4, 64, 2, 2)
+        modules = [LinearShape("embedding", vocab_size, hidden_size, is_embedding=True)]
+        modules.append(LinearShape("head", hidden_size, vocab_size))
+        no_ranks = np.zeros((4, 0), np.int32)
+        layouts = [adapter_layout(geometry, (), no_ranks, modules, rows=RowCounts((0, count))) for count in counts]
+        self.num_pages = [layout.num_pages for layout in layouts]
+        self.page_bytes = geometry.total_page_bytes
+        raw = torch.zeros(sum(self.num_pages), 4, geometry.page_bytes, dtype=torch.uint8)
+        self.kernels = CpuKernels(PoolViews(raw, raw.view(torch.bfloat16), raw.view(torch.bfloat16), geometry)).outer
+        page_table = torch.zeros(len(counts), max(self.num_pages), dtype=torch.int32)
+        padded_len = row_layout(hidden_size, geometry.flat.adapter_elements).padded_len
+        flat, words, first = raw.view(torch.bfloat16).view(-1), raw.view(torch.int32).view(-1), 0
+        self.rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for slot, (layout, count) in enumerate(zip(layouts, counts, strict=True)):
+            page_table[slot, : layout.num_pages] = torch.arange(first, first + layout.num_pages)
+            ids = torch.arange(count) if count == vocab_size else torch.arange(count) * (vocab_size // count)
+            rows = torch.randn(count, hidden_size, generator=generator).bfloat16()
+            begin, first_id = layout.row_offsets[1, :2].tolist()
+            start = first * self.page_bytes
+            at = start // 2 + begin
+            flat[at : at + count * padded_len].view(count, padded_len)[:, :hidden_size] = rows
+            if count < vocab_size:
+                words[start // 4 + first_id : start // 4 + first_id + count] = ids
+            self.rows.append((ids, rows))
+            first += layout.num_pages
+        ranks = torch.tensor([[[0, count]] for count in counts], dtype=torch.int32)
+        off = torch.from_numpy(np.stack([layout.row_offsets for layout in layouts]))[:, None]
+        self._tables = AdapterTables(page_table, off, ranks, torch.ones(ranks.shape))
+        self._group = ModuleGroup((1,), hidden_size, (vocab_size,), (0,))
+        self._max_rows = max(counts)
+
+    def logits(self, x: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
+        """Logits of rows `x`, whose adapters are in `slots`; -1 is the base."""
+        y = self.base(x)
+        if max(slots) >= 0:
+            segments = build_segments(np.array(slots, np.int32), self.kernels.segment_rows, self._max_rows)
+            segments = replace(segments, max_rank=int(self._tables.rank[list(slots)].max()))
+            self.kernels.replace_columns(x, LoraCall(0, self._group, self._tables, segments), y)
+        return y
+
+    def check(self, x: torch.Tensor, slots: Sequence[int]) -> float:
+        """Compare with float32 products and return the largest error relative to the largest logit."""
+        y, worst = self.logits(x, slots), 0.0
+        for row, slot in enumerate(slots):
+            expected = x[row] @ self.weight.float().T
+            if slot >= 0:
+                ids, rows = self.rows[slot]
+                expected[ids] = rows.float() @ x[row]
+            worst = max(worst, float((y[row] - expected).abs().max() / expected.abs().max()))
+        if worst > TOLERANCE:
+            raise CheckError(f"a logit is wrong by {worst:.1e} of the largest")
+        return worst
+
+
+def measure(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Fewest seconds of each way; the ways alternate, and each starts without its weights in the caches."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    others = torch.zeros(OTHER_BYTES, dtype=torch.uint8)
+    for _ in range(rounds):
+        for name, way in ways.items():
+            # In a step, the weights of the layers have passed through the caches.
+            others.add_(1)
+            begin = time.perf_counter()
+            way()
+            times[name].append(time.perf_counter() - begin)
+    return {name: min(taken) for name, taken in times.items()}
+
+
+def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    whole = arguments.vocabulary
+    bench = HeadBench(whole, arguments.hidden, [whole, whole, whole, whole, FEW])
+    cases: list[dict[str, Any]] = []
+    worst = 0.0
+    for num_rows in arguments.rows:
+        x = torch.randn(num_rows, arguments.hidden, generator=torch.Generator().manual_seed(num_rows))
+        wanted = {
+            "base": [-1] * num_rows,
+            "one whole head": [0] * num_rows,
+            "four whole heads": [row % 4 for row in range(num_rows)],
+            f"{FEW} trained tokens": [4] * num_rows,
+        }
+        if num_rows < 4:
+            del wanted["four whole heads"]
+        worst = max(worst, *(bench.check(x, slots) for slots in wanted.values()))
+        ways = {name: lambda x=x, slots=slots: bench.logits(x, slots) for name, slots in wanted.items()}
+        seconds = measure(ways, arguments.rounds)
+        cases.append({"rows": num_rows, **{name: one / seconds["base"] for name, one in seconds.items()}})
+        cases[-1]["base_ms"] = 1000 * seconds["base"]
+    print_cases(cases, console)
+    pages = {"whole head": bench.num_pages[0], f"{FEW} trained tokens": bench.num_pages[4]}
+    sizes = {name: count * bench.page_bytes for name, count in pages.items()}
+    console.print(", ".join(f"{name}: {size / 1e6:.2f} MB of pages" for name, size in sizes.items()))
+    return {"check": {"largest_error": worst}, "bytes": sizes, "cases": cases}
+
+
+def print_cases(cases: list[dict[str, Any]], console: Console) -> None:
+    ways = [name for name in cases[-1] if name not in ("rows", "base", "base_ms")]
+    shown = Table("rows", "base, ms", *(f"{name}, relative to the base" for name in ways))
+    for case in cases:
+        ratios = (f"{case[name]:.2f}" if name in case else "" for name in ways)
+        shown.add_row(str(case["rows"]), f"{case['base_ms']:.2f}", *ratios)
+    console.print(shown)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocabulary", type=int, default=128_256, help="number of rows of the head")
+    parser.add_argument("--hidden", type=int, default=1024, help="width of the head")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16], help="rows per step")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="write the figures to this file")
+    add_allow_busy(parser)
+    parsed = parser.parse_args(arguments)
+    busy = require_idle(parsed.allow_busy)
+    set_num_threads(parsed.threads)
+    console = open_console()
+    try:
+        figures = run(parsed, console)
+    except CheckError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if parsed.out is not None:
+        workload = {name: getattr(parsed, name) for name in ("vocabulary", "hidden", "rounds", "threads")}
+        document = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": describe(),
+            "busy_share": busy,
+            "workload": workload,
+            **figures,
+        }
+        parsed.out.parent.mkdir(parents=True, exist_ok=True)
+        parsed.out.write_text(json.dumps(document, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
