@@ -52,6 +52,13 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
             names = current_names(file.header.tensors)
             entries = {name: file.header.tensors[original] for name, original in names.originals.items()}
             parts = trained_parts(parsed, target, entries.keys(), {module.key for module in expected})
+            if parsed.invocation_tokens and parts.rows:
+                raise AdapterRejected(
+                    "unsupported_config",
+                    "an activated LoRA cannot have trained weights of the embedding or the head, which PEFT would also "
+                    "use before the invocation",
+                    INVOCATION_KEY,
+                )
             _check_names(entries, expected, parts, target)
         with checks.check("shapes"):
             _check_shapes(entries, expected)

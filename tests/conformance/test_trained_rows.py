@@ -109,7 +109,7 @@ class TrainedSubject(Subject):
     saved: dict[str, Path]
     is_tied: bool
 
-    def reference_logits(self, name: str | None, tokens: list[int]) -> torch.Tensor:
+    def reference_logits(self, name: str | None, tokens: list[int], num_prompt: int | None = None) -> torch.Tensor:
         base = copy.deepcopy(self.base)
         model = base if name is None else PeftModel.from_pretrained(base, self.saved[name]).eval()
         with torch.no_grad():

@@ -52,7 +52,7 @@ def canonical_of(target: PackTarget, tensors: dict[str, np.ndarray], path: Path,
     files = AdapterMaker(target)(**config)
     files.tensors |= tensors
     report = validate_files(files.config_bytes, files.tensor_bytes, target)
-    write_canonical(files.tensor_bytes, report.scales, path, report.names, report.trained)
+    write_canonical(files.tensor_bytes, report.scales, path, report.names, trained=report.trained)
     return path
 
 

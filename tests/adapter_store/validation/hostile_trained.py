@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY
 from tests.adapter_store.adapter_files import AdapterFiles
 from tests.adapter_store.small_base import HIDDEN, VOCAB_SIZE
 from tests.adapter_store.validation.hostile import MARK, Hostile
@@ -135,4 +136,11 @@ TIED = [
              is_tied=True, adapter=LORA_OF_BOTH, ensure_weight_tying=True),
 ]  # fmt: skip
 
-TRAINED = [*CONFIGURATIONS, *TENSORS, *TIED]
+ACTIVATED = [
+    _trained("an activated head", "unsupported_config", INVOCATION_KEY, {HEAD + ".weight": WHOLE},
+             modules_to_save=["lm_head"], alora_invocation_tokens=[1, 2]),
+    _trained("activated tokens", "unsupported_config", INVOCATION_KEY, {EMBEDDING + DELTA: ROWS},
+             trainable_token_indices=[1, 2], alora_invocation_tokens=[1, 2]),
+]  # fmt: skip
+
+TRAINED = [*CONFIGURATIONS, *TENSORS, *TIED, *ACTIVATED]
