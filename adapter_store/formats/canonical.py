@@ -85,6 +85,7 @@ class CanonicalAdapter(TensorFile):
         try:
             config = parse_strict_json(self.header.metadata["config"].encode())
             self.scales: dict[str, float] = {key: float(scale) for key, scale in config["scales"].items()}
+            self.is_activated = INVOCATION_KEY in config
             rows = config.get("trained_rows", {})
             self.trained = {key: TrainedRows.from_document(document) for key, document in rows.items()}
         except (InvalidJson, KeyError, TypeError, AttributeError, ValueError) as error:

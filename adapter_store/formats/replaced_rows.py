@@ -47,6 +47,8 @@ def replaced_rows(file: CanonicalAdapter, target: PackTarget, base: BaseWeights 
             tokens[module.name] = tokens[modules[0].name]
         else:
             tokens[module.name] = _changed(file, module, rows, target, base)
+    if file.is_activated and any(len(ids) for ids in tokens.values()):
+        raise AdapterRejected("base_mismatch", "an activated adapter contains changed weights of the base")
     if not file.trained:
         return ReplacedRows(tokens, RowCounts())
     return ReplacedRows(tokens, RowCounts(tuple(len(tokens[module.name]) for module in modules), is_shared))

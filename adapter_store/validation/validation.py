@@ -52,7 +52,8 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
             names = current_names(file.header.tensors)
             entries = {name: file.header.tensors[original] for name, original in names.originals.items()}
             parts = trained_parts(parsed, target, entries.keys(), {module.key for module in expected})
-            if parsed.invocation_tokens and parts.rows:
+            # Packing compares copies of the base's weights with the base.
+            if parsed.invocation_tokens and (parsed.modules_to_save or parsed.token_indices):
                 raise AdapterRejected(
                     "unsupported_config",
                     "an activated LoRA cannot have trained weights of the embedding or the head, which PEFT would also "

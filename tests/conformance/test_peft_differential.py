@@ -95,7 +95,25 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
     can_be_activated = settings["task_type"] is not None and not settings.get("use_dora")
     if can_be_activated and not any("embed" in name for name in settings["target_modules"]) and chance.random() < 0.5:
         settings["alora_invocation_tokens"] = [chance.randrange(2, 5) for _ in range(chance.randint(1, 3))]
+    elif chance.random() < 0.5:
+        settings |= random_trained_parts(chance)
     return settings
+
+
+def random_trained_parts(chance: random.Random) -> dict[str, Any]:
+    """A trained head, embedding or tokens of either. PEFT refuses some of these combinations."""
+    parts: dict[str, Any] = {}
+    if chance.random() < 0.5:
+        parts["modules_to_save"] = chance.choice([["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]])
+    if chance.random() < 0.6:
+        lists = [chance.sample(range(VOCAB_SIZE), chance.randint(1, 40)) for _ in range(2)]
+        by_module = {"lm_head": lists[0], "embed_tokens": lists[1]}
+        # PEFT notices that a module is named twice only if its name is the same.
+        forms = [by_module, {name: by_module[name] for name in chance.sample(sorted(by_module), 1)}]
+        if "embed_tokens" not in parts.get("modules_to_save", ()):
+            forms.append(lists[0])
+        parts["trainable_token_indices"] = chance.choice(forms)
+    return parts
 
 
 @dataclass
@@ -105,21 +123,22 @@ class Pair:
     target: Any
     directory: Path
 
-    def save(self, index: int, settings: dict[str, Any], dtype: torch.dtype) -> Path | None:
+    def save(self, index: int, settings: dict[str, Any], dtype: torch.dtype, chance: random.Random) -> Path | None:
         """Have peft save a random adapter with these settings. Returns None if peft finds nothing to adapt."""
         directory = self.directory / str(index)
         torch.manual_seed(index)
         try:
-            model = get_peft_model(self.base, LoraConfig(**settings))
-        except ValueError:
+            model = get_peft_model(copy.deepcopy(self.base), LoraConfig(**settings))
+        except (ValueError, TypeError):
             return None
         for name, parameter in model.named_parameters():
             if "lora_magnitude" in name:
                 parameter.data = (parameter * (1 + 0.3 * torch.randn_like(parameter))).to(dtype)
             elif "lora_" in name:
                 parameter.data = (torch.randn_like(parameter) * 0.08).to(dtype)
-        model.save_pretrained(directory, save_embedding_layers=False)
-        model.unload()
+            elif parameter.requires_grad:
+                parameter.data = (torch.randn_like(parameter) * 0.3).to(dtype)
+        model.save_pretrained(directory, save_embedding_layers=chance.choice([False, "auto"]))
         return directory
 
     @torch.no_grad()
@@ -149,7 +168,7 @@ def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int)
         chance = random.Random(index)
         settings = random_settings(chance)
         dtype = chance.choice([torch.float32, torch.float16, torch.bfloat16])
-        directory = pair.save(index, settings, dtype)
+        directory = pair.save(index, settings, dtype, chance)
         if directory is None:
             outcomes["nothing to adapt"] += 1
             continue
@@ -197,6 +216,8 @@ def compare(pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int)
         assert difference <= TOLERANCE, f"{index}: {difference:.2e} with {settings} in {dtype}"
         largest = max(largest, difference)
         outcomes["equal"] += 1
+        for name in ("modules_to_save", "trainable_token_indices"):
+            outcomes[name] += name in settings
     assembled.adapters.close()
     print(f"{dict(outcomes)}, largest relative difference {largest:.1e}")
     return outcomes
@@ -213,3 +234,4 @@ def test_hundreds_of_configurations_give_pefts_logits(pair: Pair, monkeypatch: p
     outcomes = compare(pair, monkeypatch, FEW, MANY)
     assert outcomes["equal"] >= MANY * 0.8
     assert outcomes["activated"] > outcomes["never activated"] > 0
+    assert min(outcomes["modules_to_save"], outcomes["trainable_token_indices"]) > MANY * 0.05

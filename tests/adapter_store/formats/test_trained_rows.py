@@ -52,7 +52,9 @@ def canonical_of(target: PackTarget, tensors: dict[str, np.ndarray], path: Path,
     files = AdapterMaker(target)(**config)
     files.tensors |= tensors
     report = validate_files(files.config_bytes, files.tensor_bytes, target)
-    write_canonical(files.tensor_bytes, report.scales, path, report.names, trained=report.trained)
+    write_canonical(
+        files.tensor_bytes, report.scales, path, report.names, report.invocation_tokens, trained=report.trained
+    )
     return path
 
 
@@ -127,6 +129,20 @@ def test_copies_of_the_bases_weights_take_no_pages(outer_target: PackTarget, bas
     assert packed.num_pages == plain.num_pages
     assert packed.layout.rows.counts == (0, 0)
     np.testing.assert_array_equal(packed.payload, plain.payload)
+
+
+def test_an_activated_adapter_must_not_change_the_bases_head(
+    outer_target: PackTarget, base: BaseWeights, tmp_path: Path
+) -> None:
+    lora = {"modules": ("lm_head",), "alora_invocation_tokens": [1, 2]}
+    for name, change in (("equal", 0), ("changed", 1)):
+        copies = {HEAD + ".base_layer.weight": BASE_HEAD + change}
+        canonical = canonical_of(outer_target, copies, tmp_path / name, **lora)
+        if change:
+            with pytest.raises(AdapterRejected, match="activated adapter contains changed weights"):
+                pack(canonical, outer_target, base)
+        else:
+            assert pack(canonical, outer_target, base).layout.rows.counts == (0, 0)
 
 
 def test_tied_rows_are_stored_once(outer_target: PackTarget, tmp_path: Path, base: BaseWeights) -> None:
