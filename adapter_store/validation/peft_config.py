@@ -122,6 +122,17 @@ class PeftConfig:
     ensure_weight_tying: bool
     recorded: dict[str, str | None]
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The keys that make the adapter more than products B A, apart from its invocation tokens."""
+        used = {
+            "use_dora": self.use_dora,
+            "lora_bias": self.lora_bias,
+            "modules_to_save": self.modules_to_save,
+            "trainable_token_indices": self.token_indices,
+        }
+        return tuple(name for name, value in used.items() if value)
+
 
 def parse_peft_config(text: bytes) -> PeftConfig:
     """Parse a configuration. Raises AdapterRejected, which names the offending key."""

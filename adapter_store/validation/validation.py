@@ -110,7 +110,7 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
         num_pages=_num_pages(expected, parts.rows, target),
         num_parameters=sum(math.prod(entry.shape) for entry in entries.values()),
         dtypes=tuple(sorted({entry.dtype for entry in entries.values()})),
-        features=tuple(name for name in ("use_dora", "lora_bias") if getattr(parsed, name)),
+        features=parsed.features,
         invocation_tokens=parsed.invocation_tokens,
         effects=weights.effects,
         recorded=parsed.recorded,
