@@ -56,6 +56,10 @@ TARGET = PackTarget(
     modules=(LinearShape("self_attn.q_proj", 32, 32), LinearShape("mlp.down_proj", 48, 32)),
     geometry=PageGeometry(num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=16, kv_itemsize=4, adapter_itemsize=4),
     dtype="float32",
+    outer_modules=(
+        LinearShape("model.embed_tokens", 64, 32, is_embedding=True),
+        LinearShape("lm_head", 32, 64),
+    ),
 )
 
 

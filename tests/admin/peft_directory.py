@@ -15,9 +15,16 @@ MakeAdapter = Callable[..., Path]
 
 
 def write_peft_directory(
-    parent: Path, rank: int = 2, config: dict[str, object] | None = None, poison: float | None = None
+    parent: Path,
+    rank: int = 2,
+    config: dict[str, object] | None = None,
+    poison: float | None = None,
+    tokens: tuple[int, ...] = (),
 ) -> Path:
-    """Write a PEFT directory for TARGET with random weights under `parent`. `poison` replaces the first weight."""
+    """Write a PEFT directory for TARGET with random weights under `parent`. `poison` replaces the first weight.
+
+    `tokens` are trained tokens of the embedding.
+    """
     directory = parent / f"peft-{secrets.token_hex(4)}"
     directory.mkdir()
     random = np.random.default_rng(secrets.randbits(32))
@@ -28,6 +35,9 @@ def write_peft_directory(
             shapes = {"lora_A": (rank, module.in_features), "lora_B": (module.out_features, rank)}
             for part, shape in shapes.items():
                 tensors[f"{name}.{part}.weight"] = (random.standard_normal(shape) * 0.02).astype(np.float32)
+    if tokens:
+        rows = random.standard_normal((len(tokens), TARGET.outer_modules[0].out_features)).astype(np.float32)
+        tensors["base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"] = rows
     if poison is not None:
         next(iter(tensors.values()))[0, 0] = poison
     save_file(tensors, directory / "adapter_model.safetensors")
@@ -36,6 +46,7 @@ def write_peft_directory(
         "r": rank,
         "lora_alpha": 2 * rank,
         "target_modules": ["q_proj", "down_proj"],
+        "trainable_token_indices": list(tokens) or None,
         **(config or {}),
     }
     (directory / "adapter_config.json").write_text(json.dumps(document))
