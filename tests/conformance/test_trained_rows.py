@@ -16,12 +16,15 @@ from safetensors.torch import load_file, save_file
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.engine.config import pack_target
+from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.device.backend import Backend
 from loramux.engine.execution.direct_executor import DirectExecutor
 from loramux.engine.execution.graph_executor import GraphExecutor
 from loramux.engine.messages import Add, SamplingParams, StatsRequest
 from loramux.engine.model.model_config import ModelConfig
-from tests.conformance.parity import Recorder, Subject, assert_parity, run
+from tests.conformance.parity import TOLERANCE, Recorder, Subject, assert_parity, run
+from tests.conformance.test_gpu_engine import plain_backend
+from tests.conformance.test_prompt_logprobs import run as run_scoring
 from tests.conformance.tiny_models import (
     ATTENTION,
     FUSED_MODULES,
@@ -202,6 +205,23 @@ def test_each_adapter_alone_and_all_in_one_batch_equal_peft(
     assert stats.num_adapter_pages == sum(subject.num_pages.values())
     assembled.engine.check_integrity()
     assembled.adapters.close()
+
+
+@pytest.mark.parametrize("is_gpu", [False, True], ids=["cpu", "gpu without kernels"])
+def test_prompts_are_scored_with_the_trained_head(subject: TrainedSubject, is_gpu: bool) -> None:
+    made = plain_backend(HostAccelerator()) if is_gpu else None
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, num_prompt_logprobs=2)
+    asked = [
+        (name, msgspec.structs.replace(add, sampling=sampling))
+        for name, add in requests_of(subject, [None, "both", "tokens", "lora-of-head-and-tokens"]).values()
+    ]
+    scores, _, _ = run_scoring(subject, made, asked, max_batch_tokens=16)
+    for name, add in asked:
+        logits = subject.reference_logits(name, list(add.prompt))[:-1]
+        scored = scores[add.sequence_id]
+        assert [one.token_id for one in scored] == list(add.prompt[1:])
+        for one, row in zip(scored, torch.log_softmax(logits, dim=1), strict=True):
+            assert abs(one.logprob - row[one.token_id]) <= 2 * TOLERANCE * logits.abs().max()
 
 
 def test_rows_of_other_requests_keep_their_bits(subject: TrainedSubject, monkeypatch: pytest.MonkeyPatch) -> None:
