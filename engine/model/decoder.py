@@ -12,6 +12,7 @@ from loramux.engine.batch import StepInputs
 from loramux.engine.device.backend import Backend, Linear
 from loramux.engine.layer_groups import LayerGroups
 from loramux.engine.model.model_config import EMBEDDING, GELU_TANH, HEAD, ModelConfig
+from loramux.engine.model.norms import NoNorm, Norm, RmsNorm
 from loramux.engine.model.rotary import rotary_tables
 from loramux.engine.model.weights import WeightSource
 from loramux.kernels.dispatch import Kernels, KernelShapes
@@ -23,22 +24,21 @@ from loramux.kernels.tables import AdapterTables, AttentionSpec, LoraCall, Modul
 class DecoderLayer:
     """The weights of one layer. q/k/v are fused into one linear, and so are gate/up.
 
-    Output norms apply to the outputs of attention and feed-forward before these are added to the residual. `rotary` is
-    the index of the decoder's rotary tables for this layer's q and k.
+    Output norms apply to the outputs of attention and feed-forward before these are added to the residual. `qk_norms`
+    are the norms of q and k, or empty. `rotary` is the index of the decoder's rotary tables for this layer's q and k.
     """
 
-    attention_norm: torch.Tensor
+    attention_norm: Norm
     qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    qk_norms: tuple[Norm, ...]
     rotary: int
     attention: AttentionSpec
     o: Linear
-    attention_output_norm: torch.Tensor | None
-    feed_forward_norm: torch.Tensor
+    attention_output_norm: Norm | None
+    feed_forward_norm: Norm
     gate_up: Linear
     down: Linear
-    feed_forward_output_norm: torch.Tensor | None
+    feed_forward_output_norm: Norm | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Decoder:
         self.config = config
         self._dtype = backend.activation_dtype or dtype
         self._groups = lora_groups(config)
-        place = _Placement(weights, dtype, backend, config.norm_offset)
+        place = _Placement(weights, dtype, backend, config.norm_eps, config.norm_offset)
         self._embedding = place.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         # Round the scale to the dtype of the weights before multiplying, as transformers does.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
@@ -141,7 +141,7 @@ class Decoder:
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> torch.Tensor:
         """Run one step and return the last layer's normed output at the sample rows, `[num_samples, hidden_size]`."""
-        config, eps = self.config, self.config.rms_norm_eps
+        config = self.config
         num_tokens = inputs.tokens.shape[0]
         angles = [(cos[inputs.positions], sin[inputs.positions]) for cos, sin in self._rotary]
         gate_and_mul = kernels.gelu_and_mul if config.activation == GELU_TANH else kernels.silu_and_mul
@@ -167,31 +167,31 @@ class Decoder:
 
         x = residual
         for index, layer in enumerate(self._layers):
-            if index == 0:
-                x = kernels.rms_norm(residual, layer.attention_norm, eps)
-            else:
-                x = kernels.add_rms_norm(x, residual, layer.attention_norm, eps)
+            norm = layer.attention_norm
+            x = norm(kernels, residual) if index == 0 else norm.add(kernels, x, residual)
             qkv = with_adapters(x, layer.qkv(x), index, qkv_group)
             q, k, v = qkv.split((q_out, kv_out, kv_out), dim=1)
+            if layer.qk_norms:
+                q, k = (
+                    norm(kernels, one.view(num_tokens, -1, size))
+                    for norm, one, (_, size) in zip(layer.qk_norms, (q, k), config.qk_norm_sizes, strict=True)
+                )
             q = q.view(num_tokens, config.num_heads, config.head_dim)
             k = k.view(num_tokens, config.num_kv_heads, config.head_dim)
             v = v.view(num_tokens, config.num_kv_heads, config.head_dim)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q = kernels.rms_norm(q, layer.q_norm, eps)
-                k = kernels.rms_norm(k, layer.k_norm, eps)
             kernels.rotate_and_store(q, k, v, *angles[layer.rotary], index, inputs.attention)
             kernels.paged_attention(q, index, inputs.attention, layer.attention, attended)
             x = attended.view(num_tokens, q_out)
             x = with_adapters(x, layer.o(x), index, o_group)
             if layer.attention_output_norm is not None:
-                x = kernels.rms_norm(x, layer.attention_output_norm, eps)
-            x = kernels.add_rms_norm(x, residual, layer.feed_forward_norm, eps)
+                x = layer.attention_output_norm(kernels, x)
+            x = layer.feed_forward_norm.add(kernels, x, residual)
             x = gate_and_mul(with_adapters(x, layer.gate_up(x), index, gate_up_group))
             x = with_adapters(x, layer.down(x), index, down_group)
             if layer.feed_forward_output_norm is not None:
-                x = kernels.rms_norm(x, layer.feed_forward_output_norm, eps)
+                x = layer.feed_forward_output_norm(kernels, x)
         rows = inputs.sample_rows
-        return kernels.add_rms_norm(x[rows], residual[rows], self._final_norm, eps)
+        return self._final_norm.add(kernels, x[rows], residual[rows])
 
     def new_hidden(self, num_rows: int) -> torch.Tensor:
         """Allocate memory for `num_rows` rows of the output of `hidden`."""
@@ -250,14 +250,15 @@ class _Placement:
     weights: WeightSource
     dtype: torch.dtype
     backend: Backend
+    norm_eps: float
     norm_offset: float
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self.weights.tensor(name, shape).to(self.backend.device, self.dtype)
 
-    def norm(self, name: str, size: int) -> torch.Tensor:
+    def norm(self, name: str, size: int) -> Norm:
         weight = self.weights.tensor(f"{name}.weight", (size,)).to(self.backend.device, torch.float32)
-        return weight + self.norm_offset if self.norm_offset else weight
+        return RmsNorm(weight + self.norm_offset if self.norm_offset else weight, self.norm_eps)
 
     def linear(self, prefix: str, shapes: list[LinearShape], has_bias: bool) -> Linear:
         """Fuse linears that share an input into one linear that concatenates their outputs."""
@@ -273,18 +274,14 @@ def _load_layer(config: ModelConfig, place: _Placement, index: int, rotary: int)
     prefix = f"model.layers.{index}"
     hidden_size, head_dim = config.hidden_size, config.head_dim
     qkv, o, gate_up, down = ([config.modules[m] for m in modules] for modules in config.module_groups)
-    # With output norms, post_attention_layernorm applies to attention's output, not to the feed-forward's input.
-    attention_output_norm = feed_forward_output_norm = None
-    feed_forward_norm = "post_attention_layernorm"
-    if config.output_norms:
-        attention_output_norm = place.norm(f"{prefix}.post_attention_layernorm", hidden_size)
-        feed_forward_output_norm = place.norm(f"{prefix}.post_feedforward_layernorm", hidden_size)
-        feed_forward_norm = "pre_feedforward_layernorm"
+
+    def norm(name: str | None) -> Norm | None:
+        return None if name is None else place.norm(f"{prefix}.{name}", hidden_size)
+
     return DecoderLayer(
-        attention_norm=place.norm(f"{prefix}.input_layernorm", hidden_size),
+        attention_norm=norm(config.norms.before_attention) or NoNorm(),
         qkv=place.linear(prefix, qkv, config.qkv_bias),
-        q_norm=place.norm(f"{prefix}.self_attn.q_norm", head_dim) if config.qk_norm else None,
-        k_norm=place.norm(f"{prefix}.self_attn.k_norm", head_dim) if config.qk_norm else None,
+        qk_norms=tuple(place.norm(f"{prefix}.self_attn.{name}", size) for name, size in config.qk_norm_sizes),
         rotary=rotary,
         attention=AttentionSpec(
             num_heads=config.num_heads,
@@ -295,9 +292,9 @@ def _load_layer(config: ModelConfig, place: _Placement, index: int, rotary: int)
             soft_cap=config.attention_soft_cap,
         ),
         o=place.linear(prefix, o, config.o_bias),
-        attention_output_norm=attention_output_norm,
-        feed_forward_norm=place.norm(f"{prefix}.{feed_forward_norm}", hidden_size),
+        attention_output_norm=norm(config.norms.after_attention),
+        feed_forward_norm=norm(config.norms.before_feed_forward) or NoNorm(),
         gate_up=place.linear(prefix, gate_up, config.mlp_bias),
         down=place.linear(prefix, down, config.mlp_bias),
-        feed_forward_output_norm=feed_forward_output_norm,
+        feed_forward_output_norm=norm(config.norms.after_feed_forward),
     )

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.config_fields import (
-    ARCHITECTURES,
-    ASSUMED,
-    FULL,
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    LLAMA,
-    PHI3,
-    QWEN,
-    QWEN2,
-    QWEN3,
-    SLIDING,
     positive,
     positive_float,
     refuse_field,
     refuse_what_is_not_computed,
+)
+from loramux.engine.model.families import (
+    FAMILIES,
+    FULL,
+    HEAD_WIDE,
+    PROJECTION_WIDE,
+    SLIDING,
+    Family,
+    NormNames,
 )
 from loramux.engine.model.rope_config import RopeConfig, parse_ropes
 from loramux.kernels.layout import LinearShape, PageGeometry
@@ -46,9 +45,9 @@ class ModelConfig:
     """Configuration of one decoder.
 
     `layer_windows` contains each layer's sliding window in tokens, or None for the whole context. `layer_ropes`
-    contains each layer's rotary embedding. `norm_offset` is added to every norm's weight. With `output_norms`, the
-    outputs of attention and feed-forward are normed before they are added to the residual. With `fused_projections`,
-    q/k/v form a single linear, and so do gate/up. Adapters see the same linears. A soft cap of None means no cap.
+    contains each layer's rotary embedding. `norm_offset` is added to every norm's weight. `qk_norm` is None if q and k
+    are not normed. With `fused_qkv`, q/k/v form a single linear, and with `fused_gate_up`, gate/up do. Adapters see the
+    same linears. A soft cap of None means no cap.
     """
 
     architecture: str
@@ -60,14 +59,15 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     max_model_len: int
-    rms_norm_eps: float
+    norms: NormNames
+    norm_eps: float
     norm_offset: float
-    output_norms: bool
-    qk_norm: bool
+    qk_norm: str | None
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    fused_projections: bool
+    fused_qkv: bool
+    fused_gate_up: bool
     activation: str
     embedding_scale: float
     attention_scale: float
@@ -85,20 +85,17 @@ class ModelConfig:
         """The linears of a layer that adapters can target, with PEFT's names, in the pool's fixed order."""
         hidden, inner = self.hidden_size, self.intermediate_size
         q_out, kv_out = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        o = LinearShape("self_attn.o_proj", q_out, hidden)
-        down = LinearShape("mlp.down_proj", inner, hidden)
-        if self.fused_projections:
-            qkv = LinearShape("self_attn.qkv_proj", hidden, q_out + 2 * kv_out)
-            return (qkv, o, LinearShape("mlp.gate_up_proj", hidden, 2 * inner), down)
-        return (
-            LinearShape("self_attn.q_proj", hidden, q_out),
-            LinearShape("self_attn.k_proj", hidden, kv_out),
-            LinearShape("self_attn.v_proj", hidden, kv_out),
-            o,
-            LinearShape("mlp.gate_proj", hidden, inner),
-            LinearShape("mlp.up_proj", hidden, inner),
-            down,
-        )
+        if self.fused_qkv:
+            qkv = [LinearShape("self_attn.qkv_proj", hidden, q_out + 2 * kv_out)]
+        else:
+            outputs = {"q_proj": q_out, "k_proj": kv_out, "v_proj": kv_out}
+            qkv = [LinearShape(f"self_attn.{name}", hidden, size) for name, size in outputs.items()]
+        if self.fused_gate_up:
+            gate_up = [LinearShape("mlp.gate_up_proj", hidden, 2 * inner)]
+        else:
+            gate_up = [LinearShape(f"mlp.{name}", hidden, inner) for name in ("gate_proj", "up_proj")]
+        o, down = LinearShape("self_attn.o_proj", q_out, hidden), LinearShape("mlp.down_proj", inner, hidden)
+        return (*qkv, o, *gate_up, down)
 
     @property
     def outer_modules(self) -> tuple[LinearShape, ...]:
@@ -115,7 +112,16 @@ class ModelConfig:
     @property
     def module_groups(self) -> tuple[tuple[int, ...], ...]:
         """Indices of `modules`, grouped by their input: q/k/v, o, gate/up, down."""
-        return ((0,), (1,), (2,), (3,)) if self.fused_projections else ((0, 1, 2), (3,), (4, 5), (6,))
+        sizes = (1 if self.fused_qkv else 3, 1, 1 if self.fused_gate_up else 2, 1)
+        return tuple(tuple(range(sum(sizes[:at]), sum(sizes[: at + 1]))) for at in range(len(sizes)))
+
+    @property
+    def qk_norm_sizes(self) -> tuple[tuple[str, int], ...]:
+        """The norms of q and k, with their numbers of channels; empty if q and k are not normed."""
+        if self.qk_norm is None:
+            return ()
+        num_heads = {HEAD_WIDE: (1, 1), PROJECTION_WIDE: (self.num_heads, self.num_kv_heads)}[self.qk_norm]
+        return tuple(zip(("q_norm", "k_norm"), (num * self.head_dim for num in num_heads), strict=True))
 
     def geometry(self, kv_itemsize: int, adapter_itemsize: int) -> PageGeometry:
         """The geometry of the pool's pages for this decoder."""
@@ -156,13 +162,13 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     architecture = (raw.get("architectures") or ["none"])[0]
-    if architecture not in ARCHITECTURES:
+    family = FAMILIES.get(architecture)
+    if family is None:
         raise ModelNotSupported(
-            f"the architecture {architecture} is not supported; supported architectures: {', '.join(ARCHITECTURES)}"
+            f"the architecture {architecture} is not supported; supported architectures: {', '.join(FAMILIES)}"
         )
-    refuse_what_is_not_computed(raw, architecture)
-    raw = {**ASSUMED[architecture], **raw}
-    is_gemma = architecture in GEMMA
+    refuse_what_is_not_computed(raw, architecture, family.reads)
+    raw = {**family.assumed, **raw}
     num_layers, hidden_size = positive(raw, "num_hidden_layers"), positive(raw, "hidden_size")
     if num_layers > MAX_LAYERS:
         raise ModelNotSupported(f"num_hidden_layers {num_layers} is above {MAX_LAYERS}")
@@ -174,11 +180,10 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     num_kv_heads = positive(raw, "num_key_value_heads") if has_kv_heads else num_heads
     if num_heads % num_kv_heads:
         raise ModelNotSupported(f"{num_heads} attention heads cannot be divided among {num_kv_heads} key/value heads")
-    attention_bias = bool(raw.get("attention_bias", False))
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
         raise ModelNotSupported(f"the dtype {dtype!r} in config.json is not one of {', '.join(DTYPES)}")
-    windows = _parse_windows(raw, architecture, num_layers)
+    windows = _parse_windows(raw, architecture, family, num_layers)
     return ModelConfig(
         architecture=architecture,
         num_layers=num_layers,
@@ -189,26 +194,36 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         head_dim=head_dim,
         vocab_size=positive(raw, "vocab_size"),
         max_model_len=positive(raw, "max_position_embeddings"),
-        rms_norm_eps=positive_float(raw, "rms_norm_eps"),
-        norm_offset=1.0 if is_gemma else 0.0,
-        output_norms=is_gemma,
-        qk_norm=architecture in (QWEN3, GEMMA3),
-        qkv_bias=architecture == QWEN2 or attention_bias,
-        o_bias=attention_bias and architecture != QWEN2,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
-        fused_projections=architecture == PHI3,
-        activation=_parse_activation(raw, "hidden_activation" if is_gemma else "hidden_act"),
-        embedding_scale=hidden_size**0.5 if is_gemma else 1.0,
-        attention_scale=(positive_float(raw, "query_pre_attn_scalar") if is_gemma else head_dim) ** -0.5,
+        norms=family.norms,
+        norm_eps=positive_float(raw, "rms_norm_eps"),
+        norm_offset=family.norm_offset,
+        qk_norm=family.qk_norm,
+        qkv_bias=_has_bias(raw, family.qkv_bias),
+        o_bias=_has_bias(raw, family.o_bias),
+        mlp_bias=_has_bias(raw, family.mlp_bias),
+        fused_qkv=family.fused_qkv,
+        fused_gate_up=family.fused_gate_up,
+        activation=_parse_activation(raw, family.activation_field),
+        embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
+        attention_scale=_attention_scale(raw, family, head_dim),
         attention_soft_cap=_soft_cap(raw, "attn_logit_softcapping"),
         logit_soft_cap=_soft_cap(raw, "final_logit_softcapping"),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         layer_windows=windows,
-        layer_ropes=parse_ropes(raw, architecture, windows, head_dim),
+        layer_ropes=parse_ropes(raw, architecture, family, windows, head_dim),
         dtype=dtype,
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=_parse_eos(generation.get("eos_token_id", raw.get("eos_token_id"))),
     )
+
+
+def _has_bias(raw: Mapping[str, Any], bias: str | bool) -> bool:
+    return bias if isinstance(bias, bool) else bool(raw.get(bias, False))
+
+
+def _attention_scale(raw: Mapping[str, Any], family: Family, head_dim: int) -> float:
+    width = positive_float(raw, "query_pre_attn_scalar") if "query_pre_attn_scalar" in family.reads else head_dim
+    return 1 / math.sqrt(width)
 
 
 def _parse_activation(raw: dict[str, Any], name: str) -> str:
@@ -221,27 +236,22 @@ def _parse_activation(raw: dict[str, Any], name: str) -> str:
     return _ACTIVATIONS[activation]
 
 
-def _parse_windows(raw: dict[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window. Except for Qwen and Gemma, `layer_types` must agree with the other fields."""
-    is_windowed = raw.get("sliding_window") is not None and architecture != LLAMA
-    if architecture in QWEN:
-        is_windowed = is_windowed and bool(raw.get("use_sliding_window", False))
-    if architecture == GEMMA2:
-        usual = [FULL if layer % 2 else SLIDING for layer in range(num_layers)]
-    elif architecture == GEMMA3:
-        pattern = positive({"sliding_window_pattern": 6, **raw}, "sliding_window_pattern")
-        usual = [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
-    else:
-        first = int(raw["max_window_layers"]) if architecture in QWEN else 0
-        usual = [SLIDING if is_windowed and layer >= first else FULL for layer in range(num_layers)]
+def _parse_windows(
+    raw: Mapping[str, Any], architecture: str, family: Family, num_layers: int
+) -> tuple[int | None, ...]:
+    """Each layer's sliding window. Where the family has no `layer_types`, the field must agree with the others."""
+    usual = family.layer_kinds(raw, num_layers)
     kinds = usual if raw.get("layer_types") is None else raw["layer_types"]
     if len(kinds) != num_layers:
         raise ModelNotSupported(f"layer_types names {len(kinds)} layers of {num_layers}")
     for kind in kinds:
         if kind not in (FULL, SLIDING):
             raise ModelNotSupported(f"layer_types names {kind!r}; {FULL} and {SLIDING} are supported")
-    if kinds != usual and architecture not in (*QWEN, *GEMMA):
+    if kinds != usual and not family.has_layer_types:
         refuse_field("layer_types", kinds, architecture)
+    is_windowed = raw.get("sliding_window") is not None
+    if "use_sliding_window" in family.assumed:
+        is_windowed = is_windowed and bool(raw["use_sliding_window"])
     if SLIDING in kinds and not is_windowed:
         raise ModelNotSupported("layer_types in config.json names sliding layers, but no sliding_window is in use")
     window = positive(raw, "sliding_window") if SLIDING in kinds else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from loramux.engine.errors import ModelNotSupported
-from loramux.engine.model.config_fields import FULL, GEMMA3, PHI3, SLIDING, positive, positive_float, refuse_field
+from loramux.engine.model.config_fields import positive, positive_float, refuse_field
+from loramux.engine.model.families import FULL, SLIDING, Family
 
 _ROPE_FIELDS = {
     "default": (),
@@ -46,41 +47,43 @@ class RopeConfig:
 
 
 def parse_ropes(
-    raw: dict[str, Any], architecture: str, windows: Sequence[int | None], head_dim: int
+    raw: Mapping[str, Any], architecture: str, family: Family, windows: Sequence[int | None], head_dim: int
 ) -> tuple[RopeConfig, ...]:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (older versions)."""
+
+    def parse(given: Mapping[str, Any]) -> RopeConfig:
+        return _parse_rope(given, raw, architecture, family, head_dim)
+
     given = raw.get("rope_parameters") or {}
-    if architecture != GEMMA3:
-        given = raw.get("rope_scaling") or given
-        theta = raw.get("rope_theta")
-        rope = _parse_rope({"rope_theta": 10000.0 if theta is None else theta, **given}, raw, architecture, head_dim)
-        return (rope,) * len(windows)
-    # Gemma 3 rotates its windowed layers faster, and scales only its other layers to a longer context.
+    scaling = raw.get("rope_scaling") or {}
+    theta = 10000.0 if raw.get("rope_theta") is None else raw["rope_theta"]
+    if family.window_theta_field is None:
+        return (parse({"rope_theta": theta, **(scaling or given)}),) * len(windows)
     for name in given:
         if name not in (FULL, SLIDING):
             refuse_field(f"rope_parameters.{name}", given[name], architecture)
-    whole = {"rope_theta": raw.get("rope_theta", 1e6), **(given.get(FULL) or {}), **(raw.get("rope_scaling") or {})}
-    local = {"rope_theta": raw.get("rope_local_base_freq", 1e4), **(given.get(SLIDING) or {})}
-    whole_rope, local_rope = (_parse_rope(one, raw, architecture, head_dim) for one in (whole, local))
-    return tuple(whole_rope if window is None else local_rope for window in windows)
+    whole = parse({"rope_theta": theta, **(given.get(FULL) or {}), **scaling})
+    local = parse({"rope_theta": raw[family.window_theta_field], **(given.get(SLIDING) or {})})
+    return tuple(whole if window is None else local for window in windows)
 
 
-def _parse_rope(given: dict[str, Any], raw: dict[str, Any], architecture: str, head_dim: int) -> RopeConfig:
+def _parse_rope(
+    given: Mapping[str, Any], raw: Mapping[str, Any], architecture: str, family: Family, head_dim: int
+) -> RopeConfig:
     kind = given.get("rope_type") or given.get("type") or "default"
-    if architecture == PHI3 and kind in ("su", "yarn"):
+    if kind in ("su", "yarn") and kind not in family.ropes and "longrope" in family.ropes:
         # Names of longrope in early Phi-3 configurations.
         kind = "longrope"
-    kinds = ("default", "longrope") if architecture == PHI3 else ("default", "linear", "llama3")
-    if kind not in kinds:
+    if kind not in family.ropes:
         raise ModelNotSupported(
-            f"the rotary embedding {kind!r} of {architecture} is not supported; supported: {', '.join(kinds)}"
+            f"the rotary embedding {kind!r} of {architecture} is not supported; supported: {', '.join(family.ropes)}"
         )
     known = ("rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_FIELDS[kind])
     for name, value in given.items():
         if name not in known and value is not None:
             refuse_field(f"{name} of the rotary embedding {kind!r}", value, architecture)
     theta = positive_float(given, "rope_theta")
-    fraction = _rotary_fraction(given, raw, architecture)
+    fraction = _rotary_fraction(given, raw, architecture, family)
     if kind == "default":
         return RopeConfig(theta=theta, rotary_fraction=fraction)
     if kind == "linear":
@@ -107,21 +110,21 @@ def _parse_rope(given: dict[str, Any], raw: dict[str, Any], architecture: str, h
     )
 
 
-def _rotary_fraction(given: dict[str, Any], raw: dict[str, Any], architecture: str) -> float:
+def _rotary_fraction(given: Mapping[str, Any], raw: Mapping[str, Any], architecture: str, family: Family) -> float:
     found = [one["partial_rotary_factor"] for one in (given, raw) if one.get("partial_rotary_factor") is not None]
     fraction = positive_float({"partial_rotary_factor": found[0] if found else 1.0}, "partial_rotary_factor")
-    if fraction > 1 or (fraction != 1 and architecture != PHI3):
+    if fraction > 1 or (fraction != 1 and "partial_rotary_factor" not in family.reads):
         refuse_field("partial_rotary_factor", fraction, architecture)
     return fraction
 
 
-def _original_max_len(given: dict[str, Any], raw: dict[str, Any]) -> int:
+def _original_max_len(given: Mapping[str, Any], raw: Mapping[str, Any]) -> int:
     """The context length before scaling. As in transformers, a value outside the rotary settings takes precedence."""
     name = "original_max_position_embeddings"
     return positive(raw if raw.get(name) is not None else given, name)
 
 
-def _attention_factor(given: dict[str, Any], stretch: float, original: int) -> float:
+def _attention_factor(given: Mapping[str, Any], stretch: float, original: int) -> float:
     """LongRoPE's factor for cosine and sine (Ding et al., 2024). The default depends on how much the context grew."""
     if given.get("attention_factor") is not None:
         return positive_float(given, "attention_factor")
@@ -129,7 +132,7 @@ def _attention_factor(given: dict[str, Any], stretch: float, original: int) -> f
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
-def _pair_factors(given: dict[str, Any], name: str, num_pairs: int) -> tuple[float, ...]:
+def _pair_factors(given: Mapping[str, Any], name: str, num_pairs: int) -> tuple[float, ...]:
     factors = tuple(positive_float({name: factor}, name) for factor in given[name])
     if len(factors) != num_pairs:
         raise ModelNotSupported(f"{name} in config.json has {len(factors)} factors for {num_pairs} pairs of channels")

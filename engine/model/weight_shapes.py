@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import astuple
 
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.model_config import ModelConfig
@@ -31,13 +32,11 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{module.name}.weight", (module.out_features, module.in_features)
         if index in biased:
             yield f"{module.name}.bias", (module.out_features,)
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if config.output_norms:
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    for norm in norms:
-        yield f"{norm}.weight", (config.hidden_size,)
-    for norm in ("q_norm", "k_norm") if config.qk_norm else ():
-        yield f"self_attn.{norm}.weight", (config.head_dim,)
+    for norm in astuple(config.norms):
+        if norm is not None:
+            yield f"{norm}.weight", (config.hidden_size,)
+    for norm, size in config.qk_norm_sizes:
+        yield f"self_attn.{norm}.weight", (size,)
 
 
 def check_shapes(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from loramux.engine.errors import ModelNotSupported
+from loramux.engine.model.families import GEMMA_NORMS, HEAD_WIDE
 from loramux.engine.model.model_config import GELU_TANH, SILU, ModelConfig
 from loramux.engine.model.rope_config import RopeConfig
 from loramux.engine.model.rotary import inverse_frequencies, rotary_tables
@@ -59,7 +60,7 @@ def test_generation_config_sets_the_end_of_sequence_tokens(tmp_path: Path) -> No
 
 def test_gemma_2_defaults_match_transformers(tmp_path: Path) -> None:
     config = load(tmp_path, {**GEMMA2, "num_key_value_heads": 4})
-    assert (config.activation, config.norm_offset, config.output_norms, config.qk_norm) == (GELU_TANH, 1.0, True, False)
+    assert (config.activation, config.norm_offset, config.norms, config.qk_norm) == (GELU_TANH, 1.0, GEMMA_NORMS, None)
     assert (config.attention_soft_cap, config.logit_soft_cap) == (50.0, 30.0)
     assert (config.attention_scale, config.embedding_scale) == (256**-0.5, 8.0)
     assert config.layer_windows == (4096, None, 4096, None)
@@ -81,7 +82,7 @@ def test_gemma_3_windowed_layers_use_their_own_rope(tmp_path: Path) -> None:
         config = load(tmp_path, {**GEMMA3, **ropes, "num_hidden_layers": 7, "sliding_window": 32})
         assert config.layer_ropes == (*[local] * 5, whole, local)
         assert config.layer_windows == (*[32] * 5, None, 32)
-        assert (config.qk_norm, config.attention_soft_cap, config.logit_soft_cap) == (True, None, None)
+        assert (config.qk_norm, config.attention_soft_cap, config.logit_soft_cap) == (HEAD_WIDE, None, None)
     by_pattern = load(tmp_path, {**GEMMA3, "sliding_window_pattern": 2})
     assert by_pattern.layer_windows == (4096, None, 4096, None)
 

@@ -1,0 +1,156 @@
+"""What each supported architecture fixes beyond the fields of its `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from loramux.engine.model.config_fields import positive
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers in `layer_types`."""
+
+HEAD_WIDE, PROJECTION_WIDE = "head", "projection"
+"""What a norm of q and k covers: each head, or all heads together."""
+
+LayerKinds = Callable[[Mapping[str, Any], int], list[str]]
+"""The kind of each layer, from `config.json` and the number of layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """The tensors of a layer's norms; None where the layer has no norm."""
+
+    before_attention: str | None
+    after_attention: str | None
+    before_feed_forward: str | None
+    after_feed_forward: str | None
+
+
+PRE_NORMS = NormNames("input_layernorm", None, "post_attention_layernorm", None)
+GEMMA_NORMS = NormNames(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """The traits of one architecture.
+
+    `assumed` contains the defaults in transformers that differ from those of other architectures. `reads` names the
+    fields that change the computation and that this architecture supports, out of `config_fields.DECISIVE`. `layer_kinds`
+    applies if `config.json` has no `layer_types`; with `has_layer_types`, the two may differ. A bias is present if the
+    named field says so, or always, or never. With `window_theta_field`, windowed layers have their own rotary embedding
+    without scaling, with its theta in that field.
+    """
+
+    layer_kinds: LayerKinds
+    has_layer_types: bool = False
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    reads: tuple[str, ...] = ()
+    norms: NormNames = PRE_NORMS
+    norm_offset: float = 0.0
+    qk_norm: str | None = None
+    qkv_bias: str | bool = "attention_bias"
+    o_bias: str | bool = "attention_bias"
+    mlp_bias: str | bool = "mlp_bias"
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    activation_field: str = "hidden_act"
+    scales_embedding: bool = False
+    ropes: tuple[str, ...] = ("default", "linear", "llama3")
+    window_theta_field: str | None = None
+
+
+def _without_windows(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    return [FULL] * num_layers
+
+
+def _all_windowed(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    return [FULL if raw.get("sliding_window") is None else SLIDING] * num_layers
+
+
+def _windowed_above(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Windows from layer `max_window_layers` on, if they are in use."""
+    if raw["sliding_window"] is None or not raw["use_sliding_window"]:
+        return [FULL] * num_layers
+    return [SLIDING if layer >= int(raw["max_window_layers"]) else FULL for layer in range(num_layers)]
+
+
+def _full_every(period: int) -> LayerKinds:
+    return lambda raw, num_layers: [FULL if (layer + 1) % period == 0 else SLIDING for layer in range(num_layers)]
+
+
+def _full_by_pattern(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    return _full_every(positive(raw, "sliding_window_pattern"))(raw, num_layers)
+
+
+_QWEN_ASSUMED: dict[str, Any] = {
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+}
+_GEMMA_ASSUMED: dict[str, Any] = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_QK_NORM = ("use_qk_norm", "qk_norm", "qk_layernorm")
+_GEMMA_READS = ("attention_bias", "query_pre_attn_scalar", "final_logit_softcapping")
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(layer_kinds=_without_windows, reads=("attention_bias", "mlp_bias")),
+    "MistralForCausalLM": Family(layer_kinds=_all_windowed, assumed={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "Qwen2ForCausalLM": Family(
+        layer_kinds=_windowed_above,
+        has_layer_types=True,
+        assumed=_QWEN_ASSUMED,
+        reads=("attention_bias",),
+        qkv_bias=True,
+        o_bias=False,
+    ),
+    "Qwen3ForCausalLM": Family(
+        layer_kinds=_windowed_above,
+        has_layer_types=True,
+        assumed={**_QWEN_ASSUMED, "head_dim": 128},
+        reads=("attention_bias", *_QK_NORM),
+        qk_norm=HEAD_WIDE,
+    ),
+    "Gemma2ForCausalLM": Family(
+        layer_kinds=_full_every(2),
+        has_layer_types=True,
+        assumed={**_GEMMA_ASSUMED, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        reads=(*_GEMMA_READS, "attn_logit_softcapping"),
+        norms=GEMMA_NORMS,
+        norm_offset=1.0,
+        activation_field="hidden_activation",
+        scales_embedding=True,
+    ),
+    # transformers has attn_logit_softcapping in Gemma 3's configuration, but its attention ignores it.
+    "Gemma3ForCausalLM": Family(
+        layer_kinds=_full_by_pattern,
+        has_layer_types=True,
+        assumed={**_GEMMA_ASSUMED, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        reads=(*_GEMMA_READS, *_QK_NORM),
+        norms=GEMMA_NORMS,
+        norm_offset=1.0,
+        qk_norm=HEAD_WIDE,
+        activation_field="hidden_activation",
+        scales_embedding=True,
+        window_theta_field="rope_local_base_freq",
+    ),
+    "Phi3ForCausalLM": Family(
+        layer_kinds=_all_windowed,
+        assumed={"original_max_position_embeddings": 4096},
+        reads=("partial_rotary_factor",),
+        fused_qkv=True,
+        fused_gate_up=True,
+        ropes=("default", "longrope"),
+    ),
+}
+"""The supported architectures."""

@@ -1,0 +1,45 @@
+"""The norms of the decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from loramux.kernels.dispatch import Kernels
+
+
+class Norm(Protocol):
+    """Norms the input of a block, which is the residual, or the output of a block."""
+
+    def __call__(self, kernels: Kernels, x: torch.Tensor) -> torch.Tensor: ...
+
+    def add(self, kernels: Kernels, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """`residual += x` in place, then the norm of the sum."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RmsNorm:
+    """`x / sqrt(mean(x²) + eps) * weight`; `weight` float32 `[size]`."""
+
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
+        return kernels.rms_norm(x, self.weight, self.eps)
+
+    def add(self, kernels: Kernels, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return kernels.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NoNorm:
+    """The residual itself, for families that norm the outputs of blocks only."""
+
+    def __call__(self, kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def add(self, kernels: Kernels, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return residual.add_(x)
