@@ -51,6 +51,7 @@ DECISIVE: dict[str, tuple[Any, ...]] = {
         ),
         _ONE,
     ),
+    "use_post_norm": (None, True),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), (None,)),
     **dict.fromkeys(
         (
@@ -109,6 +110,11 @@ def positive_float(raw: Mapping[str, Any], name: str) -> float:
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise ValueError(f"{name} is {shown(value)}, not a positive number")
     return float(value)
+
+
+def factor(raw: Mapping[str, Any], name: str | None) -> float:
+    """The field `name`, or 1 without a name or value. Raises ValueError if it is not a positive number."""
+    return 1.0 if name is None or raw.get(name) is None else positive_float(raw, name)
 
 
 def shown(value: Any) -> str:

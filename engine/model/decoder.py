@@ -141,7 +141,7 @@ class Decoder:
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs, kernels: Kernels, tables: AdapterTables) -> torch.Tensor:
         """Run one step and return the last layer's normed output at the sample rows, `[num_samples, hidden_size]`."""
-        config = self.config
+        config, residual_scale = self.config, self.config.residual_scale
         num_tokens = inputs.tokens.shape[0]
         angles = [(cos[inputs.positions], sin[inputs.positions]) for cos, sin in self._rotary]
         gate_and_mul = kernels.gelu_and_mul if config.activation == GELU_TANH else kernels.silu_and_mul
@@ -185,11 +185,15 @@ class Decoder:
             x = with_adapters(x, layer.o(x), index, o_group)
             if layer.attention_output_norm is not None:
                 x = layer.attention_output_norm(kernels, x)
+            if residual_scale != 1.0:
+                x.mul_(residual_scale)
             x = layer.feed_forward_norm.add(kernels, x, residual)
             x = gate_and_mul(with_adapters(x, layer.gate_up(x), index, gate_up_group))
             x = with_adapters(x, layer.down(x), index, down_group)
             if layer.feed_forward_output_norm is not None:
                 x = layer.feed_forward_output_norm(kernels, x)
+            if residual_scale != 1.0:
+                x.mul_(residual_scale)
         rows = inputs.sample_rows
         return self._final_norm.add(kernels, x[rows], residual[rows])
 
@@ -212,6 +216,8 @@ class Decoder:
                 adapters.kernels.outer.replace_columns(hidden, call, logits)
             call = LoraCall(0, self._groups.head, _outer(adapters.tables), adapters.segments)
             adapters.kernels.outer.lora_add(hidden, call, logits)
+        if self.config.logit_scale != 1.0:
+            logits.mul_(self.config.logit_scale)
         cap = self.config.logit_soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

@@ -39,10 +39,10 @@ class Family:
     """The traits of one architecture.
 
     `assumed` contains the defaults in transformers that differ from those of other architectures. `reads` names the
-    fields that change the computation and that this architecture supports, out of `config_fields.DECISIVE`. `layer_kinds`
-    applies if `config.json` has no `layer_types`; with `has_layer_types`, the two may differ. A bias is present if the
-    named field says so, or always, or never. With `window_theta_field`, windowed layers have their own rotary embedding
-    without scaling, with its theta in that field.
+    fields of `config_fields.DECISIVE` that this architecture supports. `layer_kinds` applies if `config.json` has no
+    `layer_types`. With `has_layer_types`, the two may differ. A bias is present if the named field says so, or always,
+    or never. With `window_theta_field`, windowed layers have their own rotary embedding without scaling, with its theta
+    in that field.
     """
 
     layer_kinds: LayerKinds
@@ -59,6 +59,8 @@ class Family:
     fused_gate_up: bool = False
     activation_field: str = "hidden_act"
     scales_embedding: bool = False
+    logit_scale_field: str | None = None
+    logit_divisor_field: str | None = None
     ropes: tuple[str, ...] = ("default", "linear", "llama3")
     window_theta_field: str | None = None
 
@@ -102,6 +104,8 @@ _GEMMA_ASSUMED: dict[str, Any] = {
 }
 _QK_NORM = ("use_qk_norm", "qk_norm", "qk_layernorm")
 _GEMMA_READS = ("attention_bias", "query_pre_attn_scalar", "final_logit_softcapping")
+
+_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(layer_kinds=_without_windows, reads=("attention_bias", "mlp_bias")),
@@ -151,6 +155,19 @@ FAMILIES: dict[str, Family] = {
         fused_qkv=True,
         fused_gate_up=True,
         ropes=("default", "longrope"),
+    ),
+    "GraniteForCausalLM": Family(
+        layer_kinds=_without_windows,
+        assumed={"attention_multiplier": 1.0},
+        reads=("attention_bias", "mlp_bias", *_MULTIPLIERS),
+        logit_divisor_field="logits_scaling",
+    ),
+    "HyperCLOVAXForCausalLM": Family(
+        layer_kinds=_without_windows,
+        reads=("attention_bias", "mlp_bias", *_MULTIPLIERS),
+        norms=NormNames("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+        # Granite divides by this field.
+        logit_scale_field="logits_scaling",
     ),
 }
 """The supported architectures."""

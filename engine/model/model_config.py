@@ -11,6 +11,7 @@ from typing import Any
 
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.config_fields import (
+    factor,
     positive,
     positive_float,
     refuse_field,
@@ -46,8 +47,9 @@ class ModelConfig:
 
     `layer_windows` contains each layer's sliding window in tokens, or None for the whole context. `layer_ropes`
     contains each layer's rotary embedding. `norm_offset` is added to every norm's weight. `qk_norm` is None if q and k
-    are not normed. With `fused_qkv`, q/k/v form a single linear, and with `fused_gate_up`, gate/up do. Adapters see the
-    same linears. A soft cap of None means no cap.
+    are not normed. `residual_scale` multiplies the outputs of attention and feed-forward. With `fused_qkv`, q/k/v form
+    a single linear, and with `fused_gate_up`, gate/up do. Adapters see the same linears. A soft cap of None means no
+    cap.
     """
 
     architecture: str
@@ -71,6 +73,8 @@ class ModelConfig:
     activation: str
     embedding_scale: float
     attention_scale: float
+    residual_scale: float
+    logit_scale: float
     attention_soft_cap: float | None
     logit_soft_cap: float | None
     tied_embeddings: bool
@@ -204,8 +208,10 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         fused_qkv=family.fused_qkv,
         fused_gate_up=family.fused_gate_up,
         activation=_parse_activation(raw, family.activation_field),
-        embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
+        embedding_scale=hidden_size**0.5 if family.scales_embedding else factor(raw, "embedding_multiplier"),
         attention_scale=_attention_scale(raw, family, head_dim),
+        residual_scale=factor(raw, "residual_multiplier"),
+        logit_scale=factor(raw, family.logit_scale_field) / factor(raw, family.logit_divisor_field),
         attention_soft_cap=_soft_cap(raw, "attn_logit_softcapping"),
         logit_soft_cap=_soft_cap(raw, "final_logit_softcapping"),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -222,6 +228,8 @@ def _has_bias(raw: Mapping[str, Any], bias: str | bool) -> bool:
 
 
 def _attention_scale(raw: Mapping[str, Any], family: Family, head_dim: int) -> float:
+    if raw.get("attention_multiplier"):
+        return positive_float(raw, "attention_multiplier")
     width = positive_float(raw, "query_pre_attn_scalar") if "query_pre_attn_scalar" in family.reads else head_dim
     return 1 / math.sqrt(width)
 

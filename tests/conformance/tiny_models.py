@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
@@ -33,6 +33,7 @@ from loramux.adapter_store.formats.canonical import write_canonical
 from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packing import PackedAdapter, pack
 from loramux.adapter_store.validation.validation import validate_files
+from tests.conformance.further_families import FURTHER_FAMILIES, MakeModel
 
 V = TypeVar("V")
 
@@ -152,7 +153,7 @@ def _with_one_longrope(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-FAMILIES: dict[str, Callable[[dict[str, Any], int], PreTrainedModel]] = {
+FAMILIES: dict[str, MakeModel] = {
     "llama": _llama,
     "llama2": _llama2,
     "llama-tied-bias-llama3-rope": _llama3,
@@ -163,13 +164,19 @@ FAMILIES: dict[str, Callable[[dict[str, Any], int], PreTrainedModel]] = {
     "gemma3": _gemma3,
     "phi3-window": _phi3,
     "phi3-longrope": _phi3_longrope,
+    **FURTHER_FAMILIES,
 }
 """Creates a random model of a family from a shape and a window."""
 
-FUSED_MODULES = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
-    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
-}
+EVERY_FAMILY = [
+    pytest.param(family, marks=pytest.mark.campaign if family in FURTHER_FAMILIES else ()) for family in FAMILIES
+]
+"""Parameters of a test of every family. `make campaign-parity` adds the further families."""
+
+_FUSED_QKV = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
+_FUSED_GATE_UP = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
+RENAMED_MODULES = {"phi3": {**_FUSED_QKV, **_FUSED_GATE_UP}}
+"""The names of linears that differ from Llama's, by the family's name up to a hyphen."""
 
 
 def make_base(family: str, directory: Path, shape: dict[str, Any] = SHAPE, window: int = WINDOW) -> PreTrainedModel:
@@ -205,22 +212,23 @@ class AdapterPlan:
     invocation_tokens: tuple[int, ...] = ()
 
     def for_family(self, family: str) -> AdapterPlan:
-        if not family.startswith("phi3"):
+        renamed = RENAMED_MODULES.get(family.partition("-")[0])
+        if renamed is None:
             return self
         return dataclasses.replace(
             self,
-            modules=sorted({FUSED_MODULES.get(name, name) for name in self.modules}),
-            rank_pattern=_fused_pattern(self.rank_pattern),
-            alpha_pattern=_fused_pattern(self.alpha_pattern),
+            modules=sorted({renamed.get(name, name) for name in self.modules}),
+            rank_pattern=_renamed_pattern(self.rank_pattern, renamed),
+            alpha_pattern=_renamed_pattern(self.alpha_pattern, renamed),
         )
 
 
-def _fused_pattern(pattern: dict[str, V]) -> dict[str, V]:
-    fused = {}
+def _renamed_pattern(pattern: dict[str, V], renamed: dict[str, str]) -> dict[str, V]:
+    found = {}
     for name, value in pattern.items():
         above, dot, last = name.rpartition(".")
-        fused[above + dot + FUSED_MODULES.get(last, last)] = value
-    return fused
+        found[above + dot + renamed.get(last, last)] = value
+    return found
 
 
 # Patterns are sorted by name, as peft saves them, because the first match counts.

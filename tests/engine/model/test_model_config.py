@@ -99,6 +99,18 @@ def test_phi_3_has_fused_linears(tmp_path: Path) -> None:
     assert (config.layer_windows, config.activation) == ((32,) * 4, SILU)
 
 
+def test_granite_multiplies_its_activations(tmp_path: Path) -> None:
+    multipliers = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "attention_multiplier": 0.0078125}
+    granite = {**multipliers, "logits_scaling": 8, "architectures": ["GraniteForCausalLM"]}
+    config = load(tmp_path, granite)
+    assert (config.embedding_scale, config.residual_scale, config.attention_scale) == (12, 0.22, 0.0078125)
+    assert config.logit_scale == 1 / 8
+    assert load(tmp_path, {"architectures": ["GraniteForCausalLM"]}).attention_scale == 1
+    # HyperCLOVAX multiplies the logits by the field by which Granite divides them.
+    clova = load(tmp_path, {**granite, "attention_multiplier": None, "architectures": ["HyperCLOVAXForCausalLM"]})
+    assert (clova.logit_scale, clova.attention_scale) == (8, 16**-0.5)
+
+
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
 def test_longrope_scales_phi_3_beyond_its_original_context(tmp_path: Path, name: str) -> None:
     scaling = {**LONGROPE["rope_scaling"], "type": name}
@@ -265,6 +277,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_experts": 64}, "num_experts"),
     ({"n_routed_experts": 256}, "n_routed_experts"),
     ({"kv_lora_rank": 512}, "kv_lora_rank"),
+    ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0}, "residual_multiplier is 0"),
+    ({"architectures": ["GraniteForCausalLM"], "attention_multiplier": "1"}, "attention_multiplier is '1'"),
+    ({"architectures": ["HyperCLOVAXForCausalLM"], "use_post_norm": False}, "use_post_norm = False"),
     ({"per_layer_config": {"0": {}}}, "per_layer_config"),
     ({"block_configs": [{}]}, "block_configs"),
 ]

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from loramux.engine.device.backend import open_backend
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.decoder import Decoder
+from loramux.engine.model.families import FAMILIES
 from loramux.engine.model.model_config import ModelConfig
 from loramux.engine.model.weight_files import stored_tensors
 from loramux.engine.model.weight_shapes import check_shapes, weight_shapes
@@ -37,12 +38,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
-    "mistral": {"architectures": ["MistralForCausalLM"]},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
-    "gemma2": {"architectures": ["Gemma2ForCausalLM"]},
-    "gemma3": {"architectures": ["Gemma3ForCausalLM"]},
-    "phi3": {"architectures": ["Phi3ForCausalLM"]},
+    **{architecture: {"architectures": [architecture]} for architecture in FAMILIES},
 }
 
 
