@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from loramux.engine.model.config_fields import positive
-
-FULL, SLIDING = "full_attention", "sliding_attention"
-"""Kinds of layers in `layer_types`."""
+from loramux.engine.model.layer_kinds import (
+    LayerKinds,
+    RotatedLayers,
+    all_rotated,
+    all_windowed,
+    full_by_pattern,
+    full_every,
+    rotated_if_listed,
+    rotated_if_windowed,
+    windowed_above,
+    windowed_unless_rotated,
+    without_windows,
+)
 
 HEAD_WIDE, PROJECTION_WIDE = "head", "projection"
 """What a norm of q and k covers: each head, or all heads together."""
-
-LayerKinds = Callable[[Mapping[str, Any], int], list[str]]
-"""The kind of each layer, from `config.json` and the number of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,7 @@ PRE_NORMS = NormNames("input_layernorm", None, "post_attention_layernorm", None)
 GEMMA_NORMS = NormNames(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
+OUTPUT_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +54,7 @@ class Family:
 
     layer_kinds: LayerKinds
     has_layer_types: bool = False
+    rotated_layers: RotatedLayers = all_rotated
     assumed: Mapping[str, Any] = field(default_factory=dict)
     reads: tuple[str, ...] = ()
     norms: NormNames = PRE_NORMS
@@ -63,29 +71,6 @@ class Family:
     logit_divisor_field: str | None = None
     ropes: tuple[str, ...] = ("default", "linear", "llama3")
     window_theta_field: str | None = None
-
-
-def _without_windows(raw: Mapping[str, Any], num_layers: int) -> list[str]:
-    return [FULL] * num_layers
-
-
-def _all_windowed(raw: Mapping[str, Any], num_layers: int) -> list[str]:
-    return [FULL if raw.get("sliding_window") is None else SLIDING] * num_layers
-
-
-def _windowed_above(raw: Mapping[str, Any], num_layers: int) -> list[str]:
-    """Windows from layer `max_window_layers` on, if they are in use."""
-    if raw["sliding_window"] is None or not raw["use_sliding_window"]:
-        return [FULL] * num_layers
-    return [SLIDING if layer >= int(raw["max_window_layers"]) else FULL for layer in range(num_layers)]
-
-
-def _full_every(period: int) -> LayerKinds:
-    return lambda raw, num_layers: [FULL if (layer + 1) % period == 0 else SLIDING for layer in range(num_layers)]
-
-
-def _full_by_pattern(raw: Mapping[str, Any], num_layers: int) -> list[str]:
-    return _full_every(positive(raw, "sliding_window_pattern"))(raw, num_layers)
 
 
 _QWEN_ASSUMED: dict[str, Any] = {
@@ -108,10 +93,10 @@ _GEMMA_READS = ("attention_bias", "query_pre_attn_scalar", "final_logit_softcapp
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(layer_kinds=_without_windows, reads=("attention_bias", "mlp_bias")),
-    "MistralForCausalLM": Family(layer_kinds=_all_windowed, assumed={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "LlamaForCausalLM": Family(layer_kinds=without_windows, reads=("attention_bias", "mlp_bias")),
+    "MistralForCausalLM": Family(layer_kinds=all_windowed, assumed={"num_key_value_heads": 8, "sliding_window": 4096}),
     "Qwen2ForCausalLM": Family(
-        layer_kinds=_windowed_above,
+        layer_kinds=windowed_above,
         has_layer_types=True,
         assumed=_QWEN_ASSUMED,
         reads=("attention_bias",),
@@ -119,14 +104,14 @@ FAMILIES: dict[str, Family] = {
         o_bias=False,
     ),
     "Qwen3ForCausalLM": Family(
-        layer_kinds=_windowed_above,
+        layer_kinds=windowed_above,
         has_layer_types=True,
         assumed={**_QWEN_ASSUMED, "head_dim": 128},
         reads=("attention_bias", *_QK_NORM),
         qk_norm=HEAD_WIDE,
     ),
     "Gemma2ForCausalLM": Family(
-        layer_kinds=_full_every(2),
+        layer_kinds=full_every(2),
         has_layer_types=True,
         assumed={**_GEMMA_ASSUMED, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         reads=(*_GEMMA_READS, "attn_logit_softcapping"),
@@ -137,7 +122,7 @@ FAMILIES: dict[str, Family] = {
     ),
     # transformers has attn_logit_softcapping in Gemma 3's configuration, but its attention ignores it.
     "Gemma3ForCausalLM": Family(
-        layer_kinds=_full_by_pattern,
+        layer_kinds=full_by_pattern,
         has_layer_types=True,
         assumed={**_GEMMA_ASSUMED, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         reads=(*_GEMMA_READS, *_QK_NORM),
@@ -149,7 +134,7 @@ FAMILIES: dict[str, Family] = {
         window_theta_field="rope_local_base_freq",
     ),
     "Phi3ForCausalLM": Family(
-        layer_kinds=_all_windowed,
+        layer_kinds=all_windowed,
         assumed={"original_max_position_embeddings": 4096},
         reads=("partial_rotary_factor",),
         fused_qkv=True,
@@ -157,17 +142,54 @@ FAMILIES: dict[str, Family] = {
         ropes=("default", "longrope"),
     ),
     "GraniteForCausalLM": Family(
-        layer_kinds=_without_windows,
+        layer_kinds=without_windows,
         assumed={"attention_multiplier": 1.0},
         reads=("attention_bias", "mlp_bias", *_MULTIPLIERS),
         logit_divisor_field="logits_scaling",
     ),
     "HyperCLOVAXForCausalLM": Family(
-        layer_kinds=_without_windows,
+        layer_kinds=without_windows,
         reads=("attention_bias", "mlp_bias", *_MULTIPLIERS),
         norms=NormNames("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
         # Granite divides by this field.
         logit_scale_field="logits_scaling",
+    ),
+    "SmolLM3ForCausalLM": Family(
+        layer_kinds=windowed_unless_rotated,
+        has_layer_types=True,
+        rotated_layers=rotated_if_listed,
+        assumed={
+            "num_key_value_heads": 4,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+            "sliding_window": None,
+            "use_sliding_window": False,
+        },
+        reads=("attention_bias", "mlp_bias", "no_rope_layers"),
+    ),
+    "Olmo2ForCausalLM": Family(
+        layer_kinds=without_windows,
+        reads=("attention_bias",),
+        norms=OUTPUT_NORMS,
+        qk_norm=PROJECTION_WIDE,
+    ),
+    "Olmo3ForCausalLM": Family(
+        layer_kinds=full_every(4),
+        has_layer_types=True,
+        assumed={"sliding_window": 4096, "rope_theta": 500000.0},
+        reads=("attention_bias",),
+        norms=OUTPUT_NORMS,
+        qk_norm=PROJECTION_WIDE,
+        window_theta_field="rope_theta",
+    ),
+    "Exaone4ForCausalLM": Family(
+        layer_kinds=full_by_pattern,
+        has_layer_types=True,
+        rotated_layers=rotated_if_windowed,
+        assumed={"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4},
+        norms=OUTPUT_NORMS,
+        qk_norm=HEAD_WIDE,
     ),
 }
 """The supported architectures."""

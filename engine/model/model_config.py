@@ -17,15 +17,8 @@ from loramux.engine.model.config_fields import (
     refuse_field,
     refuse_what_is_not_computed,
 )
-from loramux.engine.model.families import (
-    FAMILIES,
-    FULL,
-    HEAD_WIDE,
-    PROJECTION_WIDE,
-    SLIDING,
-    Family,
-    NormNames,
-)
+from loramux.engine.model.families import FAMILIES, HEAD_WIDE, PROJECTION_WIDE, Family, NormNames
+from loramux.engine.model.layer_kinds import FULL, SLIDING
 from loramux.engine.model.rope_config import RopeConfig, parse_ropes
 from loramux.kernels.layout import LinearShape, PageGeometry
 

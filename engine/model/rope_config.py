@@ -9,7 +9,8 @@ from typing import Any
 
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.config_fields import positive, positive_float, refuse_field
-from loramux.engine.model.families import FULL, SLIDING, Family
+from loramux.engine.model.families import Family
+from loramux.engine.model.layer_kinds import FULL, SLIDING
 
 _ROPE_FIELDS = {
     "default": (),
@@ -29,9 +30,9 @@ _ROPE_FIELDS = {
 class RopeConfig:
     """Rotary position embedding of one kind of layer.
 
-    `kind` is `default`, `linear` (scaled by `factor`), `llama3` (scaled by `factor` beyond `original_max_len`, with the
-    two frequency factors) or `longrope` (one factor per frequency, with cosine and sine multiplied by
-    `attention_factor`). Only the first `rotary_fraction` of a head's channels are rotated.
+    `kind` is `none` (q and k are not rotated), `default`, `linear` (scaled by `factor`), `llama3` (scaled by `factor`
+    beyond `original_max_len`, with the two frequency factors) or `longrope` (one factor per frequency, with cosine and
+    sine multiplied by `attention_factor`). Only the first `rotary_fraction` of a head's channels are rotated.
     """
 
     theta: float
@@ -46,6 +47,10 @@ class RopeConfig:
     attention_factor: float = 1.0
 
 
+NO_ROPE = RopeConfig(theta=1.0, kind="none")
+"""The rotary embedding of layers that see no positions."""
+
+
 def parse_ropes(
     raw: Mapping[str, Any], architecture: str, family: Family, windows: Sequence[int | None], head_dim: int
 ) -> tuple[RopeConfig, ...]:
@@ -58,7 +63,8 @@ def parse_ropes(
     scaling = raw.get("rope_scaling") or {}
     theta = 10000.0 if raw.get("rope_theta") is None else raw["rope_theta"]
     if family.window_theta_field is None:
-        return (parse({"rope_theta": theta, **(scaling or given)}),) * len(windows)
+        rope = parse({"rope_theta": theta, **(scaling or given)})
+        return tuple(rope if is_rotated else NO_ROPE for is_rotated in family.rotated_layers(raw, windows))
     for name in given:
         if name not in (FULL, SLIDING):
             refuse_field(f"rope_parameters.{name}", given[name], architecture)

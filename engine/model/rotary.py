@@ -18,6 +18,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.
     longer contexts. `max_len`, the longest context served, determines which list all sequences use. A sequence cannot
     switch lists when it grows past the original length, because the K of its early positions is already cached.
     """
+    if rope.kind == "none":
+        # A rotation by 0 changes nothing, and one pair of channels is enough to say so.
+        return torch.zeros(1)
     rotary_dim = int(head_dim * rope.rotary_fraction)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     periods = rope.theta**exponents

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from loramux.engine.errors import ModelNotSupported
-from loramux.engine.model.families import GEMMA_NORMS, HEAD_WIDE
+from loramux.engine.model.families import GEMMA_NORMS, HEAD_WIDE, OUTPUT_NORMS
 from loramux.engine.model.model_config import GELU_TANH, SILU, ModelConfig
-from loramux.engine.model.rope_config import RopeConfig
+from loramux.engine.model.rope_config import NO_ROPE, RopeConfig
 from loramux.engine.model.rotary import inverse_frequencies, rotary_tables
 from loramux.engine.model.weights import open_weights
 
@@ -109,6 +109,44 @@ def test_granite_multiplies_its_activations(tmp_path: Path) -> None:
     # HyperCLOVAX multiplies the logits by the field by which Granite divides them.
     clova = load(tmp_path, {**granite, "attention_multiplier": None, "architectures": ["HyperCLOVAXForCausalLM"]})
     assert (clova.logit_scale, clova.attention_scale) == (8, 16**-0.5)
+
+
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rotated", "windows"),
+    [
+        (SMOLLM3, [True, True, True, False], [None] * 4),
+        ({**SMOLLM3, "no_rope_layer_interval": 2}, [True, False] * 2, [None] * 4),
+        (
+            {**SMOLLM3, "no_rope_layers": [0, 1, 1, 1, 0], "sliding_window": 8, "use_sliding_window": True},
+            [False, True, True, True],
+            [8, None, None, None],
+        ),
+        ({"architectures": ["Exaone4ForCausalLM"]}, [True, True, True, False], [4096, 4096, 4096, None]),
+        ({"architectures": ["Exaone4ForCausalLM"], "sliding_window": None}, [True] * 4, [None] * 4),
+    ],
+    ids=["every fourth", "every second", "listed", "exaone4", "exaone4 without windows"],
+)
+def test_layers_without_positions(
+    tmp_path: Path, changes: dict[str, Any], rotated: list[bool], windows: list[int | None]
+) -> None:
+    config = load(tmp_path, changes)
+    assert [rope != NO_ROPE for rope in config.layer_ropes] == rotated
+    assert list(config.layer_windows) == windows
+    cos, sin = rotary_tables(NO_ROPE, config.head_dim, 9)
+    assert torch.equal(cos, torch.ones(9, 1))
+    assert torch.equal(sin, torch.zeros(9, 1))
+
+
+def test_olmo_3_scales_only_layers_that_see_the_whole_context(tmp_path: Path) -> None:
+    olmo3 = {"architectures": ["Olmo3ForCausalLM"], "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    config = load(tmp_path, {**olmo3, "rope_theta": 5e5, "sliding_window": 32})
+    local, whole = RopeConfig(theta=5e5), RopeConfig(theta=5e5, kind="linear", factor=8.0)
+    assert config.layer_ropes == (local, local, local, whole)
+    assert config.layer_windows == (32, 32, 32, None)
+    assert (config.norms, config.qk_norm_sizes) == (OUTPUT_NORMS, (("q_norm", 64), ("k_norm", 32)))
 
 
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
@@ -280,6 +318,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0}, "residual_multiplier is 0"),
     ({"architectures": ["GraniteForCausalLM"], "attention_multiplier": "1"}, "attention_multiplier is '1'"),
     ({"architectures": ["HyperCLOVAXForCausalLM"], "use_post_norm": False}, "use_post_norm = False"),
+    ({**SMOLLM3, "no_rope_layers": [1, 1]}, "no_rope_layers does not list a 0 or 1 for each of 4 layers"),
+    ({**SMOLLM3, "no_rope_layers": [1, 1, 2, 1]}, "no_rope_layers does not list"),
+    ({**SMOLLM3, "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+    ({"architectures": ["Olmo2ForCausalLM"], "clip_qkv": 8.0}, "clip_qkv = 8.0"),
     ({"per_layer_config": {"0": {}}}, "per_layer_config"),
     ({"block_configs": [{}]}, "block_configs"),
 ]

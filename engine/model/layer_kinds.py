@@ -1,0 +1,75 @@
+"""How the layers of a decoder differ: which have a sliding window, and which rotate q and k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from loramux.engine.model.config_fields import positive
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers in `layer_types`."""
+
+LayerKinds = Callable[[Mapping[str, Any], int], list[str]]
+"""The kind of each layer, from `config.json` and the number of layers."""
+
+RotatedLayers = Callable[[Mapping[str, Any], Sequence[int | None]], list[bool]]
+"""Which layers rotate q and k, from `config.json` and each layer's window."""
+
+
+def without_windows(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    return [FULL] * num_layers
+
+
+def all_windowed(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    return [FULL if raw.get("sliding_window") is None else SLIDING] * num_layers
+
+
+def windowed_above(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Windows from layer `max_window_layers` on, if they are in use."""
+    if raw["sliding_window"] is None or not raw["use_sliding_window"]:
+        return [FULL] * num_layers
+    return [SLIDING if layer >= int(raw["max_window_layers"]) else FULL for layer in range(num_layers)]
+
+
+def full_every(period: int, first: int | None = None) -> LayerKinds:
+    """Windows in all layers but `first`, by default `period - 1`, and each `period` layers further on."""
+    first = period - 1 if first is None else first
+    return lambda raw, num_layers: [FULL if layer % period == first else SLIDING for layer in range(num_layers)]
+
+
+def full_by_pattern(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    """`full_every(sliding_window_pattern)`, or no windows if they are not in use."""
+    if raw.get("sliding_window") is None:
+        return [FULL] * num_layers
+    return full_every(positive(raw, "sliding_window_pattern"))(raw, num_layers)
+
+
+def windowed_unless_rotated(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    if raw["sliding_window"] is None or not raw["use_sliding_window"]:
+        return [FULL] * num_layers
+    return [FULL if is_rotated else SLIDING for is_rotated in _listed(raw, num_layers)]
+
+
+def all_rotated(raw: Mapping[str, Any], windows: Sequence[int | None]) -> list[bool]:
+    return [True] * len(windows)
+
+
+def rotated_if_windowed(raw: Mapping[str, Any], windows: Sequence[int | None]) -> list[bool]:
+    """Windowed layers only, or all layers if windows are not in use."""
+    return [window is not None or raw["sliding_window"] is None for window in windows]
+
+
+def rotated_if_listed(raw: Mapping[str, Any], windows: Sequence[int | None]) -> list[bool]:
+    return _listed(raw, len(windows))
+
+
+def _listed(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """`no_rope_layers`, which has a 0 for each layer without rotation; by default, one in `no_rope_layer_interval`."""
+    listed = raw.get("no_rope_layers")
+    if listed is None:
+        interval = positive(raw, "no_rope_layer_interval")
+        return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if len(listed) < num_layers or any(one not in (0, 1) for one in listed):
+        raise ValueError(f"no_rope_layers does not list a 0 or 1 for each of {num_layers} layers")
+    return [bool(one) for one in listed[:num_layers]]
