@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,8 +13,9 @@ from loramux.engine.batch import StepInputs
 from loramux.engine.device.backend import Backend, Linear
 from loramux.engine.layer_groups import LayerGroups
 from loramux.engine.model.model_config import EMBEDDING, GELU_TANH, HEAD, ModelConfig
-from loramux.engine.model.norms import NoNorm, Norm, RmsNorm
-from loramux.engine.model.rotary import rotary_tables
+from loramux.engine.model.norms import LayerNorm, NoNorm, Norm, RmsNorm
+from loramux.engine.model.rope_config import NO_ROPE
+from loramux.engine.model.rotary import in_halves, rotary_tables
 from loramux.engine.model.weights import WeightSource
 from loramux.kernels.dispatch import Kernels, KernelShapes
 from loramux.kernels.layout import LinearShape
@@ -26,12 +28,14 @@ class DecoderLayer:
 
     Output norms apply to the outputs of attention and feed-forward before these are added to the residual. `qk_norms`
     are the norms of q and k, or empty. `rotary` is the index of the decoder's rotary tables for this layer's q and k.
+    With `interleaves`, neighbouring channels are rotated together.
     """
 
     attention_norm: Norm
     qkv: Linear
     qk_norms: tuple[Norm, ...]
     rotary: int
+    interleaves: bool
     attention: AttentionSpec
     o: Linear
     attention_output_norm: Norm | None
@@ -78,7 +82,7 @@ class Decoder:
         self.config = config
         self._dtype = backend.activation_dtype or dtype
         self._groups = lora_groups(config)
-        place = _Placement(weights, dtype, backend, config.norm_eps, config.norm_offset)
+        place = _Placement(weights, dtype, backend, config)
         self._embedding = place.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         # Round the scale to the dtype of the weights before multiplying, as transformers does.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
@@ -144,7 +148,7 @@ class Decoder:
         config, residual_scale = self.config, self.config.residual_scale
         num_tokens = inputs.tokens.shape[0]
         angles = [(cos[inputs.positions], sin[inputs.positions]) for cos, sin in self._rotary]
-        gate_and_mul = kernels.gelu_and_mul if config.activation == GELU_TANH else kernels.silu_and_mul
+        activate = _activation(config, kernels)
         q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         residual = self.embed(inputs, kernels, tables)
         # Attention skips padding rows, which belong to no sequence. Zeros keep the rows' values finite.
@@ -179,21 +183,27 @@ class Decoder:
             q = q.view(num_tokens, config.num_heads, config.head_dim)
             k = k.view(num_tokens, config.num_kv_heads, config.head_dim)
             v = v.view(num_tokens, config.num_kv_heads, config.head_dim)
+            if layer.interleaves:
+                num_pairs = angles[layer.rotary][0].shape[1]
+                q, k = in_halves(q, num_pairs), in_halves(k, num_pairs)
             kernels.rotate_and_store(q, k, v, *angles[layer.rotary], index, inputs.attention)
             kernels.paged_attention(q, index, inputs.attention, layer.attention, attended)
-            x = attended.view(num_tokens, q_out)
+            normed, x = x, attended.view(num_tokens, q_out)
             x = with_adapters(x, layer.o(x), index, o_group)
             if layer.attention_output_norm is not None:
                 x = layer.attention_output_norm(kernels, x)
             if residual_scale != 1.0:
                 x.mul_(residual_scale)
-            x = layer.feed_forward_norm.add(kernels, x, residual)
-            x = gate_and_mul(with_adapters(x, layer.gate_up(x), index, gate_up_group))
+            attention_output = x
+            x = normed if config.parallel_blocks else layer.feed_forward_norm.add(kernels, x, residual)
+            x = activate(with_adapters(x, layer.gate_up(x), index, gate_up_group))
             x = with_adapters(x, layer.down(x), index, down_group)
             if layer.feed_forward_output_norm is not None:
                 x = layer.feed_forward_output_norm(kernels, x)
             if residual_scale != 1.0:
                 x.mul_(residual_scale)
+            if config.parallel_blocks:
+                x.add_(attention_output)
         rows = inputs.sample_rows
         return self._final_norm.add(kernels, x[rows], residual[rows])
 
@@ -220,6 +230,14 @@ class Decoder:
             logits.mul_(self.config.logit_scale)
         cap = self.config.logit_soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _activation(config: ModelConfig, kernels: Kernels) -> Callable[[torch.Tensor], torch.Tensor]:
+    if config.feed_forward.has_gate:
+        return kernels.gelu_and_mul if config.activation == GELU_TANH else kernels.silu_and_mul
+    if config.activation == GELU_TANH:
+        return lambda x: functional.gelu(x, approximate="tanh")
+    return lambda x: functional.relu(x).square_()
 
 
 def _outer(tables: AdapterTables) -> AdapterTables:
@@ -256,15 +274,21 @@ class _Placement:
     weights: WeightSource
     dtype: torch.dtype
     backend: Backend
-    norm_eps: float
-    norm_offset: float
+    config: ModelConfig
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         return self.weights.tensor(name, shape).to(self.backend.device, self.dtype)
 
     def norm(self, name: str, size: int) -> Norm:
-        weight = self.weights.tensor(f"{name}.weight", (size,)).to(self.backend.device, torch.float32)
-        return RmsNorm(weight + self.norm_offset if self.norm_offset else weight, self.norm_eps)
+        config, device = self.config, self.backend.device
+        weight = self.weights.tensor(f"{name}.weight", (size,)).to(device, torch.float32)
+        if config.norm_offset:
+            weight = weight + config.norm_offset
+        if not config.has_layer_norms:
+            return RmsNorm(weight, config.norm_eps)
+        dtype = self.backend.activation_dtype or self.dtype
+        bias = self.weights.tensor(f"{name}.bias", (size,)).to(device, dtype) if config.has_norm_biases else None
+        return LayerNorm(weight.to(dtype), bias, config.norm_eps)
 
     def linear(self, prefix: str, shapes: list[LinearShape], has_bias: bool) -> Linear:
         """Fuse linears that share an input into one linear that concatenates their outputs."""
@@ -289,6 +313,7 @@ def _load_layer(config: ModelConfig, place: _Placement, index: int, rotary: int)
         qkv=place.linear(prefix, qkv, config.qkv_bias),
         qk_norms=tuple(place.norm(f"{prefix}.self_attn.{name}", size) for name, size in config.qk_norm_sizes),
         rotary=rotary,
+        interleaves=config.interleaved_rotary and config.layer_ropes[index] is not NO_ROPE,
         attention=AttentionSpec(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,

@@ -39,6 +39,23 @@ GEMMA_NORMS = NormNames(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
 OUTPUT_NORMS = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+PARALLEL_NORMS = NormNames("input_layernorm", None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """The names of the linears of a feed-forward block: those that read its input, and the one that writes its output.
+
+    With a gate, half of the inner features multiply the other half.
+    """
+
+    inputs: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    output: str = "mlp.down_proj"
+    has_gate: bool = True
+
+
+FUSED_GATE = FeedForward(("mlp.gate_up_proj",))
+WITHOUT_GATE = FeedForward(("mlp.up_proj",), has_gate=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +66,8 @@ class Family:
     fields of `config_fields.DECISIVE` that this architecture supports. `layer_kinds` applies if `config.json` has no
     `layer_types`. With `has_layer_types`, the two may differ. A bias is present if the named field says so, or always,
     or never. With `window_theta_field`, windowed layers have their own rotary embedding without scaling, with its theta
-    in that field.
+    in that field. With `interleaved_rotary`, neighbouring channels are rotated together, not those of two halves. With
+    `parallel_blocks`, attention and feed-forward read the same normed residual.
     """
 
     layer_kinds: LayerKinds
@@ -58,14 +76,20 @@ class Family:
     assumed: Mapping[str, Any] = field(default_factory=dict)
     reads: tuple[str, ...] = ()
     norms: NormNames = PRE_NORMS
+    norm_eps_field: str = "rms_norm_eps"
     norm_offset: float = 0.0
+    has_layer_norms: bool = False
+    has_norm_biases: bool = False
     qk_norm: str | None = None
     qkv_bias: str | bool = "attention_bias"
     o_bias: str | bool = "attention_bias"
     mlp_bias: str | bool = "mlp_bias"
     fused_qkv: bool = False
-    fused_gate_up: bool = False
+    feed_forward: FeedForward = FeedForward()
+    parallel_blocks: bool = False
+    interleaved_rotary: bool = False
     activation_field: str = "hidden_act"
+    gelu_means_tanh: bool = False
     scales_embedding: bool = False
     logit_scale_field: str | None = None
     logit_divisor_field: str | None = None
@@ -87,6 +111,13 @@ _GEMMA_ASSUMED: dict[str, Any] = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
+_GLM_ASSUMED: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}
+_COHERE_ASSUMED: dict[str, Any] = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
 _QK_NORM = ("use_qk_norm", "qk_norm", "qk_layernorm")
 _GEMMA_READS = ("attention_bias", "query_pre_attn_scalar", "final_logit_softcapping")
 
@@ -138,7 +169,7 @@ FAMILIES: dict[str, Family] = {
         assumed={"original_max_position_embeddings": 4096},
         reads=("partial_rotary_factor",),
         fused_qkv=True,
-        fused_gate_up=True,
+        feed_forward=FUSED_GATE,
         ropes=("default", "longrope"),
     ),
     "GraniteForCausalLM": Family(
@@ -190,6 +221,172 @@ FAMILIES: dict[str, Family] = {
         assumed={"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4},
         norms=OUTPUT_NORMS,
         qk_norm=HEAD_WIDE,
+    ),
+    "MinistralForCausalLM": Family(
+        layer_kinds=all_windowed,
+        has_layer_types=True,
+        assumed={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "CwmForCausalLM": Family(
+        layer_kinds=full_every(4, first=0),
+        has_layer_types=True,
+        assumed={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "sliding_window": 8192,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    "SeedOssForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+        reads=("attention_bias", "mlp_bias"),
+        o_bias="attention_out_bias",
+    ),
+    "GemmaForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed={
+            "head_dim": 256,
+            "num_key_value_heads": 16,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
+        reads=("attention_bias",),
+        norm_offset=1.0,
+        gelu_means_tanh=True,
+        scales_embedding=True,
+    ),
+    "VaultGemmaForCausalLM": Family(
+        layer_kinds=full_every(2),
+        has_layer_types=True,
+        assumed={**_GEMMA_ASSUMED, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        reads=(*_GEMMA_READS, "attn_logit_softcapping"),
+        norms=NormNames("input_layernorm", None, "pre_feedforward_layernorm", None),
+        norm_offset=1.0,
+        activation_field="hidden_activation",
+        scales_embedding=True,
+    ),
+    "HeliumForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed={"num_key_value_heads": 20, "head_dim": 128, "rope_theta": 100000.0},
+        reads=("attention_bias", "mlp_bias"),
+        o_bias=False,
+        interleaved_rotary=True,
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+        },
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        interleaved_rotary=True,
+    ),
+    "GlmForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed=_GLM_ASSUMED,
+        reads=("attention_bias", "partial_rotary_factor"),
+        o_bias=False,
+        feed_forward=FUSED_GATE,
+        interleaved_rotary=True,
+    ),
+    "Glm4ForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed=_GLM_ASSUMED,
+        reads=("attention_bias", "partial_rotary_factor"),
+        norms=NormNames(
+            "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+        ),
+        o_bias=False,
+        feed_forward=FUSED_GATE,
+        interleaved_rotary=True,
+    ),
+    "CohereForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed={**_COHERE_ASSUMED, "rope_theta": 500000.0},
+        reads=("attention_bias", "logit_scale"),
+        norms=PARALLEL_NORMS,
+        norm_eps_field="layer_norm_eps",
+        has_layer_norms=True,
+        parallel_blocks=True,
+        interleaved_rotary=True,
+        logit_scale_field="logit_scale",
+    ),
+    "Cohere2ForCausalLM": Family(
+        layer_kinds=full_by_pattern,
+        has_layer_types=True,
+        rotated_layers=rotated_if_windowed,
+        assumed={**_COHERE_ASSUMED, "sliding_window": 4096, "sliding_window_pattern": 4},
+        reads=("attention_bias", "logit_scale"),
+        norms=PARALLEL_NORMS,
+        norm_eps_field="layer_norm_eps",
+        has_layer_norms=True,
+        parallel_blocks=True,
+        interleaved_rotary=True,
+        logit_scale_field="logit_scale",
+    ),
+    "StableLmForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed={"num_key_value_heads": 32, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+        reads=("partial_rotary_factor",),
+        norm_eps_field="layer_norm_eps",
+        has_layer_norms=True,
+        has_norm_biases=True,
+        qkv_bias="use_qkv_bias",
+        o_bias=False,
+    ),
+    "Starcoder2ForCausalLM": Family(
+        layer_kinds=all_windowed,
+        assumed={
+            "num_key_value_heads": 2,
+            "norm_epsilon": 1e-5,
+            "hidden_act": "gelu_pytorch_tanh",
+            "use_bias": True,
+            "tie_word_embeddings": True,
+        },
+        norm_eps_field="norm_epsilon",
+        has_layer_norms=True,
+        has_norm_biases=True,
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        feed_forward=FeedForward(("mlp.c_fc",), "mlp.c_proj", has_gate=False),
+    ),
+    "ArceeForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed={"hidden_act": "relu2"},
+        reads=("attention_bias", "mlp_bias"),
+        feed_forward=WITHOUT_GATE,
+    ),
+    "NemotronForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed={"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+        reads=("attention_bias", "mlp_bias", "partial_rotary_factor"),
+        norm_eps_field="norm_eps",
+        norm_offset=1.0,
+        has_layer_norms=True,
+        has_norm_biases=True,
+        feed_forward=WITHOUT_GATE,
+    ),
+    "Jais2ForCausalLM": Family(
+        layer_kinds=without_windows,
+        assumed={"hidden_act": "relu2", "layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True},
+        reads=("attention_bias", "mlp_bias"),
+        norm_eps_field="layer_norm_eps",
+        has_layer_norms=True,
+        has_norm_biases=True,
+        feed_forward=WITHOUT_GATE,
     ),
 }
 """The supported architectures."""

@@ -17,7 +17,14 @@ from loramux.engine.model.config_fields import (
     refuse_field,
     refuse_what_is_not_computed,
 )
-from loramux.engine.model.families import FAMILIES, HEAD_WIDE, PROJECTION_WIDE, Family, NormNames
+from loramux.engine.model.families import (
+    FAMILIES,
+    HEAD_WIDE,
+    PROJECTION_WIDE,
+    Family,
+    FeedForward,
+    NormNames,
+)
 from loramux.engine.model.layer_kinds import FULL, SLIDING
 from loramux.engine.model.rope_config import RopeConfig, parse_ropes
 from loramux.kernels.layout import LinearShape, PageGeometry
@@ -27,11 +34,12 @@ MAX_HEAD_DIM = 256
 MAX_LAYERS = 1024
 """Largest number of layers. No model has a third of it, and the lists of layers stay small."""
 
-SILU, GELU_TANH = "silu", "gelu_tanh"
+SILU, GELU_TANH, RELU_SQUARED = "silu", "gelu_tanh", "relu_squared"
 EMBEDDING, HEAD = 0, 1
 """Indices of `ModelConfig.outer_modules`."""
 
-_ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
+_GATES = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
+_ACTIVATIONS_WITHOUT_GATE = {"gelu_pytorch_tanh": GELU_TANH, "relu2": RELU_SQUARED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +49,7 @@ class ModelConfig:
     `layer_windows` contains each layer's sliding window in tokens, or None for the whole context. `layer_ropes`
     contains each layer's rotary embedding. `norm_offset` is added to every norm's weight. `qk_norm` is None if q and k
     are not normed. `residual_scale` multiplies the outputs of attention and feed-forward. With `fused_qkv`, q/k/v form
-    a single linear, and with `fused_gate_up`, gate/up do. Adapters see the same linears. A soft cap of None means no
-    cap.
+    a single linear. Adapters see the same linears. A soft cap of None means no cap.
     """
 
     architecture: str
@@ -57,12 +64,16 @@ class ModelConfig:
     norms: NormNames
     norm_eps: float
     norm_offset: float
+    has_layer_norms: bool
+    has_norm_biases: bool
     qk_norm: str | None
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     fused_qkv: bool
-    fused_gate_up: bool
+    feed_forward: FeedForward
+    parallel_blocks: bool
+    interleaved_rotary: bool
     activation: str
     embedding_scale: float
     attention_scale: float
@@ -87,12 +98,14 @@ class ModelConfig:
         else:
             outputs = {"q_proj": q_out, "k_proj": kv_out, "v_proj": kv_out}
             qkv = [LinearShape(f"self_attn.{name}", hidden, size) for name, size in outputs.items()]
-        if self.fused_gate_up:
-            gate_up = [LinearShape("mlp.gate_up_proj", hidden, 2 * inner)]
-        else:
-            gate_up = [LinearShape(f"mlp.{name}", hidden, inner) for name in ("gate_proj", "up_proj")]
-        o, down = LinearShape("self_attn.o_proj", q_out, hidden), LinearShape("mlp.down_proj", inner, hidden)
-        return (*qkv, o, *gate_up, down)
+        names = self.feed_forward.inputs
+        width = (2 if self.feed_forward.has_gate else 1) * inner // len(names)
+        return (
+            *qkv,
+            LinearShape("self_attn.o_proj", q_out, hidden),
+            *(LinearShape(name, hidden, width) for name in names),
+            LinearShape(self.feed_forward.output, inner, hidden),
+        )
 
     @property
     def outer_modules(self) -> tuple[LinearShape, ...]:
@@ -109,7 +122,7 @@ class ModelConfig:
     @property
     def module_groups(self) -> tuple[tuple[int, ...], ...]:
         """Indices of `modules`, grouped by their input: q/k/v, o, gate/up, down."""
-        sizes = (1 if self.fused_qkv else 3, 1, 1 if self.fused_gate_up else 2, 1)
+        sizes = (1 if self.fused_qkv else 3, 1, len(self.feed_forward.inputs), 1)
         return tuple(tuple(range(sum(sizes[:at]), sum(sizes[: at + 1]))) for at in range(len(sizes)))
 
     @property
@@ -192,15 +205,19 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         vocab_size=positive(raw, "vocab_size"),
         max_model_len=positive(raw, "max_position_embeddings"),
         norms=family.norms,
-        norm_eps=positive_float(raw, "rms_norm_eps"),
+        norm_eps=positive_float(raw, family.norm_eps_field),
         norm_offset=family.norm_offset,
+        has_layer_norms=family.has_layer_norms,
+        has_norm_biases=family.has_norm_biases,
         qk_norm=family.qk_norm,
         qkv_bias=_has_bias(raw, family.qkv_bias),
         o_bias=_has_bias(raw, family.o_bias),
         mlp_bias=_has_bias(raw, family.mlp_bias),
         fused_qkv=family.fused_qkv,
-        fused_gate_up=family.fused_gate_up,
-        activation=_parse_activation(raw, family.activation_field),
+        feed_forward=family.feed_forward,
+        parallel_blocks=family.parallel_blocks,
+        interleaved_rotary=family.interleaved_rotary,
+        activation=_parse_activation(raw, family),
         embedding_scale=hidden_size**0.5 if family.scales_embedding else factor(raw, "embedding_multiplier"),
         attention_scale=_attention_scale(raw, family, head_dim),
         residual_scale=factor(raw, "residual_multiplier"),
@@ -227,14 +244,17 @@ def _attention_scale(raw: Mapping[str, Any], family: Family, head_dim: int) -> f
     return 1 / math.sqrt(width)
 
 
-def _parse_activation(raw: dict[str, Any], name: str) -> str:
+def _parse_activation(raw: Mapping[str, Any], family: Family) -> str:
+    name = family.activation_field
     activation = raw.get(name, "silu")
-    if activation not in _ACTIVATIONS:
+    if activation == "gelu" and family.gelu_means_tanh:
+        return GELU_TANH
+    supported = _GATES if family.feed_forward.has_gate else _ACTIVATIONS_WITHOUT_GATE
+    if activation not in supported:
         raise ModelNotSupported(
-            f"the activation {activation!r} ({name} in config.json) is not supported; "
-            f"supported: {', '.join(_ACTIVATIONS)}"
+            f"the activation {activation!r} ({name} in config.json) is not supported; supported: {', '.join(supported)}"
         )
-    return _ACTIVATIONS[activation]
+    return supported[activation]
 
 
 def _parse_windows(

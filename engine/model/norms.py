@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.nn import functional
 
 from loramux.kernels.dispatch import Kernels
 
@@ -32,6 +33,21 @@ class RmsNorm:
 
     def add(self, kernels: Kernels, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return kernels.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerNorm:
+    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`; `weight` and `bias` `[size]` have the dtype of `x`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+
+    def __call__(self, kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def add(self, kernels: Kernels, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self(kernels, residual.add_(x))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -43,3 +43,12 @@ def rotary_tables(rope: RopeConfig, head_dim: int, max_len: int) -> tuple[torch.
     """Cosine and sine of each position's angles, float32 `[max_len, rotary_dim / 2]` each, scaled by `rope`."""
     angles = torch.outer(torch.arange(max_len).float(), inverse_frequencies(rope, head_dim, max_len))
     return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+
+
+def in_halves(heads: torch.Tensor, num_pairs: int) -> torch.Tensor:
+    """Move channels `2 * i` and `2 * i + 1` of each head to `i` and `num_pairs + i`, which kernels rotate together.
+
+    `heads` is `[num_tokens, num_heads, head_dim]`. If q and k are reordered alike, their products stay the same.
+    """
+    pairs = heads[..., : 2 * num_pairs].unflatten(-1, (num_pairs, 2)).transpose(-1, -2).flatten(-2)
+    return pairs if pairs.shape[-1] == heads.shape[-1] else torch.cat((pairs, heads[..., 2 * num_pairs :]), -1)

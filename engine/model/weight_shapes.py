@@ -15,7 +15,8 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
         shapes.update((f"model.layers.{layer}.{name}", shape) for name, shape in _layer_shapes(config))
-    shapes["model.norm.weight"] = (config.hidden_size,)
+    for part in norm_parts(config):
+        shapes[f"model.norm.{part}"] = (config.hidden_size,)
     if not config.tied_embeddings:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)
     return shapes
@@ -33,10 +34,14 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         if index in biased:
             yield f"{module.name}.bias", (module.out_features,)
     for norm in astuple(config.norms):
-        if norm is not None:
-            yield f"{norm}.weight", (config.hidden_size,)
+        for part in norm_parts(config) if norm is not None else ():
+            yield f"{norm}.{part}", (config.hidden_size,)
     for norm, size in config.qk_norm_sizes:
         yield f"self_attn.{norm}.weight", (size,)
+
+
+def norm_parts(config: ModelConfig) -> tuple[str, ...]:
+    return ("weight", "bias") if config.has_norm_biases else ("weight",)
 
 
 def check_shapes(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:

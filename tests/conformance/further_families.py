@@ -6,19 +6,51 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import (
+    ArceeConfig,
+    ArceeForCausalLM,
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    CwmConfig,
+    CwmForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    HeliumConfig,
+    HeliumForCausalLM,
     HyperCLOVAXConfig,
     HyperCLOVAXForCausalLM,
+    Jais2Config,
+    Jais2ForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
     PreTrainedModel,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+    VaultGemmaConfig,
+    VaultGemmaForCausalLM,
 )
 
 MakeModel = Callable[[dict[str, Any], int], PreTrainedModel]
@@ -71,6 +103,72 @@ def _exaone4(shape: dict[str, Any], window: int) -> PreTrainedModel:
     return Exaone4ForCausalLM(Exaone4Config(**_mixed_windows(shape, window)))
 
 
+def _ministral(shape: dict[str, Any], window: int) -> PreTrainedModel:
+    return MinistralForCausalLM(MinistralConfig(**_mixed_windows(shape, window), head_dim=16))
+
+
+def _cwm(shape: dict[str, Any], window: int) -> PreTrainedModel:
+    return CwmForCausalLM(CwmConfig(**_mixed_windows(shape, window), head_dim=16))
+
+
+def _seed_oss(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    return SeedOssForCausalLM(SeedOssConfig(**shape, head_dim=16, mlp_bias=True))
+
+
+def _gemma(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    return GemmaForCausalLM(GemmaConfig(**{**shape, "initializer_range": 0.15}, head_dim=16, attention_bias=True))
+
+
+def _vaultgemma(shape: dict[str, Any], window: int) -> PreTrainedModel:
+    sizes = {**_mixed_windows(shape, window), "head_dim": 16, "query_pre_attn_scalar": 24, "initializer_range": 0.15}
+    return VaultGemmaForCausalLM(VaultGemmaConfig(**sizes, attn_logit_softcapping=4.0, final_logit_softcapping=8.0))
+
+
+def _helium(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    """A Helium, whose o has as many inputs as outputs."""
+    return HeliumForCausalLM(HeliumConfig(**shape, head_dim=shape["hidden_size"] // shape["num_attention_heads"]))
+
+
+def _ernie(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    return Ernie4_5ForCausalLM(Ernie4_5Config(**shape, head_dim=24, use_bias=True, pad_token_id=0))
+
+
+def _glm(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    return GlmForCausalLM(GlmConfig(**shape, head_dim=16, pad_token_id=0))
+
+
+def _glm4(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    return Glm4ForCausalLM(Glm4Config(**shape, head_dim=16, pad_token_id=0))
+
+
+def _cohere(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    return CohereForCausalLM(CohereConfig(**shape, attention_bias=True, pad_token_id=0))
+
+
+def _cohere2(shape: dict[str, Any], window: int) -> PreTrainedModel:
+    return Cohere2ForCausalLM(Cohere2Config(**_mixed_windows(shape, window), logit_scale=0.5, pad_token_id=0))
+
+
+def _stablelm(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    return StableLmForCausalLM(StableLmConfig(**shape, use_qkv_bias=True))
+
+
+def _starcoder2(shape: dict[str, Any], window: int) -> PreTrainedModel:
+    return Starcoder2ForCausalLM(Starcoder2Config(**shape, sliding_window=window, attn_implementation="eager"))
+
+
+def _arcee(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    return ArceeForCausalLM(ArceeConfig(**{**shape, "initializer_range": 0.15}))
+
+
+def _nemotron(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    return NemotronForCausalLM(NemotronConfig(**{**shape, "initializer_range": 0.15}))
+
+
+def _jais2(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    return Jais2ForCausalLM(Jais2Config(**{**shape, "initializer_range": 0.15}))
+
+
 FURTHER_FAMILIES: dict[str, MakeModel] = {
     "granite": _granite,
     "hyperclovax": _hyperclovax,
@@ -78,4 +176,20 @@ FURTHER_FAMILIES: dict[str, MakeModel] = {
     "olmo2": _olmo2,
     "olmo3": _olmo3,
     "exaone4": _exaone4,
+    "ministral": _ministral,
+    "cwm": _cwm,
+    "seed_oss": _seed_oss,
+    "gemma": _gemma,
+    "vaultgemma": _vaultgemma,
+    "helium": _helium,
+    "ernie4_5": _ernie,
+    "glm": _glm,
+    "glm4": _glm4,
+    "cohere": _cohere,
+    "cohere2": _cohere2,
+    "stablelm": _stablelm,
+    "starcoder2": _starcoder2,
+    "arcee": _arcee,
+    "nemotron": _nemotron,
+    "jais2": _jais2,
 }

@@ -175,7 +175,13 @@ EVERY_FAMILY = [
 
 _FUSED_QKV = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
 _FUSED_GATE_UP = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
-RENAMED_MODULES = {"phi3": {**_FUSED_QKV, **_FUSED_GATE_UP}}
+_WITHOUT_GATE = {"gate_proj": "up_proj"}
+RENAMED_MODULES = {
+    "phi3": {**_FUSED_QKV, **_FUSED_GATE_UP},
+    **dict.fromkeys(("glm", "glm4"), _FUSED_GATE_UP),
+    "starcoder2": {"gate_proj": "c_fc", "up_proj": "c_fc", "down_proj": "c_proj"},
+    **dict.fromkeys(("arcee", "nemotron", "jais2"), _WITHOUT_GATE),
+}
 """The names of linears that differ from Llama's, by the family's name up to a hyphen."""
 
 

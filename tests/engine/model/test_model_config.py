@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from loramux.engine.errors import ModelNotSupported
-from loramux.engine.model.families import GEMMA_NORMS, HEAD_WIDE, OUTPUT_NORMS
-from loramux.engine.model.model_config import GELU_TANH, SILU, ModelConfig
+from loramux.engine.model.families import GEMMA_NORMS, HEAD_WIDE, OUTPUT_NORMS, PARALLEL_NORMS
+from loramux.engine.model.model_config import GELU_TANH, RELU_SQUARED, SILU, ModelConfig
 from loramux.engine.model.rope_config import NO_ROPE, RopeConfig
-from loramux.engine.model.rotary import inverse_frequencies, rotary_tables
+from loramux.engine.model.rotary import in_halves, inverse_frequencies, rotary_tables
 from loramux.engine.model.weights import open_weights
 
 LLAMA: dict[str, Any] = {
@@ -111,6 +111,7 @@ def test_granite_multiplies_its_activations(tmp_path: Path) -> None:
     assert (clova.logit_scale, clova.attention_scale) == (8, 16**-0.5)
 
 
+COHERE2 = {"architectures": ["Cohere2ForCausalLM"]}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
 
 
@@ -147,6 +148,40 @@ def test_olmo_3_scales_only_layers_that_see_the_whole_context(tmp_path: Path) ->
     assert config.layer_ropes == (local, local, local, whole)
     assert config.layer_windows == (32, 32, 32, None)
     assert (config.norms, config.qk_norm_sizes) == (OUTPUT_NORMS, (("q_norm", 64), ("k_norm", 32)))
+
+
+def test_cohere_2_runs_its_blocks_in_parallel(tmp_path: Path) -> None:
+    config = load(tmp_path, {**COHERE2, "sliding_window_pattern": 2})
+    assert (config.parallel_blocks, config.has_layer_norms, config.has_norm_biases) == (True, True, False)
+    assert (config.norms, config.norm_eps, config.logit_scale) == (PARALLEL_NORMS, 1e-5, 0.0625)
+    assert config.layer_windows == (4096, None, 4096, None)
+    assert [rope != NO_ROPE for rope in config.layer_ropes] == [True, False, True, False]
+    assert (config.interleaved_rotary, config.tied_embeddings) == (True, True)
+
+
+def test_feed_forward_without_a_gate_has_one_linear_before_the_activation(tmp_path: Path) -> None:
+    config = load(tmp_path, {"architectures": ["Starcoder2ForCausalLM"], "norm_epsilon": 1e-3})
+    assert [(module.name, module.in_features, module.out_features) for module in config.modules[3:]] == [
+        ("self_attn.o_proj", 64, 64),
+        ("mlp.c_fc", 64, 96),
+        ("mlp.c_proj", 96, 64),
+    ]
+    assert config.module_groups == ((0, 1, 2), (3,), (4,), (5,))
+    assert (config.activation, config.norm_eps, config.has_norm_biases) == (GELU_TANH, 1e-3, True)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, True)
+    nemotron = load(tmp_path, {"architectures": ["NemotronForCausalLM"]})
+    assert (nemotron.activation, nemotron.norm_offset) == (RELU_SQUARED, 1.0)
+    assert nemotron.layer_ropes[0].rotary_fraction == 0.5
+
+
+def test_gemma_means_the_tanh_form_by_gelu(tmp_path: Path) -> None:
+    assert load(tmp_path, {"architectures": ["GemmaForCausalLM"], "hidden_act": "gelu"}).activation == GELU_TANH
+
+
+def test_halves_of_reordered_heads_are_the_pairs() -> None:
+    heads = torch.arange(20.0).view(1, 2, 10)
+    assert in_halves(heads, 3).tolist() == [[[0, 2, 4, 1, 3, 5, 6, 7, 8, 9], [10, 12, 14, 11, 13, 15, 16, 17, 18, 19]]]
+    assert torch.equal(in_halves(in_halves(heads, 5), 1), in_halves(heads, 5))
 
 
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
@@ -322,6 +357,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**SMOLLM3, "no_rope_layers": [1, 1, 2, 1]}, "no_rope_layers does not list"),
     ({**SMOLLM3, "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
     ({"architectures": ["Olmo2ForCausalLM"], "clip_qkv": 8.0}, "clip_qkv = 8.0"),
+    ({**COHERE2, "use_qk_norm": True}, "use_qk_norm = True"),
+    ({**COHERE2, "layer_norm_eps": 0}, "layer_norm_eps is 0"),
+    ({**COHERE2, "sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+    ({"architectures": ["StableLmForCausalLM"], "use_parallel_residual": True}, "use_parallel_residual = True"),
+    ({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True}, "qk_layernorm = True"),
+    ({"architectures": ["ArceeForCausalLM"], "hidden_act": "silu"}, "activation 'silu'.* supported: gelu_py.*, relu2"),
+    ({"architectures": ["GlmForCausalLM"], "mlp_bias": True}, "mlp_bias = True"),
     ({"per_layer_config": {"0": {}}}, "per_layer_config"),
     ({"block_configs": [{}]}, "block_configs"),
 ]
