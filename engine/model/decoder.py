@@ -15,7 +15,7 @@ from loramux.engine.layer_groups import LayerGroups
 from loramux.engine.model.model_config import EMBEDDING, GELU_TANH, HEAD, ModelConfig
 from loramux.engine.model.norms import LayerNorm, NoNorm, Norm, RmsNorm
 from loramux.engine.model.rope_config import NO_ROPE
-from loramux.engine.model.rotary import in_halves, rotary_tables
+from loramux.engine.model.rotary import in_halves, query_scales, rotary_tables
 from loramux.engine.model.weights import WeightSource
 from loramux.kernels.dispatch import Kernels, KernelShapes
 from loramux.kernels.layout import LinearShape
@@ -100,6 +100,8 @@ class Decoder:
             (cos.to(backend.device), sin.to(backend.device))
             for cos, sin in (rotary_tables(rope, config.head_dim, max_len) for rope in ropes)
         ]
+        scales = query_scales(ropes[0], max_len)
+        self._query_scales = None if scales is None else scales.to(backend.device, self._dtype)
 
     @property
     def shapes(self) -> KernelShapes:
@@ -148,6 +150,7 @@ class Decoder:
         config, residual_scale = self.config, self.config.residual_scale
         num_tokens = inputs.tokens.shape[0]
         angles = [(cos[inputs.positions], sin[inputs.positions]) for cos, sin in self._rotary]
+        query_scale = None if self._query_scales is None else self._query_scales[inputs.positions]
         activate = _activation(config, kernels)
         q_out, kv_out = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         residual = self.embed(inputs, kernels, tables)
@@ -183,6 +186,8 @@ class Decoder:
             q = q.view(num_tokens, config.num_heads, config.head_dim)
             k = k.view(num_tokens, config.num_kv_heads, config.head_dim)
             v = v.view(num_tokens, config.num_kv_heads, config.head_dim)
+            if query_scale is not None:
+                q = q * query_scale
             if layer.interleaves:
                 num_pairs = angles[layer.rotary][0].shape[1]
                 q, k = in_halves(q, num_pairs), in_halves(k, num_pairs)

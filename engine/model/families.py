@@ -93,7 +93,8 @@ class Family:
     scales_embedding: bool = False
     logit_scale_field: str | None = None
     logit_divisor_field: str | None = None
-    ropes: tuple[str, ...] = ("default", "linear", "llama3")
+    ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic")
+    rope_fields: tuple[str, ...] = ()
     window_theta_field: str | None = None
 
 
@@ -226,6 +227,24 @@ FAMILIES: dict[str, Family] = {
         layer_kinds=all_windowed,
         has_layer_types=True,
         assumed={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "Ministral3ForCausalLM": Family(
+        layer_kinds=all_windowed,
+        assumed={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        ropes=("yarn",),
+        rope_fields=("llama_4_scaling_beta", "max_position_embeddings"),
     ),
     "CwmForCausalLM": Family(
         layer_kinds=full_every(4, first=0),

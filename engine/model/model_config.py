@@ -26,7 +26,7 @@ from loramux.engine.model.families import (
     NormNames,
 )
 from loramux.engine.model.layer_kinds import FULL, SLIDING
-from loramux.engine.model.rope_config import RopeConfig, parse_ropes
+from loramux.engine.model.rope_config import RopeConfig, longest_context, parse_ropes
 from loramux.kernels.layout import LinearShape, PageGeometry
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -194,6 +194,7 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     if dtype not in DTYPES:
         raise ModelNotSupported(f"the dtype {dtype!r} in config.json is not one of {', '.join(DTYPES)}")
     windows = _parse_windows(raw, architecture, family, num_layers)
+    ropes = parse_ropes(raw, architecture, family, windows, head_dim)
     return ModelConfig(
         architecture=architecture,
         num_layers=num_layers,
@@ -203,7 +204,7 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=positive(raw, "vocab_size"),
-        max_model_len=positive(raw, "max_position_embeddings"),
+        max_model_len=longest_context(raw, ropes),
         norms=family.norms,
         norm_eps=positive_float(raw, family.norm_eps_field),
         norm_offset=family.norm_offset,
@@ -226,7 +227,7 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         logit_soft_cap=_soft_cap(raw, "final_logit_softcapping"),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         layer_windows=windows,
-        layer_ropes=parse_ropes(raw, architecture, family, windows, head_dim),
+        layer_ropes=ropes,
         dtype=dtype,
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=_parse_eos(generation.get("eos_token_id", raw.get("eos_token_id"))),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,17 @@ _ROPE_FIELDS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "original_max_position_embeddings",
+        "truncate",
+    ),
+    "dynamic": ("factor", "original_max_position_embeddings"),
     "longrope": (
         "short_factor",
         "long_factor",
@@ -25,14 +36,22 @@ _ROPE_FIELDS = {
     ),
 }
 
+MAX_CONTEXT = 1 << 26
+"""Longest context of a model, in tokens. The rotary tables of a context this long take gigabytes."""
+
+QUERY_GROWTH = "llama_4_scaling_beta"
+_TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding of one kind of layer.
 
     `kind` is `none` (q and k are not rotated), `default`, `linear` (scaled by `factor`), `llama3` (scaled by `factor`
-    beyond `original_max_len`, with the two frequency factors) or `longrope` (one factor per frequency, with cosine and
-    sine multiplied by `attention_factor`). Only the first `rotary_fraction` of a head's channels are rotated.
+    beyond `original_max_len`, with the two frequency factors), `yarn` (scaled by `factor` where a frequency makes fewer
+    than `slow_turns` within `original_max_len`, and unscaled above `fast_turns`) or `longrope` (one factor for each
+    frequency). `attention_factor` multiplies cosine and sine. Only the first `rotary_fraction` of a head's channels are
+    rotated. `query_growth` scales q in positions beyond `original_max_len`.
     """
 
     theta: float
@@ -42,9 +61,13 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_len: int = 8192
+    fast_turns: float = 32.0
+    slow_turns: float = 1.0
+    truncates: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     attention_factor: float = 1.0
+    query_growth: float = 0.0
 
 
 NO_ROPE = RopeConfig(theta=1.0, kind="none")
@@ -84,7 +107,7 @@ def _parse_rope(
         raise ModelNotSupported(
             f"the rotary embedding {kind!r} of {architecture} is not supported; supported: {', '.join(family.ropes)}"
         )
-    known = ("rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_FIELDS[kind])
+    known = ("rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_FIELDS[kind], *family.rope_fields)
     for name, value in given.items():
         if name not in known and value is not None:
             refuse_field(f"{name} of the rotary embedding {kind!r}", value, architecture)
@@ -93,12 +116,19 @@ def _parse_rope(
     if kind == "default":
         return RopeConfig(theta=theta, rotary_fraction=fraction)
     if kind == "linear":
-        return RopeConfig(theta=theta, kind=kind, factor=positive_float(given, "factor"))
+        return RopeConfig(theta=theta, kind=kind, rotary_fraction=fraction, factor=positive_float(given, "factor"))
+    if kind == "dynamic":
+        # Theta grows only with contexts beyond max_position_embeddings, which are not served.
+        positive_float(given, "factor")
+        return RopeConfig(theta=theta, rotary_fraction=fraction)
+    if kind == "yarn":
+        return _parse_yarn(given, raw, theta, fraction)
     original = _original_max_len(given, raw)
     if kind == "llama3":
         return RopeConfig(
             theta=theta,
             kind=kind,
+            rotary_fraction=fraction,
             factor=positive_float(given, "factor"),
             low_freq_factor=positive_float(given, "low_freq_factor"),
             high_freq_factor=positive_float(given, "high_freq_factor"),
@@ -113,6 +143,36 @@ def _parse_rope(
         short_factors=_pair_factors(given, "short_factor", num_pairs),
         long_factors=_pair_factors(given, "long_factor", num_pairs),
         attention_factor=_attention_factor(given, positive(raw, "max_position_embeddings") / original, original),
+    )
+
+
+def _parse_yarn(given: Mapping[str, Any], raw: Mapping[str, Any], theta: float, fraction: float) -> RopeConfig:
+    """YaRN (Peng et al., 2023). As in transformers, the original context is by default the whole context."""
+    original = _original_max_len({"original_max_position_embeddings": raw["max_position_embeddings"], **given}, raw)
+    if theta <= 1:
+        raise ValueError(f"rope_theta is {theta}, which YaRN cannot scale")
+    has_factor = given.get("factor") is not None
+    factor = positive_float(given, "factor") if has_factor else positive(raw, "max_position_embeddings") / original
+    if given.get("attention_factor") is not None:
+        attention_factor = positive_float(given, "attention_factor")
+    elif given.get("mscale") and given.get("mscale_all_dim"):
+        scales = (positive_float(given, name) for name in ("mscale", "mscale_all_dim"))
+        above, below = (1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1 for scale in scales)
+        attention_factor = above / below
+    else:
+        attention_factor = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1
+    turns = {name: default if not given.get(name) else positive_float(given, name) for name, default in _TURNS.items()}
+    return RopeConfig(
+        theta=theta,
+        kind="yarn",
+        rotary_fraction=fraction,
+        factor=factor,
+        original_max_len=original,
+        fast_turns=turns["beta_fast"],
+        slow_turns=turns["beta_slow"],
+        truncates=given.get("truncate") is not False,
+        attention_factor=attention_factor,
+        query_growth=positive_float(given, QUERY_GROWTH) if given.get(QUERY_GROWTH) else 0.0,
     )
 
 
@@ -143,3 +203,12 @@ def _pair_factors(given: Mapping[str, Any], name: str, num_pairs: int) -> tuple[
     if len(factors) != num_pairs:
         raise ModelNotSupported(f"{name} in config.json has {len(factors)} factors for {num_pairs} pairs of channels")
     return factors
+
+
+def longest_context(raw: Mapping[str, Any], ropes: Collection[RopeConfig]) -> int:
+    """The longest context that the model supports: YaRN can stretch it beyond `max_position_embeddings`."""
+    stretched = [int(rope.factor * rope.original_max_len) for rope in ropes if rope.kind == "yarn"]
+    longest = max(positive(raw, "max_position_embeddings"), *stretched, 0)
+    if longest > MAX_CONTEXT:
+        raise ModelNotSupported(f"config.json describes a context of {longest} tokens, above {MAX_CONTEXT}")
+    return longest

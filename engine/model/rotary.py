@@ -13,10 +13,11 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.
     """Angle by which each pair of channels rotates per position, float32 `[rotary_dim / 2]`.
 
     `linear` divides every frequency by the factor. `llama3` divides only frequencies with a wavelength beyond the
-    original context, with a smooth transition (Llama 3.1's published scaling). `longrope` divides each frequency by its
-    own factor (Ding et al., 2024), taken from one list for contexts up to the original length and from another for
-    longer contexts. `max_len`, the longest context served, determines which list all sequences use. A sequence cannot
-    switch lists when it grows past the original length, because the K of its early positions is already cached.
+    original context, with a smooth transition (Llama 3.1's published scaling), and `yarn` those that make few turns
+    within it (Peng et al., 2023). `longrope` divides each frequency by its own factor (Ding et al., 2024), taken from
+    one list for contexts up to the original length and from another for longer contexts. `max_len`, the longest context
+    served, determines which list all sequences use. A sequence cannot switch lists when it grows past the original
+    length, because the K of its early positions is already cached.
     """
     if rope.kind == "none":
         # A rotation by 0 changes nothing, and one pair of channels is enough to say so.
@@ -32,6 +33,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.
         return frequencies
     if rope.kind == "linear":
         return frequencies / rope.factor
+    if rope.kind == "yarn":
+        scaled = _scaled_share(rope, rotary_dim)
+        return scaled * frequencies / rope.factor + (1 - scaled) * frequencies
     wavelengths = 2 * math.pi / frequencies
     turns = rope.original_max_len / wavelengths
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -39,10 +43,34 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.
     return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
 
 
+def _scaled_share(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
+    """How much each of YaRN's frequencies is scaled: 0 for fast ones, 1 for slow ones, linear in between."""
+
+    def pair_of(turns: float) -> float:
+        """The pair of channels that makes so many turns within the original context."""
+        return rotary_dim * math.log(rope.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_of(rope.fast_turns), pair_of(rope.slow_turns)
+    if rope.truncates:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    return ((torch.arange(rotary_dim // 2).float() - low) / (high - low)).clamp(0.0, 1.0)
+
+
 def rotary_tables(rope: RopeConfig, head_dim: int, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of each position's angles, float32 `[max_len, rotary_dim / 2]` each, scaled by `rope`."""
     angles = torch.outer(torch.arange(max_len).float(), inverse_frequencies(rope, head_dim, max_len))
     return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+
+
+def query_scales(rope: RopeConfig, max_len: int) -> torch.Tensor | None:
+    """Factor of q at each position, float32 `[max_len, 1, 1]`, or None if it is 1 everywhere (Llama 4's scaling)."""
+    if rope.query_growth == 0 or max_len <= rope.original_max_len:
+        return None
+    spans = (torch.arange(max_len).float() / rope.original_max_len).floor()
+    return (1 + rope.query_growth * torch.log(1 + spans)).view(-1, 1, 1)
 
 
 def in_halves(heads: torch.Tensor, num_pairs: int) -> torch.Tensor:

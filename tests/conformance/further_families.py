@@ -32,6 +32,10 @@ from transformers import (
     HyperCLOVAXForCausalLM,
     Jais2Config,
     Jais2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
     NemotronConfig,
@@ -72,6 +76,20 @@ def _hyperclovax(shape: dict[str, Any], _: int) -> PreTrainedModel:
     return HyperCLOVAXForCausalLM(HyperCLOVAXConfig(**shape, **MULTIPLIERS, tie_word_embeddings=True))
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+
+
+def _llama_yarn(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=dict(YARN)))
+
+
+def _ministral3(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    """A Ministral 3 whose queries grow from position 64 on."""
+    rope = {**YARN, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.7}
+    config = Ministral3Config(**shape, head_dim=16, rope_parameters={**rope, "llama_4_scaling_beta": 0.4})
+    return Ministral3ForCausalLM(config)
+
+
 def _smollm3(shape: dict[str, Any], window: int) -> PreTrainedModel:
     """A SmolLM3 whose last layer has a window instead of positions."""
     rotated = [1] * (shape["num_hidden_layers"] - 1) + [0]
@@ -93,7 +111,7 @@ def _mixed_windows(shape: dict[str, Any], window: int) -> dict[str, Any]:
 def _olmo3(shape: dict[str, Any], window: int) -> PreTrainedModel:
     """An OLMo 3 whose rotary embedding is scaled in the layers without a window."""
     ropes = {
-        "full_attention": {"rope_type": "linear", "rope_theta": 500000.0, "factor": 8.0},
+        "full_attention": {**YARN, "rope_theta": 500000.0, "attention_factor": 1.3},
         "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
     }
     return Olmo3ForCausalLM(Olmo3Config(**_mixed_windows(shape, window), rope_parameters=ropes))
@@ -172,6 +190,8 @@ def _jais2(shape: dict[str, Any], _: int) -> PreTrainedModel:
 FURTHER_FAMILIES: dict[str, MakeModel] = {
     "granite": _granite,
     "hyperclovax": _hyperclovax,
+    "llama-yarn": _llama_yarn,
+    "ministral3": _ministral3,
     "smollm3": _smollm3,
     "olmo2": _olmo2,
     "olmo3": _olmo3,

@@ -214,11 +214,23 @@ def test_phi_3_rotates_part_of_each_head(tmp_path: Path) -> None:
         ({"rope_theta": 5e5}, RopeConfig(theta=5e5)),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7e3}}, RopeConfig(theta=7e3)),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, RopeConfig(theta=1e4, kind="linear", factor=2.0)),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, RopeConfig(theta=1e4)),
     ],
-    ids=["nothing said", "theta alone", "transformers 5", "before transformers 5"],
+    ids=["nothing said", "theta alone", "transformers 5", "before transformers 5", "dynamic"],
 )
 def test_each_kind_of_rope_is_read(tmp_path: Path, changes: dict[str, Any], expected: RopeConfig) -> None:
     assert load(tmp_path, changes).layer_ropes == (expected,) * 4
+
+
+def test_yarn_stretches_the_context(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    config = load(tmp_path, {"rope_scaling": yarn})
+    (rope,) = set(config.layer_ropes)
+    assert (config.max_model_len, rope.attention_factor) == (1024, 0.1 * math.log(4) + 1)
+    usual, scaled = (inverse_frequencies(one, 64, 1024) for one in (RopeConfig(theta=1e4), rope))
+    # The fastest pair turns 40 times in 256 positions, the slowest less than once.
+    assert (scaled[0], scaled[-1]) == (usual[0], usual[-1] / 4)
+    assert (scaled[:-1] > scaled[1:]).all()
 
 
 @pytest.mark.parametrize(
@@ -300,8 +312,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": None}, "malformed"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     # Unsupported settings that change the computation, with the name given in the error.
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' of LlamaForCausalLM is not supported"),
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' of LlamaForCausalLM is not supported"),
+    ({"rope_scaling": {"rope_type": "proportional"}}, "'proportional' of LlamaForCausalLM is not supported"),
+    ({"rope_scaling": {"rope_type": "dynamic"}}, "malformed: 'factor'"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "factor is 0"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 1e30}}, "a context of [0-9]+ tokens, above 67108864"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_slow": -1}}, "beta_slow is -1"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "finetuned": True}}, "finetuned of the rotary embedding"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 1}, "rope_theta is 1.0, which YaRN"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
+    ({"max_position_embeddings": 10**12}, "a context of 1000000000000 tokens, above"),
     (LONGROPE, "'longrope' of LlamaForCausalLM is not supported"),
     ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1]}}, "mrope_section of the rotary embedding"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor is 0"),
