@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 
 from loramux.kernels.gpu.capability import capability_problem
+from loramux.kernels.routing import ExpertWeights, Routing
+from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews
 
 
@@ -110,6 +112,30 @@ class Kernels(LoraKernels, Protocol):
 
     def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`gelu(gate) * up`, with gelu in its tanh form. Each row contains gate, then up."""
+        ...
+
+    def route(self, logits: torch.Tensor, spec: RoutingSpec) -> Routing:
+        """Choose each token's experts from its logits `[T, num_experts]`: the `top_k` highest, of equal ones the first.
+
+        A token whose logits contain NaN or positive infinity gets the first experts, with weights NaN.
+        """
+        ...
+
+    def multiply_experts(self, x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> torch.Tensor:
+        """`y[p] = x[row of p] @ weight[expert of p]ᵀ` `[T * top_k, out_features]`, for each pair `p` of the routing.
+
+        `x` has a row for each token or for each pair. The weights of each expert are read once for all of its pairs.
+        """
+        ...
+
+    def sum_experts(
+        self, y: torch.Tensor, routing: Routing, shared: torch.Tensor | None, shared_gate: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`sum over j of weights[t, j] * y[t * top_k + j]`, plus `sigmoid(shared_gate[t]) * shared[t]` if given.
+
+        `y` is contiguous, `[T * top_k, n]`; `shared` `[T, n]` is the output of the shared expert, and `shared_gate`
+        `[T, 1]`.
+        """
         ...
 
 

@@ -51,13 +51,18 @@ NO_AFFINE = -1
 class LinearShape:
     """One linear layer that an adapter may target: `weight[out_features, in_features]`.
 
-    An embedding is a linear layer with one-hot inputs: each row selects one of `in_features` tokens.
+    An embedding is a linear layer with one-hot inputs: each row selects one of `in_features` tokens. `layers` are the
+    layers that have this linear layer, or None for all.
     """
 
     name: str
     in_features: int
     out_features: int
     is_embedding: bool = False
+    layers: tuple[int, ...] | None = None
+
+    def is_in(self, layer: int) -> bool:
+        return self.layers is None or layer in self.layers
 
 
 @dataclass(frozen=True, slots=True)

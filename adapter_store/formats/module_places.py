@@ -61,4 +61,5 @@ def module_places(target: PackTarget) -> Iterator[ModulePlace]:
         yield ModulePlace(shape.name, None, index, shape)
     for layer in range(target.geometry.num_layers):
         for index, shape in enumerate(target.modules):
-            yield ModulePlace(module_key(layer, shape), layer, index, shape)
+            if shape.is_in(layer):
+                yield ModulePlace(module_key(layer, shape), layer, index, shape)

@@ -38,10 +38,11 @@ _MAX_HEADER_BYTES = 1 << 20
 class PackTarget:
     """One engine's layout.
 
-    `modules` use PEFT's names within a layer; `dtype` is float32 or bfloat16. `outer_modules` are the modules outside
-    the layers, by full name; with `tied_embeddings`, the base's head uses the weight of its embedding. If `tp_size`
-    GPUs share each linear, `modules` still describe the whole model, but `geometry` describes rank `tp_rank`'s own
-    pages, with its share of the K and V heads, and each adapter is packed for that rank only.
+    `modules` use PEFT's names within a layer, and some layers may lack a module; `dtype` is float32 or bfloat16.
+    `outer_modules` are the modules outside the layers, by full name; with `tied_embeddings`, the base's head uses the
+    weight of its embedding. If `tp_size` GPUs share each linear, `modules` still describe the whole model, but
+    `geometry` describes rank `tp_rank`'s own pages, with its share of the K and V heads, and each adapter is packed for
+    that rank only.
     """
 
     modules: tuple[LinearShape, ...]
@@ -91,9 +92,8 @@ class PackTarget:
     @property
     def max_pages(self) -> int:
         """Number of pages that are enough for any adapter: every module at the highest rank, and all rows trained."""
-        ranks = np.full((self.geometry.num_layers, len(self.modules)), MAX_RANK, np.int32)
         outer_ranks = np.full(len(self.outer_modules), MAX_RANK, np.int32)
-        without_rows = self.layout(ranks, outer_ranks, has_affines=True).num_pages
+        without_rows = self.layout(self.equal_ranks(MAX_RANK), outer_ranks, has_affines=True).num_pages
         page_elements = self.geometry.flat.adapter_elements
         shapes = [trained_rows_of(self.shard(module).shape(module)) for module in self.outer_modules]
         rows = sum(count * row_layout(row_len, page_elements).padded_len for count, row_len in shapes)
@@ -104,6 +104,11 @@ class PackTarget:
     def max_payload_bytes(self) -> int:
         """Largest packed size of an adapter, in bytes."""
         return self.max_pages * self.geometry.total_page_bytes
+
+    def equal_ranks(self, rank: int) -> npt.NDArray[np.int32]:
+        """The ranks `[num_layers, num_modules]` of an adapter with this rank on every module."""
+        layers = range(self.geometry.num_layers)
+        return np.array([[rank * module.is_in(layer) for module in self.modules] for layer in layers], np.int32)
 
     def layout(
         self,
@@ -139,10 +144,10 @@ class PackTarget:
     def document(self) -> dict[str, Any]:
         """Return this target as plain JSON values, for packed files and the validation process."""
         return {
-            "modules": [asdict(module) for module in self.modules],
+            "modules": [_module_document(module) for module in self.modules],
             "geometry": asdict(self.geometry),
             "dtype": self.dtype,
-            "outer_modules": [asdict(module) for module in self.outer_modules],
+            "outer_modules": [_module_document(module) for module in self.outer_modules],
             "tied_embeddings": self.tied_embeddings,
             "tp_size": self.tp_size,
             "tp_rank": self.tp_rank,
@@ -151,15 +156,28 @@ class PackTarget:
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> PackTarget:
         return cls(
-            modules=tuple(LinearShape(**module) for module in document["modules"]),
+            modules=tuple(_parse_module(module) for module in document["modules"]),
             geometry=PageGeometry(**document["geometry"]),
             dtype=document["dtype"],
-            outer_modules=tuple(LinearShape(**module) for module in document["outer_modules"]),
+            outer_modules=tuple(_parse_module(module) for module in document["outer_modules"]),
             tied_embeddings=document["tied_embeddings"],
             # Documents written before tensor parallelism lack these fields.
             tp_size=document.get("tp_size", 1),
             tp_rank=document.get("tp_rank", 0),
         )
+
+
+def _module_document(module: LinearShape) -> dict[str, Any]:
+    document = asdict(module)
+    if module.layers is None:
+        # Left out, so that packed files from before the field was added stay valid.
+        del document["layers"]
+    return document
+
+
+def _parse_module(document: dict[str, Any]) -> LinearShape:
+    layers = document.get("layers")
+    return LinearShape(**{**document, "layers": None if layers is None else tuple(layers)})
 
 
 @lru_cache(maxsize=256)

@@ -6,8 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.answer_parsers import NO_CHOICE
 from loramux.adapter_store.formats.file_names import GENERATION_FILE
@@ -78,7 +76,7 @@ def _facts(config: ModelConfig, target: PackTarget) -> dict[str, Any]:
 
 def _num_pages(target: PackTarget, rank: int) -> int:
     """Pages of an adapter with this rank on all linear layers."""
-    return target.layout(np.full((target.geometry.num_layers, len(target.modules)), rank, np.int32)).num_pages
+    return target.layout(target.equal_ranks(rank)).num_pages
 
 
 def _template(template: ChatTemplate | None) -> tuple[dict[str, Any], list[Warn]]:

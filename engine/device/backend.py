@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from loramux.engine.device.cuda import CudaAccelerator
 from loramux.engine.device.cuda_driver import missing_for_cuda
 from loramux.engine.errors import DeviceNotUsable
 from loramux.kernels.dispatch import Kernels, KernelShapes, select_kernels
+from loramux.kernels.routing import ExpertWeights
 from loramux.kernels.tables import PoolViews
 
 SWITCH_INTERVAL_S = 0.0005
@@ -41,6 +42,22 @@ class DenseLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self._weight, self._bias)
+
+
+class MakeExperts(Protocol):
+    """Lays out one linear layer of all experts from the weight of each, `[out_features, in_features]`, in order."""
+
+    def __call__(self, num_experts: int, weights: Iterator[torch.Tensor]) -> ExpertWeights: ...
+
+
+def stack_experts(num_experts: int, weights: Iterator[torch.Tensor]) -> torch.Tensor:
+    """`[num_experts, out_features, in_features]`, of which only one expert is in memory twice."""
+    first = next(weights)
+    stacked = first.new_empty(num_experts, *first.shape)
+    stacked[0] = first
+    for expert, weight in enumerate(weights, 1):
+        stacked[expert] = weight
+    return stacked
 
 
 class SampleTokens(Protocol):
@@ -73,6 +90,7 @@ class Backend:
     make_kernels: Callable[[PoolViews, KernelShapes], Kernels]
     make_linear: Callable[[torch.Tensor, torch.Tensor | None], Linear]
     activation_dtype: torch.dtype | None
+    make_experts: MakeExperts = stack_experts
     sample_tokens: SampleTokens | None = None
     compiles: bool = False
     compile_ahead: CompileAhead | None = None
@@ -96,6 +114,7 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if device == "cpu":
         # Imported here because a GPU does not need numba.
+        from loramux.kernels.cpu.experts import PackedExperts
         from loramux.kernels.cpu.linear import PackedLinear
         from loramux.kernels.cpu.threads import set_num_threads
 
@@ -104,6 +123,7 @@ def open_backend(device: str, pdl: bool = False) -> Backend:
             make_kernels=lambda pool, shapes: select_kernels(torch.device("cpu"), pool, shapes),
             make_linear=PackedLinear,
             activation_dtype=torch.float32,
+            make_experts=lambda num_experts, weights: PackedExperts(weights),
             set_num_threads=set_num_threads,
         )
     missing = missing_for_cuda()

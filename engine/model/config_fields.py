@@ -66,6 +66,7 @@ DECISIVE: dict[str, tuple[Any, ...]] = {
             "kv_lora_rank",
             "llama_4_scaling",
             "n_routed_experts",
+            "n_shared_experts",
             "no_rope_layers",
             "num_experts",
             "num_kv_shared_layers",

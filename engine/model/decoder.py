@@ -11,9 +11,11 @@ from torch.nn import functional
 
 from loramux.engine.batch import StepInputs
 from loramux.engine.device.backend import Backend, Linear
-from loramux.engine.layer_groups import LayerGroups
+from loramux.engine.layer_groups import NO_GROUPS, LayerGroups
+from loramux.engine.model.mixture import Mixture
 from loramux.engine.model.model_config import EMBEDDING, GELU_TANH, HEAD, ModelConfig
-from loramux.engine.model.norms import LayerNorm, NoNorm, Norm, RmsNorm
+from loramux.engine.model.norms import NoNorm, Norm
+from loramux.engine.model.placement import Placement
 from loramux.engine.model.rope_config import NO_ROPE
 from loramux.engine.model.rotary import in_halves, query_scales, rotary_tables
 from loramux.engine.model.weights import WeightSource
@@ -24,7 +26,9 @@ from loramux.kernels.tables import AdapterTables, AttentionSpec, LoraCall, Modul
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """The weights of one layer. q/k/v are fused into one linear, and so are gate/up.
+    """The weights of one layer. q/k/v are fused into one linear.
+
+    A layer with a `mixture` has a `feed_forward` only if it has a shared expert.
 
     Output norms apply to the outputs of attention and feed-forward before these are added to the residual. `qk_norms`
     are the norms of q and k, or empty. `rotary` is the index of the decoder's rotary tables for this layer's q and k.
@@ -40,19 +44,27 @@ class DecoderLayer:
     o: Linear
     attention_output_norm: Norm | None
     feed_forward_norm: Norm
-    gate_up: Linear
-    down: Linear
+    feed_forward: FeedForward | None
+    mixture: Mixture | None
     feed_forward_output_norm: Norm | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeedForward:
+    """A feed-forward block that all tokens use, with gate/up fused: that of a dense layer, or the shared expert."""
+
+    gate_up: Linear
+    gate_up_group: ModuleGroup
+    down: Linear
+    down_group: ModuleGroup
 
 
 @dataclass(frozen=True, slots=True)
 class LoraGroups:
-    """Groups of modules that share an input, a shrink and an expand: a layer's four groups and the two outer groups."""
+    """Groups of modules that share an input, a shrink and an expand; those of feed-forwards belong to the layers."""
 
     qkv: ModuleGroup
     o: ModuleGroup
-    gate_up: ModuleGroup
-    down: ModuleGroup
     embedding: ModuleGroup
     head: ModuleGroup
 
@@ -82,7 +94,7 @@ class Decoder:
         self.config = config
         self._dtype = backend.activation_dtype or dtype
         self._groups = lora_groups(config)
-        place = _Placement(weights, dtype, backend, config)
+        place = Placement(weights, dtype, backend, config)
         self._embedding = place.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         # Round the scale to the dtype of the weights before multiplying, as transformers does.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
@@ -107,8 +119,10 @@ class Decoder:
     def shapes(self) -> KernelShapes:
         """The shapes that the kernels must support."""
         groups = self._groups
+        blocks = [layer.feed_forward for layer in self._layers if layer.feed_forward is not None]
+        feed_forwards = [group for block in blocks for group in (block.gate_up_group, block.down_group)]
         return KernelShapes(
-            groups=(groups.qkv, groups.o, groups.gate_up, groups.down),
+            groups=(groups.qkv, groups.o, *dict.fromkeys(feed_forwards)),
             attention=tuple(layer.attention for layer in self._layers),
             outer_groups=(groups.embedding, groups.head),
         )
@@ -121,7 +135,8 @@ class Decoder:
     def with_few_layers(self) -> Decoder:
         """A copy that shares the weights but has only one layer of each kind. It launches every kernel in less time."""
         few = copy.copy(self)
-        few._layers = list({layer.attention: layer for layer in self._layers}.values())
+        kinds = {(layer.attention, layer.feed_forward is None, layer.mixture is None): layer for layer in self._layers}
+        few._layers = list(kinds.values())
         return few
 
     @torch.inference_mode()
@@ -157,26 +172,33 @@ class Decoder:
         # Attention skips padding rows, which belong to no sequence. Zeros keep the rows' values finite.
         attended = residual.new_zeros(num_tokens, config.num_heads, config.head_dim)
 
-        def adapted(flag: LayerGroups, group: ModuleGroup) -> ModuleGroup | None:
-            """The group, or None if no adapter of this step modifies the group."""
-            return group if inputs.segments.num_segments and flag in inputs.groups else None
+        # The groups that adapters of this step modify.
+        adapted = inputs.groups if inputs.segments.num_segments else NO_GROUPS
 
-        qkv_group = adapted(LayerGroups.QKV, self._groups.qkv)
-        o_group = adapted(LayerGroups.O, self._groups.o)
-        gate_up_group = adapted(LayerGroups.GATE_UP, self._groups.gate_up)
-        down_group = adapted(LayerGroups.DOWN, self._groups.down)
-
-        def with_adapters(x: torch.Tensor, y: torch.Tensor, index: int, group: ModuleGroup | None) -> torch.Tensor:
+        def with_adapters(
+            x: torch.Tensor, y: torch.Tensor, index: int, flag: LayerGroups, group: ModuleGroup
+        ) -> torch.Tensor:
             """Add the adapters' outputs for `x` to `y`, the base's output."""
-            if group is not None:
+            if flag in adapted:
                 kernels.lora_add(x, LoraCall(index, group, tables, inputs.segments), y)
             return y
+
+        def feed_forward(x: torch.Tensor, index: int, layer: DecoderLayer) -> torch.Tensor:
+            block, out = layer.feed_forward, None
+            if block is not None:
+                inner = with_adapters(x, block.gate_up(x), index, LayerGroups.GATE_UP, block.gate_up_group)
+                inner = activate(inner)
+                out = with_adapters(inner, block.down(inner), index, LayerGroups.DOWN, block.down_group)
+            if layer.mixture is not None:
+                out = layer.mixture(x, out, kernels, activate)
+            assert out is not None, "each layer has a feed-forward or experts"
+            return out
 
         x = residual
         for index, layer in enumerate(self._layers):
             norm = layer.attention_norm
             x = norm(kernels, residual) if index == 0 else norm.add(kernels, x, residual)
-            qkv = with_adapters(x, layer.qkv(x), index, qkv_group)
+            qkv = with_adapters(x, layer.qkv(x), index, LayerGroups.QKV, self._groups.qkv)
             q, k, v = qkv.split((q_out, kv_out, kv_out), dim=1)
             if layer.qk_norms:
                 q, k = (
@@ -194,15 +216,14 @@ class Decoder:
             kernels.rotate_and_store(q, k, v, *angles[layer.rotary], index, inputs.attention)
             kernels.paged_attention(q, index, inputs.attention, layer.attention, attended)
             normed, x = x, attended.view(num_tokens, q_out)
-            x = with_adapters(x, layer.o(x), index, o_group)
+            x = with_adapters(x, layer.o(x), index, LayerGroups.O, self._groups.o)
             if layer.attention_output_norm is not None:
                 x = layer.attention_output_norm(kernels, x)
             if residual_scale != 1.0:
                 x.mul_(residual_scale)
             attention_output = x
             x = normed if config.parallel_blocks else layer.feed_forward_norm.add(kernels, x, residual)
-            x = activate(with_adapters(x, layer.gate_up(x), index, gate_up_group))
-            x = with_adapters(x, layer.down(x), index, down_group)
+            x = feed_forward(x, index, layer)
             if layer.feed_forward_output_norm is not None:
                 x = layer.feed_forward_output_norm(kernels, x)
             if residual_scale != 1.0:
@@ -251,10 +272,10 @@ def _outer(tables: AdapterTables) -> AdapterTables:
 
 
 def lora_groups(config: ModelConfig) -> LoraGroups:
-    """Group the modules of `config.modules` by their input."""
-    qkv, o, gate_up, down = (_group(config.modules, modules) for modules in config.module_groups)
+    """Group the modules that all layers have, and the outer modules, by their input."""
+    qkv, o = (_group(config.modules, modules) for modules in config.module_groups[:2])
     embedding, head = (_group(config.outer_modules, (module,)) for module in (EMBEDDING, HEAD))
-    return LoraGroups(qkv=qkv, o=o, gate_up=gate_up, down=down, embedding=embedding, head=head)
+    return LoraGroups(qkv=qkv, o=o, embedding=embedding, head=head)
 
 
 def _group(shapes: tuple[LinearShape, ...], modules: tuple[int, ...]) -> ModuleGroup:
@@ -269,53 +290,31 @@ def _group(shapes: tuple[LinearShape, ...], modules: tuple[int, ...]) -> ModuleG
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Placement:
-    """Moves tensors to the device: linears in the weights' dtype, norms in float32.
-
-    Some architectures store norm weights minus 1. The 1 is added here, so that kernels need no special case.
-    """
-
-    weights: WeightSource
-    dtype: torch.dtype
-    backend: Backend
-    config: ModelConfig
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self.weights.tensor(name, shape).to(self.backend.device, self.dtype)
-
-    def norm(self, name: str, size: int) -> Norm:
-        config, device = self.config, self.backend.device
-        weight = self.weights.tensor(f"{name}.weight", (size,)).to(device, torch.float32)
-        if config.norm_offset:
-            weight = weight + config.norm_offset
-        if not config.has_layer_norms:
-            return RmsNorm(weight, config.norm_eps)
-        dtype = self.backend.activation_dtype or self.dtype
-        bias = self.weights.tensor(f"{name}.bias", (size,)).to(device, dtype) if config.has_norm_biases else None
-        return LayerNorm(weight.to(dtype), bias, config.norm_eps)
-
-    def linear(self, prefix: str, shapes: list[LinearShape], has_bias: bool) -> Linear:
-        """Fuse linears that share an input into one linear that concatenates their outputs."""
-        parts = [self.tensor(f"{prefix}.{one.name}.weight", (one.out_features, one.in_features)) for one in shapes]
-        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
-        bias = None
-        if has_bias:
-            bias = torch.cat([self.tensor(f"{prefix}.{one.name}.bias", (one.out_features,)) for one in shapes])
-        return self.backend.make_linear(weight, bias)
-
-
-def _load_layer(config: ModelConfig, place: _Placement, index: int, rotary: int) -> DecoderLayer:
+def _load_layer(config: ModelConfig, place: Placement, index: int, rotary: int) -> DecoderLayer:
     prefix = f"model.layers.{index}"
     hidden_size, head_dim = config.hidden_size, config.head_dim
-    qkv, o, gate_up, down = ([config.modules[m] for m in modules] for modules in config.module_groups)
+    qkv, o, gate_up, down = config.layer_groups(index)
+
+    def linear(modules: tuple[int, ...], has_bias: bool) -> Linear:
+        return place.linear(prefix, [config.modules[module] for module in modules], has_bias)
 
     def norm(name: str | None) -> Norm | None:
         return None if name is None else place.norm(f"{prefix}.{name}", hidden_size)
 
+    block = None
+    if gate_up:
+        block = FeedForward(
+            gate_up=linear(gate_up, config.mlp_bias),
+            gate_up_group=_group(config.modules, gate_up),
+            down=linear(down, config.mlp_bias),
+            down_group=_group(config.modules, down),
+        )
+    mixture = None
+    if config.mixture is not None and index in config.mixture.layers:
+        mixture = Mixture(config.mixture, hidden_size, place, prefix)
     return DecoderLayer(
         attention_norm=norm(config.norms.before_attention) or NoNorm(),
-        qkv=place.linear(prefix, qkv, config.qkv_bias),
+        qkv=linear(qkv, config.qkv_bias),
         qk_norms=tuple(place.norm(f"{prefix}.self_attn.{name}", size) for name, size in config.qk_norm_sizes),
         rotary=rotary,
         interleaves=config.interleaved_rotary and config.layer_ropes[index] is not NO_ROPE,
@@ -327,10 +326,10 @@ def _load_layer(config: ModelConfig, place: _Placement, index: int, rotary: int)
             sliding_window=config.layer_windows[index],
             soft_cap=config.attention_soft_cap,
         ),
-        o=place.linear(prefix, o, config.o_bias),
+        o=linear(o, config.o_bias),
         attention_output_norm=norm(config.norms.after_attention),
         feed_forward_norm=norm(config.norms.before_feed_forward) or NoNorm(),
-        gate_up=place.linear(prefix, gate_up, config.mlp_bias),
-        down=place.linear(prefix, down, config.mlp_bias),
+        feed_forward=block,
+        mixture=mixture,
         feed_forward_output_norm=norm(config.norms.after_feed_forward),
     )

@@ -19,6 +19,7 @@ from loramux.engine.model.layer_kinds import (
     windowed_unless_rotated,
     without_windows,
 )
+from loramux.engine.model.mixture_config import MixtureTraits
 
 HEAD_WIDE, PROJECTION_WIDE = "head", "projection"
 """What a norm of q and k covers: each head, or all heads together."""
@@ -55,6 +56,7 @@ class FeedForward:
 
 
 FUSED_GATE = FeedForward(("mlp.gate_up_proj",))
+SHARED_EXPERT = FeedForward(("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj")
 WITHOUT_GATE = FeedForward(("mlp.up_proj",), has_gate=False)
 
 
@@ -96,6 +98,7 @@ class Family:
     ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic")
     rope_fields: tuple[str, ...] = ()
     window_theta_field: str | None = None
+    mixture: MixtureTraits | None = None
 
 
 _QWEN_ASSUMED: dict[str, Any] = {
@@ -119,10 +122,10 @@ _GLM_ASSUMED: dict[str, Any] = {
     "partial_rotary_factor": 0.5,
 }
 _COHERE_ASSUMED: dict[str, Any] = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
-_QK_NORM = ("use_qk_norm", "qk_norm", "qk_layernorm")
+QK_NORM = ("use_qk_norm", "qk_norm", "qk_layernorm")
 _GEMMA_READS = ("attention_bias", "query_pre_attn_scalar", "final_logit_softcapping")
 
-_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(layer_kinds=without_windows, reads=("attention_bias", "mlp_bias")),
@@ -139,7 +142,7 @@ FAMILIES: dict[str, Family] = {
         layer_kinds=windowed_above,
         has_layer_types=True,
         assumed={**_QWEN_ASSUMED, "head_dim": 128},
-        reads=("attention_bias", *_QK_NORM),
+        reads=("attention_bias", *QK_NORM),
         qk_norm=HEAD_WIDE,
     ),
     "Gemma2ForCausalLM": Family(
@@ -157,7 +160,7 @@ FAMILIES: dict[str, Family] = {
         layer_kinds=full_by_pattern,
         has_layer_types=True,
         assumed={**_GEMMA_ASSUMED, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
-        reads=(*_GEMMA_READS, *_QK_NORM),
+        reads=(*_GEMMA_READS, *QK_NORM),
         norms=GEMMA_NORMS,
         norm_offset=1.0,
         qk_norm=HEAD_WIDE,
@@ -176,12 +179,12 @@ FAMILIES: dict[str, Family] = {
     "GraniteForCausalLM": Family(
         layer_kinds=without_windows,
         assumed={"attention_multiplier": 1.0},
-        reads=("attention_bias", "mlp_bias", *_MULTIPLIERS),
+        reads=("attention_bias", "mlp_bias", *MULTIPLIERS),
         logit_divisor_field="logits_scaling",
     ),
     "HyperCLOVAXForCausalLM": Family(
         layer_kinds=without_windows,
-        reads=("attention_bias", "mlp_bias", *_MULTIPLIERS),
+        reads=("attention_bias", "mlp_bias", *MULTIPLIERS),
         norms=NormNames("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
         # Granite divides by this field.
         logit_scale_field="logits_scaling",
@@ -408,4 +411,4 @@ FAMILIES: dict[str, Family] = {
         feed_forward=WITHOUT_GATE,
     ),
 }
-"""The supported architectures."""
+"""The supported architectures without experts; `mixture_families.py` has the others."""

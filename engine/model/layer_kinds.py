@@ -32,6 +32,16 @@ def windowed_above(raw: Mapping[str, Any], num_layers: int) -> list[str]:
     return [SLIDING if layer >= int(raw["max_window_layers"]) else FULL for layer in range(num_layers)]
 
 
+def all_windowed_if_used(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    return all_windowed(raw, num_layers) if raw["use_sliding_window"] else [FULL] * num_layers
+
+
+def windowed_in_turn(raw: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Windows in every second layer below layer `max_window_layers`, if they are in use."""
+    last = int(raw["max_window_layers"]) if raw["use_sliding_window"] else 0
+    return [SLIDING if layer % 2 == 0 and layer < last else FULL for layer in range(num_layers)]
+
+
 def full_every(period: int, first: int | None = None) -> LayerKinds:
     """Windows in all layers but `first`, by default `period - 1`, and each `period` layers further on."""
     first = period - 1 if first is None else first

@@ -21,11 +21,14 @@ from loramux.engine.model.families import (
     FAMILIES,
     HEAD_WIDE,
     PROJECTION_WIDE,
+    SHARED_EXPERT,
     Family,
     FeedForward,
     NormNames,
 )
 from loramux.engine.model.layer_kinds import FULL, SLIDING
+from loramux.engine.model.mixture_config import MixtureConfig, parse_mixture
+from loramux.engine.model.mixture_families import MIXTURE_FAMILIES
 from loramux.engine.model.rope_config import RopeConfig, longest_context, parse_ropes
 from loramux.kernels.layout import LinearShape, PageGeometry
 
@@ -49,7 +52,8 @@ class ModelConfig:
     `layer_windows` contains each layer's sliding window in tokens, or None for the whole context. `layer_ropes`
     contains each layer's rotary embedding. `norm_offset` is added to every norm's weight. `qk_norm` is None if q and k
     are not normed. `residual_scale` multiplies the outputs of attention and feed-forward. With `fused_qkv`, q/k/v form
-    a single linear. Adapters see the same linears. A soft cap of None means no cap.
+    a single linear. Adapters see the same linears. A soft cap of None means no cap. The layers of `mixture`, which is
+    None if there are none, have experts instead of a feed-forward of `intermediate_size`.
     """
 
     architecture: str
@@ -72,6 +76,7 @@ class ModelConfig:
     mlp_bias: bool
     fused_qkv: bool
     feed_forward: FeedForward
+    mixture: MixtureConfig | None
     parallel_blocks: bool
     interleaved_rotary: bool
     activation: str
@@ -91,21 +96,33 @@ class ModelConfig:
     @property
     def modules(self) -> tuple[LinearShape, ...]:
         """The linears of a layer that adapters can target, with PEFT's names, in the pool's fixed order."""
-        hidden, inner = self.hidden_size, self.intermediate_size
+        hidden = self.hidden_size
         q_out, kv_out = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         if self.fused_qkv:
             qkv = [LinearShape("self_attn.qkv_proj", hidden, q_out + 2 * kv_out)]
         else:
             outputs = {"q_proj": q_out, "k_proj": kv_out, "v_proj": kv_out}
             qkv = [LinearShape(f"self_attn.{name}", hidden, size) for name, size in outputs.items()]
-        names = self.feed_forward.inputs
-        width = (2 if self.feed_forward.has_gate else 1) * inner // len(names)
-        return (
-            *qkv,
-            LinearShape("self_attn.o_proj", q_out, hidden),
-            *(LinearShape(name, hidden, width) for name in names),
-            LinearShape(self.feed_forward.output, inner, hidden),
-        )
+        feed_forwards: list[LinearShape] = []
+        for block, inner, layers in self._feed_forwards:
+            width = (2 if block.has_gate else 1) * inner // len(block.inputs)
+            feed_forwards += [LinearShape(name, hidden, width, layers=layers) for name in block.inputs]
+            feed_forwards.append(LinearShape(block.output, inner, hidden, layers=layers))
+        return (*qkv, LinearShape("self_attn.o_proj", q_out, hidden), *feed_forwards)
+
+    @property
+    def _feed_forwards(self) -> list[tuple[FeedForward, int, tuple[int, ...] | None]]:
+        """The feed-forward blocks that all tokens of a layer use, with their inner sizes and layers (None: all)."""
+        mixture = self.mixture
+        if mixture is None:
+            return [(self.feed_forward, self.intermediate_size, None)]
+        dense = tuple(layer for layer in range(self.num_layers) if layer not in mixture.layers)
+        found: list[tuple[FeedForward, int, tuple[int, ...] | None]] = []
+        if dense:
+            found.append((self.feed_forward, self.intermediate_size, dense))
+        if mixture.shared_size is not None:
+            found.append((SHARED_EXPERT, mixture.shared_size, mixture.layers if dense else None))
+        return found
 
     @property
     def outer_modules(self) -> tuple[LinearShape, ...]:
@@ -121,9 +138,20 @@ class ModelConfig:
 
     @property
     def module_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of `modules`, grouped by their input: q/k/v, o, gate/up, down."""
-        sizes = (1 if self.fused_qkv else 3, 1, len(self.feed_forward.inputs), 1)
-        return tuple(tuple(range(sum(sizes[:at]), sum(sizes[: at + 1]))) for at in range(len(sizes)))
+        """Indices of `modules` by their input: q/k/v, o, gate/up, down. The last two are empty if no layer has them."""
+        num_qkv = 1 if self.fused_qkv else 3
+        inputs: list[int] = []
+        outputs: list[int] = []
+        for block, _, _ in self._feed_forwards:
+            at = num_qkv + 1 + len(inputs) + len(outputs)
+            inputs += range(at, at + len(block.inputs))
+            outputs.append(at + len(block.inputs))
+        return tuple(range(num_qkv)), (num_qkv,), tuple(inputs), tuple(outputs)
+
+    def layer_groups(self, layer: int) -> tuple[tuple[int, ...], ...]:
+        """`module_groups` with only the modules of one layer."""
+        modules = self.modules
+        return tuple(tuple(m for m in group if modules[m].is_in(layer)) for group in self.module_groups)
 
     @property
     def qk_norm_sizes(self) -> tuple[tuple[str, int], ...]:
@@ -172,10 +200,11 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     architecture = (raw.get("architectures") or ["none"])[0]
-    family = FAMILIES.get(architecture)
+    families = {**FAMILIES, **MIXTURE_FAMILIES}
+    family = families.get(architecture)
     if family is None:
         raise ModelNotSupported(
-            f"the architecture {architecture} is not supported; supported architectures: {', '.join(FAMILIES)}"
+            f"the architecture {architecture} is not supported; supported architectures: {', '.join(families)}"
         )
     refuse_what_is_not_computed(raw, architecture, family.reads)
     raw = {**family.assumed, **raw}
@@ -216,6 +245,7 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         mlp_bias=_has_bias(raw, family.mlp_bias),
         fused_qkv=family.fused_qkv,
         feed_forward=family.feed_forward,
+        mixture=None if family.mixture is None else parse_mixture(raw, family.mixture, num_layers),
         parallel_blocks=family.parallel_blocks,
         interleaved_rotary=family.interleaved_rotary,
         activation=_parse_activation(raw, family),

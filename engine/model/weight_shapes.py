@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import astuple
 
@@ -14,7 +15,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The name and the shape of each tensor that the decoder reads."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):
-        shapes.update((f"model.layers.{layer}.{name}", shape) for name, shape in _layer_shapes(config))
+        shapes.update((f"model.layers.{layer}.{name}", shape) for name, shape in _layer_shapes(config, layer))
     for part in norm_parts(config):
         shapes[f"model.norm.{part}"] = (config.hidden_size,)
     if not config.tied_embeddings:
@@ -22,14 +23,16 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    qkv, o, *feed_forward = config.module_groups
+def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    qkv, o, *feed_forward = groups = config.layer_groups(layer)
     biased = {
         *(qkv if config.qkv_bias else ()),
         *(o if config.o_bias else ()),
         *(module for group in feed_forward if config.mlp_bias for module in group),
     }
-    for index, module in enumerate(config.modules):
+    modules = config.modules
+    for index in sorted(itertools.chain.from_iterable(groups)):
+        module = modules[index]
         yield f"{module.name}.weight", (module.out_features, module.in_features)
         if index in biased:
             yield f"{module.name}.bias", (module.out_features,)
@@ -38,6 +41,8 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{norm}.{part}", (config.hidden_size,)
     for norm, size in config.qk_norm_sizes:
         yield f"self_attn.{norm}.weight", (size,)
+    if config.mixture is not None and layer in config.mixture.layers:
+        yield from config.mixture.weight_shapes(config.hidden_size)
 
 
 def norm_parts(config: ModelConfig) -> tuple[str, ...]:

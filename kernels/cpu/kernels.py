@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 
 from loramux.kernels.cpu import attention as cpu_attention
+from loramux.kernels.cpu import experts as cpu_experts
 from loramux.kernels.cpu import fused as cpu_fused
 from loramux.kernels.cpu import kv as cpu_kv
 from loramux.kernels.cpu.adapters import CpuLora
 from loramux.kernels.cpu.arrays import array, rows_of
+from loramux.kernels.cpu.experts import PackedExperts
 from loramux.kernels.cpu.vectors import LANES
+from loramux.kernels.routing import ExpertWeights, Routing, group_pairs
+from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
 
 NO_WINDOW = 1 << 40
@@ -105,6 +109,33 @@ class CpuKernels(CpuLora):
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(num_rows, size)
         cpu_fused.gelu_and_mul(*rows_of(gate_up), out.data_ptr(), num_rows, size)
+        return out
+
+    def route(self, logits: torch.Tensor, spec: RoutingSpec) -> Routing:
+        num_rows = logits.shape[0]
+        experts = torch.empty(num_rows, spec.top_k, dtype=torch.int32)
+        weights = torch.empty(num_rows, spec.top_k)
+        cpu_experts.route(
+            *rows_of(logits), experts.data_ptr(), weights.data_ptr(), num_rows, spec.num_experts, spec.top_k,
+            spec.normalizes,
+        )  # fmt: skip
+        return Routing(experts, weights, *group_pairs(experts, spec.num_experts))
+
+    def multiply_experts(self, x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> torch.Tensor:
+        assert isinstance(experts, PackedExperts)
+        return experts.multiply(x, routing)
+
+    def sum_experts(
+        self, y: torch.Tensor, routing: Routing, shared: torch.Tensor | None, shared_gate: torch.Tensor | None
+    ) -> torch.Tensor:
+        num_rows, top_k = routing.weights.shape
+        assert y.is_contiguous()
+        out = torch.empty(num_rows, y.shape[1])
+        shared_rows, gate_rows = ((0, 0) if one is None else rows_of(one) for one in (shared, shared_gate))
+        cpu_experts.sum_experts(
+            y.data_ptr(), routing.weights.data_ptr(), top_k, shared_rows, gate_rows, out.data_ptr(), num_rows,
+            y.shape[1],
+        )  # fmt: skip
         return out
 
     def _read_batch(self, batch: AttentionBatch) -> None:

@@ -303,6 +303,12 @@ def floats_at(address: int) -> Any:
 
 
 @helper
+def integers_at(address: int) -> Any:
+    """The int32 values from a memory address on, as a contiguous array of unlimited length."""
+    return carray(_pointer_at(address), (1 << 48,), np.int32)
+
+
+@helper
 def halves_at(address: int) -> Any:
     """The bfloat16 bits from a memory address on, as a contiguous uint16 array of unlimited length."""
     return carray(_pointer_at(address), (1 << 48,), np.uint16)

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 
 from loramux.kernels.cpu.compiled import cache_directory
+from loramux.kernels.cpu.experts import PackedExperts
 from loramux.kernels.cpu.kernels import CpuKernels
 from loramux.kernels.cpu.linear import PackedLinear
 from loramux.kernels.layout import LinearShape, PageGeometry, adapter_layout
+from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AdapterTables, AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews
 
@@ -63,6 +65,9 @@ def warm(dtype: torch.dtype) -> None:
     kernels.silu_and_mul(x)
     kernels.gelu_and_mul(x)
     PackedLinear(torch.zeros(width, width, dtype=dtype))(x)
+    routing = kernels.route(x[:, :4], RoutingSpec(num_experts=4, top_k=2, normalizes=True))
+    y = kernels.multiply_experts(x, PackedExperts(torch.zeros(4, width, width, dtype=dtype)), routing)
+    kernels.sum_experts(y, routing, x, x[:, :1])
 
 
 def main() -> None:

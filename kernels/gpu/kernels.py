@@ -10,12 +10,15 @@ import torch
 from loramux.kernels.gpu.addresses import check_geometry
 from loramux.kernels.gpu.attention import AttentionPlan, attention_plan, check_attention, paged_attention
 from loramux.kernels.gpu.expand import lora_expand
+from loramux.kernels.gpu.experts import multiply_experts, route, sum_experts
 from loramux.kernels.gpu.fused import add_rms_norm, gelu_and_mul, rms_norm, silu_and_mul
 from loramux.kernels.gpu.gather import lora_gather
 from loramux.kernels.gpu.launches import TILE_ROWS, supports_pdl
 from loramux.kernels.gpu.rotate_and_store import rotate_and_store
 from loramux.kernels.gpu.shrink import lora_shrink, num_splits
 from loramux.kernels.gpu.trained_rows import replace_columns, replace_rows
+from loramux.kernels.routing import ExpertWeights, Routing
+from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -128,6 +131,18 @@ class GpuKernels(GpuLora):
 
     def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return gelu_and_mul(gate_up)
+
+    def route(self, logits: torch.Tensor, spec: RoutingSpec) -> Routing:
+        return route(logits, spec)
+
+    def multiply_experts(self, x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> torch.Tensor:
+        assert isinstance(experts, torch.Tensor)
+        return multiply_experts(x, experts, routing)
+
+    def sum_experts(
+        self, y: torch.Tensor, routing: Routing, shared: torch.Tensor | None, shared_gate: torch.Tensor | None
+    ) -> torch.Tensor:
+        return sum_experts(y, routing, shared, shared_gate)
 
 
 @lru_cache(maxsize=4096)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from loramux.kernels.reference import attention, fused
+from loramux.kernels.reference import attention, experts, fused
 from loramux.kernels.reference.lora import ReferenceLora
+from loramux.kernels.routing import ExpertWeights, Routing
+from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.tables import AttentionBatch, AttentionSpec
 
 
@@ -52,3 +54,15 @@ class ReferenceKernels(ReferenceLora):
 
     def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return fused.gelu_and_mul(gate_up)
+
+    def route(self, logits: torch.Tensor, spec: RoutingSpec) -> Routing:
+        return experts.route(logits, spec)
+
+    def multiply_experts(self, x: torch.Tensor, weight: ExpertWeights, routing: Routing) -> torch.Tensor:
+        assert isinstance(weight, torch.Tensor)
+        return experts.multiply_experts(x, weight, routing)
+
+    def sum_experts(
+        self, y: torch.Tensor, routing: Routing, shared: torch.Tensor | None, shared_gate: torch.Tensor | None
+    ) -> torch.Tensor:
+        return experts.sum_experts(y, routing, shared, shared_gate)

@@ -22,6 +22,7 @@ from loramux.engine.execution.executor import Forward
 from loramux.engine.messages import Add, Finished
 from loramux.engine.model.decoder import Decoder, HeadAdapters
 from loramux.engine.model.model_config import ModelConfig
+from tests.conformance.mixture_families import MIXTURE_FAMILIES
 from tests.conformance.tiny_models import (
     PLANS,
     SHAPE,
@@ -86,6 +87,8 @@ def make_subject(
 ) -> Subject:
     base = make_base(family, directory / "base", shape, window)
     plans = [plan.for_family(family) for plan in plans]
+    if family in MIXTURE_FAMILIES:
+        plans = [plan.for_experts(base) for plan in plans]
     reference = add_adapters(base, plans, directory / "adapters")
     target = pack_target(ModelConfig.load(directory / "base"), "float32")
     packed = {

@@ -5,10 +5,13 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.utils import transformers_weight_conversion
+from torch.nn import Embedding, Linear
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -34,6 +37,7 @@ from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.formats.packing import PackedAdapter, pack
 from loramux.adapter_store.validation.validation import validate_files
 from tests.conformance.further_families import FURTHER_FAMILIES, MakeModel
+from tests.conformance.mixture_families import FREQUENT_MIXTURES, MIXTURE_FAMILIES
 
 V = TypeVar("V")
 
@@ -63,7 +67,8 @@ SMALL_SHAPE = {**SHAPE, "num_hidden_layers": 2, "num_attention_heads": 4, "num_k
 """A shape with only a few layers and heads for interpreted kernels, whose run time grows with both numbers."""
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-ALL_LINEARS = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
+ALL_LINEARS = [*ATTENTION, *FEED_FORWARD]
 
 
 WINDOW = 96
@@ -165,13 +170,15 @@ FAMILIES: dict[str, MakeModel] = {
     "phi3-window": _phi3,
     "phi3-longrope": _phi3_longrope,
     **FURTHER_FAMILIES,
+    **MIXTURE_FAMILIES,
 }
 """Creates a random model of a family from a shape and a window."""
 
+RARE_FAMILIES = FURTHER_FAMILIES.keys() | MIXTURE_FAMILIES.keys() - set(FREQUENT_MIXTURES)
 EVERY_FAMILY = [
-    pytest.param(family, marks=pytest.mark.campaign if family in FURTHER_FAMILIES else ()) for family in FAMILIES
+    pytest.param(family, marks=pytest.mark.campaign if family in RARE_FAMILIES else ()) for family in FAMILIES
 ]
-"""Parameters of a test of every family. `make campaign-parity` adds the further families."""
+"""Parameters of a test of every family. `make campaign-parity` adds the rare families."""
 
 _FUSED_QKV = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
 _FUSED_GATE_UP = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
@@ -228,6 +235,29 @@ class AdapterPlan:
             alpha_pattern=_renamed_pattern(self.alpha_pattern, renamed),
         )
 
+    def for_experts(self, base: PreTrainedModel) -> AdapterPlan:
+        """The same plan for a base with experts, without the modules that the base lacks; `o_proj` if none is left.
+
+        A linear of a feed-forward is named with its block, because its name alone would also stand for the experts.
+        """
+        linears = [name for name, module in base.named_modules() if isinstance(module, (Linear, Embedding))]
+
+        def names(name: str) -> list[str]:
+            above, dot, last = name.rpartition(".")
+            in_blocks = [f"{above or 'mlp'}.{last}", f"{above}{dot}shared_expert.{last}"]
+            candidates = in_blocks if last in FEED_FORWARD else [name]
+            return [one for one in candidates if any(f".{linear}".endswith(f".{one}") for linear in linears)]
+
+        def pattern(values: dict[str, V]) -> dict[str, V]:
+            return dict(sorted((name, value) for key, value in values.items() for name in names(key)))
+
+        return dataclasses.replace(
+            self,
+            modules=sorted({name for module in self.modules for name in names(module)}) or ["o_proj"],
+            rank_pattern=pattern(self.rank_pattern),
+            alpha_pattern=pattern(self.alpha_pattern),
+        )
+
 
 def _renamed_pattern(pattern: dict[str, V], renamed: dict[str, str]) -> dict[str, V]:
     found = {}
@@ -271,7 +301,9 @@ def add_adapters(base: PreTrainedModel, plans: list[AdapterPlan], directory: Pat
             "Adapter '.*LoRA tensor.s. have invalid shape",
         ):
             warnings.filterwarnings("ignore", message)
-        return _added_and_saved(base, plans, directory)
+        # By default, peft takes the names of a feed-forward's linears for those of the experts only.
+        with patch.object(transformers_weight_conversion, "_convert_peft_config_moe"):
+            return _added_and_saved(base, plans, directory)
 
 
 def _added_and_saved(base: PreTrainedModel, plans: list[AdapterPlan], directory: Path) -> Any:

@@ -16,6 +16,7 @@ import torch
 
 from loramux.kernels.cpu import amx, avx512_bf16
 from loramux.kernels.cpu import attention as cpu_attention
+from loramux.kernels.cpu import experts as cpu_experts
 from loramux.kernels.cpu import fused as cpu_fused
 from loramux.kernels.cpu import gather as cpu_gather
 from loramux.kernels.cpu import kv as cpu_kv
@@ -29,6 +30,7 @@ from loramux.kernels.cpu.warm import main, warm
 from loramux.kernels.dispatch import KernelShapes, select_kernels
 from loramux.kernels.layout import LinearShape, PageGeometry
 from loramux.kernels.reference.kernels import ReferenceKernels
+from loramux.kernels.routing_spec import RoutingSpec
 from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews
 from tests.kernels.gpu.interpreted import TRITON_MODULES
@@ -38,6 +40,7 @@ COMPILED = (
     cpu_kv.write, cpu_attention.attend,
     cpu_linear.multiply_panels, avx512_bf16.round_rows, avx512_bf16.multiply_pair_panels, amx.multiply_tile_panels,
     cpu_fused.rms_norm, cpu_fused.add_rms_norm, cpu_fused.rotary, cpu_fused.silu_and_mul, cpu_fused.gelu_and_mul,
+    cpu_experts.route, cpu_experts.sum_experts,
 )  # fmt: skip
 
 
@@ -260,6 +263,9 @@ def test_nothing_compiles_after_warm(dtype: torch.dtype, make_adapter_pool: Call
     kernels.add_rms_norm(qkv[:, :64], torch.zeros(3, 70)[:, :64], torch.ones(64), 1)
     kernels.silu_and_mul(qkv[:, :64])
     kernels.gelu_and_mul(qkv[:, :64])
+    routing = kernels.route(qkv[:, :5], RoutingSpec(5, 3, False))
+    kernels.sum_experts(torch.zeros(9, 64), routing, None, None)
+    kernels.sum_experts(torch.zeros(9, 64), routing, qkv[:, 64:], qkv[:, 5:6])
     assert [len(function.signatures) for function in COMPILED] == before
 
 

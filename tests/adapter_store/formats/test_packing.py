@@ -217,6 +217,18 @@ def test_bfloat16_rounds_to_nearest_even_like_torch() -> None:
     np.testing.assert_array_equal(to_bfloat16_bits(to_float32(wanted, "BF16")), wanted)
 
 
+def in_one_layer(target: PackTarget) -> PackTarget:
+    """The same base, but only layer 1 has an `mlp.down_proj`."""
+    modules = [replace(one, layers=(1,)) if one.name == "mlp.down_proj" else one for one in target.modules]
+    return replace(target, modules=tuple(modules))
+
+
+def test_pages_are_reserved_only_for_layers_that_have_a_module(target: PackTarget) -> None:
+    absent = replace(target, modules=tuple(replace(module, layers=()) for module in target.modules))
+    assert absent.max_pages == 0
+    assert in_one_layer(target).max_pages == target.max_pages
+
+
 def test_different_layouts_have_different_pack_keys(target: PackTarget, odd_target: PackTarget) -> None:
     geometry = replace(target.geometry, kv_itemsize=2)
     keys = {
@@ -224,9 +236,11 @@ def test_different_layouts_have_different_pack_keys(target: PackTarget, odd_targ
         odd_target.pack_key,
         replace(target, geometry=geometry).pack_key,
         replace(target, dtype="bfloat16", geometry=replace(target.geometry, adapter_itemsize=2)).pack_key,
+        in_one_layer(target).pack_key,
     }
-    assert len(keys) == 4
-    assert PackTarget.from_document(target.document()) == target
+    assert len(keys) == 5
+    assert all(PackTarget.from_document(one.document()) == one for one in (target, in_one_layer(target)))
+    assert "layers" not in target.document()["modules"][0]
     with pytest.raises(ValueError, match="do not fit"):
         replace(target, dtype="bfloat16")
 

@@ -8,6 +8,7 @@ import struct
 import tarfile
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -482,6 +483,23 @@ def test_float16_and_bfloat16_files_pass(make_adapter: Any, target: PackTarget) 
     report = validate_files(files.config_bytes, save_torch(bfloat16), target)
     assert report.dtypes == ("BF16",)
     assert 0 < report.largest_effect < 100
+
+
+def test_a_module_of_few_layers_is_expected_only_in_these(
+    target: PackTarget, adapter_maker: Callable[[PackTarget], Any]
+) -> None:
+    """In a base with experts, only dense layers have the linears of a feed-forward."""
+    modules = tuple(replace(one, layers=(1,)) if one.name == "mlp.down_proj" else one for one in target.modules)
+    partial = replace(target, modules=modules)
+    files = adapter_maker(target)(modules=("self_attn.q_proj", "mlp.down_proj"))
+    down = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+    assert_refused(files.config_bytes, files.tensor_bytes, partial, "unexpected_tensor", down)
+    for half in "AB":
+        del files.tensors[down.replace("lora_A", f"lora_{half}")]
+    report = validate_files(files.config_bytes, save(files.tensors), partial)
+    assert len(report.scales) == 3
+    files.config["target_modules"] = ["q_proj", "layers.0.mlp.down_proj"]
+    assert_refused(files.config_bytes, save(files.tensors), partial, "unknown_module", "target_modules[1]")
 
 
 @pytest.mark.parametrize("name", ["q_proj", "self_attn.v_proj", "layers.0.mlp.gate_proj", "up_proj"])

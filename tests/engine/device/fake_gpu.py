@@ -43,7 +43,16 @@ GEMMA = {
     "rope_theta": 1e4,
     **SIZES,
 }
-
+MIXTURE = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+    "mlp_only_layers": [0],
+    **SIZES,
+}
 
 DEVICES = itertools.count(1000)
 """Unused device numbers. No number is reused, because kernels cache their compiled programs by device."""

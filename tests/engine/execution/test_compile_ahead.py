@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from loramux.engine.device.accelerator import HostAccelerator
-from tests.engine.device.fake_gpu import GEMMA, LLAMA, UnlaunchedProgram, cache_key, fake_driver, start_engine
+from tests.engine.device.fake_gpu import GEMMA, LLAMA, MIXTURE, UnlaunchedProgram, cache_key, fake_driver, start_engine
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
 
@@ -21,16 +21,17 @@ from pathlib import Path
 from triton import knobs
 from triton.runtime import JITFunction
 from loramux.kernels.gpu.ahead import compile_ahead
-from tests.engine.device.fake_gpu import GEMMA, LLAMA, fake_driver, start_engine
+from tests.engine.device.fake_gpu import GEMMA, LLAMA, MIXTURE, fake_driver, start_engine
 
 run = JITFunction.run
 JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
 found = []
 knobs.compilation.listener = lambda **said: found.append(said["cache_hit"])
 model, capability, directory = sys.argv[1:]
+models = {"llama": LLAMA, "gemma": GEMMA, "mixture": MIXTURE}
 for _ in range(2):
     with fake_driver(int(capability)):
-        start_engine(Path(directory), {"llama": LLAMA, "gemma": GEMMA}[model], compile_ahead).adapters.close()
+        start_engine(Path(directory), models[model], compile_ahead).adapters.close()
 assert all(found), f"{found.count(False)} of {len(found)} programs were compiled by the engine"
 print(len(found))
 """
@@ -38,7 +39,7 @@ print(len(found))
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
-@pytest.mark.parametrize("model", ["llama", "gemma"])
+@pytest.mark.parametrize("model", ["llama", "gemma", "mixture"])
 def test_engine_start_after_compiling_ahead_compiles_nothing(model: str, capability: int, tmp_path: Path) -> None:
     """The first start compiles ahead and then loads every program. The second start compiles nothing."""
     environment = {
@@ -60,9 +61,11 @@ def test_engine_start_after_compiling_ahead_compiles_nothing(model: str, capabil
     assert last.startswith("compiling ahead took ")
 
 
-@pytest.mark.parametrize("model", [LLAMA, GEMMA], ids=["llama", "gemma"])
+@pytest.mark.parametrize(
+    ("model", "num_kernels"), [(LLAMA, 12), (GEMMA, 12), (MIXTURE, 16)], ids=["llama", "gemma", "mixture"]
+)
 def test_recorded_programs_match_the_warm_up(
-    model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: dict[str, Any], num_kernels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recorded and launched programs have equal cache keys, although recording skips layers and JSON has no tuples."""
     from triton import compiler
@@ -95,7 +98,7 @@ def test_recorded_programs_match_the_warm_up(
     monkeypatch.setattr(HostAccelerator, "capture", capture)
     with fake_driver(90):
         start_engine(tmp_path, model, record).adapters.close()
-    assert len({name.rpartition("-")[0] for name in wanted}) == 12
+    assert len({name.rpartition("-")[0] for name in wanted}) == num_kernels
     assert recorded == wanted
     assert captured
 

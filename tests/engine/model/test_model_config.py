@@ -293,7 +293,7 @@ def test_default_window_matches_transformers(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported"),
+    ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM is not supported"),
     ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM is not supported"),
     ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration is not supported"),
     ({"architectures": None}, "none is not supported"),

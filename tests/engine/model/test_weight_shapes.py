@@ -14,6 +14,7 @@ from loramux.engine.device.backend import open_backend
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.decoder import Decoder
 from loramux.engine.model.families import FAMILIES
+from loramux.engine.model.mixture_families import MIXTURE_FAMILIES
 from loramux.engine.model.model_config import ModelConfig
 from loramux.engine.model.weight_files import stored_tensors
 from loramux.engine.model.weight_shapes import check_shapes, weight_shapes
@@ -30,6 +31,7 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-6,
 }
+EXPERT_SIZES = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 56}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "llama-tied-biased": {
@@ -39,6 +41,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
     **{architecture: {"architectures": [architecture]} for architecture in FAMILIES},
+    **{
+        architecture: {"architectures": [architecture], "num_experts": 8, "mlp_only_layers": [1], **EXPERT_SIZES}
+        for architecture in MIXTURE_FAMILIES
+    },
 }
 
 

@@ -21,6 +21,7 @@ TRITON_MODULES = (
     "addresses",
     "attention",
     "expand",
+    "experts",
     "fused",
     "gather",
     "kernels",

@@ -1,0 +1,54 @@
+"""Moves a model's tensors to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from loramux.engine.device.backend import Backend, Linear
+from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.model.norms import LayerNorm, Norm, RmsNorm
+from loramux.engine.model.weights import WeightSource
+from loramux.kernels.layout import LinearShape
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Moves tensors to the device: linears in the weights' dtype, norms in float32.
+
+    Some architectures store norm weights minus 1. The 1 is added here, so that kernels need no special case.
+    """
+
+    weights: WeightSource
+    dtype: torch.dtype
+    backend: Backend
+    config: ModelConfig
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self.weights.tensor(name, shape).to(self.backend.device, self.dtype)
+
+    def norm(self, name: str, size: int) -> Norm:
+        config, device = self.config, self.backend.device
+        weight = self.weights.tensor(f"{name}.weight", (size,)).to(device, torch.float32)
+        if config.norm_offset:
+            weight = weight + config.norm_offset
+        if not config.has_layer_norms:
+            return RmsNorm(weight, config.norm_eps)
+        dtype = self.backend.activation_dtype or self.dtype
+        bias = self.weights.tensor(f"{name}.bias", (size,)).to(device, dtype) if config.has_norm_biases else None
+        return LayerNorm(weight.to(dtype), bias, config.norm_eps)
+
+    def linear(self, prefix: str, shapes: Iterable[LinearShape], has_bias: bool) -> Linear:
+        """Fuse linears that share an input into one linear that concatenates their outputs."""
+        shapes = list(shapes)
+        bias = None
+        if has_bias:
+            bias = torch.cat([self.tensor(f"{prefix}.{one.name}.bias", (one.out_features,)) for one in shapes])
+        return self.backend.make_linear(self.fused_weight(prefix, shapes), bias)
+
+    def fused_weight(self, prefix: str, shapes: Sequence[LinearShape]) -> torch.Tensor:
+        """The concatenated weights of linears that share an input."""
+        parts = [self.tensor(f"{prefix}.{one.name}.weight", (one.out_features, one.in_features)) for one in shapes]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

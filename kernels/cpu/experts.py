@@ -1,0 +1,144 @@
+"""Mixtures of experts on a CPU: routing, the products of the experts, and the sum of their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from numba import prange
+
+from loramux.kernels.cpu.compiled import helper, kernel
+from loramux.kernels.cpu.linear import PackedLinear
+from loramux.kernels.cpu.vectors import exponential, floats_at, integers_at
+from loramux.kernels.routing import Routing
+
+SERIAL_LOGITS = 10_000
+"""Number of logits below which waking other threads costs more than it saves."""
+
+SERIAL_WORK = 30_000
+"""Number of elements to sum below which waking other threads costs more than it saves."""
+
+
+class PackedExperts:
+    """One linear layer of all experts, each laid out for this CPU.
+
+    A step reads the weights of the experts that its tokens chose, once each. As in `PackedLinear`, a row's result is
+    bitwise independent of the other rows, except with oneDNN.
+    """
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        self._experts = [PackedLinear(weight) for weight in weights]
+
+    def multiply(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Compute `reference.experts.multiply_experts`."""
+        pairs = routing.pairs.long()
+        rows = pairs // routing.pairs_per_row(x)
+        y = torch.empty(routing.num_pairs, self._experts[0].out_features)
+        starts = routing.starts.tolist()
+        for expert, begin, end in zip(self._experts, starts[:-1], starts[1:], strict=True):
+            if begin < end:
+                y[pairs[begin:end]] = expert(x[rows[begin:end]])
+        return y
+
+
+@helper
+def _route_row(
+    logits_address: int, experts_address: int, weights_address: int, num_experts: int, top_k: int, normalizes: bool
+) -> None:
+    logits, experts, weights = floats_at(logits_address), integers_at(experts_address), floats_at(weights_address)
+    highest = logits[0]
+    for e in range(1, num_experts):
+        highest = max(highest, logits[e])
+    total = np.float32(0)
+    for e in range(num_experts):
+        # The difference is NaN if a logit is NaN or if the highest is infinite.
+        total += exponential(logits[e] - highest)
+    if not np.isfinite(total):
+        for j in range(top_k):
+            experts[j], weights[j] = j, np.float32(np.nan)
+        return
+    chosen = np.float32(0)
+    last, last_logit = -1, np.float32(np.inf)
+    for j in range(top_k):
+        # The next expert in descending order of logits; of equal logits, the first comes first.
+        best, best_logit = -1, np.float32(0)
+        for e in range(num_experts):
+            is_next = logits[e] < last_logit or (logits[e] == last_logit and e > last)
+            if is_next and (best < 0 or logits[e] > best_logit):
+                best, best_logit = e, logits[e]
+        last, last_logit = best, best_logit
+        experts[j], weights[j] = best, exponential(best_logit - highest)
+        chosen += weights[j]
+    if normalizes:
+        total = chosen
+    for j in range(top_k):
+        weights[j] /= total
+
+
+@kernel
+def route(
+    logits_address: int,
+    logits_stride: int,
+    experts_address: int,
+    weights_address: int,
+    num_rows: int,
+    num_experts: int,
+    top_k: int,
+    normalizes: bool,
+) -> None:
+    """`experts` int32 and `weights` float32 `[num_rows, top_k]` of `reference.experts.route`, both contiguous."""
+    if num_rows * num_experts < SERIAL_LOGITS:
+        for t in range(num_rows):
+            _route_row(
+                logits_address + 4 * t * logits_stride, experts_address + 4 * t * top_k,
+                weights_address + 4 * t * top_k, num_experts, top_k, normalizes,
+            )  # fmt: skip
+    else:
+        for t in prange(num_rows):
+            _route_row(
+                logits_address + 4 * t * logits_stride, experts_address + 4 * t * top_k,
+                weights_address + 4 * t * top_k, num_experts, top_k, normalizes,
+            )  # fmt: skip
+
+
+@helper
+def _sum_row(
+    t: int, y_address: int, weights_address: int, top_k: int, shared: Any, gate: Any, out_address: int, size: int
+) -> None:
+    weights, out = floats_at(weights_address + 4 * t * top_k), floats_at(out_address + 4 * t * size)
+    for i in range(size):
+        out[i] = np.float32(0)
+    for j in range(top_k):
+        y, weight = floats_at(y_address + 4 * (t * top_k + j) * size), weights[j]
+        for i in range(size):
+            out[i] += weight * y[i]
+    if shared[0] != 0:
+        shared_row, gate_row = floats_at(shared[0] + 4 * t * shared[1]), floats_at(gate[0] + 4 * t * gate[1])
+        factor = np.float32(1) / (np.float32(1) + exponential(-gate_row[0]))
+        for i in range(size):
+            out[i] += factor * shared_row[i]
+
+
+@kernel
+def sum_experts(
+    y_address: int,
+    weights_address: int,
+    top_k: int,
+    shared: tuple[int, int],
+    gate: tuple[int, int],
+    out_address: int,
+    num_rows: int,
+    size: int,
+) -> None:
+    """`out` of `reference.experts.sum_experts`; `y`, `weights` and `out` are contiguous.
+
+    `shared` and `gate` are an address and a row stride each; address 0 means that there is no shared expert.
+    """
+    if num_rows * top_k * size < SERIAL_WORK:
+        for t in range(num_rows):
+            _sum_row(t, y_address, weights_address, top_k, shared, gate, out_address, size)
+    else:
+        for t in prange(num_rows):
+            _sum_row(t, y_address, weights_address, top_k, shared, gate, out_address, size)

@@ -1,0 +1,239 @@
+"""Mixtures of experts on a GPU.
+
+Every launch depends on shapes only, so a captured graph can be replayed with other tokens. Programs of experts without
+tokens end at once. Activations are float32, float16 or bfloat16 with a contiguous last axis.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from loramux.kernels.gpu.addresses import IS_COMPILED
+from loramux.kernels.gpu.fused import LOG2_E
+from loramux.kernels.routing import Routing
+from loramux.kernels.routing_spec import RoutingSpec
+
+PAIR_BLOCK = 1024
+"""Number of pairs that a program of `_group` reads at a time."""
+
+SMALL_ROWS, LARGE_ROWS = 16, 64
+"""Rows per tile of a product: the fewest that tensor cores support, and the number for steps with many tokens."""
+
+MANY_TOKENS = 128
+"""Number of tokens from which products use large tiles."""
+
+BLOCK_COLUMNS = 64
+"""Columns per tile, and number of inputs that a tile multiplies at a time."""
+
+SUM_BLOCK = 1024
+"""Number of columns that a program of `_sum` adds."""
+
+
+def route(logits: torch.Tensor, spec: RoutingSpec) -> Routing:
+    """Choose the experts of each token, as `reference.experts.route` does.
+
+    `logits` `[T, num_experts]`; its rows may be views into wider rows.
+    """
+    assert logits.stride(1) == 1
+    num_tokens, device = logits.shape[0], logits.device
+    experts = torch.empty(num_tokens, spec.top_k, dtype=torch.int32, device=device)
+    weights = torch.empty(num_tokens, spec.top_k, dtype=torch.float32, device=device)
+    pairs = torch.empty(num_tokens * spec.top_k, dtype=torch.int32, device=device)
+    starts = torch.empty(spec.num_experts + 1, dtype=torch.int32, device=device)
+    if num_tokens:
+        _route[(num_tokens,)](
+            logits, logits.stride(0), experts, weights,
+            NUM_EXPERTS=spec.num_experts, BLOCK=triton.next_power_of_2(spec.num_experts), TOP_K=spec.top_k,
+            SLOTS=triton.next_power_of_2(spec.top_k), NORMALIZES=spec.normalizes, LOG2_E=LOG2_E, num_warps=1,
+        )  # fmt: skip
+    _group[(spec.num_experts,)](experts, pairs, starts, experts.numel(), BLOCK=PAIR_BLOCK, num_warps=4)
+    return Routing(experts, weights, pairs, starts)
+
+
+@triton.jit
+def _route(
+    logits_ptr: tl.tensor,
+    stride: tl.tensor,
+    experts_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NORMALIZES: tl.constexpr,
+    LOG2_E: tl.constexpr,
+) -> None:
+    """Choose the experts of one token; of equal logits, the first comes first."""
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    slot = tl.arange(0, SLOTS)
+    is_expert = expert < NUM_EXPERTS
+    logit = tl.load(logits_ptr + row * stride + expert, mask=is_expert, other=float("-inf")).to(tl.float32)
+    highest = tl.max(logit, 0)
+    share = tl.where(is_expert, tl.exp2((logit - highest) * LOG2_E), 0.0)
+    total = tl.sum(share, 0)
+    # False also if the total is NaN, because a logit is NaN or the highest is infinite.
+    is_usable = total < float("inf")
+    chosen = slot
+    weights = tl.zeros((SLOTS,), tl.float32)
+    last = -1
+    last_logit = highest
+    for j in tl.static_range(TOP_K):
+        is_next = is_expert & ((logit < last_logit) | ((logit == last_logit) & (expert > last)))
+        best_logit = tl.max(tl.where(is_next, logit, float("-inf")), 0)
+        best = tl.min(tl.where(is_next & (logit == best_logit), expert, BLOCK), 0)
+        chosen = tl.where(slot == j, best, chosen)
+        weights = tl.where(slot == j, tl.exp2((best_logit - highest) * LOG2_E), weights)
+        last = best
+        last_logit = best_logit
+    if NORMALIZES:
+        total = tl.sum(tl.where(slot < TOP_K, weights, 0.0), 0)
+    weights = tl.where(is_usable, weights / total, float("nan"))
+    place = row * TOP_K + slot
+    tl.store(experts_ptr + place, tl.where(is_usable, chosen, slot), mask=slot < TOP_K)
+    tl.store(weights_ptr + place, weights, mask=slot < TOP_K)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _group(
+    experts_ptr: tl.tensor, pairs_ptr: tl.tensor, starts_ptr: tl.tensor, num_pairs: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    """List the pairs of one expert, after those of all experts before it."""
+    expert = tl.program_id(0)
+    place = tl.arange(0, BLOCK)
+    start = 0
+    for begin in range(0, num_pairs, BLOCK):
+        of_pair = tl.load(experts_ptr + begin + place, mask=begin + place < num_pairs, other=1 << 30)
+        start += tl.sum((of_pair < expert).to(tl.int32), 0)
+    tl.store(starts_ptr + expert, start)
+    for begin in range(0, num_pairs, BLOCK):
+        of_pair = tl.load(experts_ptr + begin + place, mask=begin + place < num_pairs, other=1 << 30)
+        is_own = (of_pair == expert).to(tl.int32)
+        tl.store(pairs_ptr + start + tl.cumsum(is_own, 0) - 1, begin + place, mask=is_own == 1)
+        start += tl.sum(is_own, 0)
+    # The next expert writes the same number, and after the last expert there is none.
+    tl.store(starts_ptr + expert + 1, start)
+
+
+def multiply_experts(x: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """`y[p] = x[p // pairs_per_row] @ weight[e]ᵀ` for each pair `p`, where `e` is the pair's expert.
+
+    `x` `[T, in_features]` or `[T * top_k, in_features]`, and `weight` `[num_experts, out_features, in_features]` of the
+    same dtype, contiguous. Products are summed in float32.
+    """
+    assert x.stride(1) == 1
+    assert weight.is_contiguous()
+    num_experts, out_features, in_features = weight.shape
+    y = torch.empty(routing.num_pairs, out_features, dtype=x.dtype, device=x.device)
+    num_tokens = routing.experts.shape[0]
+    rows = LARGE_ROWS if num_tokens >= MANY_TOKENS else SMALL_ROWS
+    if num_tokens:
+        # A token has an expert at most once, so no expert has more pairs than there are tokens.
+        _multiply[triton.cdiv(out_features, BLOCK_COLUMNS), triton.cdiv(num_tokens, rows), num_experts](
+            x, weight, y, routing.pairs, routing.starts, x.stride(0),
+            PAIRS_PER_ROW=routing.pairs_per_row(x), IN=in_features, OUT=out_features, ROWS=rows,
+            BLOCK_N=BLOCK_COLUMNS, BLOCK_K=BLOCK_COLUMNS, DOT_DTYPE=_dot_dtype(x.dtype), num_warps=4, num_stages=4,
+        )  # fmt: skip
+    return y
+
+
+def _dot_dtype(dtype: torch.dtype) -> tl.dtype:
+    """The dtype for tensor cores. float32 is computed as three tf32 products."""
+    return (
+        {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(dtype, tl.float32) if IS_COMPILED else tl.float32
+    )
+
+
+@triton.jit
+def _multiply(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    pairs_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    x_stride: tl.tensor,
+    PAIRS_PER_ROW: tl.constexpr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+) -> None:
+    """Multiply ROWS pairs of one expert by BLOCK_N columns; grid `(columns, tiles of pairs, experts)`."""
+    expert = tl.program_id(2)
+    listed = tl.load(starts_ptr + expert) + tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    end = tl.load(starts_ptr + expert + 1)
+    if tl.load(starts_ptr + expert) + tl.program_id(1) * ROWS >= end:
+        return
+    is_row = (listed < end)[:, None]
+    pair = tl.load(pairs_ptr + listed, mask=listed < end, other=0).to(tl.int64)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    x_row = x_ptr + (pair // PAIRS_PER_ROW * x_stride)[:, None]
+    weight_row = weight_ptr + (expert.to(tl.int64) * OUT + column)[:, None] * IN
+    y = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    for k in tl.range(0, IN, BLOCK_K):
+        is_inner = (k + inner < IN)[None, :]
+        x = tl.load(x_row + (k + inner)[None, :], mask=is_row & is_inner, other=0.0)
+        weight = tl.load(weight_row + (k + inner)[None, :], mask=(column < OUT)[:, None] & is_inner, other=0.0)
+        y = tl.dot(x.to(DOT_DTYPE), tl.trans(weight.to(DOT_DTYPE)), y, input_precision="tf32x3")
+    tl.store(y_ptr + pair[:, None] * OUT + column[None, :], y, mask=is_row & (column < OUT)[None, :])
+
+
+def sum_experts(
+    y: torch.Tensor, routing: Routing, shared: torch.Tensor | None, shared_gate: torch.Tensor | None
+) -> torch.Tensor:
+    """`out[t] = sum over j of weights[t, j] * y[t * top_k + j], plus sigmoid(shared_gate[t]) * shared[t]`.
+
+    `y` `[T * top_k, n]` is contiguous. `shared` `[T, n]` and `shared_gate` `[T, 1]` may be views into wider rows, or
+    are both None.
+    """
+    assert y.is_contiguous()
+    num_tokens, top_k = routing.weights.shape
+    size = y.shape[1]
+    out = torch.empty(num_tokens, size, dtype=y.dtype, device=y.device)
+    block = min(SUM_BLOCK, triton.next_power_of_2(size))
+    has_shared = shared is not None
+    # Without a shared expert, the kernel reads neither.
+    shared, shared_gate = (y if one is None else one for one in (shared, shared_gate))
+    if num_tokens:
+        _sum[(num_tokens, triton.cdiv(size, block))](
+            y, routing.weights, shared, shared_gate, out, shared.stride(0), shared_gate.stride(0),
+            TOP_K=top_k, SIZE=size, BLOCK=block, HAS_SHARED=has_shared, LOG2_E=LOG2_E, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _sum(
+    y_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    shared_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    shared_stride: tl.tensor,
+    gate_stride: tl.tensor,
+    TOP_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    LOG2_E: tl.constexpr,
+) -> None:
+    """Compute BLOCK columns of one token; grid `(T, blocks)`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_stored = column < SIZE
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(TOP_K):
+        y = tl.load(y_ptr + (row * TOP_K + j) * SIZE + column, mask=is_stored, other=0.0).to(tl.float32)
+        total += tl.load(weights_ptr + row * TOP_K + j) * y
+    if HAS_SHARED:
+        shared = tl.load(shared_ptr + row * shared_stride + column, mask=is_stored, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + row * gate_stride).to(tl.float32)
+        # The exponential of a negative number cannot overflow.
+        decay = tl.exp2(tl.abs(gate) * -LOG2_E)
+        total += tl.where(gate < 0, decay, 1.0) / (1 + decay) * shared
+    tl.store(out_ptr + row * SIZE + column, total, mask=is_stored)

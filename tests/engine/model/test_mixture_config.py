@@ -1,0 +1,155 @@
+"""Mixtures of experts are read from configurations of released models, and contradictory ones are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loramux.engine.errors import ModelNotSupported
+from loramux.engine.model.mixture_config import MAX_EXPERTS
+from loramux.engine.model.model_config import ModelConfig
+from loramux.kernels.routing_spec import RoutingSpec
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+}
+QWEN2_MOE = {"architectures": ["Qwen2MoeForCausalLM"]}
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"]}
+OLMOE = {"architectures": ["OlmoeForCausalLM"]}
+GRANITE = {"architectures": ["GraniteMoeForCausalLM"]}
+
+
+def load(tmp_path: Path, changes: dict[str, Any]) -> ModelConfig:
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, **changes}))
+    return ModelConfig.load(tmp_path)
+
+
+DEFAULTS = {
+    "qwen2-moe": (QWEN2_MOE, RoutingSpec(60, 4, normalizes=False), 1408, 5632),
+    "qwen3-moe": (QWEN3_MOE, RoutingSpec(128, 8, normalizes=False), 768, None),
+    "mixtral": (MIXTRAL, RoutingSpec(8, 2, normalizes=True), 96, None),
+    "olmoe": (OLMOE, RoutingSpec(64, 8, normalizes=False), 96, None),
+    "granite-moe": (GRANITE, RoutingSpec(8, 2, normalizes=True), 96, None),
+}
+
+
+@pytest.mark.parametrize(("changes", "routing", "expert_size", "shared_size"), DEFAULTS.values(), ids=DEFAULTS)
+def test_absent_fields_have_the_defaults_of_transformers(
+    tmp_path: Path, changes: dict[str, Any], routing: RoutingSpec, expert_size: int, shared_size: int | None
+) -> None:
+    mixture = load(tmp_path, changes).mixture
+    assert mixture is not None
+    assert (mixture.layers, mixture.routing) == ((0, 1, 2, 3), routing)
+    assert (mixture.expert_size, mixture.shared_size) == (expert_size, shared_size)
+
+
+@pytest.mark.parametrize("field", ["num_experts", "num_local_experts"])
+@pytest.mark.parametrize("family", [QWEN3_MOE, MIXTRAL, OLMOE], ids=["qwen3-moe", "mixtral", "olmoe"])
+def test_both_names_of_the_number_of_experts_are_read(tmp_path: Path, family: dict[str, Any], field: str) -> None:
+    mixture = load(tmp_path, {**family, field: 12, "norm_topk_prob": True}).mixture
+    assert mixture is not None
+    assert (mixture.routing.num_experts, mixture.routing.normalizes) == (12, True)
+
+
+def names_in(config: ModelConfig, layer: int) -> list[str]:
+    return [module.name for module in config.modules if module.is_in(layer) and "mlp" in module.name]
+
+
+DENSE = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+SHARED = ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"]
+
+
+def test_adapters_see_the_linears_of_dense_layers_and_shared_experts(tmp_path: Path) -> None:
+    config = load(tmp_path, {**QWEN2_MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert config.mixture is not None
+    assert config.mixture.layers == (1,)
+    assert [names_in(config, layer) for layer in range(4)] == [DENSE, SHARED, DENSE, DENSE]
+    assert config.module_groups == ((0, 1, 2), (3,), (4, 5, 7, 8), (6, 9))
+    assert config.layer_groups(0) == ((0, 1, 2), (3,), (4, 5), (6,))
+    assert config.layer_groups(1) == ((0, 1, 2), (3,), (7, 8), (9,))
+
+    config = load(tmp_path, QWEN2_MOE)
+    assert {module.layers for module in config.modules} == {None}
+    assert names_in(config, 0) == SHARED
+    config = load(tmp_path, MIXTRAL)
+    assert (names_in(config, 0), config.module_groups) == ([], ((0, 1, 2), (3,), (), ()))
+
+
+@pytest.mark.parametrize("changes", [{"num_experts": 0}, {"mlp_only_layers": [0, 1, 2, 3]}, {"decoder_sparse_step": 9}])
+def test_a_model_may_have_only_dense_layers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = load(tmp_path, {**QWEN3_MOE, **changes})
+    assert config.mixture is None
+    assert names_in(config, 3) == DENSE
+
+
+def test_granite_multiplies_embeddings_attention_residuals_and_logits(tmp_path: Path) -> None:
+    config = load(tmp_path, {**GRANITE, "embedding_multiplier": 12, "attention_multiplier": 0.015625})
+    assert (config.embedding_scale, config.attention_scale) == (12.0, 0.015625)
+    assert (config.residual_multiplier, config.logit_divisor) == (1.0, 1.0)
+    config = load(tmp_path, {**GRANITE, "residual_multiplier": 0.22, "logits_scaling": 6.0})
+    assert (config.embedding_scale, config.attention_scale) == (1.0, 1.0)
+    assert (config.residual_multiplier, config.logit_divisor) == (0.22, 6.0)
+
+
+def test_windows_alternate_in_qwen2_moe_and_cover_every_layer_of_the_others(tmp_path: Path) -> None:
+    windowed = {"use_sliding_window": True, "sliding_window": 32}
+    assert load(tmp_path, {**QWEN2_MOE, **windowed}).layer_windows == (32, None, 32, None)
+    assert load(tmp_path, {**QWEN2_MOE, **windowed, "max_window_layers": 1}).layer_windows == (32, None, None, None)
+    assert load(tmp_path, {**QWEN3_MOE, **windowed, "max_window_layers": 1}).layer_windows == (32,) * 4
+    assert load(tmp_path, {**MIXTRAL, "sliding_window": 32}).layer_windows == (32,) * 4
+    # As transformers 5 saves a model without windows.
+    assert load(tmp_path, {**QWEN2_MOE, "sliding_window": 0}).layer_windows == (None,) * 4
+
+
+def test_mixtral_rotates_slowly_by_default(tmp_path: Path) -> None:
+    assert load(tmp_path, MIXTRAL).layer_ropes[0].theta == 1e6
+    assert load(tmp_path, {**MIXTRAL, "rope_theta": 5e5}).layer_ropes[0].theta == 5e5
+
+
+def test_biases_and_norms_follow_the_family(tmp_path: Path) -> None:
+    qwen2 = load(tmp_path, QWEN2_MOE)
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
+    assert not load(tmp_path, {**QWEN2_MOE, "qkv_bias": False}).qkv_bias
+    qwen3 = load(tmp_path, {**QWEN3_MOE, "attention_bias": True})
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm) == (True, True, True)
+    olmoe = load(tmp_path, OLMOE)
+    assert (olmoe.qk_norm, olmoe.qk_norm_whole, olmoe.qkv_bias) == (False, True, False)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({**MIXTRAL, "num_local_experts": 8, "num_experts": 4}, "contradicts itself about the number of experts"),
+    ({**MIXTRAL, "num_local_experts": 0}, r"0 experts in config.json are not in \[1, 1024\]"),
+    ({**MIXTRAL, "num_local_experts": MAX_EXPERTS + 1}, "1025 experts"),
+    ({**MIXTRAL, "num_local_experts": -1}, "number of experts is -1"),
+    ({**MIXTRAL, "num_local_experts": "8"}, "number of experts is '8'"),
+    ({**MIXTRAL, "num_experts_per_tok": 9}, "num_experts_per_tok is 9 in config.json, but a layer has 8 experts"),
+    ({**MIXTRAL, "num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+    ({**MIXTRAL, "attention_bias": True}, "attention_bias = True"),
+    ({**QWEN3_MOE, "moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+    ({**QWEN3_MOE, "mlp_only_layers": [4]}, r"mlp_only_layers = \[4\]"),
+    ({**QWEN3_MOE, "mlp_only_layers": ["0"]}, "mlp_only_layers"),
+    ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+    ({**QWEN3_MOE, "layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    ({**QWEN2_MOE, "shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
+    ({**QWEN3_MOE, "n_shared_experts": 1}, "n_shared_experts = 1"),
+    ({**OLMOE, "clip_qkv": 8.0}, "clip_qkv = 8.0"),
+    ({**OLMOE, "residual_multiplier": 0.5}, "residual_multiplier = 0.5"),
+    ({**GRANITE, "logits_scaling": 0}, "logits_scaling is 0"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_unusable_mixtures_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelNotSupported, match=message):
+        load(tmp_path, changes)

@@ -1,0 +1,167 @@
+"""Routing, the products of experts and the sum of their outputs, compared with plain loops over tokens and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from loramux.kernels.cpu.experts import PackedExperts
+from loramux.kernels.cpu.kernels import CpuKernels
+from loramux.kernels.layout import PageGeometry
+from loramux.kernels.routing import Routing
+from loramux.kernels.routing_spec import RoutingSpec
+from loramux.kernels.tables import PoolViews
+
+
+@pytest.fixture
+def kernels(make_kernels: Callable[..., Any], make_poisoned_pool: Callable[..., PoolViews]) -> Any:
+    return make_kernels(make_poisoned_pool(1, PageGeometry(1, 1, 8, 4, 4), torch.float32))
+
+
+def in_layout(kernels: Any, weight: torch.Tensor) -> Any:
+    """The weights of all experts in the layout of the kernels' device."""
+    return PackedExperts(weight) if isinstance(kernels, CpuKernels) else weight
+
+
+ROUTINGS = {
+    "one-of-one": (5, RoutingSpec(1, 1, True)),
+    "one-of-three": (1, RoutingSpec(3, 1, False)),
+    "two-of-eight": (19, RoutingSpec(8, 2, True)),
+    "three-of-five": (40, RoutingSpec(5, 3, False)),
+    "all": (7, RoutingSpec(6, 6, False)),
+    "no-tokens": (0, RoutingSpec(4, 2, True)),
+    "on-all-threads": (150, RoutingSpec(70, 8, True)),
+}
+
+
+def assert_grouped(routing: Routing, spec: RoutingSpec) -> None:
+    """The pairs are listed once each, by ascending expert and, within an expert, in ascending order."""
+    experts = routing.experts.flatten().tolist()
+    assert routing.pairs.tolist() == sorted(range(len(experts)), key=lambda pair: (experts[pair], pair))
+    assert routing.starts.tolist() == [sum(one < e for one in experts) for e in range(spec.num_experts + 1)]
+
+
+@pytest.mark.parametrize(("num_rows", "spec"), ROUTINGS.values(), ids=ROUTINGS)
+def test_the_highest_logits_are_chosen(kernels: Any, num_rows: int, spec: RoutingSpec) -> None:
+    # The rows are views, as the router of a layer with a shared expert makes them.
+    logits = (torch.randn(num_rows, spec.num_experts + 1) * 4)[:, : spec.num_experts]
+    routing = kernels.route(logits, spec)
+    for t in range(num_rows):
+        order = sorted(range(spec.num_experts), key=lambda e, t=t: -logits[t, e].item())[: spec.top_k]
+        assert routing.experts[t].tolist() == order
+        expected = logits[t].double().softmax(0)[order]
+        expected = expected / expected.sum() if spec.normalizes else expected
+        torch.testing.assert_close(routing.weights[t].double(), expected, rtol=1e-5, atol=1e-7)
+    assert_grouped(routing, spec)
+
+
+def test_distant_and_infinitely_low_logits_are_routed(kernels: Any) -> None:
+    low = -torch.inf
+    logits = torch.tensor([[200.0, -300.0, low, 0.0], [low, low, low, -7.0], [1e30, -1e30, 0.0, 1.0]])
+    routing = kernels.route(logits, RoutingSpec(4, 2, True))
+    assert routing.experts[0].tolist() == [0, 3]
+    assert routing.experts[1, 0] == 3
+    assert routing.experts[2].tolist() == [0, 3]
+    torch.testing.assert_close(routing.weights, torch.tensor([[1.0, 0.0]] * 3))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    "row",
+    [[1.0, torch.nan, 2.0, 3.0], [torch.inf, 0.0, 1.0, 2.0], [-torch.inf] * 4],
+    ids=["nan", "infinity", "only-minus-infinity"],
+)
+def test_a_row_without_a_softmax_gets_weights_nan_and_affects_no_other(kernels: Any, row: list[float]) -> None:
+    logits = torch.randn(5, 4)
+    spec = RoutingSpec(4, 2, True)
+    usable = kernels.route(logits, spec)
+    logits[2] = torch.tensor(row)
+    routing = kernels.route(logits, spec)
+    assert routing.experts[2].tolist() == [0, 1]
+    assert routing.weights[2].isnan().all()
+    others = [0, 1, 3, 4]
+    assert torch.equal(routing.experts[others], usable.experts[others])
+    assert torch.equal(routing.weights[others], usable.weights[others])
+    assert_grouped(routing, spec)
+
+    weight, x = torch.randn(4, 24, 16), torch.randn(5, 16)
+    outs = [
+        kernels.sum_experts(kernels.multiply_experts(x, in_layout(kernels, weight), one), one, None, None)
+        for one in (usable, routing)
+    ]
+    assert outs[1][2].isnan().all()
+    torch.testing.assert_close(outs[1][others], outs[0][others])
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "spec", "size"),
+    [
+        pytest.param(1, RoutingSpec(4, 2, True), 40, id="one-row"),
+        pytest.param(7, RoutingSpec(1, 1, True), 33, id="one-expert"),
+        pytest.param(23, RoutingSpec(5, 3, True), 70, id="more-rows-than-a-tile"),
+        pytest.param(130, RoutingSpec(3, 2, True), 48, id="large-tiles"),
+        pytest.param(0, RoutingSpec(4, 2, True), 16, id="no-rows"),
+    ],
+)
+def test_each_pair_is_multiplied_by_its_expert(kernels: Any, num_rows: int, spec: RoutingSpec, size: int) -> None:
+    routing = kernels.route(torch.randn(num_rows, spec.num_experts), spec)
+    first, second = torch.randn(spec.num_experts, 50, size), torch.randn(spec.num_experts, size, 50)
+    x = torch.randn(num_rows, size + 8)[:, :size]
+    inner = kernels.multiply_experts(x, in_layout(kernels, first), routing)
+    y = kernels.multiply_experts(inner, in_layout(kernels, second), routing)
+    assert y.shape == (num_rows * spec.top_k, size)
+    for pair in range(num_rows * spec.top_k):
+        expert, token = routing.experts.flatten()[pair], pair // spec.top_k
+        expected = first[expert].double() @ x[token].double()
+        torch.testing.assert_close(inner[pair].double(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(y[pair].double(), second[expert].double() @ expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_products_in_half_precision(kernels: Any, dtype: torch.dtype) -> None:
+    spec = RoutingSpec(4, 2, True)
+    if isinstance(kernels, CpuKernels) and dtype is torch.float16:
+        pytest.skip("the CPU has no float16 kernels")
+    is_gpu = type(kernels).__name__ == "GpuKernels"
+    weight, x = torch.randn(4, 48, 64).to(dtype), torch.randn(9, 64).to(dtype)
+    routing = kernels.route(torch.randn(9, 4), spec)
+    y = kernels.multiply_experts(x if is_gpu else x.float(), in_layout(kernels, weight), routing)
+    rows = x.double().repeat_interleave(2, 0)
+    expected = torch.einsum("pi,poi->po", rows, weight.double()[routing.experts.flatten().long()])
+    torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=2e-1)
+
+
+@pytest.mark.parametrize("has_shared", [False, True], ids=["routed", "shared"])
+@pytest.mark.parametrize(("num_rows", "size"), [(0, 16), (1, 33), (6, 1027), (90, 200)])
+def test_outputs_are_summed_by_weight(kernels: Any, num_rows: int, size: int, has_shared: bool) -> None:
+    routing = kernels.route(torch.randn(num_rows, 5), RoutingSpec(5, 3, False))
+    y = torch.randn(num_rows * 3, size)
+    shared = gate = None
+    expected = (y.double().view(num_rows, 3, size) * routing.weights.double()[..., None]).sum(1)
+    if has_shared:
+        shared, gate = torch.randn(num_rows, size + 8)[:, 4 : size + 4], (torch.randn(num_rows, 6) * 30)[:, 5:]
+        expected += gate.double().sigmoid() * shared.double()
+    out = kernels.sum_experts(y, routing, shared, gate)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_does_not_depend_on_the_other_rows(make_poisoned_pool: Callable[..., PoolViews]) -> None:
+    """On the CPU; on a GPU, the same holds for batches of one shape."""
+    kernels = CpuKernels(make_poisoned_pool(1, PageGeometry(1, 1, 8, 4, 4), torch.float32))
+    spec = RoutingSpec(8, 3, True)
+    first, second = PackedExperts(torch.randn(8, 96, 64)), PackedExperts(torch.randn(8, 64, 48))
+    x, router, shared, gate = torch.randn(60, 64), torch.randn(64, 8), torch.randn(60, 64), torch.randn(60, 1)
+    logits = x @ router
+
+    def run(rows: slice) -> torch.Tensor:
+        routing = kernels.route(logits[rows], spec)
+        inner = kernels.silu_and_mul(kernels.multiply_experts(x[rows], first, routing))
+        y = kernels.multiply_experts(inner, second, routing)
+        return kernels.sum_experts(y, routing, shared[rows], gate[rows])
+
+    whole = run(slice(0, 60))
+    for row in range(60):
+        assert torch.equal(run(slice(row, row + 1))[0], whole[row])
