@@ -78,5 +78,5 @@ def in_halves(heads: torch.Tensor, num_pairs: int) -> torch.Tensor:
 
     `heads` is `[num_tokens, num_heads, head_dim]`. If q and k are reordered alike, their products stay the same.
     """
-    pairs = heads[..., : 2 * num_pairs].unflatten(-1, (num_pairs, 2)).transpose(-1, -2).flatten(-2)
+    pairs = heads[..., : 2 * num_pairs].reshape(*heads.shape[:-1], num_pairs, 2).transpose(-1, -2).flatten(-2)
     return pairs if pairs.shape[-1] == heads.shape[-1] else torch.cat((pairs, heads[..., 2 * num_pairs :]), -1)
