@@ -74,6 +74,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(base, Subject(directory / "base", None, {}, {}, {}), target, directory)
 
 
+def _label(option: str, value: Any) -> str:
+    """The option, and its value if that is a word."""
+    if not isinstance(value, str):
+        return option
+    return f"{option} (a regular expression)" if "*" in value else f"{option} {value}"
+
+
 def compare(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, first: int, count: int
 ) -> tuple[Counter[str], dict[str, Counter[str]]]:
@@ -89,7 +96,9 @@ def compare(
         def count_outcome(outcome: str, settings: dict[str, Any] = settings) -> None:
             outcomes[outcome] += 1
             for name, value in settings.items():
-                by_option[name if isinstance(value, int | float | list | dict) else f"{name} {value}"][outcome] += 1
+                # Leave out what is off.
+                if value:
+                    by_option[_label(name, value)][outcome] += 1
 
         dtype = chance.choice([torch.float32, torch.float16, torch.bfloat16])
         directory = pair.save(index, settings, dtype, chance)
