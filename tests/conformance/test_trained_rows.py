@@ -27,7 +27,7 @@ from tests.conformance.test_gpu_engine import plain_backend
 from tests.conformance.test_prompt_logprobs import run as run_scoring
 from tests.conformance.tiny_models import (
     ATTENTION,
-    FUSED_MODULES,
+    RENAMED_MODULES,
     SMALL_SHAPE,
     SMALL_WINDOW,
     VOCAB_SIZE,
@@ -133,7 +133,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     made = TrainedSubject(directory / "base", None, {}, {}, {}, base, {}, base.config.tie_word_embeddings)
     for index, (name, settings) in enumerate(SETTINGS.items()):
         if family.startswith("phi3"):
-            names = {FUSED_MODULES.get(module, module) for module in settings["target_modules"]}
+            names = {RENAMED_MODULES["phi3"].get(module, module) for module in settings["target_modules"]}
             settings = {**settings, "target_modules": sorted(names)}
         torch.manual_seed(index)
         config = LoraConfig(r=3, lora_alpha=6, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
