@@ -96,10 +96,10 @@ def test_a_model_may_have_only_dense_layers(tmp_path: Path, changes: dict[str, A
 def test_granite_multiplies_embeddings_attention_residuals_and_logits(tmp_path: Path) -> None:
     config = load(tmp_path, {**GRANITE, "embedding_multiplier": 12, "attention_multiplier": 0.015625})
     assert (config.embedding_scale, config.attention_scale) == (12.0, 0.015625)
-    assert (config.residual_multiplier, config.logit_divisor) == (1.0, 1.0)
+    assert (config.residual_scale, config.logit_scale) == (1.0, 1.0)
     config = load(tmp_path, {**GRANITE, "residual_multiplier": 0.22, "logits_scaling": 6.0})
     assert (config.embedding_scale, config.attention_scale) == (1.0, 1.0)
-    assert (config.residual_multiplier, config.logit_divisor) == (0.22, 6.0)
+    assert (config.residual_scale, config.logit_scale) == (0.22, 1 / 6.0)
 
 
 def test_windows_alternate_in_qwen2_moe_and_cover_every_layer_of_the_others(tmp_path: Path) -> None:
