@@ -37,7 +37,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, object], str]] = [
     ("qwen3-moe", {"mlp_only_layers": []}, r"no tensor model\.layers\.1\.mlp\.gate\.weight"),
     ("qwen2-moe", {"shared_expert_intermediate_size": 80}, r"shared_expert\.gate_proj\.weight has shape \[88, 128\]"),
     ("granite-moe", {"intermediate_size": 64}, r"input_linear\.weight has shape \[5, 416, 128\]"),
-    ("olmoe", {"architectures": ["Qwen3MoeForCausalLM"]}, r"tensor model\.layers\.0\.self_attn\.q_norm\.weight has"),
+    ("olmoe", {"intermediate_size": 96}, r"experts\.0\.gate_proj\.weight has shape \[208, 128\]"),
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from loramux.engine.errors import ModelNotSupported
+from loramux.engine.model.families import HEAD_WIDE, PROJECTION_WIDE
 from loramux.engine.model.mixture_config import MAX_EXPERTS
 from loramux.engine.model.model_config import ModelConfig
 from loramux.kernels.routing_spec import RoutingSpec
@@ -119,12 +120,12 @@ def test_mixtral_rotates_slowly_by_default(tmp_path: Path) -> None:
 
 def test_biases_and_norms_follow_the_family(tmp_path: Path) -> None:
     qwen2 = load(tmp_path, QWEN2_MOE)
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, None)
     assert not load(tmp_path, {**QWEN2_MOE, "qkv_bias": False}).qkv_bias
     qwen3 = load(tmp_path, {**QWEN3_MOE, "attention_bias": True})
-    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm) == (True, True, True)
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm) == (True, True, HEAD_WIDE)
     olmoe = load(tmp_path, OLMOE)
-    assert (olmoe.qk_norm, olmoe.qk_norm_whole, olmoe.qkv_bias) == (False, True, False)
+    assert (olmoe.qk_norm, olmoe.qkv_bias) == (PROJECTION_WIDE, False)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
