@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from loramux.adapter_store.errors import AdapterUnavailable
 from loramux.adapter_store.formats.float_formats import STORAGE, to_float32
+from loramux.adapter_store.formats.text_names import text_name
 
 _INDEX = "model.safetensors.index.json"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -116,7 +117,10 @@ def _mapped(path: Path) -> dict[str, _Tensor]:
     header: dict[str, Any] = json.loads(data[8:start])
     header.pop("__metadata__", None)
     found: dict[str, _Tensor] = {}
-    for name, entry in header.items():
+    for stored, entry in header.items():
+        name = text_name(stored)
+        if name is None:
+            continue
         begin, end = entry["data_offsets"]
         if entry["dtype"] in STORAGE:
             found[name] = _Tensor(data, start + begin, start + end, entry["dtype"], tuple(entry["shape"]))

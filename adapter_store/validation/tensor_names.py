@@ -6,6 +6,7 @@ A current name is `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weigh
   additional `model.` from a wrapper around the base;
 - begin with `module.`, or contain `_orig_mod.`, `_fsdp_wrapped_module.` or `_checkpoint_wrapped_module.`, because
   distributed training, compilation or checkpointing wrapped a module;
+- contain `language_model.`, before or after the base's `model.`, because the base is multimodal;
 - contain the adapter's name, as in `lora_A.default.weight`, because the state was saved without PEFT.
 
 Each of these names identifies its module. But two naming styles in one file might belong to different adapters, so all
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loramux.adapter_store.errors import AdapterRejected
 
@@ -37,7 +38,9 @@ _WEIGHTS = {
 _NAME = re.compile(
     r"""
     (?P<prefix>(?:base_model\.model\.)?)
+    (?P<outer>(?:language_model\.)?)
     (?P<models>(?:model\.){0,2})
+    (?P<inner>(?:language_model\.)?)
     (?P<place>layers\.[0-9]{1,4}\.[a-z0-9_.]+|embed_tokens|lm_head)
     \.(?P<half>lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)
     (?P<adapter>(?:\.[A-Za-z0-9_-]{1,64})??)
@@ -49,12 +52,22 @@ _NAME = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Spelling:
-    """A file's naming style: the wrapper, PEFT's prefix, the depth of the base, and the adapter name."""
+    """A file's naming style: the wrapper, PEFT's prefix, the depth of the base, and the adapter name.
+
+    `is_text_part` says that names begin with `language_model.`, and `has_text_part` that it follows `model.`, which is
+    None for the head, because it lies outside of `model`.
+    """
 
     is_parallel: bool
     has_prefix: bool
+    is_text_part: bool
     depth: int
+    has_text_part: bool | None
     adapter: str
+
+    def agrees_with(self, other: _Spelling) -> bool:
+        is_head = self.has_text_part is None or other.has_text_part is None
+        return self == (replace(other, has_text_part=self.has_text_part) if is_head else other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +86,11 @@ def current_names(names: Iterable[str]) -> TensorNames:
     for original in sorted(names):
         name, found = _parse(original)
         if found is not None:
-            spelling = spelling or found
-            if found != spelling:
+            if spelling is None or spelling.has_text_part is None:
+                spelling, before = found, spelling or found
+            else:
+                before = spelling
+            if not found.agrees_with(before):
                 raise AdapterRejected("ambiguous_names", "the tensors are not all named in the same way", original)
         if name in originals:
             raise AdapterRejected("ambiguous_names", "two tensors have names for the same module", original)
@@ -88,8 +104,8 @@ def _parse(original: str) -> tuple[str, _Spelling | None]:
     match = _NAME.fullmatch(".".join(parts))
     if match is None:
         return original, None
-    prefix, models, place, half, adapter, weight = match.groups()
-    if weight not in _WEIGHTS[half]:
+    prefix, outer, models, inner, place, half, adapter, weight = match.groups()
+    if weight not in _WEIGHTS[half] or (inner and (outer or place == _HEAD)):
         return original, None
     if half == "lora_magnitude_vector":
         weight = ""
@@ -102,5 +118,6 @@ def _parse(original: str) -> tuple[str, _Spelling | None]:
         inside = "model." + place
     if depth > _MAX_DEPTH:
         return original, None
-    spelling = _Spelling(original.startswith(_PARALLEL), prefix != "", depth, adapter)
+    has_text_part = None if place == _HEAD else inner != ""
+    spelling = _Spelling(original.startswith(_PARALLEL), prefix != "", outer != "", depth, has_text_part, adapter)
     return f"{_PEFT_PREFIX}{inside}.{half}{weight}", spelling

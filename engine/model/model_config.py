@@ -18,7 +18,6 @@ from loramux.engine.model.config_fields import (
     refuse_what_is_not_computed,
 )
 from loramux.engine.model.families import (
-    FAMILIES,
     HEAD_WIDE,
     PROJECTION_WIDE,
     SHARED_EXPERT,
@@ -28,7 +27,7 @@ from loramux.engine.model.families import (
 )
 from loramux.engine.model.layer_kinds import FULL, SLIDING
 from loramux.engine.model.mixture_config import MixtureConfig, parse_mixture
-from loramux.engine.model.mixture_families import MIXTURE_FAMILIES
+from loramux.engine.model.multimodal import SUPPORTED, text_decoder
 from loramux.engine.model.rope_config import RopeConfig, longest_context, parse_ropes
 from loramux.kernels.layout import LinearShape, PageGeometry
 
@@ -198,14 +197,14 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _parse(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
+def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
     architecture = (raw.get("architectures") or ["none"])[0]
-    families = {**FAMILIES, **MIXTURE_FAMILIES}
-    family = families.get(architecture)
-    if family is None:
+    found = text_decoder(architecture, raw)
+    if found is None:
         raise ModelNotSupported(
-            f"the architecture {architecture} is not supported; supported architectures: {', '.join(families)}"
+            f"the architecture {architecture} is not supported; supported architectures: {', '.join(SUPPORTED)}"
         )
+    family, raw = found
     refuse_what_is_not_computed(raw, architecture, family.reads)
     raw = {**family.assumed, **raw}
     num_layers, hidden_size = positive(raw, "num_hidden_layers"), positive(raw, "hidden_size")

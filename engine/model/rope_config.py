@@ -100,6 +100,9 @@ def _parse_rope(
     given: Mapping[str, Any], raw: Mapping[str, Any], architecture: str, family: Family, head_dim: int
 ) -> RopeConfig:
     kind = given.get("rope_type") or given.get("type") or "default"
+    if kind == "mrope" and kind in family.ropes:
+        # The name in the first configurations of multimodal models.
+        kind = "default"
     if kind in ("su", "yarn") and kind not in family.ropes and "longrope" in family.ropes:
         # Names of longrope in early Phi-3 configurations.
         kind = "longrope"

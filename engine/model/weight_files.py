@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from loramux.adapter_store.formats.text_names import text_name
 from loramux.engine.errors import ModelNotSupported
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -46,12 +48,28 @@ def stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
     for path in weight_paths(model_dir):
         try:
             with safe_open(path, framework="np") as file:
-                for name in file.keys():  # noqa: SIM118 - the file is not iterable
-                    entry = file.get_slice(name)
+                for name, stored in text_tensors(file, found):
+                    entry = file.get_slice(stored)
                     found[name] = StoredTensor(str(entry.get_dtype()), tuple(entry.get_shape()))
         except (SafetensorError, OSError) as error:
             raise unreadable(path, error) from error
     return found
+
+
+def text_tensors(file: safe_open, found: Container[str]) -> Iterator[tuple[str, str]]:
+    """Each tensor of the text decoder: its name in a text-only model, and its name in the file.
+
+    Raises ModelNotSupported if a name is in `found`, the names of the files before, or occurs twice.
+    """
+    names: set[str] = set()
+    for stored in file.keys():  # noqa: SIM118 - the file is not iterable
+        name = text_name(stored)
+        if name is None:
+            continue
+        if name in found or name in names:
+            raise ModelNotSupported(f"the model has two tensors {name}")
+        names.add(name)
+        yield name, stored
 
 
 def unreadable(path: Path, error: Exception) -> ModelNotSupported:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loramux.engine.errors import ModelNotSupported
-from loramux.engine.model.weight_files import EMBEDDING, HEAD, unreadable, weight_paths
+from loramux.engine.model.weight_files import EMBEDDING, HEAD, text_tensors, unreadable, weight_paths
 from loramux.engine.model.weight_shapes import misshapen, missing, unread, unused_tensors
 
 
@@ -24,15 +24,16 @@ class WeightSource(Protocol):
 class Weights:
     """The tensors of one model directory, read one at a time so that only one copy is in memory."""
 
-    def __init__(self, files: dict[str, safe_open]) -> None:
-        self._files = files
-        self._unread = set(files)
+    def __init__(self, places: Mapping[str, tuple[safe_open, str]]) -> None:
+        """`places` contains, by name, the file of each tensor and its name in the file."""
+        self._places = places
+        self._unread = set(places)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor `name`. Raises ModelNotSupported if it is missing or has a different shape."""
-        if name not in self._files:
+        if name not in self._places:
             raise missing(name)
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        tensor = self._read(name)
         self._unread.discard(name)
         if tuple(tensor.shape) != shape:
             raise misshapen(name, tuple(tensor.shape), shape)
@@ -42,13 +43,17 @@ class Weights:
         """Raise ModelNotSupported if any tensor is unread, because the model then needs an unsupported computation."""
         unused = unused_tensors(self._unread)
         # A head tied to the embedding may be stored separately if the two are equal.
-        if unused == [HEAD] and EMBEDDING in self._files:
-            head, embedding = (self._files[name].get_tensor(name) for name in (HEAD, EMBEDDING))
-            if not torch.equal(head, embedding):
+        if unused == [HEAD] and EMBEDDING in self._places:
+            if not torch.equal(self._read(HEAD), self._read(EMBEDDING)):
                 raise ModelNotSupported(f"config.json ties {HEAD} to {EMBEDDING}, but the two differ")
             return
         if unused:
             raise unread(unused)
+
+    def _read(self, name: str) -> torch.Tensor:
+        file, stored = self._places[name]
+        tensor: torch.Tensor = file.get_tensor(stored)
+        return tensor
 
 
 @contextmanager
@@ -58,13 +63,13 @@ def open_weights(model_dir: Path) -> Iterator[Weights]:
     On exit, raises ModelNotSupported if a tensor was not read.
     """
     with ExitStack() as stack:
-        files: dict[str, safe_open] = {}
+        places: dict[str, tuple[safe_open, str]] = {}
         for path in weight_paths(model_dir):
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise unreadable(path, error) from error
-            files.update(dict.fromkeys(file.keys(), file))
-        weights = Weights(files)
+            places.update((name, (file, stored)) for name, stored in text_tensors(file, places))
+        weights = Weights(places)
         yield weights
         weights.check_all_read()

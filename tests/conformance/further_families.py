@@ -18,6 +18,8 @@ from transformers import (
     Ernie4_5ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GemmaConfig,
     GemmaForCausalLM,
     Glm4Config,
@@ -38,6 +40,8 @@ from transformers import (
     Ministral3ForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     NemotronConfig,
     NemotronForCausalLM,
     Olmo2Config,
@@ -45,6 +49,10 @@ from transformers import (
     Olmo3Config,
     Olmo3ForCausalLM,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SeedOssConfig,
     SeedOssForCausalLM,
     SmolLM3Config,
@@ -187,6 +195,48 @@ def _jais2(shape: dict[str, Any], _: int) -> PreTrainedModel:
     return Jais2ForCausalLM(Jais2Config(**{**shape, "initializer_range": 0.15}))
 
 
+def _vision(**further: Any) -> dict[str, Any]:
+    """Settings of a vision tower that is never used."""
+    return {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "image_size": 28, **further}
+
+
+def _gemma3_multimodal(shape: dict[str, Any], window: int) -> PreTrainedModel:
+    sizes = {**_mixed_windows(shape, window), "head_dim": 16, "query_pre_attn_scalar": 24, "initializer_range": 0.15}
+    ropes = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    vision = _vision(num_hidden_layers=1, patch_size=14, model_type="siglip_vision_model")
+    config = Gemma3Config(
+        text_config={**sizes, "rope_parameters": ropes}, vision_config=vision, attn_implementation="eager"
+    )
+    return Gemma3ForConditionalGeneration(config)
+
+
+def _mistral3(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    text = {**shape, "model_type": "mistral", "head_dim": 24, "sliding_window": None}
+    vision = _vision(num_hidden_layers=1, patch_size=14, head_dim=8, model_type="pixtral")
+    return Mistral3ForConditionalGeneration(
+        Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    )
+
+
+def _qwen2_5_vl(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    quarter = shape["hidden_size"] // shape["num_attention_heads"] // 8
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [quarter, quarter, 2 * quarter]}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 128}
+    text = {**shape, "rope_parameters": rope}
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+
+
+def _qwen3_vl(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 128}
+    vision = {"depth": 1, **sizes, "deepstack_visual_indexes": [0]}
+    text = {**shape, "head_dim": 16, "rope_parameters": rope}
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision))
+
+
 FURTHER_FAMILIES: dict[str, MakeModel] = {
     "granite": _granite,
     "hyperclovax": _hyperclovax,
@@ -212,4 +262,8 @@ FURTHER_FAMILIES: dict[str, MakeModel] = {
     "arcee": _arcee,
     "nemotron": _nemotron,
     "jais2": _jais2,
+    "gemma3-multimodal": _gemma3_multimodal,
+    "mistral3": _mistral3,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_vl": _qwen3_vl,
 }

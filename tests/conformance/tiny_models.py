@@ -291,6 +291,10 @@ PLANS = [
 ]
 
 
+def has_other_parts(base: PreTrainedModel) -> bool:
+    return hasattr(base.config, "vision_config")
+
+
 def add_adapters(base: PreTrainedModel, plans: list[AdapterPlan], directory: Path) -> Any:
     """Add the planned adapters to `base` with peft, save each under `directory`, and return the PEFT model."""
     with warnings.catch_warnings():
@@ -320,6 +324,8 @@ def _added_and_saved(base: PreTrainedModel, plans: list[AdapterPlan], directory:
             layers_to_transform=plan.layers,
             use_dora=plan.use_dora,
             lora_bias=plan.lora_bias,
+            # The linears of a multimodal model's other parts have the same names.
+            exclude_modules=".*(vision_tower|visual|multi_modal_projector).*" if has_other_parts(base) else None,
             alora_invocation_tokens=list(plan.invocation_tokens) or None,
             init_lora_weights=False,
             task_type="CAUSAL_LM",
@@ -343,7 +349,5 @@ def pack_peft_directory(directory: Path, target: PackTarget, base_dir: Path) -> 
     tensors = directory / "adapter_model.safetensors"
     report = validate_files((directory / "adapter_config.json").read_bytes(), tensors, target)
     canonical = directory / "canonical.safetensors"
-    write_canonical(
-        tensors, report.scales, canonical, invocation_tokens=report.invocation_tokens, trained=report.trained
-    )
+    write_canonical(tensors, report.scales, canonical, report.names, report.invocation_tokens, report.trained)
     return pack(canonical, target, BaseWeights(base_dir))

@@ -45,6 +45,11 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
     "sharded and checkpointed": lambda name: name.replace(
         "layers.0.", "layers.0._fsdp_wrapped_module._checkpoint_wrapped_module."
     ),
+    "of a multimodal base": lambda name: name.replace(".model.model.", ".model.model.language_model."),
+    "of a multimodal base, before transformers 5": lambda name: name.replace(PREFIX, PREFIX + "language_model."),
+    "of a multimodal base, without the prefix": lambda name: name.removeprefix(PREFIX).replace(
+        "model.", "model.language_model.", 1
+    ),
     "of a whole state": lambda name: "module._orig_mod." + of_adapter("default")(name),
 }
 
@@ -98,6 +103,9 @@ def test_current_names_are_not_changed() -> None:
         pytest.param(PREFIX + "model.model.layers.1.self_attn.q_proj.lora_A.weight", id="one wrapped"),
         pytest.param(PREFIX + "model.layers.1.self_attn.q_proj.lora_A.default.weight", id="one of an adapter"),
         pytest.param("module." + PREFIX + "model.layers.1.self_attn.q_proj.lora_A.weight", id="one parallel"),
+        pytest.param(PREFIX + "model.language_model.layers.1.self_attn.q_proj.lora_A.weight", id="one in a text part"),
+        pytest.param(PREFIX + "language_model.model.layers.1.self_attn.q_proj.lora_A.weight", id="one of a text part"),
+        pytest.param(PREFIX + "language_model.lm_head.lora_A.weight", id="a head of a text part"),
         pytest.param(PREFIX + "model.lm_head.lora_A.weight", id="a head of another depth"),
         pytest.param(PREFIX + "model._orig_mod.layers.0.self_attn.q_proj.lora_A.weight", id="the same compiled"),
     ],
@@ -109,6 +117,25 @@ def test_mixtures_and_collisions_are_refused(second: str) -> None:
             current_names(names)
         assert refused.value.code == "ambiguous_names"
         assert refused.value.param in (first, second)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        PREFIX + "language_model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight",
+        PREFIX + "model.language_model.lm_head.lora_A.weight",
+        PREFIX + "model.vision_tower.layers.0.self_attn.q_proj.lora_A.weight",
+    ],
+)
+def test_names_of_other_parts_are_kept(name: str) -> None:
+    assert current_names([name]).originals == {name: name}
+
+
+def test_a_head_beside_text_layers_does_not_hide_a_mixture() -> None:
+    names = ["lm_head.lora_A", "model.language_model.layers.0.mlp.up_proj.lora_A", "model.layers.1.mlp.up_proj.lora_A"]
+    assert len(current_names([f"{PREFIX}{name}.weight" for name in names[:2]]).originals) == 2
+    with pytest.raises(AdapterRejected, match="not all named in the same way"):
+        current_names([f"{PREFIX}{name}.weight" for name in names])
 
 
 def test_two_adapters_in_one_file_are_refused() -> None:

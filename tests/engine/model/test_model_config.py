@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from loramux.adapter_store.formats.base_weights import BaseWeights
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.families import GEMMA_NORMS, HEAD_WIDE, OUTPUT_NORMS, PARALLEL_NORMS
 from loramux.engine.model.model_config import GELU_TANH, RELU_SQUARED, SILU, ModelConfig
 from loramux.engine.model.rope_config import NO_ROPE, RopeConfig
 from loramux.engine.model.rotary import in_halves, inverse_frequencies, rotary_tables
+from loramux.engine.model.weight_files import stored_tensors
 from loramux.engine.model.weights import open_weights
 
 LLAMA: dict[str, Any] = {
@@ -184,6 +186,44 @@ def test_halves_of_reordered_heads_are_the_pairs() -> None:
     assert torch.equal(in_halves(in_halves(heads, 5), 1), in_halves(heads, 5))
 
 
+def test_gemma_3_text_config_is_read_with_its_own_defaults(tmp_path: Path) -> None:
+    """The text part of the published 4B model names only what differs from the defaults."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    document = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "text_config": text,
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    config = ModelConfig.load(tmp_path)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert (config.vocab_size, config.max_model_len, config.dtype) == (262208, 131072, "bfloat16")
+    assert config.layer_windows[:6] == (*[1024] * 5, None)
+    assert (config.layer_ropes[0].kind, config.layer_ropes[5].kind) == ("default", "linear")
+    assert (config.eos_token_ids, config.tied_embeddings) == ((1, 106), True)
+
+
+def test_qwen_2_5_vl_config_without_text_config_is_read(tmp_path: Path) -> None:
+    flat = {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {"hidden_size": 1280},
+    }
+    config = load(tmp_path, flat)
+    assert (set(config.layer_ropes), config.qkv_bias) == ({RopeConfig(theta=1e6)}, True)
+
+
 @pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
 def test_longrope_scales_phi_3_beyond_its_original_context(tmp_path: Path, name: str) -> None:
     scaling = {**LONGROPE["rope_scaling"], "type": name}
@@ -295,7 +335,16 @@ def test_default_window_matches_transformers(tmp_path: Path) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM is not supported"),
     ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM is not supported"),
-    ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration is not supported"),
+    (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"model_type": "llama"}},
+        "the text decoder 'llama' of Gemma3ForConditionalGeneration is not supported; supported: gemma3_text",
+    ),
+    ({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": 5}, "malformed"),
+    (
+        {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": {"model_type": ["qwen3_vl_text"]}},
+        "malformed|not supported",
+    ),
+    ({"architectures": ["Gemma3ForConditionalGeneration"], "quantization_config": {"bits": 4}}, "quantization_config"),
     ({"architectures": None}, "none is not supported"),
     ({"hidden_act": "gelu"}, "activation 'gelu'"),
     ({**GEMMA2, "hidden_activation": "gelu"}, r"activation 'gelu' \(hidden_activation"),
@@ -453,6 +502,29 @@ def test_tied_head_must_equal_the_embedding(tmp_path: Path, is_same: bool) -> No
     else:
         with pytest.raises(ModelNotSupported, match=r"ties lm_head\.weight to model\.embed_tokens\.weight"):
             read(tmp_path, names[0])
+
+
+@pytest.mark.parametrize(
+    ("stored", "vision"),
+    [
+        ("model.language_model.embed_tokens.weight", "model.vision_tower.a"),
+        ("language_model.model.embed_tokens.weight", "multi_modal_projector.a"),
+        ("model.embed_tokens.weight", "visual.a"),
+    ],
+)
+def test_text_decoder_inside_a_multimodal_checkpoint_is_read(tmp_path: Path, stored: str, vision: str) -> None:
+    save_file({stored: torch.ones(4, 2), vision: torch.ones(3)}, tmp_path / "model.safetensors")
+    read(tmp_path, "model.embed_tokens.weight")
+    assert list(stored_tensors(tmp_path)) == ["model.embed_tokens.weight"]
+    assert BaseWeights(tmp_path).rows("model.embed_tokens", 1, 3).shape == (2, 2)
+
+
+def test_two_names_of_one_tensor_are_refused(tmp_path: Path) -> None:
+    names = "model.language_model.norm.weight", "model.norm.weight"
+    save_file({name: torch.ones(4) for name in names}, tmp_path / "model.safetensors")
+    for reading in (stored_tensors, read):
+        with pytest.raises(ModelNotSupported, match=r"two tensors model\.norm\.weight"):
+            reading(tmp_path)
 
 
 def test_missing_tensor_is_reported_before_unused_tensors(tmp_path: Path) -> None:

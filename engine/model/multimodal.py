@@ -1,0 +1,83 @@
+"""Finds the text decoder in the `config.json` of a multimodal checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from loramux.engine.errors import ModelNotSupported
+from loramux.engine.model.config_fields import shown
+from loramux.engine.model.families import FAMILIES, Family
+from loramux.engine.model.mixture_families import MIXTURE_FAMILIES
+
+_SHARED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
+"""Fields of the whole model that also describe its text decoder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A multimodal architecture.
+
+    `decoders` maps the `model_type` of a text decoder to the architecture that computes it; the first is the default.
+    `assumed` contains the defaults that differ from that architecture's. With `has_mrope`, positions have a part for
+    time, height and width. The three are equal for text, so the rotation is the usual one.
+    """
+
+    decoders: Mapping[str, str]
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    has_mrope: bool = False
+
+
+WRAPPERS: dict[str, Wrapper] = {
+    "Gemma3ForConditionalGeneration": Wrapper(
+        {"gemma3_text": "Gemma3ForCausalLM"},
+        {"num_attention_heads": 8, "vocab_size": 262208, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6},
+    ),
+    "Mistral3ForConditionalGeneration": Wrapper(
+        {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
+    ),
+    "Qwen2VLForConditionalGeneration": Wrapper(
+        {"qwen2_vl_text": "Qwen2ForCausalLM"},
+        {"num_key_value_heads": 8, "max_window_layers": 80, "rope_theta": 1e6},
+        has_mrope=True,
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Wrapper(
+        {"qwen2_5_vl_text": "Qwen2ForCausalLM"},
+        {"num_key_value_heads": 8, "max_window_layers": 80, "rope_theta": 1e6},
+        has_mrope=True,
+    ),
+    "Qwen3VLForConditionalGeneration": Wrapper(
+        {"qwen3_vl_text": "Qwen3ForCausalLM"}, {"rope_theta": 500000.0}, has_mrope=True
+    ),
+}
+"""The supported multimodal architectures. Their text decoders are served without images."""
+
+_TEXT_FAMILIES: dict[str, Family] = {**FAMILIES, **MIXTURE_FAMILIES}
+SUPPORTED = (*_TEXT_FAMILIES, *WRAPPERS)
+"""The names of all supported architectures."""
+
+
+def text_decoder(architecture: str, raw: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]] | None:
+    """The family and the fields of the text decoder, or None if the architecture is not supported.
+
+    Raises ModelNotSupported for a text decoder of another type.
+    """
+    wrapper = WRAPPERS.get(architecture)
+    if wrapper is None:
+        family = _TEXT_FAMILIES.get(architecture)
+        return None if family is None else (family, raw)
+    # Older versions of transformers saved some text decoders' fields next to the vision tower's configuration.
+    text: Mapping[str, Any] = raw if raw.get("text_config") is None else raw["text_config"]
+    kind = next(iter(wrapper.decoders)) if text is raw else text.get("model_type", next(iter(wrapper.decoders)))
+    if kind not in wrapper.decoders:
+        raise ModelNotSupported(
+            f"the text decoder {shown(kind)} of {architecture} is not supported; "
+            f"supported: {', '.join(wrapper.decoders)}"
+        )
+    family = _TEXT_FAMILIES[wrapper.decoders[kind]]
+    if wrapper.has_mrope:
+        fields = (*family.rope_fields, "mrope_section", "mrope_interleaved")
+        family = replace(family, ropes=(*family.ropes, "mrope"), rope_fields=fields)
+    shared = {name: raw[name] for name in _SHARED if raw.get(name) is not None}
+    return family, {**wrapper.assumed, **text, **shared}
