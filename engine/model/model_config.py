@@ -26,8 +26,9 @@ from loramux.engine.model.families import (
     NormNames,
 )
 from loramux.engine.model.layer_kinds import FULL, SLIDING
+from loramux.engine.model.missing_features import MISSING_FEATURES
 from loramux.engine.model.mixture_config import MixtureConfig, parse_mixture
-from loramux.engine.model.multimodal import SUPPORTED, text_decoder
+from loramux.engine.model.multimodal import text_decoder
 from loramux.engine.model.rope_config import RopeConfig, longest_context, parse_ropes
 from loramux.kernels.layout import LinearShape, PageGeometry
 
@@ -201,9 +202,9 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
     architecture = (raw.get("architectures") or ["none"])[0]
     found = text_decoder(architecture, raw)
     if found is None:
-        raise ModelNotSupported(
-            f"the architecture {architecture} is not supported; supported architectures: {', '.join(SUPPORTED)}"
-        )
+        feature = MISSING_FEATURES.get(architecture)
+        reason = "; docs/models.md lists what is supported" if feature is None else f": loramux lacks {feature}"
+        raise ModelNotSupported(f"the architecture {architecture} is not supported{reason}")
     family, raw = found
     refuse_what_is_not_computed(raw, architecture, family.reads)
     raw = {**family.assumed, **raw}

@@ -54,7 +54,7 @@ WRAPPERS: dict[str, Wrapper] = {
 """The supported multimodal architectures. Their text decoders are served without images."""
 
 _TEXT_FAMILIES: dict[str, Family] = {**FAMILIES, **MIXTURE_FAMILIES}
-SUPPORTED = (*_TEXT_FAMILIES, *WRAPPERS)
+SUPPORTED = frozenset((*_TEXT_FAMILIES, *WRAPPERS))
 """The names of all supported architectures."""
 
 

@@ -47,7 +47,7 @@ def _scaled_share(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
     """How much each of YaRN's frequencies is scaled: 0 for fast ones, 1 for slow ones, linear in between."""
 
     def pair_of(turns: float) -> float:
-        """The pair of channels that makes so many turns within the original context."""
+        """The pair of channels that makes `turns` turns within the original context."""
         return rotary_dim * math.log(rope.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair_of(rope.fast_turns), pair_of(rope.slow_turns)

@@ -51,6 +51,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     SeedOssConfig,
@@ -221,6 +223,15 @@ def _mistral3(shape: dict[str, Any], _: int) -> PreTrainedModel:
     )
 
 
+def _qwen2_vl(shape: dict[str, Any], _: int) -> PreTrainedModel:
+    quarter = shape["hidden_size"] // shape["num_attention_heads"] // 8
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [quarter, quarter, 2 * quarter]}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 128, "num_heads": 2}
+    text = {**shape, "rope_parameters": rope}
+    config = Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    return Qwen2VLForConditionalGeneration(config)
+
+
 def _qwen2_5_vl(shape: dict[str, Any], _: int) -> PreTrainedModel:
     quarter = shape["hidden_size"] // shape["num_attention_heads"] // 8
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [quarter, quarter, 2 * quarter]}
@@ -264,6 +275,7 @@ FURTHER_FAMILIES: dict[str, MakeModel] = {
     "jais2": _jais2,
     "gemma3-multimodal": _gemma3_multimodal,
     "mistral3": _mistral3,
+    "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
 }

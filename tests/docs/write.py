@@ -8,6 +8,7 @@ from tests.docs.commands_page import commands_page
 from tests.docs.configuration_page import configuration_page
 from tests.docs.endpoints_page import endpoints_page
 from tests.docs.json_schema_page import json_schema_page
+from tests.docs.models_page import models_page
 from tests.docs.request_fields_page import request_fields_page
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -17,6 +18,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "configuration.md": configuration_page,
     "endpoints.md": endpoints_page,
     "json-schema.md": json_schema_page,
+    "models.md": models_page,
     "request-fields.md": request_fields_page,
 }
 

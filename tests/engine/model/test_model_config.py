@@ -333,8 +333,12 @@ def test_default_window_matches_transformers(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM is not supported"),
-    ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM is not supported"),
+    (
+        {"architectures": ["DeepseekV3ForCausalLM"]},
+        r"DeepseekV3ForCausalLM is not supported: .* latent attention \(MLA\)",
+    ),
+    ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported: .* recurrent state"),
+    ({"architectures": ["UnheardOfForCausalLM"]}, "UnheardOfForCausalLM is not supported; docs/models.md"),
     (
         {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {"model_type": "llama"}},
         "the text decoder 'llama' of Gemma3ForConditionalGeneration is not supported; supported: gemma3_text",

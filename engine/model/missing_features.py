@@ -1,0 +1,110 @@
+"""What the decoder lacks for each architecture of transformers that it does not support."""
+
+from __future__ import annotations
+
+_BY_FEATURE: dict[str, str] = {
+    "its kind of router, shared experts or expert layout": """
+        AfmoeForCausalLM AriaForConditionalGeneration AriaTextForCausalLM BeamForCausalLM Cohere2MoeForCausalLM
+        DbrxForCausalLM DeepseekOcr2ForConditionalGeneration Dots1ForCausalLM Ernie4_5_MoeForCausalLM
+        Ernie4_5_VLMoeForConditionalGeneration ExaoneMoeForCausalLM FlexOlmoForCausalLM FlintForCausalLM
+        Glm4MoeForCausalLM Glm4vMoeForConditionalGeneration
+        GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM HYV3ForCausalLM HunYuanMoEV1ForCausalLM JetMoeForCausalLM
+        Kolibri1ForCausalLM LagunaForCausalLM Llama4ForCausalLM Llama4ForConditionalGeneration MellumForCausalLM
+        MiMoV2FlashForCausalLM MiniMaxM2ForCausalLM MiniMaxM3SparseForConditionalGeneration MiniMaxM3VLForCausalLM
+        MuseSparkForConditionalGeneration PhimoeForCausalLM
+        Qwen3OmniMoeThinkerForConditionalGeneration Qwen3VLMoeForConditionalGeneration
+        SolarOpenForCausalLM Step3p7ForConditionalGeneration UnlimitedOcrForConditionalGeneration
+    """,
+    "latent attention (MLA)": """
+        AXK1ForCausalLM AXK2ForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM DeepseekV32ForCausalLM
+        Dots3NoteForCausalLM Dots3NoteForConditionalGeneration Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM
+        HYV4ForCausalLM Kimi_K25ForConditionalGeneration LongcatFlashForCausalLM MiniCPM3ForCausalLM
+        Mistral4ForCausalLM MistralLarge4ForConditionalGeneration YoutuForCausalLM
+    """,
+    "compressed sparse attention": "DeepseekV4ForCausalLM",
+    "layers with a recurrent state, such as Mamba or linear attention": """
+        BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM
+        Glm5NextForConditionalGeneration GraniteMoeHybridForCausalLM JambaForCausalLM KimiLinearForCausalLM
+        Mamba2ForCausalLM MambaForCausalLM MiniCPMOcrForConditionalGeneration MiniCPMV4_6ForConditionalGeneration
+        MiniCPMV4_7ForConditionalGeneration MiniMaxForCausalLM NemotronHForCausalLM NemotronH_Omni_Reasoning_V3
+        OlmoHybridForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration
+        Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration Qwen4ExpForCausalLM
+        Qwen4ExpForConditionalGeneration RecurrentGemmaForCausalLM RwkvForCausalLM Zamba2ForCausalLM ZambaForCausalLM
+        xLSTMForCausalLM
+    """,
+    "convolutions over positions": """
+        InklingForCausalLM InklingForConditionalGeneration Inkling2ForCausalLM Inkling2ForConditionalGeneration
+        Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration Lfm3ForCausalLM
+        Lfm3VlForConditionalGeneration ZayaForCausalLM
+    """,
+    "an encoder or cross-attention": """
+        BartForCausalLM BigBirdPegasusForCausalLM BlenderbotForCausalLM BlenderbotSmallForCausalLM
+        BlipForConditionalGeneration EvollaForProteinText2Text Florence2ForConditionalGeneration
+        IdeficsForVisionText2Text MBartForCausalLM MarianForCausalLM MllamaForCausalLM
+        MllamaForConditionalGeneration MusicgenForCausalLM MusicgenMelodyForCausalLM MvpForCausalLM
+        PLBartForCausalLM PPFormulaNetForConditionalGeneration PegasusForCausalLM Pix2StructForConditionalGeneration
+        ProphetNetForCausalLM T5Gemma2ForConditionalGeneration TrOCRForCausalLM UdopForConditionalGeneration
+        VisionEncoderDecoderModel WhisperForCausalLM
+    """,
+    "absolute positions": """
+        BertGenerationDecoder BertLMHeadModel BigBirdForCausalLM BioGptForCausalLM Blip2ForConditionalGeneration
+        CTRLLMHeadModel CamembertForCausalLM Data2VecTextForCausalLM ElectraForCausalLM ErnieForCausalLM
+        GPT2LMHeadModel GPTBigCodeForCausalLM GPTNeoForCausalLM GitForCausalLM InstructBlipForConditionalGeneration
+        InstructBlipVideoForConditionalGeneration Kosmos2ForConditionalGeneration Kosmos2_5ForConditionalGeneration
+        MegatronBertForCausalLM OPTForCausalLM OpenAIGPTLMHeadModel ReformerModelWithLMHead RemBertForCausalLM
+        RoCBertForCausalLM RobertaForCausalLM RobertaPreLayerNormForCausalLM XGLMForCausalLM XLMRobertaForCausalLM
+        XLMRobertaXLForCausalLM XLMWithLMHeadModel XmodForCausalLM
+    """,
+    "position biases of attention": "BloomForCausalLM CpmAntForCausalLM MptForCausalLM XLNetLMHeadModel",
+    "norms after the residual": "RoFormerForCausalLM",
+    "q, k and v that are grouped by head in one linear": """
+        FalconForCausalLM FuyuForCausalLM GPTNeoXForCausalLM GPTNeoXJapaneseForCausalLM PersimmonForCausalLM
+    """,
+    "a bias of the head": "CodeGenForCausalLM GPTJForCausalLM PhiForCausalLM",
+    "norms without weights": "NanoChatForCausalLM OlmoForCausalLM",
+    "layer norms of q and k": "ChameleonForConditionalGeneration",
+    "norms of q and k after the rotation": "HunYuanDenseV1ForCausalLM HunYuanVLForConditionalGeneration",
+    "embeddings that enter every layer": """
+        Gemma3nForCausalLM Gemma3nForConditionalGeneration Gemma4ForCausalLM Gemma4ForConditionalGeneration
+    """,
+    "K and V of one linear, and head sizes that differ by layer": """
+        Gemma4AssistantForCausalLM Gemma4UnifiedAssistantForCausalLM Gemma4UnifiedForCausalLM
+        Gemma4UnifiedForConditionalGeneration
+    """,
+    "block diffusion": "DiffusionGemmaForBlockDiffusion",
+    "attention sinks": "GptOssForCausalLM GraniteSWAForCausalLM",
+    "differential attention": "DiffLlamaForCausalLM",
+    "dynamic attention masks": "DogeForCausalLM",
+    "layers that run several times": "HrmTextForCausalLM",
+    "the activation xIELU": "ApertusForCausalLM",
+    "an exact gelu as a gate": "ModernBertDecoderForCausalLM",
+    "ternary weights": "BitNetForCausalLM",
+    "patches of bytes": "BltForCausalLM",
+    "a decoder of audio codes": "MoshiForCausalLM",
+    "a decoder of robot actions": "PI0ForConditionalGeneration",
+    "adapters that the model applies to images itself": "Phi4MultimodalForCausalLM",
+    "a normed embedding": "MuseGlimmerForConditionalGeneration",
+    "reading the settings and tensor names of this architecture": """
+        AyaVisionForConditionalGeneration Cohere2VisionForConditionalGeneration CohereCompassForCausalLM
+        CohereCompassForConditionalGeneration Molmo2ForConditionalGeneration
+        Cosmos3EdgeForConditionalGeneration Cosmos3OmniForConditionalGeneration DeepseekVLForConditionalGeneration
+        DeepseekVLHybridForConditionalGeneration Emu3ForCausalLM Emu3ForConditionalGeneration
+        Exaone4_5_ForConditionalGeneration FastVlmForConditionalGeneration Glm46VForConditionalGeneration
+        Glm4vForConditionalGeneration GlmOcrForConditionalGeneration GotOcr2ForConditionalGeneration
+        Granite4VisionForConditionalGeneration GraniteDoclingForConditionalGeneration
+        HyperCLOVAXVisionV2ForConditionalGeneration Idefics2ForConditionalGeneration
+        Idefics3ForConditionalGeneration InternVLForConditionalGeneration JanusForConditionalGeneration
+        LightOnOcrForConditionalGeneration LlavaForConditionalGeneration LlavaNextForConditionalGeneration
+        LlavaNextVideoForConditionalGeneration LlavaOnevisionForConditionalGeneration
+        MossTranscribeDiarizeForConditionalGeneration Ovis2ForConditionalGeneration
+        PaddleOCRVLForConditionalGeneration PaliGemmaForConditionalGeneration PerceptionLMForConditionalGeneration
+        QianfanOCRForConditionalGeneration Qwen2_5OmniThinkerForConditionalGeneration
+        SmolVLMForConditionalGeneration VideoLlama3ForConditionalGeneration VideoLlavaForConditionalGeneration
+        VipLlavaForConditionalGeneration
+    """,
+}
+
+MISSING_FEATURES: dict[str, str] = {
+    architecture: feature for feature, names in _BY_FEATURE.items() for architecture in names.split()
+}
+"""The first feature that the decoder lacks, by architecture."""

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+
+from transformers.models.auto import modeling_auto
+
+from loramux.engine.model.missing_features import MISSING_FEATURES
+from loramux.engine.model.multimodal import SUPPORTED, WRAPPERS
+from tests.conformance.tiny_models import FAMILIES as TINY_MODELS
+from tests.conformance.tiny_models import RARE_FAMILIES, SMALL_SHAPE, SMALL_WINDOW
+
+HEAD = """# Models
+
+`make docs` generates this page from the program, and a test compares them. It lists every architecture that
+`transformers` knows as a causal or an image-text model, by the name in `architectures` of `config.json`. Of {total}
+architectures, {served} are served and {refused} are refused. `loramux check DIRECTORY` says whether a model directory is
+served, without a server.
+
+## Served
+
+Tests compare random models of each architecture with `transformers` and `peft`: logits and greedy tokens of the base
+and of eight adapters of ranks 1 to 64, one request at a time and in one mixed batch. The tests of some architectures
+run with every change, and those of the others in `make campaign-parity`. loramux refuses a `config.json` with a setting
+that it does not compute, and names the setting.
+
+| architecture | serves | compared |
+|---|---|---|
+"""
+
+REFUSED = """
+## Refused
+
+loramux refuses these architectures and names the feature in the first column, which it does not support. A model may
+need others too.
+
+| not supported | architectures |
+|---|---|
+"""
+
+
+@cache
+def architectures() -> frozenset[str]:
+    mappings = (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+    return frozenset(name for mapping in mappings for name in mapping.values())
+
+
+@cache
+def compared() -> dict[str, bool]:
+    """Whether each architecture with a tiny model is compared with every change, not only in a campaign."""
+    found: dict[str, bool] = {}
+    for family, make in TINY_MODELS.items():
+        architecture = type(make(SMALL_SHAPE, SMALL_WINDOW)).__name__
+        found[architecture] = found.get(architecture, False) or family not in RARE_FAMILIES
+    return found
+
+
+def models_page() -> str:
+    names = architectures()
+    served = sorted(names & SUPPORTED)
+    head = HEAD.format(total=len(names), served=len(served), refused=len(names) - len(served))
+    return head + "\n".join([*_served(served), *REFUSED.splitlines(), *_refused(names)]) + "\n"
+
+
+def _served(names: list[str]) -> Iterator[str]:
+    for name in names:
+        kind = "text decoder" if name in WRAPPERS else "text"
+        yield f"| `{name}` | {kind} | {'with every change' if compared()[name] else 'in the campaign'} |"
+
+
+def _refused(names: frozenset[str]) -> Iterator[str]:
+    by_feature: defaultdict[str, list[str]] = defaultdict(list)
+    for name in sorted(names & MISSING_FEATURES.keys()):
+        by_feature[MISSING_FEATURES[name]].append(f"`{name}`")
+    for feature, found in by_feature.items():
+        yield f"| {feature} | {', '.join(found)} |"
