@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
     for path in weight_paths(model_dir):
         try:
             with safe_open(path, framework="np") as file:
-                for name, stored in text_tensors(file, found):
+                for name, stored in text_tensors(file.keys(), found):
                     entry = file.get_slice(stored)
                     found[name] = StoredTensor(str(entry.get_dtype()), tuple(entry.get_shape()))
         except (SafetensorError, OSError) as error:
@@ -56,13 +56,13 @@ def stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def text_tensors(file: safe_open, found: Container[str]) -> Iterator[tuple[str, str]]:
-    """Each tensor of the text decoder: its name in a text-only model, and its name in the file.
+def text_tensors(stored_names: Iterable[str], found: Container[str]) -> Iterator[tuple[str, str]]:
+    """Each of a file's tensors in the text decoder: its name in a text-only model, and its name in the file.
 
     Raises ModelNotSupported if a name is in `found`, the names of the files before, or occurs twice.
     """
     names: set[str] = set()
-    for stored in file.keys():  # noqa: SIM118 - the file is not iterable
+    for stored in stored_names:
         name = text_name(stored)
         if name is None:
             continue

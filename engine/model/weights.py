@@ -69,7 +69,7 @@ def open_weights(model_dir: Path) -> Iterator[Weights]:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise unreadable(path, error) from error
-            places.update((name, (file, stored)) for name, stored in text_tensors(file, places))
+            places.update((name, (file, stored)) for name, stored in text_tensors(file.keys(), places))
         weights = Weights(places)
         yield weights
         weights.check_all_read()
