@@ -87,7 +87,7 @@ class CallParser(ABC):
         reader = self._reader
         while True:
             found = self._marker.search(reader.text, reader.at) if self._marker else None
-            end = found.start() if found else len(reader.text) - self._num_held(reader.text)
+            end = found.start() if found else len(reader.text) - self._num_held(reader.text[reader.at :])
             if found or not reader.is_ended:
                 gap = _GAP.search(reader.text, max(reader.at, end - MAX_GAP), end)
                 certain = gap.start() if gap else end

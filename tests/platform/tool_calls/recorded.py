@@ -89,7 +89,10 @@ RECORDED = {
         "mistral", f"Sure.[TOOL_CALLS]a[ARGS]{ROME}[TOOL_CALLS]b[ARGS]{{}}", "Sure.", (("a", ROME), ("b", "{}"))
     ),
     "mistral: named, without the inner marker": Recorded("mistral", f"[TOOL_CALLS]a{ROME}", "", (("a", ROME),)),
-    "mistral: text": Recorded("mistral", "[TOOL] [x]", "[TOOL] [x]"),
+    **{
+        f"mistral: text {text!r}": Recorded("mistral", text, text)
+        for text in ("[TOOL] [x]", "[TOOL_CALLS][TOOL", "See [TOOL_CALLS][TOOL_CALLS] docs")
+    },
     "phi: functools": Recorded("phi", f'functools[{{"name": "a", "arguments": {ROME}}}]', "", (("a", ROME),)),
     "phi: markers": Recorded(
         "phi",
