@@ -7,12 +7,9 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from loramux.platform.tool_calls.events import ArgumentsEvent, CallBegun, Event, TextEvent
-from loramux.platform.tool_calls.reader import Malformed, Reader, Steps
+from loramux.platform.tool_calls.reader import MAX_GAP, SPACE, WHITESPACE, Malformed, Reader, Steps
 
-MAX_GAP = 64
-"""Maximum number of whitespace characters before a block that are dropped with it."""
-
-_GAP = re.compile(rf"\s{{1,{MAX_GAP}}}\Z")
+_GAP = re.compile(rf"{SPACE}{{1,{MAX_GAP}}}\Z")
 
 
 class CallParser(ABC):
@@ -65,10 +62,10 @@ class CallParser(ABC):
 
     def _block_at_start(self) -> Steps[None]:
         reader = self._reader
-        while not reader.text.strip() and len(reader.text) <= MAX_GAP:
+        while not reader.text.strip(WHITESPACE) and len(reader.text) <= MAX_GAP:
             if not (yield from reader.more()):
                 return
-        num_spaces = len(reader.text) - len(reader.text.lstrip())
+        num_spaces = len(reader.text) - len(reader.text.lstrip(WHITESPACE))
         if num_spaces <= MAX_GAP and reader.text[num_spaces : num_spaces + 1] in tuple(self.openers):
             reader.take(num_spaces)
             yield from self._tried("")

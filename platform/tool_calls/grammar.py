@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
+
+from loramux.platform.tool_calls.call_syntax import SYNTAXES, Block
+from loramux.platform.tool_calls.parsers import PARSERS
+from loramux.platform.tool_calls.reader import MAX_GAP, SPACE
 
 
 class OfferedTool(msgspec.Struct, frozen=True):
@@ -45,120 +48,112 @@ class AnswerRules(msgspec.Struct, frozen=True, kw_only=True):
     """IDs of the markers that are special tokens of the model."""
 
 
-@dataclass(frozen=True, slots=True)
-class _CallSyntax:
-    """How a format writes calls. Objects are joined by `separator`. `begin` and `end` enclose each group of them."""
-
-    begin: str
-    after_begin: str
-    separator: str
-    before_end: str
-    end: str
-    before_arguments: str = '{"name": "NAME", "arguments": '
-    """The start of an object. NAME stands for the function's name, which has only letters, digits, `_` and `-`."""
-    after_arguments: str = "}"
-    is_grouped: bool = True
-    """True if one pair of markers encloses all calls."""
-
-
-def _gemma(begin: str, end: str) -> _CallSyntax:
-    # The arguments are JSON, because Gemma's own syntax cannot be derived from a schema.
-    return _CallSyntax(begin, "", "", "", end, "call:NAME", "", is_grouped=False)
-
-
-_SYNTAXES = {
-    "functiongemma": _gemma("<start_function_call>", "<end_function_call>"),
-    "gemma4": _gemma("<|tool_call>", "<tool_call|>"),
-    "hermes": _CallSyntax("<tool_call>", "\n", "\n", "\n", "</tool_call>", is_grouped=False),
-    "llama3_json": _CallSyntax("", "", "; ", "", "", '{"name": "NAME", "parameters": '),
-    "mistral": _CallSyntax("[TOOL_CALLS]", "[", ", ", "]", ""),
-    "phi": _CallSyntax("<|tool_call|>", "[", ", ", "]", "<|/tool_call|>"),
-    # Of the parser's two forms, this one can express every schema.
-    "pythonic": _CallSyntax("", "[", ", ", "]", ""),
-}
-
-_ANY = r"/(.|\n)*/"
+_ANY = r"(.|\n)*"
 
 
 def lark_of(rules: AnswerRules, json_options: Mapping[str, Any], other: str | None) -> str:
     """Return the grammar of an answer. `other` names the subgrammar for the rest of the answer, such as `@answer`.
 
     Each tool's schema is compiled with llguidance's `json_options`.
+
+    Free text contains nothing that the parser would read as the start of calls or the splitter as a mark of thinking.
+    It is described by the same markers and openers that they look for, even if these are special tokens, because
+    other tokens can spell the same text.
     """
     lines = ["%llguidance {}"]
-    answer = other or "any_text"
-    if rules.calls is not None:
-        answer = _add_calls(lines, rules.calls, rules.special_tokens, json_options, other)
-    elif other is None:
-        lines.append(f"any_text: {_ANY}")
-    start = answer
-    if rules.thinking is not None:
-        thought = _add_thinking(lines, rules.thinking, rules.special_tokens)
-        start = f"{thought} BREAK {answer}" if rules.thinking.is_open else f"({thought} BREAK)? {answer}"
-        lines.append(r"BREAK: /\n{0,2}/")
+    thinking, calls, ids = rules.thinking, rules.calls, rules.special_tokens
+    lines += [f"LEAD: /{SPACE}{{0,{MAX_GAP}}}/", r"BREAK: /\n{0,2}/"]
+    if calls is None:
+        answer = other or f"/{_ANY}/"
+    else:
+        _add_objects(lines, calls, json_options)
+        if calls.is_forced:
+            answer = _forced_calls(lines, calls, ids)
+        elif other is not None:
+            answer = f"({_forced_calls(lines, calls, ids)} | {other})"
+        else:
+            answer = _text_and_calls(lines, calls, thinking, ids)
+    if thinking is None:
+        start = answer
+    else:
+        thought = _thought(lines, thinking, ids)
+        start = f"{thought} BREAK {answer}" if thinking.is_open else f"({thought} BREAK)? {answer}"
     return "\n".join([*lines, f"start: {start}", ""])
 
 
-def _add_thinking(lines: list[str], thinking: Thinking, special_tokens: Mapping[str, int]) -> str:
-    end = special_tokens.get(thinking.end)
-    if end is None:
-        lines.append(f"rest_of_thought[suffix={json.dumps(thinking.end)}]: {_ANY}")
-    else:
-        lines.append(f"rest_of_thought: {_ANY} <[{end}]>")
-    if thinking.is_open:
-        return "rest_of_thought"
-    lines.append(f"thought: {_marker(thinking.begin, special_tokens)} rest_of_thought")
-    return "thought"
+def _thought(lines: list[str], thinking: Thinking, ids: Mapping[str, int]) -> str:
+    lines.append(f"THOUGHT: {_text_without(thinking.end)}")
+    rest = _add_joined(lines, "REST_OF_THOUGHT", "THOUGHT", thinking.end, ids)
+    return rest if thinking.is_open else f"{_add_joined(lines, 'THINK', 'LEAD', thinking.begin, ids)} {rest}"
 
 
-def _add_calls(
-    lines: list[str],
-    calls: Calls,
-    special_tokens: Mapping[str, int],
-    json_options: Mapping[str, Any],
-    other: str | None,
-) -> str:
-    syntax = _SYNTAXES[calls.format]
+def _add_objects(lines: list[str], calls: Calls, json_options: Mapping[str, Any]) -> None:
+    """Add the rule `objects`: the calls of one block."""
+    syntax = SYNTAXES[calls.format]
     for index, tool in enumerate(calls.tools):
-        before = json.dumps(syntax.before_arguments.replace("NAME", tool.name))
-        lines.append(f"object_{index}: {before} arguments_{index} {_text(syntax.after_arguments)}")
+        before = syntax.before_arguments.replace("NAME", tool.name)
+        lines.append(f"object_{index}: {_text(before)} arguments_{index} {_text(syntax.after_arguments)}")
         lines.append(f"arguments_{index}: %json {json.dumps({**tool.schema, 'x-guidance': dict(json_options)})}")
     lines.append("object: " + " | ".join(f"object_{index}" for index in range(len(calls.tools))))
-    objects = "object"
-    if calls.is_parallel and syntax.is_grouped:
-        objects = f"object ({json.dumps(syntax.separator)} object)*"
-    parts = [_text(syntax.after_begin), objects, _text(syntax.before_end), _marker(syntax.end, special_tokens)]
-    lines.append("after_begin: " + " ".join(part for part in parts if part))
-    begin = _marker(syntax.begin, special_tokens)
-    if calls.is_forced or other is not None:
-        group = f"{begin} after_begin"
-        repeats = calls.is_parallel and not syntax.is_grouped
-        lines.append(f"calls: {group}" + (f" ({_text(syntax.separator)} {group})*" if repeats else ""))
-        return "calls" if calls.is_forced else f"(calls | {other})"
-    return _add_text_and_calls(lines, syntax, calls, special_tokens)
+    has_several = calls.is_parallel and syntax.is_grouped
+    lines.append(f"objects: object ({_text(syntax.separator)} object)*" if has_several else "objects: object")
 
 
-def _add_text_and_calls(lines: list[str], syntax: _CallSyntax, calls: Calls, special_tokens: Mapping[str, int]) -> str:
-    """Add the rules of free text in which a marker begins calls."""
-    lines.append(f"any_text: {_ANY}")
-    if not syntax.begin:
-        opener = syntax.after_begin or "{"
-        lines.append(rf"no_call: /([^\{opener}](.|\n)*)?/")
-        return "(after_begin | no_call)"
-    if syntax.begin in special_tokens:
-        group = f"{_marker(syntax.begin, special_tokens)} after_begin"
-        return f"any_text ({group} any_text)*" if calls.is_parallel else f"any_text ({group})?"
-    lines.append(f"up_to_marker[lazy]: {_ANY[:-1]}{_escaped(syntax.begin)}/")
-    return "(up_to_marker after_begin)* any_text" if calls.is_parallel else "(up_to_marker after_begin | any_text)"
+def _forced_calls(lines: list[str], calls: Calls, ids: Mapping[str, int]) -> str:
+    """Add the rules of an answer that consists of calls, and return the rule's name."""
+    syntax = SYNTAXES[calls.format]
+    marker, block = next(iter(syntax.blocks.items()))
+    group = f"{_marker(marker, ids)} {_block(block, ids)}"
+    repeats = calls.is_parallel and not syntax.is_grouped
+    lines.append(f"calls: {group}" + (f" ({_text(syntax.separator)} {group})*" if repeats else ""))
+    return "calls"
 
 
-def _marker(marker: str, special_tokens: Mapping[str, int]) -> str:
-    return f"<[{special_tokens[marker]}]>" if marker in special_tokens else _text(marker)
+def _text_and_calls(lines: list[str], calls: Calls, thinking: Thinking | None, ids: Mapping[str, int]) -> str:
+    """Add the rules of free text in which markers, or openers at its start, begin calls. Return the expression."""
+    parser, syntax = PARSERS[calls.format], SYNTAXES[calls.format]
+    assert {*parser.markers} == {*syntax.blocks} - {""}
+    # Thinking can begin only at the start of an answer, as calls without a marker can.
+    starts = [*parser.openers, *([] if thinking is None or thinking.is_open else [thinking.begin])]
+    lines.append(f"TEXT: {_text_without(*parser.markers)}")
+    lines.append(f"START: TEXT & ~/{SPACE}*{_any_of(starts)}{_ANY}/" if starts else "START: TEXT")
+    first, later = [], []
+    for index, marker in enumerate(parser.markers):
+        block = _block(syntax.blocks[marker], ids)
+        first.append(f"{_add_joined(lines, f'FIRST_{index}', 'START', marker, ids)} {block}")
+        later.append(f"{_add_joined(lines, f'LATER_{index}', 'TEXT', marker, ids)} {block}")
+    if parser.openers:
+        # The parsers of these formats may read on after a block, so nothing follows it.
+        return f"(LEAD {_block(syntax.blocks[''], ids)} | {' | '.join(first)} | START)"
+    more = f"({' | '.join(later)})*" if calls.is_parallel else ""
+    return f"(({' | '.join(first)}) {more} TEXT | START)"
+
+
+def _add_joined(lines: list[str], name: str, before: str, marker: str, ids: Mapping[str, int]) -> str:
+    """Add a rule for the terminal `before` and a marker, and return its name.
+
+    A marker in plain text must be part of the same terminal, because the lexer takes the longest match.
+    """
+    name = name.lower() if marker in ids else name
+    lines.append(f"{name}: {before} {_marker(marker, ids)}")
+    return name
+
+
+def _block(block: Block, ids: Mapping[str, int]) -> str:
+    return f"{_text(block.before)} objects {_text(block.after)} {_marker(block.end, ids)}"
+
+
+def _text_without(*markers: str) -> str:
+    return f"/{_ANY}/ & ~/{_ANY}{_any_of(markers)}{_ANY}/"
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    return "(" + "|".join(re.escape(text).replace("/", r"\/") for text in texts) + ")"
+
+
+def _marker(marker: str, ids: Mapping[str, int]) -> str:
+    return f"<[{ids[marker]}]>" if marker in ids else _text(marker)
 
 
 def _text(text: str) -> str:
     return json.dumps(text) if text else ""
-
-
-def _escaped(marker: str) -> str:
-    return re.escape(marker).replace("/", r"\/")

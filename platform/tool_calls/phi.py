@@ -7,12 +7,15 @@ from loramux.platform.tool_calls.reader import Steps
 
 
 class PhiParser(JsonCallParser):
-    markers = ("<|tool_call|>", "functools")
+    markers = ("<|tool_call|>", "functools[")
     ends = ("<|/tool_call|>",)
 
     def _block(self, marker: str) -> Steps[None]:
         reader = self._reader
         yield from reader.spaces()
-        yield from self._call_array()
+        if marker.endswith("["):
+            yield from self._rest_of_array(is_marked=True)
+        else:
+            yield from self._call_array()
         yield from reader.spaces()
         yield from reader.literal("<|/tool_call|>")

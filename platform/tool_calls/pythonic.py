@@ -22,6 +22,7 @@ class PythonicParser(JsonCallParser):
     """
 
     markers = ("<|python_start|>",)
+    ends = ("<|python_end|>",)
     openers = "["
 
     def _block(self, marker: str) -> Steps[None]:

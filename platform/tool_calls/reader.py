@@ -10,6 +10,15 @@ from typing import TypeVar
 _T = TypeVar("_T")
 Steps = Generator[None, None, _T]
 
+WHITESPACE = " \t\n\r"
+"""The characters that may surround calls and thinking: JSON's whitespace."""
+
+SPACE = r"[ \t\n\r]"
+"""The same characters as a regular expression."""
+
+MAX_GAP = 64
+"""Maximum number of whitespace characters that are dropped before a block of calls, or before thinking."""
+
 MAX_NAME_LENGTH = 256
 """Longest name of a function, in characters."""
 
@@ -21,7 +30,7 @@ JSON_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 PYTHON_SYNTAX = re.compile(r"""["'\[\](){}]""")
 
 _IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
-_SPACE = re.compile(r"\s*")
+_SPACE = re.compile(rf"{SPACE}*")
 _SCALAR = re.compile(r"[\w.+-]*")
 
 

@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from loramux.platform.tool_calls.reader import overlap
-
-MAX_LEADING_SPACE = 64
-"""Maximum number of whitespace characters between the start of an answer and its begin marker."""
+from loramux.platform.tool_calls.reader import MAX_GAP, WHITESPACE, overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +69,8 @@ class ReasoningSplitter:
     def _split(self, text: str, *, is_last: bool) -> tuple[str, str]:
         self._held = ""
         if self._is_starting:
-            stripped = text.lstrip()
-            is_short = len(text) - len(stripped) <= MAX_LEADING_SPACE
+            stripped = text.lstrip(WHITESPACE)
+            is_short = len(text) - len(stripped) <= MAX_GAP
             if is_short and not is_last and len(stripped) < len(self._begin) and self._begin.startswith(stripped):
                 self._held = text
                 return "", ""

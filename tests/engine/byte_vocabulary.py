@@ -38,10 +38,10 @@ TOKENS = [*BYTES, *WORDS]
 class _Tokenizer:
     eos_token_id = EOS
     bos_token_id = None
-    special_token_ids = (EOS,)
 
-    def __init__(self, tokens: list[bytes]) -> None:
+    def __init__(self, tokens: list[bytes], special_token_ids: tuple[int, ...] = (EOS,)) -> None:
         self.tokens = tokens
+        self.special_token_ids = special_token_ids
 
     def __call__(self, text: bytes | str) -> list[int]:
         return tokenized(text.encode() if isinstance(text, str) else text, self.tokens)
@@ -59,6 +59,14 @@ def tokenized(text: bytes, tokens: list[bytes]) -> list[int]:
 @cache
 def byte_vocabulary(*, has_words: bool = True) -> LLTokenizer:
     return LLTokenizer(TokenizerWrapper(_Tokenizer(TOKENS if has_words else BYTES)), n_vocab=VOCAB_SIZE, eos_token=EOS)
+
+
+@cache
+def vocabulary_with_markers(markers: tuple[str, ...]) -> LLTokenizer:
+    """The bytes, and each marker as a special token. Its ID is EOS + 1 and up."""
+    special = tuple(range(EOS, EOS + 1 + len(markers)))
+    tokenizer = _Tokenizer([*BYTES, *(marker.encode() for marker in markers)], special)
+    return LLTokenizer(TokenizerWrapper(tokenizer), n_vocab=VOCAB_SIZE, eos_token=EOS)
 
 
 def ids(text: str) -> list[int]:

@@ -74,6 +74,9 @@ RECORDED = {
     "llama3: after its tag": Recorded(
         "llama3_json", f'<|python_tag|>{{"name": "a", "parameters": {ROME}}}', "", (("a", ROME),)
     ),
+    "llama3: after a space that JSON does not have": Recorded(
+        "llama3_json", '\xa0{"name": "a", "parameters": {}}', '\xa0{"name": "a", "parameters": {}}'
+    ),
     "llama3: text": Recorded("llama3_json", 'It is {"name": "a"}.', 'It is {"name": "a"}.'),
     "llama3: an answer in JSON": Recorded("llama3_json", '{"answer": 42}', '{"answer": 42}'),
     "mistral: an array": Recorded(
@@ -100,7 +103,10 @@ RECORDED = {
         "",
         (("a", ROME), ("b", "{}")),
     ),
-    "phi: text about functools": Recorded("phi", "Use functools.cache here.", "Use functools.cache here."),
+    **{
+        f"phi: text {text!r}": Recorded("phi", text, text)
+        for text in ("Use functools.cache here.", "functools [0]", "functools[0]")
+    },
     "pythonic: one call": Recorded("pythonic", '[get_weather(city="Rome")]', "", (("get_weather", ROME),)),
     "pythonic: two calls between markers": Recorded(
         "pythonic", "<|python_start|>[a(city='Rome'), b()]<|python_end|>", "", (("a", ROME), ("b", "{}"))

@@ -1,0 +1,51 @@
+"""How a grammar writes the calls of each format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What surrounds the objects of a block. `end` is a marker, which may be a special token."""
+
+    before: str = ""
+    after: str = ""
+    end: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    blocks: Mapping[str, Block]
+    """The block after each marker of the format's parser. The marker "" stands for the start of an answer. Forced calls
+    have the first block.
+    """
+    separator: str = ", "
+    before_arguments: str = '{"name": "NAME", "arguments": '
+    """The start of an object. NAME stands for the function's name, which has only letters, digits, `_` and `-`."""
+    after_arguments: str = "}"
+    is_grouped: bool = True
+    """True if one block contains all calls. Otherwise each call has a block of its own."""
+
+
+def _gemma(begin: str, end: str) -> CallSyntax:
+    # The arguments are JSON, because Gemma's own syntax cannot be derived from a schema.
+    return CallSyntax({begin: Block(end=end)}, "", "call:NAME", "", is_grouped=False)
+
+
+SYNTAXES: Mapping[str, CallSyntax] = MappingProxyType(
+    {
+        "functiongemma": _gemma("<start_function_call>", "<end_function_call>"),
+        "gemma4": _gemma("<|tool_call>", "<tool_call|>"),
+        "hermes": CallSyntax({"<tool_call>": Block("\n", "\n", "</tool_call>")}, "\n", is_grouped=False),
+        "llama3_json": CallSyntax(
+            {"": Block(), "<|python_tag|>": Block()}, "; ", before_arguments='{"name": "NAME", "parameters": '
+        ),
+        "mistral": CallSyntax({"[TOOL_CALLS]": Block("[", "]")}),
+        "phi": CallSyntax({"<|tool_call|>": Block("[", "]", "<|/tool_call|>"), "functools[": Block("", "]")}),
+        # Of the two forms that the parser reads, this one can express every schema.
+        "pythonic": CallSyntax({"": Block("[", "]"), "<|python_start|>": Block("[", "]", "<|python_end|>")}),
+    }
+)
