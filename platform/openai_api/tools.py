@@ -18,10 +18,23 @@ NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 Name = Annotated[str, Field(pattern=NAME)]
 
 
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _describing_objects(schema: dict[str, Any]) -> dict[str, Any]:
+    types = schema.get("type", "object")
+    if types != "object" and not (isinstance(types, list) and "object" in types):
+        raise ValueError('arguments are objects, so the type of the schema must be "object"')
+    return schema
+
+
+Parameters = Annotated[dict[str, Any], AfterValidator(_describing_objects)]
+
+
 class FunctionDefinition(StrictModel):
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 
@@ -35,8 +48,11 @@ class Tool(StrictModel):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """The JSON schema of the arguments. Without `parameters`, a function takes none."""
-        return self.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+        """The JSON schema of the arguments. Without `parameters`, a function takes none.
+
+        Arguments are objects, even if the schema also allows other values.
+        """
+        return {**(self.function.parameters or NO_PARAMETERS), "type": "object"}
 
 
 def _different(tools: list[Tool]) -> list[Tool]:
