@@ -38,14 +38,35 @@ _KEYWORDS = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 
 
 class GrammarRefused(Exception):
-    def __init__(self, message: str, keywords: tuple[str, ...] = ()) -> None:
+    """`param` is the field at fault, if the constraint consists of several."""
+
+    def __init__(self, message: str, keywords: tuple[str, ...] = (), param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.keywords = keywords
+        self.param = param
 
 
 def checked_grammar(kind: str, text: str, vocabulary: LLTokenizer) -> str:
     """Compile a constraint into a grammar and try it out within the limits. Raises GrammarRefused."""
+    try:
+        return _tried_grammar(kind, text, vocabulary)
+    except GrammarRefused:
+        if kind == "answer":
+            _check_tools(msgspec.json.decode(text, type=AnswerRules), vocabulary)
+        raise
+
+
+def _check_tools(rules: AnswerRules, vocabulary: LLTokenizer) -> None:
+    """Check each tool's schema alone. Raises GrammarRefused with the first at fault."""
+    for tool in () if rules.calls is None else rules.calls.tools:
+        try:
+            _tried_grammar("json_schema", json.dumps(tool.schema), vocabulary)
+        except GrammarRefused as refused:
+            raise GrammarRefused(f"{tool.name}: {refused.message}", refused.keywords, tool.param) from None
+
+
+def _tried_grammar(kind: str, text: str, vocabulary: LLTokenizer) -> str:
     from llguidance import LLMatcher
 
     try:
@@ -101,7 +122,7 @@ def _answer_grammar(rules: AnswerRules) -> str:
     for tool in () if rules.calls is None else rules.calls.tools:
         _refuse_nested_ids(tool.schema)
         if is_endless_schema(tool.schema):
-            raise GrammarRefused(f"{tool.name}: {_ENDLESS}")
+            raise GrammarRefused(_ENDLESS)
     if rules.grammar is None:
         return lark_of(rules, JSON_OPTIONS, None)
     grammars = _grammars(_grammar(*rules.grammar))

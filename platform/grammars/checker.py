@@ -59,6 +59,8 @@ class Checked(msgspec.Struct, frozen=True):
     grammar: str | None = None
     refused: str | None = None
     keywords: tuple[str, ...] = ()
+    param: str | None = None
+    """The field at fault, if it is not the whole constraint's."""
 
 
 Observer = Callable[[str, float, tuple[str, ...]], None]
@@ -107,7 +109,9 @@ class GrammarChecker:
         self._observe(outcome, time.monotonic() - started_s, checked.keywords)
         if checked.grammar is None:
             raise InvalidRequest(
-                checked.refused or "the grammar is refused", param=constraint.param, code="grammar_refused"
+                checked.refused or "the grammar is refused",
+                param=checked.param or constraint.param,
+                code="grammar_refused",
             )
         return checked.grammar
 

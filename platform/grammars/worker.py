@@ -40,7 +40,7 @@ def main() -> int:
     try:
         answer = {"grammar": checked_grammar(request["kind"], request["text"], vocabulary)}
     except GrammarRefused as refusal:
-        answer = {"refused": refusal.message, "keywords": refusal.keywords}
+        answer = {"refused": refusal.message, "keywords": refusal.keywords, "param": refusal.param}
     json.dump(answer, sys.stdout)
     sys.stdout.flush()
     os._exit(0)

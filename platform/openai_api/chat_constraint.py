@@ -54,9 +54,11 @@ def _calls(body: ChatRequest, tool_format: str | None, *, is_constrained: bool) 
         format=tool_format,
         tools=tuple(
             OfferedTool(
-                tool.name, tool.schema_of_arguments if choice.is_forced or tool.function.strict else ANY_ARGUMENTS
+                tool.name,
+                tool.schema_of_arguments if choice.is_forced or tool.function.strict else ANY_ARGUMENTS,
+                f"tools[{index}].function.parameters",
             )
-            for tool in tools
+            for index, tool in enumerate(tools)
             if choice.name in (None, tool.name)
         ),
         is_forced=choice.is_forced,

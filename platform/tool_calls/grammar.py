@@ -20,6 +20,8 @@ from loramux.platform.tool_calls.reader import MAX_GAP, SPACE
 class OfferedTool(msgspec.Struct, frozen=True):
     name: str
     schema: dict[str, Any]
+    param: str = "tools"
+    """The place of the schema in the request, for errors."""
 
 
 class Thinking(msgspec.Struct, frozen=True):

@@ -162,11 +162,11 @@ async def test_calls_are_content_without_a_parser(with_parsers: WithParsers) -> 
             assert "get_weather" in prompt_of(gateway), "the tools are still shown"
             assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
             assert not choice.message.tool_calls
-        strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+        strict_weather = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
         for fields, param in (
             ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
             ({"tools": [WEATHER], "tool_choice": {**NAMED, "function": {"name": "get_weather"}}}, "tool_choice"),
-            ({"tools": [strict]}, "tools"),
+            ({"tools": [strict_weather]}, "tools"),
         ):
             response = await gateway.http.post(
                 "/v1/chat/completions", json={"model": "base", "messages": ASKED, **fields}
@@ -258,6 +258,10 @@ def offering(**function: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": {"name": "f", **function}}]}
 
 
+def strict(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+
+
 def saying(**message: Any) -> dict[str, Any]:
     return {"messages": [{"content": "x", **message}]}
 
@@ -272,6 +276,23 @@ NAMED = {"type": "function", "function": {"name": "f"}}
         ({"tools": [WEATHER, WEATHER]}, "invalid_value", "tools"),
         (offering(name="a\nb"), "invalid_value", "tools[0].function.name"),
         (offering(parameters=1), "invalid_type", "tools[0].function.parameters"),
+        (offering(parameters={"type": "integer"}), "invalid_value", "tools[0].function.parameters"),
+        (offering(parameters={"type": ["array", "null"]}), "invalid_value", "tools[0].function.parameters"),
+        (
+            {"tools": [WEATHER, strict({"properties": {"x": {"type": "array", "contains": {}}}})]},
+            "grammar_refused",
+            "tools[1].function.parameters",
+        ),
+        (
+            {"tools": [WEATHER, strict({"properties": {"x": {"$ref": "#"}}, "required": ["x"]})]},
+            "grammar_refused",
+            "tools[1].function.parameters",
+        ),
+        (
+            {"tools": [WEATHER, strict({"enum": [1, "a"]})], "response_format": {"type": "json_object"}},
+            "grammar_refused",
+            "tools[1].function.parameters",
+        ),
         ({"tools": [{"type": "retrieval"}]}, "invalid_value", "tools[0].type"),
         ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
         ({"tool_choice": "always", "tools": [WEATHER]}, "invalid_value", "tool_choice"),
