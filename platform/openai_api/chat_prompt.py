@@ -15,7 +15,7 @@ from loramux.platform.tokenizer.chat_template import ChatTemplate
 from loramux.platform.tokenizer.conversation import TemplateRefused
 from loramux.platform.tokenizer.template_check import TemplateFeatures
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
-from loramux.platform.tool_calls.detection import chosen_markers, chosen_parser, is_thinking_open
+from loramux.platform.tool_calls.detection import chosen_markers, chosen_parser, last_marker
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,18 @@ def _prompt(text: str, source: str, body: ChatRequest, parsers: AnswerParsers) -
             param="thinking_token_budget",
             code="unsupported_parameter",
         )
-    # If the prompt ends with the closing marker, the reasoning is off.
-    if markers is not None and not text.rstrip().endswith(markers.end):
-        reasoning = Reasoning(markers, is_open=is_thinking_open(text, markers))
+    if markers is not None:
+        last = last_marker(text, markers, _continued(body))
+        # If the prompt has closed the thinking, the answer has none.
+        if last != markers.end:
+            reasoning = Reasoning(markers, is_open=last == markers.begin)
     return ChatPrompt(text, reasoning, chosen_parser(parsers, source) if body.offered_tools else None)
+
+
+def _continued(body: ChatRequest) -> str:
+    """Return the beginning of the answer that the request brings, or "" if the answer starts from nothing."""
+    final = body.messages[-1]
+    return final.content or "" if body.continue_final_message and final.role == "assistant" else ""
 
 
 def _arguments(body: ChatRequest, features: TemplateFeatures | None) -> dict[str, Any]:

@@ -51,6 +51,15 @@ def chosen_markers(chosen: AnswerParsers, template_source: str) -> Markers | Non
     return reasoning_markers_of(template_source) if name == AUTO else REASONING_MARKERS.get(name)
 
 
-def is_thinking_open(prompt: str, markers: Markers) -> bool:
-    """Return whether a prompt ends inside the thinking, so that the answer continues it."""
-    return prompt.rstrip().endswith(markers.begin)
+def last_marker(prompt: str, markers: Markers, continued: str = "") -> str | None:
+    """Return the last marker in the turn that the answer continues, or None if the turn has none.
+
+    The turn is the end of the prompt, or `continued`, the beginning of the answer that the prompt ends with. Earlier
+    messages may mention markers.
+    """
+    text = prompt.rstrip()
+    at_end = next((one for one in (markers.begin, markers.end) if text.endswith(one)), None)
+    if at_end is not None:
+        return at_end
+    begin, end = continued.rfind(markers.begin), continued.rfind(markers.end)
+    return None if begin == end else markers.begin if begin > end else markers.end

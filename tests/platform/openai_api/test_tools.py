@@ -245,6 +245,24 @@ async def test_final_message_is_continued(tools: Gateway) -> None:
     assert prompt_of(tools).endswith("<|assistant|>It is")
 
 
+async def test_open_thinking_is_continued(tools: Gateway) -> None:
+    answers(tools, " weather.</think>\n\nIt is hot.")
+    body = {
+        "model": "base",
+        "messages": [*ASKED, {"role": "assistant", "content": "<think>I need the"}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "thinking_token_budget": 40,
+    }
+    completion = (await tools.http.post("/v1/chat/completions", json=body)).json()
+    message = completion["choices"][0]["message"]
+    assert (message.get("reasoning"), message["content"]) == (" weather.", "It is hot.")
+    assert completion["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+    budget = tools.engine.adds[-1].sampling.thinking
+    assert budget is not None
+    assert budget.is_open
+
+
 CALLED = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 

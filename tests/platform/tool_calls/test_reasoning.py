@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.platform.tool_calls.detection import is_thinking_open, reasoning_markers_of
-from loramux.platform.tool_calls.reasoning import REASONING_MARKERS, Markers, ReasoningSplitter
+from loramux.platform.tool_calls.detection import last_marker, reasoning_markers_of
+from loramux.platform.tool_calls.reasoning import REASONING_MARKERS, THINK, Markers, ReasoningSplitter
 
 
 def split(pieces: list[str], markers: Markers, *, is_open: bool) -> tuple[str, str]:
@@ -48,6 +48,21 @@ def test_reasoning_is_shown_before_it_ends() -> None:
 def test_markers_follow_from_the_template() -> None:
     markers = reasoning_markers_of("{{ '<think>' }}")
     assert markers is not None
-    assert is_thinking_open("...<|assistant|><think>\n", markers)
-    assert not is_thinking_open("<|user|>What does <think> mean?<|assistant|>", markers)
     assert reasoning_markers_of("{{ messages }}") is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continued", "last"),
+    [
+        ("<|user|>Hm?<|assistant|><think>\n", "", "<think>"),
+        ("<|user|>Hm?<|assistant|><think>\n\n</think>\n\n", "", "</think>"),
+        ("<|user|>What does <think> mean?<|assistant|>", "", None),
+        ("<|user|>What does <think> mean?<|assistant|>It", "It", None),
+        ("<|user|>Hm?<|assistant|><think>I need the", "<think>I need the", "<think>"),
+        ("<|user|>Hm?<|assistant|><think>a</think>It", "<think>a</think>It", "</think>"),
+        ("<|user|>Hm?<|assistant|><think>\n</think>\n<think>I", "<think>I", "<think>"),
+        ("<|user|>Hm?<|assistant|><think>a</think>b<think>I", "<think>a</think>b<think>I", "<think>"),
+    ],
+)
+def test_continued_turn_decides_whether_the_thinking_is_open(prompt: str, continued: str, last: str | None) -> None:
+    assert last_marker(prompt, THINK, continued) == last
