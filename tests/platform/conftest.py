@@ -15,6 +15,7 @@ from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.migrated import migrate, migrated_sqlite
 from tests.platform.clocked_databases import FakeClock, empty
 from tests.platform.gateways import Gateway, listening, open_gateway
+from tests.platform.tool_base import make_tool_base
 from tests.postgres import create_database
 
 
@@ -85,6 +86,21 @@ async def gateway(
 ) -> AsyncIterator[Gateway]:
     """A gateway on SQLite. Its engine repeats the prompt. The context is 256 tokens and the vocabulary 1024."""
     async with open_gateway(accounts, tokenizer, threads) as gateway:
+        yield gateway
+
+
+@pytest.fixture(scope="session")
+def tool_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    return ModelTokenizer.load(make_tool_base(tmp_path_factory.mktemp("tool_base")))
+
+
+@pytest.fixture
+async def tools(
+    accounts: Database, tool_tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
+) -> AsyncIterator[Gateway]:
+    """A gateway whose base has a chat template with tools and thinking."""
+    async with open_gateway(accounts, tool_tokenizer, threads) as gateway:
+        gateway.engine.max_model_len = 1024
         yield gateway
 
 

@@ -20,40 +20,44 @@ ENDPOINTS = pytest.mark.parametrize(
     ],
     ids=["completions", "chat"],
 )
-VALUES: dict[str, Any] = {
-    "guided_decoding_backend": "outlines",
-    "metadata": {"a": "b"},
-    "parallel_tool_calls": True,
-    "prediction": {"type": "content", "content": "Bye"},
-    "prompt_cache_key": "a",
-    "prompt_cache_retention": "24h",
-    "safety_identifier": "ann",
-    "service_tier": "flex",
-    "store": True,
+TOOL = {"type": "function", "function": {"name": "now"}}
+VALUES: dict[str, tuple[Any, ...]] = {
+    "guided_decoding_backend": ("outlines",),
+    "metadata": ({"a": "b"},),
+    "prediction": ({"type": "content", "content": "Bye"},),
+    "prompt_cache_key": ("a",),
+    "prompt_cache_retention": ("24h",),
+    "safety_identifier": ("ann",),
+    "service_tier": ("flex",),
+    "store": (True, False),
 }
+"""Values of the fields without effect. Fields that are true or false have both."""
 
 
-def example(name: str) -> dict[str, Any]:
+def examples(name: str) -> list[dict[str, Any]]:
     if name.startswith("stream_options."):
-        return {"stream": True, "stream_options": {name.partition(".")[2]: True}}
-    return {name: VALUES[name]}
+        return [{"stream": True, "stream_options": {name.partition(".")[2]: value}} for value in (True, False)]
+    return [{name: value} for value in VALUES[name]]
 
 
 @ENDPOINTS
 async def test_fields_without_effect_change_neither_the_answer_nor_the_work(
-    gateway: Any, path: str, body: type[GenerationRequest], plain: dict[str, Any]
+    tools: Any, path: str, body: type[GenerationRequest], plain: dict[str, Any]
 ) -> None:
+    if body is ChatRequest:
+        plain = {**plain, "tools": [TOOL]}
+
     async def outcome(**fields: Any) -> tuple[str, Add]:
-        response = await gateway.http.post(path, json={"model": "base", "max_tokens": 3, **plain, **fields})
+        response = await tools.http.post(path, json={"model": "base", "max_tokens": 3, **plain, **fields})
         assert response.status_code == 200, response.text
         text = response.text.replace(response.headers["x-request-id"].removeprefix("req_"), "")
-        add = msgspec.structs.replace(gateway.engine.adds[-1], sequence_id="")
+        add = msgspec.structs.replace(tools.engine.adds[-1], sequence_id="")
         return re.sub(r'"created":\d+', "", text), add
 
     for name in sorted(body.WITHOUT_EFFECT):
-        fields = example(name)
-        without = {"stream": True} if "stream" in fields else {}
-        assert await outcome(**fields) == await outcome(**without), name
+        for fields in examples(name):
+            without = {"stream": True} if "stream" in fields else {}
+            assert await outcome(**fields) == await outcome(**without), fields
 
 
 @ENDPOINTS

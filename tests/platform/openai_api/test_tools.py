@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -14,7 +14,6 @@ from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.openai_api.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from tests.platform.gateways import Gateway, open_gateway
-from tests.platform.tool_base import make_tool_base
 
 pytestmark = pytest.mark.anyio
 
@@ -26,20 +25,6 @@ WEATHER: dict[str, Any] = {
 ASKED: list[Any] = [{"role": "user", "content": "How is the weather in Rome?"}]
 WithParsers = Callable[..., AbstractAsyncContextManager[Gateway]]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tool_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
-    return ModelTokenizer.load(make_tool_base(tmp_path_factory.mktemp("tool_base")))
-
-
-@pytest.fixture
-async def tools(
-    accounts: Database, tool_tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
-) -> AsyncIterator[Gateway]:
-    async with open_gateway(accounts, tool_tokenizer, threads) as gateway:
-        gateway.engine.max_model_len = 1024
-        yield gateway
 
 
 @pytest.fixture
