@@ -25,12 +25,15 @@ class DuplicateKey(InvalidJson):
         self.key = key
 
 
-def parse_strict_json(text: bytes) -> Any:
-    """Parse UTF-8 JSON. Raises InvalidJson."""
+def parse_strict_json(text: bytes, *, are_keys_unique: bool = True) -> Any:
+    """Parse UTF-8 JSON. Raises InvalidJson.
+
+    Without `are_keys_unique`, the last value of a repeated key counts.
+    """
     try:
         document = json.loads(
             text.decode("utf-8"),
-            object_pairs_hook=_unique,
+            object_pairs_hook=_unique if are_keys_unique else None,
             parse_constant=_refuse_constant,
             parse_float=_finite,
             parse_int=_integer,

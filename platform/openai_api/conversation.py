@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_json
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.openai_api.strict_model import StrictModel
-from loramux.platform.openai_api.tools import MAX_TOOLS, Name
+from loramux.platform.tool_calls.reader import MAX_NAME_LENGTH, is_function_name
 
 MAX_ID_CHARACTERS = 256
 
@@ -28,8 +28,16 @@ def _content(value: Any) -> Any:
     return "\n".join(texts)
 
 
+def _called_name(name: str) -> str:
+    if not is_function_name(name):
+        raise ValueError(f"a function's name has 1 to {MAX_NAME_LENGTH} printable characters")
+    return name
+
+
 class CalledFunction(StrictModel):
-    name: Name
+    """A model may call functions that were not offered, so names follow the rules of the parsers of answers."""
+
+    name: Annotated[str, AfterValidator(_called_name)]
     arguments: str
     parsed_arguments: Any = None
     """Added by the helpers of OpenAI's clients to the calls that they send back. It has no effect."""
@@ -46,14 +54,14 @@ class ToolCall(StrictModel):
 class ChatMessage(StrictModel):
     """One message.
 
-    Clients send our answers back. The null-only fields come from us, `parsed` from the helpers of OpenAI's clients, and
-    `provider_specific_fields` from litellm.
+    Clients send our answers back, with as many calls as a model made. The null-only fields come from us, `parsed` from
+    the helpers of OpenAI's clients, and `provider_specific_fields` from litellm.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_content)] = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = Field(None, max_length=MAX_ID_CHARACTERS)
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -117,7 +125,7 @@ def _check_role(message: ChatMessage, param: str) -> None:
 def _call(call: ToolCall, param: str, as_text: bool) -> dict[str, Any]:
     param += ".function.arguments"
     try:
-        arguments = parse_strict_json(call.function.arguments.encode() or b"{}")
+        arguments = parse_strict_json(call.function.arguments.encode() or b"{}", are_keys_unique=False)
     except InvalidJson as error:
         raise InvalidRequest(f"the arguments are not valid JSON: {error}", param=param) from None
     if not isinstance(arguments, dict):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loramux.platform.tool_calls.call_parser import CallParser
-from loramux.platform.tool_calls.reader import JSON_SYNTAX, MAX_NAME_LENGTH, Malformed, Steps
+from loramux.platform.tool_calls.reader import JSON_SYNTAX, Malformed, Steps, is_function_name
 
 _ARGUMENTS = ("arguments", "parameters")
 
@@ -38,7 +38,7 @@ class JsonCallParser(CallParser):
             yield from reader.spaces()
             if key == "name" and name is None:
                 name = yield from reader.json_string()
-                if not 0 < len(name) <= MAX_NAME_LENGTH:
+                if not is_function_name(name):
                     raise Malformed
             elif key in _ARGUMENTS and arguments is None:
                 if name is not None and not has_begun and (yield from reader.peek()) == "{":

@@ -40,6 +40,11 @@ def overlap(text: str, marker: str) -> int:
     return next((length for length in lengths if marker.startswith(text[-length:])), 0)
 
 
+def is_function_name(text: str) -> bool:
+    """True for a name that a call can have, whether or not a function of this name was offered."""
+    return 0 < len(text) <= MAX_NAME_LENGTH and text.isprintable()
+
+
 class Malformed(Exception):
     """The text is not in the parser's format."""
 

@@ -99,8 +99,7 @@ async def tools(
     accounts: Database, tool_tokenizer: ModelTokenizer, threads: ThreadPoolExecutor, anyio_backend: str
 ) -> AsyncIterator[Gateway]:
     """A gateway whose base has a chat template with tools and thinking."""
-    async with open_gateway(accounts, tool_tokenizer, threads) as gateway:
-        gateway.engine.max_model_len = 1024
+    async with open_gateway(accounts, tool_tokenizer, threads, max_model_len=1024) as gateway:
         yield gateway
 
 

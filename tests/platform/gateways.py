@@ -80,8 +80,9 @@ async def open_gateway(
     settings: GatewaySettings | None = None,
     spool: SettlementSpool | None = None,
     tracing: Tracing | None = None,
+    max_model_len: int = 256,
 ) -> AsyncIterator[Gateway]:
-    engine = ScriptedEngine(max_model_len=256)
+    engine = ScriptedEngine(max_model_len=max_model_len)
     tenants, api_keys = Tenants(database), ApiKeys(database, "the operator's key of 32 characters")
     services = GatewayServices.compose(
         database=database,

@@ -137,7 +137,6 @@ async def test_call_that_was_cut_off_ends_with_length(tools: Gateway) -> None:
 
 async def test_calls_are_content_without_a_parser(with_parsers: WithParsers) -> None:
     async with with_parsers("off") as gateway:
-        gateway.engine.max_model_len = 1024
         answers(gateway, CALL)
         for completion in (
             await gateway.openai.chat.completions.create(model="base", messages=ASKED, tools=[WEATHER]),
@@ -163,7 +162,6 @@ async def test_calls_are_content_without_a_parser(with_parsers: WithParsers) -> 
 
 async def test_parser_can_be_chosen_by_name(with_parsers: WithParsers) -> None:
     async with with_parsers("pythonic") as gateway:
-        gateway.engine.max_model_len = 1024
         answers(gateway, '[get_weather(city="Rome")]')
         for completion in (
             await gateway.openai.chat.completions.create(model="base", messages=ASKED, tools=[WEATHER]),
@@ -228,6 +226,18 @@ async def test_final_message_is_continued(tools: Gateway) -> None:
         extra_body={"add_generation_prompt": False, "continue_final_message": True},
     )
     assert prompt_of(tools).endswith("<|assistant|>It is")
+
+
+async def test_calls_can_be_sent_back_as_they_were_returned(tools: Gateway) -> None:
+    odd = CALL.replace("get_weather", "weather.get() π").replace('"city"', '"city": "Oslo", "city"')
+    answers(tools, "\n".join([CALL, odd]))
+    first = await tools.openai.chat.completions.create(model="base", messages=ASKED, tools=[WEATHER])
+    message = first.choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "x"} for call in message.tool_calls]
+    history: Any = [*ASKED, message.model_dump(), *results]
+    await tools.openai.chat.completions.create(model="base", messages=history, tools=[WEATHER])
+    assert prompt_of(tools).count(CALL) == 1
+    assert '{"name": "weather.get() π", "arguments": {"city": "Rome"}}' in prompt_of(tools)
 
 
 async def test_open_thinking_is_continued(tools: Gateway) -> None:

@@ -49,6 +49,17 @@ RECORDED = {
     ),
     "hermes: cut before the name": Recorded("hermes", 'Hm. <tool_call>\n{"na', 'Hm. <tool_call>\n{"na'),
     "hermes: no object": Recorded("hermes", "a <tool_call>oops</tool_call> b", "a <tool_call>oops</tool_call> b"),
+    **{
+        f"hermes: name {name!r:.20}": Recorded("hermes", text, text)
+        for name in ("", "a\\nb", "a\\u200bb", "a" * 257)
+        for text in (f'<tool_call>{{"name": "{name}"}}</tool_call>',)
+    },
+    "hermes: other names and keys": Recorded(
+        "hermes",
+        '<tool_call>{"name": "weather.get()", "arguments": {"a": 1, "a": 2}}</tool_call>',
+        "",
+        (("weather.get()", '{"a": 1, "a": 2}'),),
+    ),
     "hermes: a number as name": Recorded(
         "hermes", '<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>'
     ),
