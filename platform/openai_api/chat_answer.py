@@ -98,7 +98,7 @@ class ChatAnswer:
 
     def _finish_reason(self, reason: str | None, builder: MessageBuilder) -> str | None:
         # As in OpenAI's API, a call that the request named ends with `stop`.
-        is_call = reason == "stop" and builder.has_calls and self.tool_choice.mode != "named"
+        is_call = reason == "stop" and builder.ends_with_calls and self.tool_choice.mode != "named"
         return "tool_calls" if is_call else reason
 
     def _chunk(

@@ -21,6 +21,11 @@ class MessageBuilder:
         self._call_ids = call_ids
         self.has_calls = False
 
+    @property
+    def ends_with_calls(self) -> bool:
+        """True if the message has calls and none of them was cut off, by a stop string for example."""
+        return self.has_calls and self._parser is not None and not self._parser.is_cut_off
+
     def feed(self, delta: ChoiceDelta) -> Iterator[Document]:
         """Yield the message deltas that `delta` adds. Consume them all before the next call."""
         if delta.reasoning:

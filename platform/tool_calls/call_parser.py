@@ -30,6 +30,8 @@ class CallParser(ABC):
         self._reader = Reader()
         self._events: list[Event] = []
         self._num_calls = 0
+        self.is_cut_off = False
+        """True if the answer ended inside a call that had begun."""
         self._marker = re.compile("|".join(map(re.escape, self.markers))) if self.markers else None
         self._beginnings = {marker[:length] for marker in self.markers for length in range(1, len(marker))}
         self._steps = self._parse()
@@ -71,11 +73,13 @@ class CallParser(ABC):
             yield from self._tried("")
 
     def _tried(self, marker: str) -> Steps[None]:
-        reader = self._reader
+        reader, num_calls = self._reader, self._num_calls
         try:
             yield from self._block(marker)
             yield from reader.spaces()
         except Malformed:
+            # The parser has waited for more of this block.
+            self.is_cut_off = reader.is_ended and self._num_calls > num_calls
             self._say(reader.taken())
         reader.mark()
 

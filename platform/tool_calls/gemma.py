@@ -87,6 +87,7 @@ class _GemmaParser(CallParser):
             if not reader.is_exhausted:
                 raise
             # The answer was cut off within a key or a value that has no JSON yet.
+            self.is_cut_off = True
             reader.mark()
         yield from reader.spaces()
         yield from reader.literal(self.ends[0])

@@ -135,6 +135,26 @@ async def test_call_that_was_cut_off_ends_with_length(tools: Gateway) -> None:
     assert '{"city": "Rome"}'.startswith(call.function.arguments)
 
 
+@pytest.mark.parametrize(
+    ("stop", "reason", "arguments"),
+    [
+        ("Ro", "stop", '{"city": "'),
+        ("}}", "stop", '{"city": "Rome"'),
+        ("</tool_call>", "tool_calls", '{"city": "Rome"}'),
+    ],
+)
+async def test_call_that_a_stop_string_cuts_off_ends_with_stop(
+    tools: Gateway, stop: str, reason: str, arguments: str
+) -> None:
+    answers(tools, CALL)
+    whole = await tools.openai.chat.completions.create(model="base", messages=ASKED, tools=[WEATHER], stop=stop)
+    for completion in (whole, await streamed(tools, tools=[WEATHER], stop=stop)):
+        [choice] = completion.choices
+        assert choice.finish_reason == reason
+        [call] = choice.message.tool_calls
+        assert call.function.arguments == arguments
+
+
 async def test_calls_are_content_without_a_parser(with_parsers: WithParsers) -> None:
     async with with_parsers("off") as gateway:
         answers(gateway, CALL)

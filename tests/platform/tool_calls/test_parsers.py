@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -97,6 +98,31 @@ def check_linear_time(format_name: str, opening: str, unit: str) -> None:
     short, long = min(seconds(2_000) for _ in range(3)), seconds(16_000)
     # Eight times the length. A quadratic parser would take sixty-four times as long.
     assert long < 32 * short + 0.2
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, one in RECORDED.items() if one.calls and one.format_name != "pythonic"]
+)
+def test_parser_knows_whether_a_call_was_cut_off(name: str) -> None:
+    recorded = RECORDED[name]
+    for end in range(len(recorded.answer) + 1):
+        parser = PARSERS[recorded.format_name]()
+        arguments: dict[int, str] = {}
+        for event in [*parser.feed(recorded.answer[:end]), *parser.finish()]:
+            if isinstance(event, ArgumentsEvent):
+                arguments[event.index] = arguments.get(event.index, "") + event.text
+            elif isinstance(event, CallBegun):
+                arguments[event.index] = ""
+        is_whole = all(map(_is_json, arguments.values()))
+        assert is_whole or parser.is_cut_off or "broken" in name
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def test_arguments_are_passed_on_before_the_call_ends() -> None:
