@@ -40,7 +40,8 @@ async def _prepare(services: GatewayServices, target: Target, received: Received
     body, source, parsers = received.body, target.settings.template, target.settings.parsers
 
     def encoded(prompt: ChatPrompt) -> Prepared:
-        ids = services.tokenizer.encode_rendered(prompt.text, longest_prompt(services, body))
+        limit, adds_special_tokens = longest_prompt(services, body), body.adds_special_tokens
+        ids = services.tokenizer.encode_rendered(prompt.text, limit, add_special_tokens=adds_special_tokens)
         return Prepared((ids,), prompt.reasoning, prompt.tool_format)
 
     if source is None:

@@ -420,6 +420,11 @@ class ChatRequest(GenerationRequest):
     def max_thinking_tokens(self) -> int | None:
         return self.thinking_token_budget
 
+    @property
+    def adds_special_tokens(self) -> bool:
+        """True if the rendered conversation is tokenised like a plain prompt, with special tokens around it."""
+        return False
+
     def check(self) -> None:
         GenerationRequest.check(self)
         if self.top_logprobs is not None and not self.logprobs:

@@ -34,10 +34,19 @@ class TokenizePrompt(StrictModel):
 
 
 class TokenizeChat(ChatRequest):
-    """The body of `/tokenize` for a conversation: any body of `/v1/chat/completions`."""
+    """The body of `/tokenize` for a conversation: any body of `/v1/chat/completions`.
+
+    A template writes the special tokens of a conversation itself. `add_special_tokens` adds those around a plain prompt
+    to them.
+    """
 
     model: str = Field("", max_length=MAX_MODEL_NAME)
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        return bool(self.add_special_tokens)
 
 
 class DetokenizeRequest(StrictModel):

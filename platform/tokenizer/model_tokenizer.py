@@ -55,10 +55,12 @@ class ModelTokenizer:
         self._check_length(text, max_tokens, "prompt")
         return self._ids(text, add_special_tokens=add_special_tokens)
 
-    def encode_rendered(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
+    def encode_rendered(
+        self, text: str, max_tokens: int | None = None, *, add_special_tokens: bool = False
+    ) -> tuple[int, ...]:
         """Encode a rendered conversation, which already has its special tokens. Raises InvalidRequest."""
         self._check_length(text, max_tokens, "messages")
-        return self._ids(text, add_special_tokens=False)
+        return self._ids(text, add_special_tokens=add_special_tokens)
 
     def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token IDs of each word, at the start of a text and after a space, each spelling once."""

@@ -33,6 +33,10 @@ async def test_tokens_of_a_conversation_are_those_of_a_chat(gateway: Any) -> Non
     await gateway.http.post("/v1/chat/completions", json=body)
     assert answer["tokens"] == list(gateway.engine.adds[0].prompt)
     assert len(answer["token_strs"]) == answer["count"]
+    marked = await called(gateway, "/tokenize", {"messages": MESSAGES, "add_special_tokens": True})
+    assert marked["tokens"] == [gateway.services.tokenizer.encode("")[0], *answer["tokens"]]
+    plain = await called(gateway, "/tokenize", {"messages": MESSAGES, "add_special_tokens": False})
+    assert plain["tokens"] == answer["tokens"]
     truncated = await called(gateway, "/tokenize", {"messages": MESSAGES, "truncate_prompt_tokens": 4})
     assert truncated["tokens"] == answer["tokens"][-4:]
 
