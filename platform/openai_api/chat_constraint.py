@@ -40,13 +40,14 @@ def _calls(body: ChatRequest, tool_format: str | None, *, is_constrained: bool) 
     tools, choice = body.offered_tools, body.choice_of_tools
     has_strict = any(tool.function.strict for tool in tools)
     is_parallel = body.parallel_tool_calls is not False
-    if not tools or not (choice.is_forced or has_strict or is_constrained or not is_parallel):
+    is_limited = choice.is_forced or choice.names is not None
+    if not tools or not (is_limited or has_strict or is_constrained or not is_parallel):
         return None
     if tool_format is None:
-        if choice.is_forced or has_strict:
+        if is_limited or has_strict:
             raise InvalidRequest(
                 "this model's tool calls are not parsed, so they cannot be forced",
-                param="tool_choice" if choice.is_forced else "tools",
+                param="tool_choice" if is_limited else "tools",
                 code="unsupported_parameter",
             )
         return None
@@ -59,7 +60,7 @@ def _calls(body: ChatRequest, tool_format: str | None, *, is_constrained: bool) 
                 f"tools[{index}].function.parameters",
             )
             for index, tool in enumerate(tools)
-            if choice.name in (None, tool.name)
+            if choice.names is None or tool.name in choice.names
         ),
         is_forced=choice.is_forced,
         is_parallel=is_parallel and choice.mode != "named",

@@ -440,7 +440,7 @@ class ChatRequest(GenerationRequest):
 
     def _check_tools(self) -> None:
         choice, names = self.choice_of_tools, {tool.name for tool in self.tools or ()}
-        if choice.mode == "named" and choice.name not in names:
+        if not (choice.names or set()) <= names:
             raise InvalidRequest("tool_choice names a function that is not in tools", param="tool_choice")
         if choice.is_forced and not names:
             raise InvalidRequest("tool_choice needs tools", param="tool_choice")

@@ -70,7 +70,8 @@ class ToolChoice:
     """`mode` is `named` if the request names the function to call."""
 
     mode: Literal["none", "auto", "required", "named"]
-    name: str | None = None
+    names: frozenset[str] | None = None
+    """The functions that can be called. None means all tools."""
 
     @property
     def is_forced(self) -> bool:
@@ -87,9 +88,26 @@ def _tool_choice(value: Any) -> ToolChoice | None:
         case "none" | "auto" | "required":
             return ToolChoice(value)
         case {"type": "function", "function": {"name": str(name), **more}, **others} if not more and not others:
-            return ToolChoice("named", name)
+            return ToolChoice("named", frozenset({name}))
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools, **more},
+            **others,
+        } if not more and not others and len(tools) <= MAX_TOOLS:
+            return ToolChoice(mode, frozenset(map(_allowed_name, tools)))
         case _:
-            raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}')
+            raise ValueError(
+                'must be "none", "auto", "required", {"type": "function", "function": {"name": ...}} or '
+                '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}'
+            )
+
+
+def _allowed_name(tool: Any) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name), **more}, **others} if not more and not others:
+            return name
+        case _:
+            raise ValueError('an allowed tool must be {"type": "function", "function": {"name": ...}}')
 
 
 ToolChoiceField = Annotated[Any, AfterValidator(_tool_choice)]

@@ -7,12 +7,14 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from loramux.adapter_store.formats.answer_parsers import AnswerParsers
 from loramux.migrations.database import Database
 from loramux.platform.engine_link.scripted_engine import Script
 from loramux.platform.openai_api.services import GatewaySettings
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
+from tests.engine.byte_vocabulary import byte_vocabulary, ids
 from tests.platform.gateways import Gateway, open_gateway
 
 pytestmark = pytest.mark.anyio
@@ -113,6 +115,24 @@ async def test_tool_choice_none_hides_the_tools(tools: Gateway) -> None:
     assert completion.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_only_allowed_tools_can_be_called(tools: Gateway, mode: str) -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    await tools.openai.chat.completions.create(
+        model="base", messages=ASKED, tools=[WEATHER, other], tool_choice=allowing(mode, "get_weather")
+    )
+    assert '"other"' in prompt_of(tools), "the prompt shows all tools, so that it stays the same"
+    grammar = tools.engine.adds[-1].grammar
+
+    def accepts(answer: str) -> bool:
+        matcher = LLMatcher(byte_vocabulary(), grammar, log_level=0)
+        return matcher.consume_tokens(ids(answer)) and matcher.is_accepting()
+
+    assert accepts(CALL)
+    assert not accepts(CALL.replace("get_weather", "other"))
+    assert accepts("It is hot.") == (mode == "auto")
+
+
 async def test_broken_call_is_text(tools: Gateway) -> None:
     answers(tools, "<tool_call>oops</tool_call>")
     for completion in (
@@ -170,6 +190,7 @@ async def test_calls_are_content_without_a_parser(with_parsers: WithParsers) -> 
         for fields, param in (
             ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
             ({"tools": [WEATHER], "tool_choice": {**NAMED, "function": {"name": "get_weather"}}}, "tool_choice"),
+            ({"tools": [WEATHER], "tool_choice": allowing("auto", "get_weather")}, "tool_choice"),
             ({"tools": [strict_weather]}, "tools"),
         ):
             response = await gateway.http.post(
@@ -295,6 +316,11 @@ def strict(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
 
 
+def allowing(mode: str, *names: Any) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def saying(**message: Any) -> dict[str, Any]:
     return {"messages": [{"content": "x", **message}]}
 
@@ -330,6 +356,11 @@ NAMED = {"type": "function", "function": {"name": "f"}}
         ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
         ({"tool_choice": "always", "tools": [WEATHER]}, "invalid_value", "tool_choice"),
         ({"tool_choice": NAMED, "tools": [WEATHER]}, "invalid_value", "tool_choice"),
+        ({"tool_choice": allowing("auto", "f"), "tools": [WEATHER]}, "invalid_value", "tool_choice"),
+        ({"tool_choice": allowing("auto"), "tools": [WEATHER]}, "invalid_value", "tool_choice"),
+        ({"tool_choice": allowing("none", "get_weather"), "tools": [WEATHER]}, "invalid_value", "tool_choice"),
+        ({"tool_choice": allowing("auto", *["get_weather"] * 10_000)}, "invalid_value", "tool_choice"),
+        ({"tool_choice": allowing("auto", 5), "tools": [WEATHER]}, "invalid_value", "tool_choice"),
         (saying(role="tool"), "missing_required_parameter", "messages[0].tool_call_id"),
         (saying(role="tool", tool_call_id="c1"), "invalid_value", "messages[0].tool_call_id"),
         (saying(role="user", tool_calls=[CALLED]), "invalid_value", "messages[0].tool_calls"),
