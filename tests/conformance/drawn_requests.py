@@ -34,6 +34,12 @@ _TOOLS = [
 _ANSWERS = ("", "Rome is sunny.", "<tool_call>not a call</tool_call>", "<think>\nno\n</think>\n\nYes.")
 
 
+STOPPING = "stopping"
+"""The end user in requests with stop strings. These may be billed less than the engine committed."""
+
+_STOPS = {"stop": ["e", "a", "never in an answer 🦊"], "user": STOPPING}
+
+
 @dataclass(frozen=True, slots=True)
 class DrawnRequest:
     """A request, and whether it must be refused with status 400."""
@@ -47,6 +53,11 @@ class DrawnRequest:
     def is_charged(self) -> bool:
         """True if the request generates tokens."""
         return not self.is_refused and self.path != TOKENIZE
+
+    @property
+    def num_choices(self) -> int:
+        """Number of choices that are generated and billed."""
+        return max(self.body.get("n", 1), self.body.get("best_of", 1))
 
     def as_tokenize(self) -> DrawnRequest:
         """Return a body for `/tokenize` with the same prompt, which takes text or a conversation, but no token IDs."""
@@ -70,8 +81,17 @@ class RequestDraw:
         dice = self._dice
         if self._with_refusals and dice.random() < 0.08:
             return self._refused(max_tokens)
-        kinds = (self._completion, self._plain, self._tools, self._history, self._thinking, self._constrained)
-        drawn = dice.choices(kinds, (3, 2, 4, 2, 2, 2))[0](max_tokens)
+        kinds = {
+            self._completion: 3,
+            self._scored: 2,
+            self._plain: 2,
+            self._several: 2,
+            self._tools: 4,
+            self._history: 2,
+            self._thinking: 2,
+            self._constrained: 2,
+        }
+        drawn = dice.choices([*kinds], [*kinds.values()])[0](max_tokens)
         return drawn.as_tokenize() if drawn.path == CHAT and dice.random() < 0.1 else drawn
 
     def _completion(self, max_tokens: int) -> DrawnRequest:
@@ -83,6 +103,32 @@ class RequestDraw:
             {"guided_regex": "[a-z ]{60,300}"},
         ]
         return streamed_completion(max_tokens, **self._dice.choices(constraints, (4, 1, 1, 1, 1))[0])
+
+    def _scored(self, max_tokens: int) -> DrawnRequest:
+        fields: dict[str, Any] = self._dice.choice(
+            (
+                {"best_of": 3, **_WHOLE},
+                {"n": 2, "best_of": 3, "logprobs": 2, **_WHOLE},
+                {"n": 3, "echo": True},
+                {"echo": True, "logprobs": 1, **_WHOLE},
+                {"n": 2, "prompt_logprobs": 1, **_WHOLE},
+                {"n": 2, **_STOPS},
+            )
+        )
+        drawn = streamed_completion(max_tokens, **fields)
+        return DrawnRequest("scored", drawn.path, _without_nulls(drawn.body))
+
+    def _several(self, max_tokens: int) -> DrawnRequest:
+        fields: dict[str, Any] = self._dice.choice(
+            (
+                {"n": 3},
+                {"n": 2, "prompt_logprobs": 2, **_WHOLE},
+                {"n": 2, **_STOPS},
+                {"n": 2, "tools": _TOOLS, **_STOPS},
+            )
+        )
+        drawn = self._chat("several", self._dice.choice(TOOL_MODELS), max_tokens, [self._question()], **fields)
+        return DrawnRequest(drawn.kind, drawn.path, _without_nulls(drawn.body))
 
     def _plain(self, max_tokens: int) -> DrawnRequest:
         model = self._dice.choice(("base", "plain", "caller", "quiet", "strict"))
@@ -123,6 +169,8 @@ class RequestDraw:
                 {"chat_template_kwargs": {"enable_thinking": dice.random() < 0.5}},
                 {"reasoning_effort": dice.choice(("none", "low"))},
                 {"tools": _TOOLS, "tool_choice": "required", "chat_template_kwargs": {"enable_thinking": True}},
+                {"thinking_token_budget": dice.randrange(6), "n": 2},
+                {"thinking_token_budget": 0, "tools": _TOOLS, "tool_choice": "required"},
             )
         )
         return self._chat("thinking", dice.choice(TOOL_MODELS), max_tokens, [self._question()], **fields)
@@ -157,6 +205,14 @@ class RequestDraw:
         self, kind: str, model: str, max_tokens: int, messages: list[dict[str, Any]], **fields: Any
     ) -> DrawnRequest:
         return DrawnRequest(kind, CHAT, {**_streamed(model, max_tokens), "messages": messages, **fields})
+
+
+_WHOLE = {"stream": None, "stream_options": None}
+"""The fields of a request whose answer comes in one piece."""
+
+
+def _without_nulls(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def _streamed(model: str, max_tokens: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from loramux.platform.accounts.api_keys import ApiKeys
 from loramux.platform.accounts.tenants import Tenant, Tenants
 from loramux.platform.quotas.metrics import TOKENS_PER_MONTH
 from loramux.platform.quotas.policies import QuotaPolicies
-from tests.conformance.drawn_requests import LAB_ADAPTERS, DrawnRequest, streamed_completion
+from tests.conformance.drawn_requests import LAB_ADAPTERS, STOPPING, DrawnRequest, streamed_completion
 from tests.platform.ready_adapters import add_ready_adapter, digest_of
 from tests.ports import free_port
 
@@ -49,6 +49,17 @@ class Truth:
 
     prompt_tokens: int
     completion_tokens: int
+    num_choices: int = field(default=1, compare=False)
+
+    def fits(self, event: Any) -> bool:
+        """True if the ledger's event bills what the engine committed.
+
+        The engine may commit more tokens, and even end, before it learns that a stop string ended the choice.
+        """
+        if event.end_user == STOPPING:
+            is_less = 0 <= event.completion_tokens <= self.completion_tokens
+            return is_less and event.prompt_tokens == self.prompt_tokens
+        return Truth(event.prompt_tokens, event.completion_tokens) == self
 
 
 _SEE_RESERVATIONS = """
@@ -177,7 +188,14 @@ class GatewayLab:
         found: defaultdict[str, Truth] = defaultdict(lambda: Truth(0, 0))
         for line in self._ends.read_text().splitlines():
             sequence_id, num_prompt, num_completion, _ = json.loads(line)
-            found[sequence_id.rpartition("-")[0]] = Truth(num_prompt, num_completion)
+            request_id = sequence_id.rpartition("-")[0]
+            before = found.get(request_id, Truth(0, 0, 0))
+            # A prompt is charged once, however many choices continue it.
+            found[request_id] = Truth(
+                max(before.prompt_tokens, num_prompt),
+                before.completion_tokens + num_completion,
+                before.num_choices + 1,
+            )
         return found
 
     def see_reservations(self) -> None:
@@ -270,11 +288,14 @@ async def send(port: int, key: str, request: DrawnRequest, cut_after: int | None
 
 
 def usage_of(answer: bytes) -> tuple[str, Truth] | None:
-    """Return the identifier and usage in a complete streamed answer, or None for any other answer."""
-    if not answer.rstrip(b"\r\n0").endswith(b"[DONE]"):
+    """Return the identifier and usage in a complete answer, or None for any other answer."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head)
+    is_complete = body.rstrip(b"\r\n0").endswith(b"[DONE]") if length is None else len(body) == int(length.group(1))
+    usage = re.findall(rb'"prompt_tokens":(\d+),"completion_tokens":(\d+)', body)
+    if not is_complete or not usage:
         return None
-    [request_id] = re.findall(rb"x-request-id: (\S+)", answer)
-    [(num_prompt, num_completion)] = re.findall(rb'"prompt_tokens":(\d+),"completion_tokens":(\d+)', answer)
+    [request_id], [(num_prompt, num_completion)] = re.findall(rb"x-request-id: (\S+)", head), usage
     return request_id.decode(), Truth(int(num_prompt), int(num_completion))
 
 

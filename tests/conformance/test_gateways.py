@@ -20,7 +20,7 @@ from loramux.migrations import schema
 from loramux.platform.generation.maintenance import CHECKPOINT_INTERVAL_S
 from loramux.platform.quotas.policies import QuotaPolicies
 from tests.conformance.drawn_requests import CHAT, DrawnRequest, RequestDraw
-from tests.conformance.gateway_lab import GatewayLab, LabGateway, Truth, gateway_lab, send, usage_of
+from tests.conformance.gateway_lab import GatewayLab, LabGateway, gateway_lab, send, usage_of
 from tests.conformance.paced_engine import STEP_S
 from tests.platform.tool_base import make_tool_base
 
@@ -99,19 +99,19 @@ def test_clients_that_race_for_the_last_tokens_overspend_none(lab: GatewayLab, n
 
 
 async def costs_of(lab: GatewayLab, key: str, requests: list[DrawnRequest]) -> list[int]:
-    """The tokens that each request reserves: `MAX_TOKENS`, and those of its prompt, which `/tokenize` counts."""
+    """The tokens that each request reserves: `MAX_TOKENS` per choice, and its prompt, which `/tokenize` counts."""
     places = asyncio.Semaphore(32)
 
     async def cost(number: int, request: DrawnRequest) -> int:
         if not request.is_charged:
             return 0
         if request.path != CHAT:
-            return 1 + MAX_TOKENS
+            return 1 + MAX_TOKENS * request.num_choices
         async with places:
             status, answer = await send(lab.gateways[number % len(lab.gateways)].port, key, request.as_tokenize())
         assert status == 200, answer
         [num_prompt] = re.findall(rb'"count":(\d+)', answer)
-        return int(num_prompt) + MAX_TOKENS
+        return int(num_prompt) + MAX_TOKENS * request.num_choices
 
     return await asyncio.gather(*(cost(number, request) for number, request in enumerate(requests)))
 
@@ -151,11 +151,7 @@ def test_streams_cut_at_random_points_are_charged_what_the_engine_committed(lab:
         for request, (status, answer) in zip(requests, answers, strict=True)
     )
     truths, events = lab.truths(), lab.events_of(tenant.id)
-    wrong = [
-        event
-        for request_id, event in events.items()
-        if Truth(event.prompt_tokens, event.completion_tokens) != truths[request_id]
-    ]
+    wrong = [event for request_id, event in events.items() if not truths[request_id].fits(event)]
     print(
         f"\n{num_streams} requests, {kinds(requests)}, statuses {dict(Counter(status for status, _ in answers))}: "
         f"{num_cut} cut, {len(events)} in the ledger, {total} tokens, {len(wrong)} wrong"
@@ -211,11 +207,7 @@ def test_gateways_stopped_under_load_finish_their_streams(lab: GatewayLab, num_s
     ]
     total = lab.check_bills(tenant.id, [(status, answer) for _, status, answer in answers])
     truths = lab.truths()
-    wrong = [
-        event
-        for request_id, event in lab.events_of(tenant.id).items()
-        if Truth(event.prompt_tokens, event.completion_tokens) != truths[request_id]
-    ]
+    wrong = [event for request_id, event in lab.events_of(tenant.id).items() if not truths[request_id].fits(event)]
     print(
         f"\n{num_done} stops, {kinds(request for request, _, _ in answers)}, answers by status {dict(statuses)}, "
         f"{total} tokens, {len(cut)} streams cut, {len(wrong)} bills wrong"
@@ -270,16 +262,17 @@ def test_gateways_killed_at_random_moments_settle_each_request_once(lab: Gateway
     assert set(reserved) == set(events), "each request is settled once"
     most_under, num_recovered = 0, 0
     for request_id, event in events.items():
-        committed = truths[request_id].completion_tokens
+        truth = truths[request_id]
+        committed = truth.completion_tokens
         assert event.prompt_tokens + event.completion_tokens <= reserved[request_id]
         assert event.completion_tokens <= committed
-        most_under = max(most_under, committed - event.completion_tokens)
+        most_under = max(most_under, (committed - event.completion_tokens) / truth.num_choices)
         num_recovered += event.status == "recovered"
     total = lab.check_bills(tenant.id, answers)
     print(
         f"\n{num_done} kills, {kinds(drawn)}, {len(events)} in the ledger, {total} tokens, {num_recovered} recovered, "
-        f"at most {most_under} under"
+        f"at most {most_under:.0f} under per choice"
     )
-    # The engine commits at most one token per step. It notices a dead gateway within a second, and writing a checkpoint
-    # takes time.
+    # The engine commits at most one token per choice and step. It notices a dead gateway within a second, and writing a
+    # checkpoint takes time.
     assert most_under <= (CHECKPOINT_INTERVAL_S + 2.0) / STEP_S
