@@ -172,7 +172,7 @@ adapter_alias_history = Table(
     Column("adapter_id", ID, ForeignKey("adapters.id"), nullable=False),
     Column("name", NAME, nullable=False),
     Column("revision", Integer, nullable=False),
-    # Author of the change: a key's identifier, or "system".
+    # Author of the change: a key's ID, "operator", a single sign-on user (`oidc_...`), or "system".
     Column("actor", ID, nullable=False),
     Column("action", String(16), nullable=False),
     # [{"version_id", "number", "weight"}]: the alias's targets as of this revision.

@@ -114,7 +114,7 @@ class LoadedWeights:
 def _changed(
     file: CanonicalAdapter, module: LinearShape, rows: TrainedRows, target: PackTarget, base: BaseWeights | None
 ) -> npt.NDArray[np.int64]:
-    """The tokens of this rank whose rows are trained, or differ from the base's."""
+    """This tensor-parallel rank's tokens whose rows are trained or differ from the base's."""
     if not _fits(rows, file, module):
         raise AdapterRejected("base_mismatch", "the adapter was made for another base model", module.name)
     tokens, ours = np.array(sorted(rows.ids), np.int64), target.tokens(module)

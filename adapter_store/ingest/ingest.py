@@ -209,7 +209,9 @@ class Ingest:
         return version
 
     def process(self, version_id: str) -> AdapterVersion:
-        """Validate a version and publish or reject it, or return it unchanged if another server has claimed it.
+        """Validate a version, then publish or reject it.
+
+        Returns the version unchanged if it has a verdict or if another server has claimed it.
 
         Raises StoreError if a store or the validation process fails. The version is then retried later.
         """

@@ -24,8 +24,8 @@ Suffix = Literal["alias", "number", "digest"]
 def versions_named(suffix: Suffix, has_caller: bool) -> Select[*tuple[Any, ...]]:
     """Select an AdapterRef's columns and a weight for every version in service that matches a name, newest first.
 
-    Parameters: `tenant`, `adapter`; `wanted`, the alias or number, or the digest range `[wanted, end)`; and optionally
-    `caller_id`, the tenant that must own the adapter or have been granted it.
+    Its bound parameters are `tenant` and `adapter`; for an alias or a number, `wanted`; for a digest, the range
+    `[wanted, end)`; with `has_caller`, `caller_id`, the tenant that must own the adapter or have been granted it.
     """
     # Cached because building the statement takes longer than running it on SQLite.
     query = _select_in_service().where(tenants.c.slug == bindparam("tenant"), adapters.c.name == bindparam("adapter"))

@@ -15,7 +15,7 @@ from loramux.adapter_store.formats.further_files import MAX_FURTHER_BYTES, Furth
 from loramux.adapter_store.formats.generation_config import parse_generation_config
 
 _MAX_REASON = 200
-"""Longest part of a message that can quote the template, in characters."""
+"""Longest excerpt of Jinja2's error in a message, in characters. The error may quote the template."""
 
 TemplateCheck = Callable[[str], None]
 """Called with a chat template's source. Raises AdapterRejected if the template cannot be served."""

@@ -179,7 +179,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="write JSON; other parts from the same commit and card are kept")
+    parser.add_argument(
+        "--out", type=Path, help="write JSON to this file, which keeps other parts of the same commit and card"
+    )
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--quick", action="store_true", help="the most important cases only")
     amount.add_argument("--full", action="store_true", help="all cases, without a time limit")

@@ -114,7 +114,7 @@ def positive_float(raw: Mapping[str, Any], name: str) -> float:
 
 
 def factor(raw: Mapping[str, Any], name: str | None) -> float:
-    """The field `name`, or 1 without a name or value. Raises ValueError if it is not a positive number."""
+    """The field `name`, or 1 if `name` is None or the field is absent. Raises ValueError unless it is positive."""
     return 1.0 if name is None or raw.get(name) is None else positive_float(raw, name)
 
 

@@ -22,7 +22,7 @@ SMALL_ROWS, LARGE_ROWS = 16, 64
 """Rows per tile of a product: the fewest that tensor cores support, and the number for steps with many tokens."""
 
 MANY_TOKENS = 128
-"""Number of tokens from which products use large tiles."""
+"""Minimum number of tokens for which products use large tiles."""
 
 BLOCK_COLUMNS = 64
 """Columns per tile, and number of inputs that a tile multiplies at a time."""

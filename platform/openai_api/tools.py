@@ -24,7 +24,7 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 def _describing_objects(schema: dict[str, Any]) -> dict[str, Any]:
     types = schema.get("type", "object")
     if types != "object" and not (isinstance(types, list) and "object" in types):
-        raise ValueError('arguments are objects, so the type of the schema must be "object"')
+        raise ValueError('the arguments of a function form an object, so the schema\'s type must be "object"')
     return schema
 
 

@@ -139,7 +139,7 @@ class Binding:
         return self.metric.unit in (Unit.TOKENS, Unit.NANOS)
 
     def is_settled_by(self, spent: Spent) -> bool:
-        """True if a settlement changes the counter. Requests and loads taken at admission stay used if they ran."""
+        """True if a settlement changes the counter. Requests and loads are charged at admission."""
         return self.metric.kind is not Kind.RATE or self.metric.unit is Unit.TOKENS or not spent.keeps(self.metric)
 
     def give_back(self, counter: Counter, held: int, spent: Spent) -> Counter:

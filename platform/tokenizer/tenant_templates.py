@@ -62,7 +62,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class _Known:
-    """A tenant's compiled template and its features, from earlier answers."""
+    """A tenant's compiled template and its features, as a worker process returned them earlier."""
 
     code: bytes | None = None
     features: TemplateFeatures | None = None
