@@ -171,7 +171,7 @@ campaign-templates: $(WARM) ## Hostile chat templates and histories, and the tem
 		-m 'campaign or not campaign' --timeout 3600
 	$(VENV)/bin/python -m tests.conformance.chat_templates $(ARGS)
 
-campaign-validation: $(WARM) ## The whole catalogue of hostile uploads, 20,000 headers, 1,000 peft configurations
+campaign-validation: $(WARM) ## The whole catalogue of hostile uploads, 20,000 headers, 1,000 peft configurations (LORAMUX_PEFT_COUNTS=FILE for the counts)
 	$(VENV)/bin/python -m pytest tests/adapter_store tests/conformance/test_peft_differential.py \
 		-m campaign -k 'hostile or header or largest or peft' --timeout 3600 -s $(ARGS)
 

@@ -6,6 +6,8 @@ Peft saves each configuration and reloads it as the reference. Our code processe
 from __future__ import annotations
 
 import copy
+import json
+import os
 import random
 import re
 from collections import Counter, defaultdict
@@ -171,6 +173,9 @@ def test_a_few_configurations_give_pefts_logits(pair: Pair, monkeypatch: pytest.
 @pytest.mark.timeout(3600)
 def test_a_thousand_configurations_give_pefts_logits(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes, by_option = compare(pair, monkeypatch, FEW, MANY)
+    if path := os.environ.get("LORAMUX_PEFT_COUNTS"):
+        counts = {"all": dict(outcomes), **{option: dict(by_option[option]) for option in sorted(by_option)}}
+        Path(path).write_text(json.dumps(counts, indent=2) + "\n")
     assert outcomes["equal"] >= MANY * 0.5
     assert outcomes["activated"] > outcomes["never activated"] > 0
     for option in ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "alora_invocation_tokens"):
