@@ -28,7 +28,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found about `path`, which is a `kind`: `base` or `adapter`. `facts` are JSON values."""
+    """The result of checking `path`. `kind` is `base` or `adapter`, and `facts` are JSON values."""
 
     kind: str
     path: str

@@ -51,7 +51,7 @@ class MakeExperts(Protocol):
 
 
 def stack_experts(num_experts: int, weights: Iterator[torch.Tensor]) -> torch.Tensor:
-    """`[num_experts, out_features, in_features]`, of which only one expert is in memory twice."""
+    """Stack the weights to `[num_experts, out_features, in_features]`, with at most one expert in memory twice."""
     first = next(weights)
     stacked = first.new_empty(num_experts, *first.shape)
     stacked[0] = first

@@ -45,7 +45,7 @@ def replace_rows_kernel(
     segment_slots: tl.tensor,
     MODULE: tl.constexpr,
     M: tl.constexpr,
-    HALVES: tl.constexpr,
+    PARTS: tl.constexpr,
     MAX_PAGES: tl.constexpr,
     E: tl.constexpr,
     W: tl.constexpr,
@@ -66,8 +66,8 @@ def replace_rows_kernel(
     num_rows = tl.load(num_rows_table + entry)
     if num_rows == 0:
         return
-    begin = tl.load(off + entry * HALVES).to(tl.int64)
-    first_id = tl.load(off + entry * HALVES + 1)
+    begin = tl.load(off + entry * PARTS).to(tl.int64)
+    first_id = tl.load(off + entry * PARTS + 1)
     first = tl.load(segment_starts + segment)
     end = tl.load(segment_starts + segment + 1)
     pages = page_table + slot * MAX_PAGES
@@ -115,7 +115,7 @@ def replace_columns_kernel(
     y_stride: tl.tensor,
     MODULE: tl.constexpr,
     M: tl.constexpr,
-    HALVES: tl.constexpr,
+    PARTS: tl.constexpr,
     MAX_PAGES: tl.constexpr,
     E: tl.constexpr,
     W: tl.constexpr,
@@ -134,8 +134,8 @@ def replace_columns_kernel(
         return
     entry = slot * M + MODULE
     num_rows = tl.load(num_rows_table + entry)
-    begin = tl.load(off + entry * HALVES)
-    first_id = tl.load(off + entry * HALVES + 1)
+    begin = tl.load(off + entry * PARTS)
+    first_id = tl.load(off + entry * PARTS + 1)
     end = tl.load(segment_starts + segment + 1)
     pages = page_table + slot * MAX_PAGES
     within = tl.arange(0, BLOCK_K)
@@ -187,7 +187,7 @@ def replace_rows(pool: PoolViews, tokens: torch.Tensor, call: LoraCall, y: torch
     replace_rows_kernel[triton.cdiv(row_len, block), segments.num_segments](
         tokens, y, pool.adapter, ids, tables.page_table, tables.off, tables.rank,
         segments.rows, segments.starts, segments.slots,
-        MODULE=group.modules[0], M=tables.rank.shape[2], HALVES=tables.off.shape[3],
+        MODULE=group.modules[0], M=tables.rank.shape[2], PARTS=tables.off.shape[3],
         MAX_PAGES=tables.page_table.shape[1], E=page_elements, W=ids.shape[2], VOCAB=group.in_features,
         ROW_LEN=row_len, PADDED=row_layout(row_len, page_elements).padded_len,
         STEPS=group.in_features.bit_length(), ROWS=TILE_ROWS, BLOCK=block, num_warps=4,
@@ -218,7 +218,7 @@ def replace_columns(pool: PoolViews, x: torch.Tensor, call: LoraCall, y: torch.T
     replace_columns_kernel[power_of_two_within(num_programs), segments.num_segments](
         x, y, pool.adapter, ids, tables.page_table, tables.off, tables.rank,
         segments.rows, segments.starts, segments.slots, x.stride(0), y.stride(0),
-        MODULE=group.modules[0], M=tables.rank.shape[2], HALVES=tables.off.shape[3],
+        MODULE=group.modules[0], M=tables.rank.shape[2], PARTS=tables.off.shape[3],
         MAX_PAGES=tables.page_table.shape[1], E=page_elements, W=ids.shape[2], VOCAB=vocab_size,
         IN=group.in_features, PADDED=layout.padded_len, ROWS=TILE_ROWS, BLOCK_N=BLOCK_ROWS,
         BLOCK_K=min(BLOCK_COLUMNS, layout.chunk_len), DOT_DTYPE=dot_dtype(x.dtype, pool.adapter.dtype), num_warps=4,

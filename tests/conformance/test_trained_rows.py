@@ -84,7 +84,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "plain": SOME,
 }
-"""Configurations of adapters, all of which are also plain LoRAs of some modules."""
+"""Settings of adapters. Each adapter also has a LoRA of some modules."""
 
 COPIED = {"lora-of-head-and-embedding", "head", "lora-and-copies", "dora-and-copies"}
 """Adapters that are saved together with the base's weights, as PEFT does by default if they have a LoRA."""
