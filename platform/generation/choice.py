@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from loramux.engine.messages import Add, Finished, PromptLogprob, SequenceOutput, TokenLogprobs
 from loramux.platform.generation.plan import TextRules
-from loramux.platform.tokenizer.detokenizer import Detokenizer, StopStrings
+from loramux.platform.tokenizer.detokenizer import StopStrings, new_detokenizer
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 
@@ -30,7 +30,7 @@ class Choice:
     def __init__(self, index: int, add: Add, tokenizer: ModelTokenizer, rules: TextRules) -> None:
         self.index = index
         self.add = add
-        self._detokenizer = Detokenizer(tokenizer, add.prompt, skip_special_tokens=rules.skip_special_tokens)
+        self._detokenizer = new_detokenizer(tokenizer, add.prompt, skip_special_tokens=rules.skip_special_tokens)
         self._stops = StopStrings(rules.stops, is_shown=rules.include_stop_str_in_output)
         self._shows_stop = rules.include_stop_str_in_output
         self._reasoning = rules.splitter()

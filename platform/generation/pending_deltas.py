@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections.abc import Iterable
 
 from loramux.engine.messages import PromptLogprob, TokenLogprobs
 from loramux.platform.generation.choice import ChoiceDelta
-
-MAX_SEPARATE = 64
-"""Maximum number of deltas queued separately. Further deltas are joined into larger ones."""
 
 
 class PendingDeltas:
     """A queue that never blocks its writer and stays short even if its reader is slow.
 
-    Up to MAX_SEPARATE deltas are kept as they arrived. Further deltas are joined per choice, so the queue holds at most
-    MAX_SEPARATE deltas plus one per choice. Joining keeps all text and log-probabilities.
+    Deltas that a reader has not taken in time are joined, except the last of each choice, so that at most two per
+    choice are waiting. A reader that keeps up gets each delta as it was written.
     """
 
     def __init__(self) -> None:
-        self._separate: deque[ChoiceDelta] = deque()
-        self._joined: dict[int, JoinedDeltas] = {}
+        self._waiting: dict[tuple[int, bool], ChoiceDelta | JoinedDeltas] = {}
+        """By choice, and whether the delta is the choice's last."""
         self._is_closed = False
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._separate) + len(self._joined)
+        return len(self._waiting)
 
     def put(self, delta: ChoiceDelta) -> None:
-        # Once deltas are joined, later ones join them too, so that each choice's text stays in order.
-        if self._joined or len(self._separate) >= MAX_SEPARATE:
-            joined = self._joined.get(delta.index)
-            if joined is None:
-                joined = self._joined[delta.index] = JoinedDeltas()
-            joined.add(delta)
+        key = (delta.index, delta.finish_reason is not None)
+        waiting = self._waiting.get(key)
+        if waiting is None:
+            self._waiting[key] = delta
+        elif isinstance(waiting, JoinedDeltas):
+            waiting.add(delta)
         else:
-            self._separate.append(delta)
+            self._waiting[key] = JoinedDeltas([waiting, delta])
         self._changed.set()
 
     def close(self) -> None:
@@ -45,26 +42,27 @@ class PendingDeltas:
 
     async def get(self) -> ChoiceDelta | None:
         """Return the next delta, or None once the queue is closed and empty."""
-        while not self._separate:
-            if self._joined:
-                self._separate.extend(joined.delta() for joined in self._joined.values())
-                self._joined.clear()
-            elif self._is_closed:
+        while not self._waiting:
+            if self._is_closed:
                 return None
-            else:
-                self._changed.clear()
-                await self._changed.wait()
-        return self._separate.popleft()
+            self._changed.clear()
+            await self._changed.wait()
+        waiting = self._waiting.pop(next(iter(self._waiting)))
+        return waiting.delta() if isinstance(waiting, JoinedDeltas) else waiting
 
 
 class JoinedDeltas:
-    def __init__(self) -> None:
+    """Deltas of one choice, joined without loss of text, tokens or log-probabilities."""
+
+    def __init__(self, deltas: Iterable[ChoiceDelta] = ()) -> None:
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         self._token_ids: list[int] = []
         self._prompt_logprobs: list[PromptLogprob] = []
         self._last: ChoiceDelta | None = None
+        for delta in deltas:
+            self.add(delta)
 
     def add(self, delta: ChoiceDelta) -> None:
         self._texts.append(delta.text)

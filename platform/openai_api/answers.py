@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+import msgspec
 
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
+from loramux.platform.generation.pending_deltas import JoinedDeltas
 
 LOWEST_LOGPROB = -9999.0
 """The log-probability that OpenAI reports for an impossible token, because JSON has no infinity."""
 
 Document = dict[str, Any]
+Chunk = Document | msgspec.Raw
+"""A chunk of a stream, which can already be encoded."""
 
 
 class Answer(Protocol):
     """Builds one endpoint's response bodies. Use one object per request, because each chunk depends on earlier ones."""
 
-    def chunks(self, delta: ChoiceDelta) -> list[Document]:
-        """The chunks that a stream sends for a delta."""
+    def chunks(self, delta: ChoiceDelta, usage: Document | None = None) -> list[Chunk]:
+        """The chunks that a stream sends for a delta. `usage` is shown in each if the client asked for usage."""
 
     def usage_chunk(self, usage: Usage) -> Document:
         """The last chunk of a stream whose client asked for usage."""
@@ -27,21 +33,28 @@ class Answer(Protocol):
 
 
 def merged(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
-    groups: dict[int, list[ChoiceDelta]] = {}
+    """One delta per choice, in the order of the choices."""
+    groups: dict[int, JoinedDeltas] = {}
     for delta in deltas:
-        groups.setdefault(delta.index, []).append(delta)
-    return [
-        ChoiceDelta(
-            index=index,
-            text="".join(delta.text for delta in group),
-            logprobs=tuple(entry for delta in group for entry in delta.logprobs),
-            finish_reason=group[-1].finish_reason,
-            token_ids=tuple(token_id for delta in group for token_id in delta.token_ids),
-            reasoning="".join(delta.reasoning for delta in group),
-            prompt_logprobs=tuple(entry for delta in group for entry in delta.prompt_logprobs),
-        )
-        for index, group in sorted(groups.items())
-    ]
+        groups.setdefault(delta.index, JoinedDeltas()).add(delta)
+    return [group.delta() for _, group in sorted(groups.items())]
+
+
+class ChunkTemplates:
+    """Encodes chunks of a choice that differ only in their text. This is faster than encoding each whole document."""
+
+    def __init__(self, make: Callable[[int, str], Document]) -> None:
+        """`make` returns the chunk with a text for the choice with an index."""
+        self._make = make
+        self._parts: dict[int, tuple[bytes, bytes]] = {}
+
+    def chunk(self, index: int, text: str) -> msgspec.Raw:
+        parts = self._parts.get(index)
+        if parts is None:
+            mark = secrets.token_hex(16)
+            before, after = msgspec.json.encode(self._make(index, mark)).split(msgspec.json.encode(mark))
+            parts = self._parts[index] = (before, after)
+        return msgspec.Raw(parts[0] + msgspec.json.encode(text) + parts[1])
 
 
 class UsageSoFar:

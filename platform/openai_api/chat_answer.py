@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from loramux.engine.messages import TokenLogprobs
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
-from loramux.platform.openai_api.answers import Document, merged, shown_logprob, usage_body
+from loramux.platform.openai_api.answers import Chunk, ChunkTemplates, Document, merged, shown_logprob, usage_body
 from loramux.platform.openai_api.chat_message import MessageBuilder, whole_message
 from loramux.platform.openai_api.prompt_logprobs import prompt_logprobs_body
 from loramux.platform.openai_api.tools import ToolChoice
@@ -39,26 +39,35 @@ class ChatAnswer:
     num_prompt_logprobs: int | None = None
     """Number of most likely tokens in `prompt_logprobs`. None if the client did not ask for it."""
     _builders: dict[int, MessageBuilder] = field(default_factory=dict)
+    _templates: ChunkTemplates = field(init=False)
 
-    def chunks(self, delta: ChoiceDelta) -> list[Document]:
-        chunks = []
+    def __post_init__(self) -> None:
+        templates = ChunkTemplates(lambda index, text: self._chunk(index, {"content": text}, None))
+        object.__setattr__(self, "_templates", templates)
+
+    def chunks(self, delta: ChoiceDelta, usage: Document | None = None) -> list[Chunk]:
+        chunks: list[Chunk] = []
         builder = self._builders.get(delta.index)
         if builder is None:
             builder = self._builders[delta.index] = self._builder()
-            first = self._chunk(delta.index, {"role": "assistant", "content": ""})
+            first = self._chunk(delta.index, {"role": "assistant", "content": ""}, usage)
             chunks.append({**first, **self._prompt_token_ids()})
+        shows_only_text = not self.has_logprobs and self.prompt_token_ids is None and usage is None
         # Log-probabilities and token IDs are sent once, with the first chunk of their delta.
         logprobs, token_ids = delta.logprobs, delta.token_ids
         for shown in builder.feed(delta):
-            chunks.append(self._chunk(delta.index, shown, logprobs, token_ids=token_ids))
+            if shows_only_text and shown.keys() == {"content"}:
+                chunks.append(self._templates.chunk(delta.index, shown["content"]))
+            else:
+                chunks.append(self._chunk(delta.index, shown, usage, logprobs, token_ids=token_ids))
             logprobs, token_ids = (), ()
         is_last = delta.finish_reason is not None
         if logprobs or (token_ids and self.prompt_token_ids is not None and not is_last):
-            chunks.append(self._chunk(delta.index, {"content": ""}, logprobs, token_ids=token_ids))
+            chunks.append(self._chunk(delta.index, {"content": ""}, usage, logprobs, token_ids=token_ids))
             token_ids = ()
         if is_last:
             reason = self._finish_reason(delta.finish_reason, builder)
-            chunks.append(self._chunk(delta.index, {}, finish_reason=reason, token_ids=token_ids))
+            chunks.append(self._chunk(delta.index, {}, usage, finish_reason=reason, token_ids=token_ids))
         return chunks
 
     def usage_chunk(self, usage: Usage) -> Document:
@@ -105,6 +114,7 @@ class ChatAnswer:
         self,
         index: int,
         delta: Document,
+        usage: Document | None,
         logprobs: tuple[TokenLogprobs, ...] = (),
         finish_reason: str | None = None,
         token_ids: tuple[int, ...] = (),
@@ -113,7 +123,7 @@ class ChatAnswer:
         choice = {"index": index, "delta": delta, "logprobs": shown, "finish_reason": finish_reason}
         choice |= self._token_ids(token_ids)
         chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
-        return {**chunk, "usage": None} if self.include_usage else chunk
+        return {**chunk, "usage": usage} if self.include_usage else chunk
 
     def _head(self, kind: str) -> Document:
         return {"id": self.id, "object": kind, "created": self.created_s, "model": self.model}

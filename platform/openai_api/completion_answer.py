@@ -10,7 +10,7 @@ from math import inf
 from loramux.engine.messages import PromptLogprob, TokenLogprobs
 from loramux.platform.generation.choice import ChoiceDelta
 from loramux.platform.generation.generation import Usage
-from loramux.platform.openai_api.answers import Document, merged, shown_logprob, usage_body
+from loramux.platform.openai_api.answers import Chunk, ChunkTemplates, Document, merged, shown_logprob, usage_body
 from loramux.platform.openai_api.prompt_logprobs import prompt_logprobs_body, shared_by_choices
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
@@ -43,10 +43,17 @@ class CompletionAnswer:
     _begun: set[int] = field(default_factory=set)
     _offsets: dict[int, int] = field(default_factory=dict)
     """For each choice, the number of characters whose log-probabilities have been sent."""
+    _templates: ChunkTemplates = field(init=False)
 
-    def chunks(self, delta: ChoiceDelta) -> list[Document]:
-        chunk = {**self._head(), "choices": [self._choice(delta)]}
-        return [{**chunk, "usage": None} if self.include_usage else chunk]
+    def __post_init__(self) -> None:
+        templates = ChunkTemplates(lambda index, text: self._chunk(ChoiceDelta(index, text, (), None), None))
+        object.__setattr__(self, "_templates", templates)
+
+    def chunks(self, delta: ChoiceDelta, usage: Document | None = None) -> list[Chunk]:
+        shows_only_text = not self.has_logprobs and self.prompt_token_ids is None and self.num_prompt_logprobs is None
+        if shows_only_text and usage is None and delta.index in self._begun and delta.finish_reason is None:
+            return [self._templates.chunk(delta.index, delta.text)]
+        return [self._chunk(delta, usage)]
 
     def usage_chunk(self, usage: Usage) -> Document:
         return {**self._head(), "choices": [], "usage": usage_body(usage)}
@@ -55,6 +62,10 @@ class CompletionAnswer:
         shared = shared_by_choices(merged(deltas), self.num_generated)
         choices = [self._choice(choice) for choice in self._best(shared)]
         return {**self._head(), "choices": choices, "usage": usage_body(usage)}
+
+    def _chunk(self, delta: ChoiceDelta, usage: Document | None) -> Document:
+        chunk = {**self._head(), "choices": [self._choice(delta)]}
+        return {**chunk, "usage": usage} if self.include_usage else chunk
 
     def _best(self, choices: list[ChoiceDelta]) -> list[ChoiceDelta]:
         """Return the choices of each prompt with the highest mean log-probability, best first."""

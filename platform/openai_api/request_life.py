@@ -198,8 +198,8 @@ async def _events(
 
 
 def _chunks(shape: Answer, delta: ChoiceDelta, so_far: UsageSoFar | None) -> bytes:
-    usage = {} if so_far is None else {"usage": so_far.after(delta)}
-    return b"".join(sse.event({**chunk, **usage}) for chunk in shape.chunks(delta))
+    usage = None if so_far is None else so_far.after(delta)
+    return b"".join(map(sse.event, shape.chunks(delta, usage)))
 
 
 async def _disconnected(receive: Receive) -> None:

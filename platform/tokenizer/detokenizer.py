@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import Protocol
 
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
@@ -13,14 +14,45 @@ CONTEXT_TOKENS = 5
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
-class Detokenizer:
-    """Decodes one sequence token by token. The text of `ids[start:read]` has been emitted. `ids[read:]` are held back.
+def new_detokenizer(tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+    """Decode what follows `prompt`."""
+    kind = ByteDetokenizer if tokenizer.joins_bytes else ContextDetokenizer
+    return kind(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
 
-    An incomplete character is recognised by the tokens' bytes, because U+FFFD in the text can mean either the beginning
-    of a character or U+FFFD itself.
+
+class Detokenizer(Protocol):
+    """Decodes one sequence token by token. `feed` and `finish` return the new text."""
+
+    def feed(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class ByteDetokenizer:
+    """Decodes tokens of a byte-level vocabulary: the text is that of the tokens' bytes, one after the other."""
+
+    def __init__(self, tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
+        self._bytes_of = tokenizer.text_bytes if skip_special_tokens else tokenizer.token_bytes
+        self._utf8 = _Utf8("replace")
+        # The prompt can end with an incomplete character.
+        for token_id in prompt[-CONTEXT_TOKENS:]:
+            self.feed(token_id)
+
+    def feed(self, token_id: int) -> str:
+        return self._utf8.decode(self._bytes_of(token_id))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class ContextDetokenizer:
+    """Decodes each token together with the preceding ones, as any decoder of the library does.
+
+    The text of `ids[start:read]` has been emitted. `ids[read:]` are held back. An incomplete character is recognised by
+    the tokens' bytes, because U+FFFD in the text can mean either the beginning of a character or U+FFFD itself.
     """
 
-    def __init__(self, tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skips_special_tokens = skip_special_tokens
         self._ids = list(prompt[-CONTEXT_TOKENS:])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from loramux.platform.errors import InvalidRequest
 from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
@@ -80,6 +80,11 @@ class ModelTokenizer:
         """Return the bytes of one token. For a special token, these are its name."""
         return self._bytes.of(token_id)
 
+    @property
+    def joins_bytes(self) -> bool:
+        """True if the text of tokens is the text of their bytes, joined."""
+        return self._bytes.are_joined
+
     def text_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one token adds to a text. A special token adds none."""
         return self._bytes.in_text(token_id)
@@ -133,8 +138,16 @@ class TokenBytes:
         }
         is_byte_level = '"ByteLevel"' in tokenizer.to_str()
         self._spelled = _byte_level_alphabet() if is_byte_level else None
+        self.are_joined = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        self._known: dict[int, bytes] = {}
 
     def of(self, token_id: int) -> bytes:
+        known = self._known.get(token_id)
+        if known is None:
+            known = self._known[token_id] = self._read(token_id)
+        return known
+
+    def _read(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""

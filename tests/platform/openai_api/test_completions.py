@@ -50,7 +50,8 @@ async def test_body_matches_openais_exactly(gateway: Any, tokenizer: Any) -> Non
 
 async def test_stream_matches_openais_exactly(gateway: Any, tokenizer: Any) -> None:
     ids = tokenizer.encode("Ab")[1:]
-    gateway.engine.script = lambda add: Script(token_ids=ids)
+    # The client takes each token before the next one arrives.
+    gateway.engine.script = lambda add: Script(token_ids=ids, delay_s=0.001)
     body = {"model": "base", "prompt": "Yes", "stream": True, "stream_options": {"include_usage": True}}
     response = await gateway.http.post("/v1/completions", json=body)
     assert response.headers["content-type"].startswith("text/event-stream")

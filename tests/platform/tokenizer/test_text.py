@@ -17,7 +17,7 @@ from loramux.platform.errors import InvalidRequest
 from loramux.platform.openai_api.chat_prompt import ChatPrompts
 from loramux.platform.openai_api.schemas import ChatRequest
 from loramux.platform.tokenizer.chat_template import ChatTemplate, ModelFilesError
-from loramux.platform.tokenizer.detokenizer import Detokenizer, StopStrings
+from loramux.platform.tokenizer.detokenizer import StopStrings, new_detokenizer
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 
@@ -25,7 +25,7 @@ ASKED = [{"role": "user", "content": "Hello"}]
 
 
 def pieces(tokenizer: ModelTokenizer, prompt: list[int], ids: list[int]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, prompt)
+    detokenizer = new_detokenizer(tokenizer, prompt, skip_special_tokens=True)
     return [*(detokenizer.feed(token) for token in ids), detokenizer.finish()]
 
 
@@ -40,7 +40,8 @@ def test_pieces_join_to_the_text(tokenizer: Any, text: str) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(ids=st.lists(st.integers(0, 1023), max_size=30))
-def test_arbitrary_tokens_decode_without_error(tokenizer: Any, ids: list[int]) -> None:
+def test_arbitrary_tokens_decode_as_the_library_decodes_them(tokenizer: Any, ids: list[int]) -> None:
+    assert "".join(pieces(tokenizer, [], ids)) == tokenizer.decode(ids)
     assert isinstance("".join(pieces(tokenizer, ids[:7], ids)), str)
 
 
@@ -50,7 +51,7 @@ def test_pieces_with_special_tokens_join_to_the_text_with_them(tokenizer: Any, t
     special, *ids = tokenizer.encode(text)
     for place in places:
         ids.insert(place, special)
-    detokenizer = Detokenizer(tokenizer, [special], skip_special_tokens=False)
+    detokenizer = new_detokenizer(tokenizer, [special], skip_special_tokens=False)
     joined = "".join([*(detokenizer.feed(token) for token in ids), detokenizer.finish()])
     assert joined == tokenizer.decode(ids, skip_special_tokens=False)
     assert joined.count(tokenizer.token_bytes(special).decode()) >= len(places)
