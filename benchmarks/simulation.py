@@ -24,6 +24,7 @@ from benchmarks.gpu.bench import CheckError
 from benchmarks.machine import add_allow_busy, describe, require_idle
 from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.adapters.stager import MemoryStager
+from loramux.engine.cache_groups import cache_layout
 from loramux.engine.engine import Engine, EngineParts, Observers
 from loramux.engine.engine_stats import EngineStats
 from loramux.engine.execution.simulation import GREEDY, SimulatedExecutor, SimulatedPages, simulated_adapters
@@ -59,9 +60,10 @@ class SteadyLoad:
         stager, adapter_pages = MemoryStager(simulated_adapters(ADAPTERS)), SimulatedPages()
         adapters = AdapterPool(pages, 16, stager, adapter_pages, adapter_pages, policy, on_residency=queue.set_resident)
         prefixes = PrefixCache(pages, policy, PAGE_TOKENS)
-        kv = KvPages(pages, adapters.reclaimer, prefixes, PAGE_TOKENS)
+        cache = cache_layout((None,), MAX_MODEL_LEN)
+        kv = KvPages(pages, adapters.reclaimer, prefixes, cache, max_step_tokens=256)
         self._scheduler = Scheduler(queue, kv, adapters, SchedulerLimits(256, num_running, look_ahead=num_running))
-        self._executor = SimulatedExecutor(VOCAB_SIZE, PAGE_TOKENS, NUM_PAGES, adapter_pages)
+        self._executor = SimulatedExecutor(VOCAB_SIZE, cache, NUM_PAGES, adapter_pages)
         limits = EngineLimits(VOCAB_SIZE, MAX_MODEL_LEN, (), PAGE_TOKENS)
         grammars = GrammarCompiler(no_vocabulary, VOCAB_SIZE, lambda: None)
         self._engine = Engine(

@@ -24,6 +24,7 @@ from loramux.engine.adapters.page_copier import PageCopier
 from loramux.engine.adapters.slot_tables import SlotTables
 from loramux.engine.adapters.stager import Stager
 from loramux.engine.batch import ScheduledSequence, build_batch
+from loramux.engine.cache_groups import CacheLayout
 from loramux.engine.config import EngineConfig, pack_target, resolve_dtype, resolve_max_model_len
 from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.device.backend import Backend, CompileAhead, open_backend
@@ -51,7 +52,7 @@ from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.request_limits import EngineLimits
 from loramux.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from loramux.engine.sequence import Sequence, page_list
+from loramux.engine.sequence import PageTable, Sequence, block_list
 from loramux.engine.tracing.sequence_traces import SequenceTraces
 from loramux.engine.tracing.spans import SpanSink
 from loramux.kernels.dispatch import Kernels
@@ -130,11 +131,16 @@ def assemble_engine(
     target = pack_target(model, dtype)
     decoder = _load_decoder(config, model, DTYPES[dtype], max_model_len, weights, backend)
     tables = SlotTables(target, config.max_resident_adapters, backend.accelerator, decoder.outer_factors)
-    page_tokens = target.geometry.page_tokens
+    page_tokens, cache = target.geometry.page_tokens, decoder.cache_layout
     allocate = partial(
-        allocate_pool, target.geometry, kv_dtype=DTYPES[dtype], adapter_dtype=DTYPES[dtype], device=backend.device
+        allocate_pool,
+        target.geometry,
+        kv_dtype=DTYPES[dtype],
+        adapter_dtype=DTYPES[dtype],
+        device=backend.device,
+        has_cache_groups=len(cache.groups) > 1,
     )
-    make_executor = partial(_make_executor, config, model, max_model_len, page_tokens, tables, backend)
+    make_executor = partial(_make_executor, config, model, max_model_len, tables, backend)
     backend.accelerator.release_unused()
     if backend.compiles and backend.compile_ahead is not None:
         # Compile before the pool is sized, so that memory that torch caches for a step's activations does not count as
@@ -152,9 +158,9 @@ def assemble_engine(
         pages, config.max_resident_adapters, stager, copier, tables, policy, on_residency=queue.set_resident
     )
     executor = make_executor(kernels, decoder)
-    warm_up(executor, config, page_tokens, backend.compiles)
+    warm_up(executor, config, cache, backend.compiles)
     prefixes = PrefixCache(pages, policy, page_tokens, identity=(repr(model).encode(), dtype.encode()))
-    kv = KvPages(pages, adapters.reclaimer, prefixes, page_tokens)
+    kv = KvPages(pages, adapters.reclaimer, prefixes, cache, config.max_batch_tokens)
     scheduler_limits = SchedulerLimits(config.max_batch_tokens, config.max_sequences, config.max_sequences)
     scheduler = Scheduler(queue, kv, adapters, scheduler_limits)
     vocabulary = partial(load_vocabulary, Path(config.model_dir), model.vocab_size, model.eos_token_ids)
@@ -216,7 +222,7 @@ def compile_programs(executor: Executor, config: EngineConfig, compile_ahead: Co
         print(f"parallel compilation failed; compiling GPU programs one at a time: {error!r}", file=sys.stderr)
 
 
-def warm_up(executor: Executor, config: EngineConfig, page_tokens: int, compiles: bool) -> None:
+def warm_up(executor: Executor, config: EngineConfig, cache: CacheLayout, compiles: bool) -> None:
     """Run each kind of step once, so that no request waits for kernels to load.
 
     Writes K and V to page 0, which has no owner yet. Raises ConfigNotUsable if a GPU lacks memory for a step.
@@ -224,8 +230,10 @@ def warm_up(executor: Executor, config: EngineConfig, page_tokens: int, compiles
     try:
         for num_prompt in (2, 1):
             add = Add(sequence_id="", prompt=(0,) * num_prompt, max_tokens=1, sampling=SamplingParams())
-            sequence = Sequence(add=add, owner=b"", arrival=0, seed=0, slot=0, pages=page_list([0]))
-            executor.submit(build_batch([ScheduledSequence(sequence, num_prompt)], page_tokens)).choose().tokens()
+            tables = [PageTable(block_list(cache.blocks(group, 0))) for group in cache.groups]
+            sequence = Sequence(add=add, owner=b"", arrival=0, seed=0, slot=0, tables=tables)
+            batch = build_batch([ScheduledSequence(sequence, num_prompt)], cache.block_tokens)
+            executor.submit(batch).choose().tokens()
         if compiles and isinstance(executor, GraphExecutor):
             executor.warm_up(reachable_shapes(config.max_batch_tokens, config.max_sequences))
     except torch.OutOfMemoryError as error:
@@ -262,7 +270,6 @@ def _make_executor(
     config: EngineConfig,
     model: ModelConfig,
     max_model_len: int,
-    page_tokens: int,
     tables: SlotTables,
     backend: Backend,
     kernels: Kernels,
@@ -270,7 +277,10 @@ def _make_executor(
 ) -> Executor:
     if backend.sample_tokens is None:
         return DirectExecutor(decoder, kernels, tables, model.eos_token_ids)
-    max_listed_pages = config.max_sequences * -(-max_model_len // page_tokens)
-    buffer = StepBuffer(backend.accelerator, config.max_batch_tokens, config.max_sequences, max_listed_pages)
+    cache = decoder.cache_layout
+    max_blocks = config.max_sequences * cache.max_blocks(max_model_len, config.max_batch_tokens)
+    buffer = StepBuffer(
+        backend.accelerator, config.max_batch_tokens, config.max_sequences, max_blocks, len(cache.groups)
+    )
     sampler = DeviceSampler(backend.accelerator, backend.sample_tokens, config.max_sequences, model.eos_token_ids)
     return GraphExecutor(decoder, kernels, tables, backend.accelerator, buffer, sampler, config.max_sequences)

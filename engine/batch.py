@@ -63,9 +63,10 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     """The host's description of one step. Sequences of the same adapter are adjacent, and so are their rows. Rows of a
     prompt before its adapter's activation belong to the base.
 
-    Sequence `i` has rows `[cu_q[i], cu_q[i + 1])`, at most `max_q` of them, and a context `[0, seq_lens[i])`. The K and
-    V of position `p` are stored in `pages[page_starts[i] + p // page_tokens]`; `kv_slots` int64 `[num_tokens]` contains
-    `page * page_tokens + p % page_tokens` for each row. All other arrays are int32.
+    Sequence `i` has rows `[cu_q[i], cu_q[i + 1])`, at most `max_q` of them, and a context `[0, seq_lens[i])`. In group
+    `g` of the layers, the K and V of position `p` are stored in `blocks[block_starts[g, i] + p // block_tokens]`, if a
+    row sees them; `kv_slots` int64 `[num_groups, num_tokens]` contains `block * block_tokens + p % block_tokens` for
+    each row. All other arrays are int32.
 
     `tokens` `[num_tokens]`: a negative entry `-1 - k` stands for the `k`-th token chosen by the previous step, which
     may so far exist only on the device. `positions` and `slots` `[num_tokens]`: each row's position and adapter slot,
@@ -78,8 +79,8 @@ class Batch(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     slots: npt.NDArray[np.int32]
     cu_q: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
-    pages: npt.NDArray[np.int32]
-    page_starts: npt.NDArray[np.int32]
+    blocks: npt.NDArray[np.int32]
+    block_starts: npt.NDArray[np.int32]
     kv_slots: npt.NDArray[np.int64]
     max_q: int
     sample_rows: npt.NDArray[np.int32]
@@ -116,14 +117,14 @@ class OuterSlots:
 class StepInputs:
     """Inputs of a forward pass, on its device. The axes may be padded; values in padding rows are arbitrary.
 
-    `tokens`, `positions` and `sample_rows` int32. If `segments` is empty, no adapters are applied. `embedding_segments`
-    cover the rows whose adapters modify the embedding; empty or None means no rows. In each layer, adapters modify only
-    modules in `groups`.
+    `tokens`, `positions` and `sample_rows` int32. `attention` has an entry for each of `CacheLayout.groups`. If
+    `segments` is empty, no adapters are applied. `embedding_segments` cover the rows whose adapters modify the
+    embedding; empty or None means no rows. In each layer, adapters modify only modules in `groups`.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    attention: AttentionBatch
+    attention: tuple[AttentionBatch, ...]
     segments: Segments
     sample_rows: torch.Tensor
     embedding_segments: Segments | None = None
@@ -138,9 +139,9 @@ def _no_rows() -> Batch:
         slots=none,
         cu_q=np.zeros(1, np.int32),
         seq_lens=none,
-        pages=none,
-        page_starts=none,
-        kv_slots=none.astype(np.int64),
+        blocks=none,
+        block_starts=none[None],
+        kv_slots=none.astype(np.int64)[None],
         max_q=0,
         sample_rows=none,
         samples=(),
@@ -151,15 +152,13 @@ NO_ROWS = _no_rows()
 """A step without sequences; in a padded shape, every row is padding."""
 
 
-def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
+def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
     """Concatenate the rows of the scheduled sequences."""
     sequences = [item.sequence for item in scheduled]
     # Use int32 arrays, because numpy copies their buffers but converts a list element by element.
     counts = array("i", [item.num_tokens for item in scheduled])
     begins = array("i", [sequence.num_computed for sequence in sequences])
     slots = array("i", [sequence.slot for sequence in sequences])
-    num_pages = array("i", [len(sequence.pages) for sequence in sequences])
-    pages = array("i")
     tokens: list[int] = []
     sample_rows: list[int] = []
     samples: list[SamplingRow] = []
@@ -168,7 +167,6 @@ def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
     base_rows: list[tuple[int, int]] = []
     for sequence, begin, num_tokens in zip(sequences, begins, counts, strict=True):
         known, end = sequence.tokens, begin + num_tokens
-        pages += sequence.pages
         if sequence.num_unscored:
             scores.append(_scored_rows(sequence, len(tokens), num_tokens))
         if begin < sequence.activation:
@@ -184,32 +182,46 @@ def build_batch(scheduled: list[ScheduledSequence], page_tokens: int) -> Batch:
         if end == sequence.num_tokens:
             sample_rows.append(len(tokens) - 1)
             samples.append(sampling_row(sequence))
-    first_positions, page_ids = np.asarray(begins), np.asarray(pages)
-    cu_q, page_starts = _running_sum(counts), _running_sum(num_pages)[:-1]
-    positions, row_slots, row_page_starts = first_positions, np.asarray(slots), page_starts
+    first_positions, cu_q = np.asarray(begins), _running_sum(counts)
+    blocks, block_starts = _listed_blocks(sequences)
+    positions, row_slots, row_starts = first_positions, np.asarray(slots), block_starts
     max_q = max(counts)
     if max_q > 1:
         # Skipped when every sequence decodes, because each row is then one sequence and no gather is needed.
         of_row = np.repeat(np.arange(len(scheduled)), counts)
         positions = np.arange(len(tokens), dtype=np.int32) - (cu_q[:-1] - first_positions)[of_row]
-        row_slots, row_page_starts = row_slots[of_row], page_starts[of_row]
+        row_slots, row_starts = row_slots[of_row], block_starts[:, of_row]
     for first_row, end_row in base_rows:
         row_slots[first_row:end_row] = -1
-    page_of_row, place_in_page = np.divmod(positions, page_tokens)
+    block_of_row, place_in_block = np.divmod(positions, block_tokens)
     return Batch(
         tokens=np.asarray(array("i", tokens)),
         positions=positions,
         slots=row_slots,
         cu_q=cu_q,
         seq_lens=np.asarray(counts) + first_positions,
-        pages=page_ids,
-        page_starts=page_starts,
-        kv_slots=np.multiply(page_ids[row_page_starts + page_of_row], page_tokens, dtype=np.int64) + place_in_page,
+        blocks=blocks,
+        block_starts=block_starts,
+        kv_slots=np.multiply(blocks[row_starts + block_of_row], block_tokens, dtype=np.int64, order="C")
+        + place_in_block,
         max_q=max_q,
         sample_rows=np.asarray(array("i", sample_rows)),
         samples=tuple(samples),
         scores=tuple(scores),
     )
+
+
+def _listed_blocks(sequences: list[Sequence]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """All blocks of the sequences, group by group, and where block 0 of each sequence is or would be."""
+    blocks = array("i")
+    starts: list[int] = []
+    num_groups = len(sequences[0].tables)
+    for group in range(num_groups):
+        for sequence in sequences:
+            table = sequence.tables[group]
+            starts.append(len(blocks) - table.first_block)
+            blocks += table.blocks
+    return np.asarray(blocks), np.asarray(array("i", starts)).reshape(num_groups, -1)
 
 
 def sampling_row(sequence: Sequence) -> SamplingRow:

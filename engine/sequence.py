@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -19,9 +20,24 @@ class SequenceState(Enum):
     FINISHED = "finished"
 
 
-def page_list(pages: list[int] | None = None) -> array[int]:
-    """Page ids as an int32 array, which a batch copies without converting each element."""
-    return array("i", pages or [])
+def block_list(blocks: Iterable[int] = ()) -> array[int]:
+    """Block numbers as an int32 array, which a batch copies without converting each element."""
+    return array("i", blocks)
+
+
+@dataclass(slots=True, eq=False)
+class PageTable:
+    """A sequence's pages in one group of layers, and the blocks in them: see `CacheLayout.blocks`."""
+
+    blocks: array[int] = field(default_factory=block_list)
+    first_block: int = 0
+    """Index of `blocks[0]` among all blocks of the sequence. Windowed layers have freed the pages before it."""
+    cached: list[CachedPage | None] = field(default_factory=list)
+    """Prefix-cache entries of the first pages. None where another cached page has the same content."""
+
+    @property
+    def end_block(self) -> int:
+        return self.first_block + len(self.blocks)
 
 
 @dataclass(slots=True, eq=False)
@@ -29,9 +45,9 @@ class Sequence:
     """A prompt, the tokens generated so far, and the pages that hold their K and V.
 
     `tokens` are the prompt and the committed tokens. Steps in flight have chosen `num_in_flight` more tokens, and
-    `num_tokens` counts all of them. The K and V of positions `[0, num_computed)` are in `pages`, or will be once the
-    steps in flight finish. A token's K and V are computed one step after the token is chosen. A preemption resets
-    `num_computed` to 0, so that all K and V are computed again.
+    `num_tokens` counts all of them. The K and V of positions `[0, num_computed)` are in `tables`, or will be once the
+    steps in flight finish. Windowed layers keep only positions that later ones see. A token's K and V are computed one
+    step after the token is chosen. A preemption resets `num_computed` to 0, so that all K and V are computed again.
     """
 
     add: Add
@@ -50,11 +66,12 @@ class Sequence:
     has_run: bool = False
     """True if the sequence has been in a step. A sequence that never ran is not billed."""
     num_computed: int = 0
-    pages: array[int] = field(default_factory=page_list)
+    tables: list[PageTable] = field(default_factory=lambda: [PageTable()])
+    """The sequence's pages, for each of `CacheLayout.groups`."""
     num_room: int = 0
-    """Capacity of `pages`, in tokens."""
+    """Capacity of `tables`, in tokens."""
     next_offer: int = 0
-    """Value of `num_computed` at which the next full page can be added to the prefix cache."""
+    """Value of `num_computed` at which a page can be added to the prefix cache or freed: see `KvPages.offer`."""
     tokens: list[int] = field(default_factory=list)
     pending_output: list[int] = field(default_factory=list)
     """Committed tokens not yet emitted to the gateway: see `Add.tokens_at_once`."""
@@ -63,9 +80,7 @@ class Sequence:
     sample_index: int = -1
     """Index of this sequence's token in the output of the step in flight. Valid only while a step is in flight."""
     page_keys: list[bytes] = field(default_factory=list)
-    """Keys of the sequence's first full pages, computed when needed and kept after the pages are freed."""
-    shared_pages: list[CachedPage | None] = field(default_factory=list)
-    """Prefix-cache entries of `pages[:len(shared_pages)]`. None where another cached page has the same content."""
+    """Keys of the sequence's first full blocks, computed when needed and kept after the pages are freed."""
     num_cached: int = 0
     """Number of prompt tokens found in the prefix cache when the sequence first ran."""
     num_reached: int = 0

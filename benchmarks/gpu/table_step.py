@@ -35,8 +35,8 @@ from loramux.engine.execution.step_buffer import StepBuffer
 from loramux.engine.messages import Add, SamplingParams
 from loramux.engine.model.decoder import Decoder
 from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.sequence import PageTable, block_list
 from loramux.engine.sequence import Sequence as EngineSequence
-from loramux.engine.sequence import page_list
 from loramux.kernels.gpu.kernels import GpuKernels
 from loramux.kernels.gpu.sampling import sample_tokens
 from loramux.kernels.layout import adapter_layout
@@ -202,9 +202,9 @@ def _batch(case: TableCase, pages_each: int) -> Batch:
             sequence_id=str(index), prompt=(0,) * num_tokens, max_tokens=1, sampling=SamplingParams(temperature=0.0)
         )
         slot = index * case.num_adapters // case.num_sequences if case.num_adapters else -1
-        pages = page_list(list(range(index * pages_each, (index + 1) * pages_each)))
+        blocks = block_list(range(index * pages_each, (index + 1) * pages_each))
         sequence = EngineSequence(
-            add=add, owner=b"", arrival=index, seed=0, slot=slot, num_computed=case.context, pages=pages
+            add=add, owner=b"", arrival=index, seed=0, slot=slot, num_computed=case.context, tables=[PageTable(blocks)]
         )
         scheduled.append(ScheduledSequence(sequence, case.num_queries))
     return build_batch(scheduled, PAGE_TOKENS)

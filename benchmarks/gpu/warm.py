@@ -16,7 +16,7 @@ from loramux.engine.assembly import DTYPES
 from loramux.engine.batch import ScheduledSequence, build_batch
 from loramux.engine.device.backend import DenseLinear
 from loramux.engine.messages import Add
-from loramux.engine.sequence import Sequence, page_list
+from loramux.engine.sequence import PageTable, Sequence, block_list
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ def warm_steps(
         resident = {one.digest: one.slot for one in engine.stats().adapters}
         for step in steps:
             add = Add(sequence_id="", prompt=(0,) * step.num_rows, max_tokens=1, sampling=GREEDY)
-            pages = page_list([0] * -(-step.num_rows // 16))
+            tables = [PageTable(block_list([0] * -(-step.num_rows // 16)))]
             sequences = [
-                Sequence(add=add, owner=b"", arrival=0, seed=0, slot=resident.get(f"r{step.rank}", -1), pages=pages)
+                Sequence(add=add, owner=b"", arrival=0, seed=0, slot=resident.get(f"r{step.rank}", -1), tables=tables)
                 for _ in range(step.num_sequences)
             ]
             batch = build_batch([ScheduledSequence(one, step.num_rows) for one in sequences], 16)

@@ -83,13 +83,16 @@ class DirectExecutor:
         return StepInputs(
             tokens=torch.from_numpy(batch.tokens),
             positions=torch.from_numpy(batch.positions),
-            attention=AttentionBatch(
-                cu_q=torch.from_numpy(batch.cu_q),
-                seq_lens=torch.from_numpy(batch.seq_lens),
-                pages=torch.from_numpy(batch.pages),
-                page_starts=torch.from_numpy(batch.page_starts),
-                kv_slots=torch.from_numpy(batch.kv_slots),
-                max_q=batch.max_q,
+            attention=tuple(
+                AttentionBatch(
+                    cu_q=torch.from_numpy(batch.cu_q),
+                    seq_lens=torch.from_numpy(batch.seq_lens),
+                    pages=torch.from_numpy(batch.blocks),
+                    page_starts=torch.from_numpy(starts),
+                    kv_slots=torch.from_numpy(kv_slots),
+                    max_q=batch.max_q,
+                )
+                for starts, kv_slots in zip(batch.block_starts, batch.kv_slots, strict=True)
             ),
             segments=self._segments(batch.slots),
             sample_rows=torch.from_numpy(rows),

@@ -12,6 +12,7 @@ import torch
 from loramux.adapter_store.formats.packing import PackedAdapter
 from loramux.engine.adapters.adapter_load import AdapterLoad
 from loramux.engine.batch import Batch
+from loramux.engine.cache_groups import CacheLayout
 from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.sampler import FinishedStep, SampledToken, sample
@@ -43,25 +44,27 @@ class SimulatedExecutor:
     """Computes tokens as a hash of the whole context, read through the page tables as attention would read it.
 
     Each position stores a state in place of K and V: `(state of the previous position) * 31 + token + position + salt`,
-    modulo a prime, where the salt depends on the row's adapter. The next token is the last state plus its salt, modulo
-    the vocabulary. A wrong page, a wrongly shared page, a stale position or a wrong adapter changes the output.
+    modulo a prime, where the salt depends on the row's adapter. The next token is the sum of the states that windowed
+    layers see, or else the last state, plus its salt, modulo the vocabulary. A wrong page, a wrongly shared page, a
+    stale position or a wrong adapter changes the output.
     """
 
     def __init__(
         self,
         vocab_size: int,
-        page_tokens: int,
+        cache: CacheLayout,
         num_pages: int,
         adapter_pages: SimulatedPages,
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
         self._vocab_size = vocab_size
-        self._page_tokens = page_tokens
+        self._block_tokens = cache.block_tokens
+        self._windows = [group.window for group in cache.groups]
         self._adapter_pages = adapter_pages
         self._eos_token_ids = eos_token_ids
         # Tokens of the previous step, for rows whose token was not yet on the host when the batch was built.
         self._chosen: list[int | None] = []
-        self._states = [UNWRITTEN] * (num_pages * page_tokens)
+        self._states = [UNWRITTEN] * (num_pages * cache.page_step * cache.block_tokens)
         self.not_finite_for: set[str] = set()
         self.batches: list[Batch] = []
 
@@ -106,34 +109,48 @@ class SimulatedExecutor:
 
     def generate(self, prompt: Sequence[int], num_tokens: int, digest: str | None, activation: int = 0) -> list[int]:
         """The tokens that a correct engine must produce if the adapter is activated at this position of the prompt."""
-        state, tokens, salt = 0, list(prompt), _salt(digest)
+        state, states, tokens, salt = 0, [], list(prompt), _salt(digest)
         for position, token in enumerate(prompt):
             state = _next_state(state, token, position, salt if position >= activation else _salt(None))
+            states.append(state)
+        window = next((one for one in self._windows if one is not None), 1)
         while len(tokens) < len(prompt) + num_tokens:
-            token = self._next_token(state, salt)
+            token = self._next_token(sum(states[-window:]), salt)
             state = _next_state(state, token, len(tokens), salt)
             tokens.append(token)
+            states.append(state)
         return tokens[len(prompt) :]
 
     def _write(self, batch: Batch, slots: list[int], salts: dict[int, int]) -> list[int]:
-        """Compute each row's state from the previous state in its context, and store it in the row's KV slot."""
-        stored, page_tokens = self._states, self._page_tokens
-        pages, kv_slots = batch.pages.tolist(), batch.kv_slots.tolist()
-        cu_q, seq_lens, page_starts = batch.cu_q.tolist(), batch.seq_lens.tolist(), batch.page_starts.tolist()
+        """Compute each row's state from the previous state in its context, and store it in the row's KV slots.
+
+        Returns for each row its state or, with windowed layers, the sum of the states that these see.
+        """
+        stored, block_tokens = self._states, self._block_tokens
+        blocks, kv_slots = batch.blocks.tolist(), batch.kv_slots.tolist()
+        cu_q, seq_lens, starts = batch.cu_q.tolist(), batch.seq_lens.tolist(), batch.block_starts.tolist()
+
+        def state_at(group: int, sequence: int, position: int) -> int:
+            block = blocks[starts[group][sequence] + position // block_tokens]
+            state: int = stored[block * block_tokens + position % block_tokens]
+            assert state != UNWRITTEN, f"position {position} was never written"
+            return state
+
         # A row that was not finite has no token. Its sequence ends without using this row's result.
         tokens = [token if token >= 0 else self._chosen[-1 - token] or 0 for token in batch.tokens.tolist()]
         written: list[int] = []
-        for begin, end, seq_len, page_start in zip(cu_q, cu_q[1:], seq_lens, page_starts, strict=False):
+        for sequence, (begin, end, seq_len) in enumerate(zip(cu_q, cu_q[1:], seq_lens, strict=False)):
             assert len({*slots[begin:end]} - {-1}) <= 1, "a sequence has one adapter"
             position = seq_len - (end - begin)
             for row in range(begin, end):
-                before = 0
-                if position:
-                    page = pages[page_start + (position - 1) // page_tokens]
-                    before = stored[page * page_tokens + (position - 1) % page_tokens]
-                    assert before != UNWRITTEN, f"position {position - 1} was never written"
-                state = stored[kv_slots[row]] = _next_state(before, tokens[row], position, salts[slots[row]])
-                written.append(state)
+                before = state_at(0, sequence, position - 1) if position else 0
+                seen = state = _next_state(before, tokens[row], position, salts[slots[row]])
+                for group, window in enumerate(self._windows):
+                    stored[kv_slots[group][row]] = state
+                    if window is not None:
+                        visible = range(max(0, position + 1 - window), position)
+                        seen += sum([state_at(group, sequence, one) for one in visible])
+                written.append(seen)
                 position += 1
         return written
 

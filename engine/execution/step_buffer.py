@@ -21,6 +21,9 @@ ALIGNMENT = 16
 NUM_STAGES = 2
 """Number of host buffers: one is filled while a copy may still be reading the other."""
 
+_BY_GROUP = ("kv_slots", "block_starts")
+"""Fields with a row for each of `CacheLayout.groups`."""
+
 _DTYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
 
 
@@ -57,7 +60,7 @@ class StepLayout:
     head_segments: Segments | None
     """Segments of the sample rows whose adapters modify the head, or None if the shape has no outer modules."""
     staged: tuple[dict[str, npt.NDArray[np.generic]], ...]
-    pages_offset: int
+    blocks_offset: int
 
 
 class StepBuffer:
@@ -68,15 +71,23 @@ class StepBuffer:
     it was captured for.
     """
 
-    def __init__(self, accelerator: Accelerator, max_tokens: int, max_sequences: int, max_listed_pages: int) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        max_tokens: int,
+        max_sequences: int,
+        max_listed_blocks: int,
+        num_groups: int = 1,
+    ) -> None:
         largest = step_shape(max_tokens, max_sequences, max_q=2, max_rank=1, has_outer=True)
         # A smaller step with short segments can have more segments.
         largest = replace(largest, segment_rows=SEGMENT_ROWS)
         decode = step_shape(max_sequences, max_sequences, max_q=1, max_rank=1, has_outer=True)
-        page_bytes = max_listed_pages * torch.int32.itemsize
-        num_bytes = max(_fields(shape)[-1].end for shape in (largest, decode)) + ALIGNMENT + page_bytes
+        block_bytes = max_listed_blocks * torch.int32.itemsize
+        num_bytes = max(_fields(shape, num_groups)[-1].end for shape in (largest, decode)) + ALIGNMENT + block_bytes
         self._accelerator = accelerator
-        self._max_listed_pages = max_listed_pages
+        self._max_listed_blocks = max_listed_blocks
+        self._num_groups = num_groups
         self._on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=accelerator.device)
         self._stages = [accelerator.host_buffer(num_bytes) for _ in range(NUM_STAGES)]
         self._copied: list[Fence | None] = [None] * NUM_STAGES
@@ -97,18 +108,21 @@ class StepBuffer:
         if copied is not None:
             copied.wait()
         _fill(layout.staged[turn], batch, shape, outer)
-        end = layout.pages_offset + batch.pages.nbytes
+        end = layout.blocks_offset + batch.blocks.nbytes
         self._on_device[:end].copy_(self._stages[turn][:end], non_blocking=True)
         self._copied[turn] = self._accelerator.fence()
         return layout
 
     def _lay_out(self, shape: StepShape) -> StepLayout:
-        fields = _fields(shape)
-        pages_offset = _aligned(fields[-1].end)
-        fields.append(_Field("pages", torch.int32, self._max_listed_pages, pages_offset))
+        fields = _fields(shape, self._num_groups)
+        blocks_offset = _aligned(fields[-1].end)
+        fields.append(_Field("blocks", torch.int32, self._max_listed_blocks, blocks_offset))
 
         def views(memory: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {one.name: memory[one.offset : one.end].view(one.dtype) for one in fields}
+            found = {one.name: memory[one.offset : one.end].view(one.dtype) for one in fields}
+            return {
+                name: view.view(self._num_groups, -1) if name in _BY_GROUP else view for name, view in found.items()
+            }
 
         on_device = views(self._on_device)
 
@@ -121,13 +135,16 @@ class StepBuffer:
             inputs=StepInputs(
                 tokens=on_device["tokens"],
                 positions=on_device["positions"],
-                attention=AttentionBatch(
-                    cu_q=on_device["cu_q"],
-                    seq_lens=on_device["seq_lens"],
-                    pages=on_device["pages"],
-                    page_starts=on_device["page_starts"],
-                    kv_slots=on_device["kv_slots"],
-                    max_q=1 if shape.is_decode else shape.num_tokens,
+                attention=tuple(
+                    AttentionBatch(
+                        cu_q=on_device["cu_q"],
+                        seq_lens=on_device["seq_lens"],
+                        pages=on_device["blocks"],
+                        page_starts=on_device["block_starts"][group],
+                        kv_slots=on_device["kv_slots"][group],
+                        max_q=1 if shape.is_decode else shape.num_tokens,
+                    )
+                    for group in range(self._num_groups)
                 ),
                 segments=segments("segment", shape.segment_rows),
                 sample_rows=on_device["sample_rows"],
@@ -139,19 +156,19 @@ class StepBuffer:
             ),
             head_segments=segments("head", SEGMENT_ROWS) if shape.has_outer else None,
             staged=tuple({name: view.numpy() for name, view in views(stage).items()} for stage in self._stages),
-            pages_offset=pages_offset,
+            blocks_offset=blocks_offset,
         )
 
 
-def _fields(shape: StepShape) -> list[_Field]:
-    """All fields except the pages, whose length differs between batches."""
+def _fields(shape: StepShape, num_groups: int) -> list[_Field]:
+    """All fields except the blocks, whose number differs between batches."""
     sizes = {
-        "kv_slots": (torch.int64, shape.num_tokens),
+        "kv_slots": (torch.int64, num_groups * shape.num_tokens),
         "tokens": (torch.int32, shape.num_tokens),
         "positions": (torch.int32, shape.num_tokens),
         "cu_q": (torch.int32, shape.num_sequences + 1),
         "seq_lens": (torch.int32, shape.num_sequences),
-        "page_starts": (torch.int32, shape.num_sequences),
+        "block_starts": (torch.int32, num_groups * shape.num_sequences),
         "sample_rows": (torch.int32, shape.num_sequences),
         "segment_rows": (torch.int32, shape.num_tokens if shape.max_rank else 0),
         "segment_starts": (torch.int32, shape.num_segments + 1),
@@ -188,11 +205,11 @@ def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepS
     """Write a batch, followed by padding: rows whose K and V are not stored, and sequences without rows."""
 
     def put(name: str, values: npt.NDArray[np.generic], padding: int = 0) -> None:
-        field = staged[name]
-        if len(values) > len(field):
-            raise ValueError(f"{len(values)} {name} do not fit into a step of {len(field)}")
-        field[: len(values)] = values
-        field[len(values) :] = padding
+        field, count = staged[name], values.shape[-1]
+        if count > field.shape[-1]:
+            raise ValueError(f"{count} {name} do not fit into a step of {field.shape[-1]}")
+        field[..., :count] = values
+        field[..., count:] = padding
 
     def put_segments(name: str, slots_of_rows: npt.NDArray[np.int32], max_rows: int) -> None:
         rows, starts, slots = group_rows(slots_of_rows, max_rows)
@@ -205,7 +222,7 @@ def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepS
     put("positions", batch.positions)
     put("cu_q", batch.cu_q, padding=batch.num_tokens)
     put("seq_lens", batch.seq_lens)
-    put("page_starts", batch.page_starts)
+    put("block_starts", batch.block_starts)
     put("sample_rows", batch.sample_rows)
     if shape.max_rank:
         put_segments("segment", batch.slots, shape.segment_rows)
@@ -221,6 +238,6 @@ def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepS
     put("min_p", np.array([one.min_p for one in params], np.float32))
     is_random = any(one.temperature > 0 for one in params)
     put("uniform", uniforms_of(batch.samples) if is_random else np.zeros(len(params), np.float32))
-    if len(batch.pages) > len(staged["pages"]):
-        raise ValueError(f"{len(batch.pages)} pages do not fit into a step of {len(staged['pages'])}")
-    staged["pages"][: len(batch.pages)] = batch.pages
+    if len(batch.blocks) > len(staged["blocks"]):
+        raise ValueError(f"{len(batch.blocks)} blocks do not fit into a step of {len(staged['blocks'])}")
+    staged["blocks"][: len(batch.blocks)] = batch.blocks

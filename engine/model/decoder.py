@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from loramux.engine.batch import StepInputs
+from loramux.engine.cache_groups import CacheLayout, cache_layout
 from loramux.engine.device.backend import Backend, Linear
 from loramux.engine.layer_groups import NO_GROUPS, LayerGroups
 from loramux.engine.model.mixture import Mixture
@@ -32,7 +33,8 @@ class DecoderLayer:
 
     Output norms apply to the outputs of attention and feed-forward before these are added to the residual. `qk_norms`
     are the norms of q and k, or empty. `rotary` is the index of the decoder's rotary tables for this layer's q and k.
-    With `interleaves`, neighbouring channels are rotated together.
+    With `interleaves`, neighbouring channels are rotated together. `cache_group` and `cache_layer` are the layer's
+    `CacheLayout.place`.
     """
 
     attention_norm: Norm
@@ -41,6 +43,8 @@ class DecoderLayer:
     rotary: int
     interleaves: bool
     attention: AttentionSpec
+    cache_group: int
+    cache_layer: int
     o: Linear
     attention_output_norm: Norm | None
     feed_forward_norm: Norm
@@ -99,8 +103,9 @@ class Decoder:
         # Round the scale to the dtype of the weights before multiplying, as transformers does.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         ropes = list(dict.fromkeys(config.layer_ropes))
+        self.cache_layout = cache_layout(config.layer_windows, max_len)
         self._layers = [
-            _load_layer(config, place, layer, ropes.index(config.layer_ropes[layer]))
+            _load_layer(config, place, layer, ropes.index(config.layer_ropes[layer]), self.cache_layout)
             for layer in range(config.num_layers)
         ]
         self._final_norm = place.norm("model.norm", config.hidden_size)
@@ -213,8 +218,9 @@ class Decoder:
             if layer.interleaves:
                 num_pairs = angles[layer.rotary][0].shape[1]
                 q, k = in_halves(q, num_pairs), in_halves(k, num_pairs)
-            kernels.rotate_and_store(q, k, v, *angles[layer.rotary], index, inputs.attention)
-            kernels.paged_attention(q, index, inputs.attention, layer.attention, attended)
+            batch = inputs.attention[layer.cache_group]
+            kernels.rotate_and_store(q, k, v, *angles[layer.rotary], layer.cache_layer, batch)
+            kernels.paged_attention(q, layer.cache_layer, batch, layer.attention, attended)
             normed, x = x, attended.view(num_tokens, q_out)
             x = with_adapters(x, layer.o(x), index, LayerGroups.O, self._groups.o)
             if layer.attention_output_norm is not None:
@@ -290,7 +296,7 @@ def _group(shapes: tuple[LinearShape, ...], modules: tuple[int, ...]) -> ModuleG
     )
 
 
-def _load_layer(config: ModelConfig, place: Placement, index: int, rotary: int) -> DecoderLayer:
+def _load_layer(config: ModelConfig, place: Placement, index: int, rotary: int, cache: CacheLayout) -> DecoderLayer:
     prefix = f"model.layers.{index}"
     hidden_size, head_dim = config.hidden_size, config.head_dim
     qkv, o, gate_up, down = config.layer_groups(index)
@@ -309,6 +315,7 @@ def _load_layer(config: ModelConfig, place: Placement, index: int, rotary: int) 
             down=linear(down, config.mlp_bias),
             down_group=_group(config.modules, down),
         )
+    cache_group, cache_layer = cache.place(index)
     mixture = None
     if config.mixture is not None and index in config.mixture.layers:
         mixture = Mixture(config.mixture, hidden_size, place, prefix)
@@ -326,6 +333,8 @@ def _load_layer(config: ModelConfig, place: Placement, index: int, rotary: int) 
             sliding_window=config.layer_windows[index],
             soft_cap=config.attention_soft_cap,
         ),
+        cache_group=cache_group,
+        cache_layer=cache_layer,
         o=linear(o, config.o_bias),
         attention_output_norm=norm(config.norms.after_attention),
         feed_forward_norm=norm(config.norms.before_feed_forward) or NoNorm(),

@@ -3,126 +3,256 @@
 from __future__ import annotations
 
 import sys
+from array import array
+from dataclasses import dataclass
+from operator import itemgetter
 
+from loramux.engine.cache_groups import CacheGroup, CacheLayout
 from loramux.engine.cached_page import CachedPage
 from loramux.engine.pages.eviction import Reclaimer
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
-from loramux.engine.sequence import Sequence, page_list
+from loramux.engine.sequence import PageTable, Sequence
 
 RUNNING = -1
 """Queue position of running sequences: ahead of all waiting sequences."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A cached prefix of `num_tokens` tokens: for each group of layers, the pages that the tokens after it see."""
+
+    num_tokens: int = 0
+    pages: tuple[tuple[CachedPage, ...], ...] = ()
+
+    @property
+    def num_idle(self) -> int:
+        """Number of pages that no sequence uses. They can be evicted until a sequence starts on them."""
+        return sum(cached.num_users == 0 for pages in self.pages for cached in pages)
+
+
+NO_PREFIX = Prefix()
+
+
 class KvPages:
-    def __init__(self, pages: PagePool, reclaimer: Reclaimer, cache: PrefixCache, page_tokens: int) -> None:
+    """Allocates pages to sequences, and frees those that only windowed layers needed once no later token sees them.
+
+    A sequence has pages for at most the next `max_step_tokens` tokens of windowed layers, the most that one step runs.
+    """
+
+    def __init__(
+        self, pages: PagePool, reclaimer: Reclaimer, cache: PrefixCache, layout: CacheLayout, max_step_tokens: int
+    ) -> None:
         self._pages = pages
         self._reclaimer = reclaimer
         self._cache = cache
-        self._page_tokens = page_tokens
+        self._layout = layout
+        self._groups = layout.groups
+        self._max_step_tokens = max_step_tokens
+        self._block_tokens = layout.block_tokens
+        self._shared_tokens = layout.shared_tokens
+        self._has_windows = any(group.window is not None for group in layout.groups)
 
-    def find_prefix(self, sequence: Sequence) -> list[CachedPage]:
+    def find_prefix(self, sequence: Sequence) -> Prefix:
         """Find the longest cached prefix that leaves at least one token to compute, without changing any state.
 
         A sequence whose prompt is not scored yet has no cached prefix, because its prompt's logits are needed.
         """
-        found: list[CachedPage] = []
-        if sequence.num_unscored:
-            return found
-        for index in range((len(sequence.tokens) - 1) // self._page_tokens):
-            key = self._key(sequence, index)
-            cached = None if key is None else self._cache.find(key)
-            if cached is None:
-                break
-            found.append(cached)
-        return found
+        if sequence.num_unscored or not sequence.add.isolation_key:
+            return NO_PREFIX
+        num_tokens = self._multiple(len(sequence.tokens) - 1)
+        found: list[tuple[CachedPage, ...]] = []
+        for index in range(len(self._groups)):
+            # A group without a window comes first, so that the search through a windowed group is short.
+            num_tokens, pages = self._longest(sequence, index, num_tokens)
+            found.append(pages)
+        if not num_tokens:
+            return NO_PREFIX
+        return Prefix(
+            num_tokens,
+            tuple(
+                pages[: num_tokens // group.page_tokens] if group.window is None else pages
+                for group, pages in zip(self._groups, found, strict=True)
+            ),
+        )
 
-    def num_tokens_in(self, prefix: list[CachedPage]) -> int:
-        return len(prefix) * self._page_tokens
+    def _longest(self, sequence: Sequence, group: int, num_tokens: int) -> tuple[int, tuple[CachedPage, ...]]:
+        """The longest prefix of up to `num_tokens` tokens that is cached in one group, and its pages."""
+        own = self._groups[group]
+        if own.window is None:
+            pages: list[CachedPage] = []
+            while len(pages) < num_tokens // own.page_tokens:
+                cached = self._find(sequence, group, len(pages))
+                if cached is None:
+                    break
+                pages.append(cached)
+            return self._multiple(len(pages) * own.page_tokens), tuple(pages)
+        # Search from the end, because only the pages within the last window are needed. After a missing page, continue
+        # with the prefix before it, so that each page is looked up once.
+        while num_tokens:
+            first, last = own.first_seen(num_tokens) // own.page_tokens, num_tokens // own.page_tokens
+            pages = []
+            while len(pages) < last - first:
+                cached = self._find(sequence, group, last - 1 - len(pages))
+                if cached is None:
+                    break
+                pages.append(cached)
+            if len(pages) == last - first:
+                return num_tokens, tuple(reversed(pages))
+            num_tokens = self._multiple((last - 1 - len(pages)) * own.page_tokens)
+        return 0, ()
 
-    def num_pages_to_begin(self, prefix: list[CachedPage], num_tokens: int) -> int:
+    def num_pages_to_begin(self, prefix: Prefix, num_tokens: int) -> int:
         """Free or evictable pages needed to start a sequence with a cached prefix and `num_tokens` more tokens."""
-        num_idle = sum(cached.num_users == 0 for cached in prefix)
-        return -(-(self.num_tokens_in(prefix) + num_tokens) // self._page_tokens) - len(prefix) + num_idle
+        num_pages = prefix.num_idle
+        for group in self._groups:
+            end = self._end(group, prefix.num_tokens, num_tokens)
+            num_pages += -(-end // group.page_tokens) - prefix.num_tokens // group.page_tokens
+        return num_pages
 
-    def attach(self, sequence: Sequence, prefix: list[CachedPage]) -> None:
+    def attach(self, sequence: Sequence, prefix: Prefix) -> None:
         """Start the sequence on the prefix that `find_prefix` has just found."""
-        assert not sequence.pages
+        assert not any(table.blocks for table in sequence.tables)
         assert not sequence.num_in_flight
-        for cached in prefix:
-            sequence.pages.append(self._cache.acquire(cached))
-            sequence.shared_pages.append(cached)
-        sequence.num_computed = sequence.num_room = self.num_tokens_in(prefix)
+        sequence.tables = [PageTable() for _ in self._groups]
+        for table, group, pages in zip(sequence.tables, self._groups, prefix.pages, strict=bool(prefix.pages)):
+            first_page = prefix.num_tokens // group.page_tokens - len(pages)
+            table.first_block = first_page * group.num_blocks
+            for cached in pages:
+                table.blocks.extend(self._layout.blocks(group, self._cache.acquire(cached)))
+                table.cached.append(cached)
+        sequence.num_computed = sequence.num_room = prefix.num_tokens
         sequence.next_offer = 0
 
     def max_tokens(self, num_other_pages: int) -> int:
-        """Number of tokens that fit into the pool if `num_other_pages` pages have other uses."""
-        return (self._pages.num_pages - num_other_pages) * self._page_tokens
+        """Number of tokens of one sequence that fit into the pool if `num_other_pages` pages have other uses."""
+        return self._layout.max_tokens(self._pages.num_pages - num_other_pages, self._max_step_tokens)
 
     def grow(self, sequence: Sequence, num_tokens: int, position: int = RUNNING) -> bool:
-        """Allocate pages for `num_tokens` more tokens. Return False if queue position `position` has no room."""
-        end = sequence.num_computed + num_tokens
-        if end <= sequence.num_room:
+        """Allocate pages for `num_tokens` more tokens. Return False if queue position `position` has no room.
+
+        In windowed layers, pages for tokens beyond the next step are allocated later.
+        """
+        if sequence.num_computed + num_tokens <= sequence.num_room:
             return True
-        needed = -(-end // self._page_tokens) - len(sequence.pages)
-        if not self._reclaimer.make_room(needed, position):
+        needed: list[int] = []
+        for group, table in zip(self._groups, sequence.tables, strict=True):
+            end = self._end(group, sequence.num_computed, num_tokens)
+            needed.append(max(0, -(-end // group.page_tokens) - table.end_block // group.num_blocks))
+        if not self._reclaimer.make_room(sum(needed), position):
             return False
-        sequence.pages.extend(self._pages.alloc(needed, PageOwner.KV))
-        sequence.num_room += needed * self._page_tokens
+        for group, table, count in zip(self._groups, sequence.tables, needed, strict=True):
+            for page in self._pages.alloc(count, PageOwner.KV):
+                table.blocks.extend(self._layout.blocks(group, page))
+        sequence.num_room = min(table.end_block for table in sequence.tables) * self._block_tokens
         return True
 
     def offer(self, sequence: Sequence) -> None:
-        """Add to the prefix cache the pages that this sequence has filled since the last call.
+        """Add to the prefix cache the pages that this sequence has filled since the last call. Free the pages that no
+        later token sees.
 
-        A page can be added as soon as the step that fills it has been submitted, because it is read only by later
-        steps.
+        Both can happen as soon as the step that fills a page, or reads it last, has been submitted, because pages are
+        read or written again only by later steps.
         """
         if sequence.num_computed < sequence.next_offer:
             return
-        if sequence.is_tainted or not sequence.add.isolation_key:
+        offers = not sequence.is_tainted and bool(sequence.add.isolation_key)
+        if not offers and not self._has_windows:
             sequence.next_offer = sys.maxsize
             return
-        num_shared = len(sequence.shared_pages)
-        num_full = min(sequence.num_computed, len(sequence.tokens)) // self._page_tokens
-        for index in range(num_shared, num_full):
-            key = self._key(sequence, index)
-            if key is None:
-                return
-            digest = self._digest(sequence, index)
-            sequence.shared_pages.append(self._cache.insert(key, sequence.pages[index], digest))
-        sequence.next_offer = (len(sequence.shared_pages) + 1) * self._page_tokens
+        num_known = min(sequence.num_computed, len(sequence.tokens))
+        for index, (group, table) in enumerate(zip(self._groups, sequence.tables, strict=True)):
+            if offers:
+                self._offer(sequence, index, num_known)
+            if group.window is not None:
+                self._free_unseen(table, group, num_known)
+        if self._has_windows:
+            sequence.next_offer = num_known - num_known % self._block_tokens + self._block_tokens
+        else:
+            sequence.next_offer = (len(sequence.tables[0].cached) + 1) * self._groups[0].page_tokens
 
     def detach(self, sequence: Sequence) -> None:
         """Free all pages. Cached pages stay available to other sequences. The end of a prefix is evicted first."""
-        for cached in reversed(sequence.shared_pages):
-            if cached is not None:
-                self._cache.release(cached)
-        sequence.shared_pages = []
-        self._pages.free(sequence.pages)
-        sequence.pages = page_list()
+        cached_pages: list[tuple[int, CachedPage]] = []
+        for group, table in zip(self._groups, sequence.tables, strict=True):
+            first = table.first_block // group.num_blocks
+            for index, cached in enumerate(table.cached, first):
+                if cached is not None:
+                    cached_pages.append((index * group.page_tokens, cached))
+        cached_pages.sort(key=itemgetter(0), reverse=True)
+        for _, cached in cached_pages:
+            self._cache.release(cached)
+        for group, table in zip(self._groups, sequence.tables, strict=True):
+            self._pages.free(self._pages_of(table.blocks, group))
+        sequence.tables = [PageTable() for _ in self._groups]
         sequence.num_computed = sequence.num_room = 0
 
     def disown(self, sequence: Sequence) -> None:
-        """Remove a broken sequence's pages from the prefix cache."""
-        for cached in sequence.shared_pages:
-            if cached is not None:
-                self._cache.forget(cached)
+        """Remove a broken sequence's pages from the prefix cache, including those that it has freed."""
+        for index, group in enumerate(self._groups):
+            for page in range(len(sequence.page_keys) // group.num_blocks):
+                cached = self._find(sequence, index, page)
+                if cached is not None:
+                    self._cache.forget(cached)
 
-    def _key(self, sequence: Sequence, index: int) -> bytes | None:
-        """Key of the sequence's page `index`, or None without an isolation key. All of its tokens must be known."""
+    def _end(self, group: CacheGroup, num_computed: int, num_tokens: int) -> int:
+        """The end of the tokens that need pages now if `num_tokens` tokens follow the `num_computed` first ones."""
+        return num_computed + (num_tokens if group.window is None else min(num_tokens, self._max_step_tokens))
+
+    def _multiple(self, num_tokens: int) -> int:
+        """`num_tokens`, rounded down to the length of a prefix that can be shared."""
+        return num_tokens - num_tokens % self._shared_tokens
+
+    def _pages_of(self, blocks: array[int], group: CacheGroup) -> list[int]:
+        step = self._layout.page_step
+        return blocks.tolist() if step == 1 else [block // step for block in blocks[:: group.num_blocks]]
+
+    def _offer(self, sequence: Sequence, group: int, num_known: int) -> None:
+        table, own = sequence.tables[group], self._groups[group]
+        first = table.first_block // own.num_blocks
+        for page in range(first + len(table.cached), num_known // own.page_tokens):
+            key = self._key(sequence, group, page)
+            if key is None:
+                return
+            block = table.blocks[(page - first) * own.num_blocks]
+            digest = self._digest(sequence, (page + 1) * own.num_blocks - 1)
+            table.cached.append(self._cache.insert(key, block // self._layout.page_step, digest))
+
+    def _free_unseen(self, table: PageTable, group: CacheGroup, num_known: int) -> None:
+        """Free the pages that neither a later token sees, nor the first token after the longest prefix to share."""
+        first = table.first_block // group.num_blocks
+        count = group.first_seen(self._multiple(num_known)) // group.page_tokens - first
+        if count <= 0:
+            return
+        for cached in table.cached[:count]:
+            if cached is not None:
+                self._cache.release(cached)
+        num_blocks = count * group.num_blocks
+        self._pages.free(self._pages_of(table.blocks[:num_blocks], group))
+        del table.cached[:count], table.blocks[:num_blocks]
+        table.first_block += num_blocks
+
+    def _find(self, sequence: Sequence, group: int, page: int) -> CachedPage | None:
+        key = self._key(sequence, group, page)
+        return None if key is None else self._cache.find(key)
+
+    def _key(self, sequence: Sequence, group: int, page: int) -> bytes | None:
+        """Key of a page in one group, or None without an isolation key. All of its tokens must be known."""
+        block = (page + 1) * self._groups[group].num_blocks - 1
         keys = sequence.page_keys
-        while len(keys) <= index:
+        while len(keys) <= block:
             parent = keys[-1] if keys else self._cache.root(sequence.add.isolation_key)
             if parent is None:
                 return None
-            begin = len(keys) * self._page_tokens
-            tokens = sequence.tokens[begin : begin + self._page_tokens]
+            begin = len(keys) * self._block_tokens
+            tokens = sequence.tokens[begin : begin + self._block_tokens]
             digest = self._digest(sequence, len(keys))
             num_base_tokens = 0 if digest is None else max(0, sequence.activation - begin)
             keys.append(self._cache.page_key(parent, digest, tokens, num_base_tokens))
-        return keys[index]
+        # Only keys of the first group are parents, so another length cannot make two groups' keys equal.
+        return keys[block] + group.to_bytes(1, "little") if group else keys[block]
 
-    def _digest(self, sequence: Sequence, index: int) -> str | None:
-        """The adapter that modified tokens of the sequence's page `index`, or None."""
-        is_base = (index + 1) * self._page_tokens <= sequence.activation
+    def _digest(self, sequence: Sequence, block: int) -> str | None:
+        """The adapter that modified tokens of the sequence's block, or None."""
+        is_base = (block + 1) * self._block_tokens <= sequence.activation
         return None if is_base else sequence.add.digest

@@ -46,9 +46,16 @@ def pool_bytes_of(wanted: int | None, memory: DeviceMemory | None) -> int:
 
 
 def allocate_pool(
-    geometry: PageGeometry, pool_bytes: int, kv_dtype: torch.dtype, adapter_dtype: torch.dtype, device: torch.device
+    geometry: PageGeometry,
+    pool_bytes: int,
+    kv_dtype: torch.dtype,
+    adapter_dtype: torch.dtype,
+    device: torch.device,
+    has_cache_groups: bool = False,
 ) -> PoolViews:
     """Allocate as many whole pages as fit in `pool_bytes`. Raises PoolTooSmall if no page fits or memory runs out.
+
+    `has_cache_groups` means that groups of layers have pages of their own for K and V.
 
     The memory is not cleared: no page is read before its owner has written it.
     """
@@ -63,4 +70,7 @@ def allocate_pool(
         raise PoolTooSmall(
             f"a page pool of {in_gib(pool_bytes)} does not fit next to the model: lower pool_bytes, or leave it out"
         ) from error
-    return PoolViews(raw=raw, kv=raw.view(kv_dtype), adapter=raw.view(adapter_dtype), geometry=geometry)
+    kv = raw.view(kv_dtype)
+    if has_cache_groups:
+        kv = kv.view(num_pages * geometry.num_layers, 1, -1)
+    return PoolViews(raw=raw, kv=kv, adapter=raw.view(adapter_dtype), geometry=geometry)

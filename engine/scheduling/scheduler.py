@@ -8,8 +8,7 @@ from operator import attrgetter
 from loramux.engine.adapters.adapter_load import AdapterLoad, AdapterPhase
 from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterPool, Demand
 from loramux.engine.batch import ScheduledSequence
-from loramux.engine.cached_page import CachedPage
-from loramux.engine.pages.kv_pages import RUNNING, KvPages
+from loramux.engine.pages.kv_pages import RUNNING, KvPages, Prefix
 from loramux.engine.scheduling.fair_queue import FairQueue
 from loramux.engine.scheduling.shares import place
 from loramux.engine.sequence import Sequence, SequenceState
@@ -139,7 +138,7 @@ class Scheduler:
         for item in scheduled:
             sequence = item.sequence
             sequence.num_computed += item.num_tokens
-            # Most steps fill no page.
+            # Most steps fill no page and free none.
             if sequence.num_computed >= sequence.next_offer:
                 self._kv.offer(sequence)
 
@@ -229,7 +228,7 @@ class Scheduler:
                     self._unfit.append(sequence)
                     continue
             prefix = self._kv.find_prefix(sequence)
-            if is_midway and sequence.num_tokens - self._kv.num_tokens_in(prefix) > budget:
+            if is_midway and sequence.num_tokens - prefix.num_tokens > budget:
                 continue
             item = self._begin(sequence, entry, prefix, position, budget)
             if item is None:
@@ -241,10 +240,10 @@ class Scheduler:
         return admitted
 
     def _begin(
-        self, sequence: Sequence, entry: AdapterLoad | None, prefix: list[CachedPage], position: int, budget: int
+        self, sequence: Sequence, entry: AdapterLoad | None, prefix: Prefix, position: int, budget: int
     ) -> ScheduledSequence | None:
         """Start a waiting sequence with at most `budget` tokens. Without room, return None and change nothing."""
-        num_pending = sequence.num_tokens - self._kv.num_tokens_in(prefix)
+        num_pending = sequence.num_tokens - prefix.num_tokens
         num_tokens = min(num_pending, budget)
         # A preempted sequence resumes only if there is room for all its tokens, so that it gets further than before.
         num_held = num_pending if sequence.has_run else num_tokens

@@ -182,8 +182,8 @@ def paged_attention(
     `workspace` is float32 with at least `plan.workspace_elements(...)` elements. Its contents do not matter before or
     after the call. The batch is read on the device, so a captured graph can be replayed after its tensors are
     overwritten in place. Sequences without query rows, and rows that belong to no sequence, are padding and are
-    skipped. Pool elements and listed pages beyond a context are never read. `check_attention` defines what is
-    supported.
+    skipped. Pool elements and listed pages beyond a context, or before the windows of all its rows, are never read.
+    `check_attention` defines what is supported.
     """
     group_size = spec.num_heads // spec.num_kv_heads
     num_tokens, num_sequences = q.shape[0], batch.seq_lens.shape[0]
@@ -208,7 +208,7 @@ def paged_attention(
             q.stride(0), out.stride(0), num_sequences, layer,
             spec.scale / spec.soft_cap if spec.soft_cap else spec.scale * math.log2(math.e),
             **shared,
-            NUM_LAYERS=pool.geometry.num_layers, NUM_KV_HEADS=spec.num_kv_heads, PAGE_TOKENS=PAGE_TOKENS,
+            NUM_LAYERS=pool.kv.shape[1], NUM_KV_HEADS=spec.num_kv_heads, PAGE_TOKENS=PAGE_TOKENS,
             BLOCK_M=tiling.block_m, SOFT_CAP=(spec.soft_cap or 0.0) * math.log2(math.e), IS_SPLIT=is_split,
             DOT_TYPE=tl.float32 if IS_INTERPRETED and q.dtype is torch.bfloat16 else _DOT_TYPES[q.dtype],
             num_warps=tiling.num_warps, num_stages=tiling.num_stages,
@@ -281,6 +281,7 @@ def _walk(
     kv_ptr: tl.tensor,
     pages_ptr: tl.tensor,
     position: tl.tensor,
+    begin: tl.tensor,
     end: tl.tensor,
     first_tile: tl.tensor,
     last_tile: tl.tensor,
@@ -298,15 +299,20 @@ def _walk(
 ) -> Any:
     """Fold key tiles `[first_tile, last_tile)` into the running maximum, sum and weighted values.
 
-    Without `IS_MASKED`, every row sees every key of these tiles.
+    At least one row sees each key in `[begin, end)`, and other keys are not read. Without `IS_MASKED`, every row sees
+    every key of these tiles.
     """
     d = tl.arange(0, BLOCK_D)
     for tile in range(first_tile, last_tile):
         key = tile * TILE_N + tl.arange(0, TILE_N)
         is_loaded = (d < HEAD_DIM)[None, :]
         if IS_MASKED:
-            is_loaded = is_loaded & (key < end)[:, None]
-            page = tl.load(pages_ptr + key // PAGE_TOKENS, mask=key < end, other=0)
+            is_seen = key < end
+            if WINDOW:
+                # Pages before the window may have another owner, and are not listed.
+                is_seen = is_seen & (key >= begin)
+            is_loaded = is_loaded & is_seen[:, None]
+            page = tl.load(pages_ptr + key // PAGE_TOKENS, mask=is_seen, other=0)
         else:
             page = tl.load(pages_ptr + key // PAGE_TOKENS)
         # A pool can easily exceed 2^31 elements.
@@ -398,6 +404,9 @@ def _attend(
     PLANE: tl.constexpr = NUM_KV_HEADS * PAGE_TOKENS * HEAD_DIM
     kv_ptr += layer.to(tl.int64) * (2 * PLANE) + kv_head * (PAGE_TOKENS * HEAD_DIM)
     pages_ptr += tl.load(page_starts_ptr + sequence)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(first_position - WINDOW + 1, 0)
     end = first_position + num_queries
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     largest = tl.full([BLOCK_M], -1e30, tl.float32)
@@ -407,11 +416,11 @@ def _attend(
         # All rows see the keys up to the first row's own position, so tiles with only such keys need no mask.
         masked_tile = tl.minimum(tl.maximum((first_position + 1) // TILE_N, first_tile), last_tile)
         acc, largest, total = _walk(
-            acc, largest, total, q, kv_ptr, pages_ptr, position, end, first_tile, masked_tile, score_scale,
+            acc, largest, total, q, kv_ptr, pages_ptr, position, begin, end, first_tile, masked_tile, score_scale,
             False, NUM_LAYERS * 2 * PLANE, PAGE_TOKENS, HEAD_DIM, BLOCK_D, TILE_N, PLANE, WINDOW, SOFT_CAP, DOT_TYPE,
         )  # fmt: skip
     acc, largest, total = _walk(
-        acc, largest, total, q, kv_ptr, pages_ptr, position, end, masked_tile, last_tile, score_scale,
+        acc, largest, total, q, kv_ptr, pages_ptr, position, begin, end, masked_tile, last_tile, score_scale,
         True, NUM_LAYERS * 2 * PLANE, PAGE_TOKENS, HEAD_DIM, BLOCK_D, TILE_N, PLANE, WINDOW, SOFT_CAP, DOT_TYPE,
     )  # fmt: skip
 

@@ -42,7 +42,7 @@ def rotate_and_store(
         _rotate_and_store[(num_rows,)](
             q, k, v, cos, sin, pool.kv, batch.kv_slots, q.stride(0), k.stride(0), v.stride(0), layer,
             NUM_Q=q.shape[1], NUM_KV=geometry.num_kv_heads, HEAD_DIM=head_dim, HALF=half,
-            NUM_LAYERS=geometry.num_layers, PAGE_TOKENS=geometry.page_tokens, BLOCK=block,
+            NUM_LAYERS=pool.kv.shape[1], PAGE_TOKENS=geometry.page_tokens, BLOCK=block,
             BLOCK_Q=triton.next_power_of_2(q.shape[1]), BLOCK_KV=triton.next_power_of_2(geometry.num_kv_heads),
             BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)), BLOCK_V=triton.next_power_of_2(width),
             num_warps=min(8, triton.next_power_of_2(max(1, block * q.shape[1] // 256))),

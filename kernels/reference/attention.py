@@ -13,10 +13,10 @@ def kv_write(k: torch.Tensor, v: torch.Tensor, pool: PoolViews, layer: int, batc
     `k` and `v` float32 `[T, num_kv_heads, head_dim]`. A row with a negative slot is not stored.
     """
     page_tokens = pool.geometry.page_tokens
-    keys, values = _kv_pages(pool, layer)
+    keys, values = _kv_pages(pool)
     is_stored = batch.kv_slots >= 0
     kv_slots = batch.kv_slots[is_stored]
-    page, place = kv_slots // page_tokens, kv_slots % page_tokens
+    page, place = _index(kv_slots // page_tokens, pool, layer), kv_slots % page_tokens
     keys[page, :, :, place] = k[is_stored].to(keys.dtype)
     values[page, :, place, :] = v[is_stored].to(values.dtype)
 
@@ -31,33 +31,43 @@ def paged_attention(
     Sequences without query rows are skipped, and so are rows that belong to no sequence.
     `soft_cap(s) = cap * tanh(s / cap)`. Pool elements outside the contexts are never used, not even multiplied by zero.
     """
-    keys, values = _kv_pages(pool, layer)
+    page_tokens = pool.geometry.page_tokens
+    keys, values = _kv_pages(pool)
     for i, length in enumerate(batch.seq_lens.tolist()):
         begin, end = int(batch.cu_q[i]), int(batch.cu_q[i + 1])
         if begin == end:
             continue
-        first_page = int(batch.page_starts[i])
-        num_pages = -(-length // pool.geometry.page_tokens)
-        pages = batch.pages[first_page : first_page + num_pages].long()
-        k = keys[pages].permute(1, 0, 3, 2).flatten(1, 2)[:, :length].float()  # [num_kv_heads, length, head_dim]
-        v = values[pages].permute(1, 0, 2, 3).flatten(1, 2)[:, :length].float()
+        # Pages before the first visible key are not listed.
+        first_key = 0 if spec.sliding_window is None else max(0, length - (end - begin) + 1 - spec.sliding_window)
+        first_page, last_page = first_key // page_tokens, -(-length // page_tokens)
+        first_listed = int(batch.page_starts[i])
+        pages = _index(batch.pages[first_listed + first_page : first_listed + last_page].long(), pool, layer)
+        seen = slice(first_key - first_page * page_tokens, length - first_page * page_tokens)
+        k = keys[pages].permute(1, 0, 3, 2).flatten(1, 2)[:, seen].float()  # [num_kv_heads, num_seen, head_dim]
+        v = values[pages].permute(1, 0, 2, 3).flatten(1, 2)[:, seen].float()
         group_size = spec.num_heads // spec.num_kv_heads
         scores = torch.einsum("thd,hsd->hts", q[begin:end], k.repeat_interleave(group_size, 0)) * spec.scale
         if spec.soft_cap is not None:
             scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
         position = torch.arange(length - (end - begin), length)[:, None]
-        is_hidden = torch.arange(length) > position
+        key = torch.arange(first_key, length)
+        is_hidden = key > position
         if spec.sliding_window is not None:
-            is_hidden |= torch.arange(length) <= position - spec.sliding_window
+            is_hidden |= key <= position - spec.sliding_window
         weights = torch.softmax(scores.masked_fill(is_hidden, -torch.inf), -1)
         out[begin:end] = torch.einsum("hts,hsd->thd", weights, v.repeat_interleave(group_size, 0))
 
 
-def _kv_pages(pool: PoolViews, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K as `[P, num_kv_heads, head_dim, page_tokens]` and V as `[P, num_kv_heads, page_tokens, head_dim]`."""
+def _index(pages: torch.Tensor, pool: PoolViews, layer: int) -> torch.Tensor:
+    """Where `_kv_pages` has these pages of a layer."""
+    return pages * pool.kv.shape[1] + layer
+
+
+def _kv_pages(pool: PoolViews) -> tuple[torch.Tensor, torch.Tensor]:
+    """K as `[P * L, num_kv_heads, head_dim, page_tokens]` and V as `[P * L, num_kv_heads, page_tokens, head_dim]`."""
     geometry = pool.geometry
     half = geometry.kv_elements // 2
-    pages = pool.kv[:, layer]
+    pages = pool.kv.flatten(0, 1)
     return (
         pages[:, :half].unflatten(1, (geometry.num_kv_heads, geometry.head_dim, geometry.page_tokens)),
         pages[:, half:].unflatten(1, (geometry.num_kv_heads, geometry.page_tokens, geometry.head_dim)),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from llguidance import LLTokenizer
 
 from loramux.engine.adapters.adapter_pool import AdapterPool
 from loramux.engine.adapters.stager import MemoryStager
+from loramux.engine.cache_groups import cache_layout
 from loramux.engine.engine import Engine, EngineParts, Observers
 from loramux.engine.engine_stats import EngineStats
 from loramux.engine.execution.simulation import SimulatedExecutor, SimulatedPages, simulated_adapters
@@ -127,6 +128,7 @@ def simulate_engine(
     eos: tuple[int, ...] = (),
     lookahead: bool = False,
     vocab_size: int = VOCAB_SIZE,
+    windows: Sequence[int | None] = (None,),
     load_vocabulary: Callable[[], LLTokenizer] = byte_vocabulary,
     wake: Callable[[], None] = lambda: None,
     **waiting: float,
@@ -136,9 +138,10 @@ def simulate_engine(
     stager, adapter_pages = MemoryStager(simulated_adapters(adapters or {})), SimulatedPages()
     pool = AdapterPool(pages, num_slots, stager, adapter_pages, adapter_pages, policy, on_residency=queue.set_resident)
     prefixes = PrefixCache(pages, policy, 16)
-    kv = KvPages(pages, pool.reclaimer, prefixes, 16)
+    cache = cache_layout(windows, max_model_len)
+    kv = KvPages(pages, pool.reclaimer, prefixes, cache, max_batch_tokens)
     scheduler = Scheduler(queue, kv, pool, SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences))
-    executor = SimulatedExecutor(vocab_size, 16, num_pages, adapter_pages, eos)
+    executor = SimulatedExecutor(vocab_size, cache, num_pages, adapter_pages, eos)
     limits = EngineLimits(vocab_size, max_model_len, eos, 16, **waiting)
     clock = Clock()
     grammars = GrammarCompiler(load_vocabulary, vocab_size, wake)

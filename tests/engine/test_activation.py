@@ -8,7 +8,7 @@ import pytest
 
 from loramux.engine.batch import ScheduledSequence, build_batch
 from loramux.engine.messages import Add
-from loramux.engine.sequence import Sequence, page_list
+from loramux.engine.sequence import PageTable, Sequence, block_list
 from tests.engine.simulated_engine import GREEDY, VOCAB_SIZE, Simulate, Simulation, simulate_engine
 
 PAGE = 16
@@ -56,7 +56,7 @@ def test_rows_before_the_activation_have_the_slot_of_the_base() -> None:
     def sequence(activation: int, num_computed: int, slot: int) -> Sequence:
         add = Add(sequence_id="s", prompt=tokens(10), max_tokens=1, sampling=GREEDY, digest="a", activation=activation)
         made = Sequence(add, b"", 0, 0, slot=slot, num_computed=num_computed)
-        made.pages = page_list([slot])
+        made.tables = [PageTable(block_list([slot]))]
         return made
 
     def slots(*scheduled: tuple[Sequence, int]) -> list[int]:

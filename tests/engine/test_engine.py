@@ -29,7 +29,7 @@ def test_simulation_detects_mixed_up_pages(simulation: Simulation) -> None:
     adds = [simulation.add(f"s{i}", num_prompt=20, max_tokens=8) for i in range(3)]
     simulation.step()
     first, second, _ = simulation.scheduler.running
-    first.pages, second.pages = second.pages, first.pages
+    first.tables, second.tables = second.tables, first.tables
     simulation.run()
     assert [simulation.tokens[add.sequence_id] == simulation.expected(add) for add in adds] == [False, False, True]
 

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from loramux.kernels.tables import AttentionBatch
+from loramux.kernels.tables import AttentionBatch, PoolViews
+
+LAYER = 1
 
 
 def batch_of(
@@ -42,6 +45,25 @@ def batch_of(
         kv_slots=torch.cat(kv_slots),
         max_q=max(num_queries),
     )
+
+
+def free_unseen(batch: AttentionBatch, window: int | None, pool: PoolViews, poison: int) -> AttentionBatch:
+    """Overwrite the pages that no row of the batch sees through its window with NaN, and take them off the list."""
+    if window is None:
+        return batch
+    pages = batch.pages.clone()
+    for i, length in enumerate(batch.seq_lens.tolist()):
+        first_row = length - int(batch.cu_q[i + 1] - batch.cu_q[i])
+        first = int(batch.page_starts[i])
+        unseen = slice(first, first + max(0, first_row + 1 - window) // 16)
+        pool.kv.flatten(0, 1)[pages[unseen].long() * pool.kv.shape[1] + LAYER] = torch.nan
+        pages[unseen] = poison
+    return replace(batch, pages=pages)
+
+
+def in_groups(pool: PoolViews, pages: torch.Tensor) -> tuple[PoolViews, torch.Tensor]:
+    """The pool and its pages as groups of layers see them whose first layer is the pool's."""
+    return replace(pool, kv=pool.kv.view(pool.kv.shape[0] * pool.kv.shape[1], 1, -1)), pages * pool.kv.shape[1]
 
 
 def store(kernels: Any, k: torch.Tensor, v: torch.Tensor, layer: int, batch: AttentionBatch) -> None:

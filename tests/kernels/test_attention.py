@@ -8,10 +8,9 @@ import torch
 
 from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
-from tests.kernels.sequences import batch_of, store
+from tests.kernels.sequences import LAYER, batch_of, free_unseen, in_groups, store
 
 NUM_LAYERS = 2
-LAYER = 1
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
@@ -151,10 +150,13 @@ def check_attention(
 ) -> None:
     geometry = PageGeometry(NUM_LAYERS, spec.num_kv_heads, spec.head_dim, dtype.itemsize, dtype.itemsize)
     num_pages = sum(-(-length // 16) for length in contexts) + 3
-    pool = make_poisoned_pool(num_pages, geometry, dtype)
-    kernels = make_kernels(pool)
+    pool, pages = make_poisoned_pool(num_pages, geometry, dtype), torch.randperm(num_pages - 1, dtype=torch.int32)
     # The last page is never written.
-    pages, poison = torch.randperm(num_pages - 1, dtype=torch.int32), num_pages - 1
+    poison = num_pages - 1
+    if spec.sliding_window is not None:
+        pool, pages = in_groups(pool, pages)
+        poison *= NUM_LAYERS
+    kernels = make_kernels(pool)
     batch = batch_of(contexts, num_queries, pages, poison, listed_backwards=listed_backwards)
     # The rows of K and V are views into wider rows, as in the output of a fused q/k/v linear layer.
     width = spec.num_kv_heads * spec.head_dim
@@ -162,6 +164,7 @@ def check_attention(
     k = kv[:, :width].unflatten(1, (spec.num_kv_heads, spec.head_dim))
     v = kv[:, width:].unflatten(1, (spec.num_kv_heads, spec.head_dim))
     store(kernels, k, v, LAYER, batch_of(contexts, contexts, pages, poison))
+    batch = free_unseen(batch, spec.sliding_window, pool, poison)
 
     q = torch.randn(sum(num_queries), spec.num_heads, spec.head_dim) * 2
     out = torch.full_like(q, torch.nan)

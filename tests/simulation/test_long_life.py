@@ -14,10 +14,18 @@ NUM_TURNS = int(os.environ.get("LORAMUX_SIMULATION_TURNS", "10000"))
 """Number of turns in each campaign run."""
 
 
+WINDOWS: dict[str, tuple[int | None, ...]] = {
+    "whole": (None,),
+    "sliding": (20, 20),
+    "mixed": (20, 20, None, 20, 20, None),
+}
+"""The windows of a model's layers."""
+
+
 class Life:
     """Drives one engine with random events and checks every token that it generates."""
 
-    def __init__(self, seed: int, lookahead: bool) -> None:
+    def __init__(self, seed: int, lookahead: bool, layers: str = "whole") -> None:
         self.rng = random.Random(seed)
         self.names = {f"adapter{i}": self.rng.randint(1, 6) for i in range(14)}
         self.simulation: Simulation = simulate_engine(
@@ -30,6 +38,7 @@ class Life:
             lookahead=lookahead,
             max_waiting_tokens=4000,
             max_waiting_s=500.0,
+            windows=WINDOWS[layers],
         )
         self.prompts = [self._tokens(self.rng.randint(1, 80)) for _ in range(5)]
         self.adds: dict[str, Add] = {}
@@ -145,8 +154,8 @@ class Life:
         return tuple(self.rng.randrange(1000) for _ in range(count))
 
 
-def live(seed: int, lookahead: bool, num_turns: int) -> Life:
-    life = Life(seed, lookahead)
+def live(seed: int, lookahead: bool, num_turns: int, layers: str = "whole") -> Life:
+    life = Life(seed, lookahead, layers)
     for number in range(num_turns):
         life.turn(number)
     life.end()
@@ -161,6 +170,23 @@ def test_random_events_lose_and_leak_nothing(seed: int, lookahead: bool) -> None
     codes = {finished.code for finished in life.finished.values()}
     assert {None, "adapter_unavailable"} <= codes
     assert stats_of(life.simulation).cached_tokens > 0
+
+
+@pytest.mark.parametrize("lookahead", [False, True], ids=["at once", "lookahead"])
+@pytest.mark.parametrize("layers", ["sliding", "mixed"])
+def test_windowed_layers_lose_and_leak_nothing(layers: str, lookahead: bool) -> None:
+    life = live(3, lookahead, 300, layers)
+    assert stats_of(life.simulation).cached_tokens > 0
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("lookahead", [False, True], ids=["at once", "lookahead"])
+@pytest.mark.parametrize("layers", ["sliding", "mixed"])
+@pytest.mark.parametrize("seed", range(200, 205))
+def test_long_runs_of_windowed_layers_lose_and_leak_nothing(seed: int, layers: str, lookahead: bool) -> None:
+    life = live(seed, lookahead, NUM_TURNS, layers)
+    # In the smallest pool, pages that windowed layers have freed are evicted before another request needs them.
+    assert stats_of(life.simulation).cached_tokens > 0 or life.simulation.pages.num_pages == 24
 
 
 @pytest.mark.campaign

@@ -16,7 +16,7 @@ from loramux.engine.execution.sampler import used_temperature
 from loramux.engine.execution.step_buffer import StepBuffer
 from loramux.engine.execution.step_shape import StepShape, reachable_shapes, step_shape
 from loramux.engine.messages import Add, SamplingParams
-from loramux.engine.sequence import Sequence, page_list
+from loramux.engine.sequence import PageTable, Sequence, block_list
 from loramux.kernels.segments import SEGMENT_ROWS, group_rows
 
 MAX_TOKENS, MAX_SEQUENCES, MAX_PAGES = 600, 96, 96 * 8
@@ -31,9 +31,9 @@ def a_batch(chunks: list[tuple[int, int, int]], seed: int = 0) -> Batch:
         prompt = tuple(int(token) for token in rng.integers(0, 1000, end))
         sampling = SamplingParams(temperature=float(index % 2), top_k=index, top_p=0.5, min_p=index / 128, seed=index)
         add = Add(sequence_id=str(index), prompt=prompt, max_tokens=9, sampling=sampling)
-        pages = page_list(rng.integers(0, 1000, -(-end // 16)).tolist())
+        tables = [PageTable(block_list(rng.integers(0, 1000, -(-end // 16)).tolist()))]
         sequence = Sequence(
-            add=add, owner=b"", arrival=index, seed=index, slot=slot, num_computed=num_computed, pages=pages
+            add=add, owner=b"", arrival=index, seed=index, slot=slot, num_computed=num_computed, tables=tables
         )
         scheduled.append(ScheduledSequence(sequence, num_tokens))
     return build_batch(scheduled, 16)
@@ -78,19 +78,19 @@ def test_device_reads_the_batch_followed_by_padding(
         batch = a_batch(chunks, seed)
         layout = buffer.load(batch, shape_of(batch))
         num_tokens, num_sequences = batch.num_tokens, batch.num_sequences
-        inputs, attention, segments = layout.inputs, layout.inputs.attention, layout.inputs.segments
+        inputs, attention, segments = layout.inputs, layout.inputs.attention[0], layout.inputs.segments
         for found, expected, padding in [
             (inputs.tokens, batch.tokens, 0),
             (inputs.positions, batch.positions, 0),
             (inputs.sample_rows, batch.sample_rows, 0),
             (attention.cu_q, batch.cu_q, num_tokens),
             (attention.seq_lens, batch.seq_lens, 0),
-            (attention.page_starts, batch.page_starts, 0),
-            (attention.kv_slots, batch.kv_slots, -1),
+            (attention.page_starts, batch.block_starts[0], 0),
+            (attention.kv_slots, batch.kv_slots[0], -1),
         ]:
             assert found[: len(expected)].tolist() == expected.tolist()
             assert (found[len(expected) :] == padding).all()
-        assert attention.pages[: len(batch.pages)].tolist() == batch.pages.tolist()
+        assert attention.pages[: len(batch.blocks)].tolist() == batch.blocks.tolist()
         assert attention.cu_q.shape[0] == layout.shape.num_sequences + 1
         assert attention.max_q >= batch.max_q
         assert segments.num_segments == layout.shape.num_segments
@@ -146,7 +146,7 @@ def test_shape_without_outer_modules_has_no_outer_tensors(buffer: StepBuffer) ->
     layout = buffer.load(batch, plain)
     assert layout.inputs.embedding_segments is None
     assert layout.head_segments is None
-    assert buffer.load(batch, outer, outer_of(batch)).pages_offset > layout.pages_offset
+    assert buffer.load(batch, outer, outer_of(batch)).blocks_offset > layout.blocks_offset
     for shape, slots in ((plain, outer_of(batch)), (outer, None)):
         with pytest.raises(ValueError, match="outer modules"):
             buffer.load(batch, shape, slots)
@@ -158,7 +158,7 @@ def test_views_of_a_shape_are_reused(buffer: StepBuffer) -> None:
     layout = buffer.load(first, shape)
     buffer.load(other, shape_of(other))
     assert buffer.load(second, shape) is layout
-    assert layout.inputs.attention.seq_lens.tolist() == [71, 71, 71, 0]
+    assert layout.inputs.attention[0].seq_lens.tolist() == [71, 71, 71, 0]
 
 
 @pytest.mark.parametrize(
@@ -217,9 +217,9 @@ def test_views_are_aligned_for_vector_loads(buffer: StepBuffer) -> None:
     batch = a_batch([(4, 1, 0)] * 7)
     layout = buffer.load(batch, shape_of(batch))
     base = buffer._on_device.data_ptr()
-    for view in (layout.inputs.tokens, layout.inputs.attention.pages, layout.inputs.segments.slots):
+    for view in (layout.inputs.tokens, layout.inputs.attention[0].pages, layout.inputs.segments.slots):
         assert (view.data_ptr() - base) % 16 == 0
-    assert layout.inputs.attention.kv_slots.dtype is torch.int64
+    assert layout.inputs.attention[0].kv_slots.dtype is torch.int64
 
 
 @given(st.integers(1, 700), st.integers(1, 700), st.integers(0, 256), st.booleans())
@@ -254,7 +254,7 @@ def test_every_shape_fits_the_largest_buffer() -> None:
     for num_tokens in (16128, 16384, 16640):
         shape = replace(step_shape(num_tokens, 512, 2, 16), has_outer=True)
         nobody = OuterSlots(NO_ROWS.slots, NO_ROWS.slots)
-        assert buffer.load(NO_ROWS, shape, nobody).pages_offset < buffer._on_device.nbytes
+        assert buffer.load(NO_ROWS, shape, nobody).blocks_offset < buffer._on_device.nbytes
 
 
 def test_the_largest_shapes_come_first() -> None:
@@ -267,16 +267,18 @@ def test_the_largest_shapes_come_first() -> None:
 def test_a_step_without_rows_is_all_padding(buffer: StepBuffer) -> None:
     layout = buffer.load(NO_ROWS, StepShape(16, 8, False, 16))
     inputs = layout.inputs
-    assert (inputs.attention.kv_slots == -1).all()
+    assert (inputs.attention[0].kv_slots == -1).all()
     assert (inputs.segments.slots == -1).all()
-    assert not inputs.attention.cu_q.any()
-    assert not inputs.attention.seq_lens.any()
+    assert not inputs.attention[0].cu_q.any()
+    assert not inputs.attention[0].seq_lens.any()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-45, 1e-30, 1.0, 1e300])
 def test_device_reads_the_temperature_used_by_the_host(buffer: StepBuffer, temperature: float) -> None:
     add = Add(sequence_id="0", prompt=(1, 2), max_tokens=9, sampling=SamplingParams(temperature=temperature))
-    sequence = Sequence(add=add, owner=b"", arrival=0, seed=0, slot=-1, num_computed=0, pages=page_list([1]))
+    sequence = Sequence(
+        add=add, owner=b"", arrival=0, seed=0, slot=-1, num_computed=0, tables=[PageTable(block_list([1]))]
+    )
     batch = build_batch([ScheduledSequence(sequence, 2)], 16)
     (found, *_) = buffer.load(batch, shape_of(batch)).sampling.temperature.tolist()
     assert found == np.float32(used_temperature(temperature))

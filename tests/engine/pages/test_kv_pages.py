@@ -2,27 +2,29 @@ from __future__ import annotations
 
 import pytest
 
+from loramux.engine.cache_groups import cache_layout
 from loramux.engine.messages import Add
 from loramux.engine.pages.eviction import LeastRecentlyUsed, Reclaimer
-from loramux.engine.pages.kv_pages import KvPages
+from loramux.engine.pages.kv_pages import NO_PREFIX, KvPages
 from loramux.engine.pages.page_pool import PageOwner, PagePool
 from loramux.engine.pages.prefix_cache import PrefixCache
 from loramux.engine.sequence import Sequence
 from tests.engine.simulated_engine import GREEDY, Simulate, stats_of
 
 PAGE_TOKENS = 4
+STEP_TOKENS = 8
 OWNER = b"owner"
 TOKENS = tuple(range(100, 120))
 
 
 class Bench:
-    """`compute` simulates the steps that fill the pages."""
+    """`compute` simulates the steps that fill the pages. A step runs up to STEP_TOKENS tokens of a sequence."""
 
-    def __init__(self, num_pages: int = 8) -> None:
+    def __init__(self, num_pages: int = 8, windows: tuple[int | None, ...] = (None,)) -> None:
         self.pages = PagePool(num_pages)
         reclaimer = Reclaimer(self.pages, LeastRecentlyUsed())
         self.cache = PrefixCache(self.pages, reclaimer.policy, PAGE_TOKENS)
-        self.kv = KvPages(self.pages, reclaimer, self.cache, PAGE_TOKENS)
+        self.kv = KvPages(self.pages, reclaimer, self.cache, cache_layout(windows, 64, PAGE_TOKENS), STEP_TOKENS)
 
     def sequence(self, num_prompt: int, isolation_key: bytes = OWNER) -> Sequence:
         add = Add(
@@ -31,9 +33,12 @@ class Bench:
         return Sequence(add=add, owner=b"gateway", arrival=0, seed=0)
 
     def compute(self, sequence: Sequence, num_tokens: int) -> None:
-        assert self.kv.grow(sequence, num_tokens)
-        sequence.num_computed += num_tokens
-        self.kv.offer(sequence)
+        while num_tokens:
+            chunk = min(num_tokens, STEP_TOKENS)
+            assert self.kv.grow(sequence, chunk)
+            sequence.num_computed += chunk
+            num_tokens -= chunk
+            self.kv.offer(sequence)
 
     def begin(self, num_prompt: int, isolation_key: bytes = OWNER) -> Sequence:
         sequence = self.sequence(num_prompt, isolation_key)
@@ -42,12 +47,17 @@ class Bench:
         return sequence
 
 
+def blocks_of(sequence: Sequence) -> list[int]:
+    [table] = sequence.tables
+    return table.blocks.tolist()
+
+
 @pytest.mark.parametrize(("num_tokens", "num_pages"), [(1, 1), (4, 1), (5, 2), (12, 3)])
 def test_sequence_grows_by_the_fewest_pages(num_tokens: int, num_pages: int) -> None:
     bench = Bench()
     sequence = bench.sequence(20)
     assert bench.kv.grow(sequence, num_tokens)
-    assert (len(sequence.pages), sequence.num_room) == (num_pages, num_pages * PAGE_TOKENS)
+    assert (len(blocks_of(sequence)), sequence.num_room) == (num_pages, num_pages * PAGE_TOKENS)
     assert bench.pages.num_owned(PageOwner.KV) == num_pages
 
 
@@ -56,7 +66,7 @@ def test_last_page_is_filled_before_another_is_allocated() -> None:
     sequence = bench.begin(5)
     for _ in range(3):
         bench.compute(sequence, 1)
-    assert (len(sequence.pages), bench.pages.num_free) == (2, 0)
+    assert (len(blocks_of(sequence)), bench.pages.num_free) == (2, 0)
     assert not bench.kv.grow(sequence, 1)
 
 
@@ -65,7 +75,7 @@ def test_failed_growth_allocates_nothing() -> None:
     bench.begin(8)
     refused = bench.sequence(8, b"another")
     assert not bench.kv.grow(refused, 8)
-    assert (len(refused.pages), refused.num_room, bench.pages.num_free) == (0, 0, 1)
+    assert (len(blocks_of(refused)), refused.num_room, bench.pages.num_free) == (0, 0, 1)
 
 
 def test_growth_evicts_unused_prefixes() -> None:
@@ -80,7 +90,7 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
     bench = Bench(num_pages=3)
     bench.kv.detach(bench.begin(12))
     assert bench.kv.grow(bench.sequence(4, b"another"), 4)
-    assert [cached.page for cached in bench.kv.find_prefix(bench.sequence(13))] == [0, 1]
+    assert [cached.page for cached in bench.kv.find_prefix(bench.sequence(13)).pages[0]] == [0, 1]
 
 
 def test_finished_sequence_returns_all_but_cached_pages() -> None:
@@ -88,7 +98,7 @@ def test_finished_sequence_returns_all_but_cached_pages() -> None:
     sequence = bench.begin(10)
     assert bench.pages.num_free == 5
     bench.kv.detach(sequence)
-    assert (len(sequence.pages), sequence.num_computed, sequence.num_room) == (0, 0, 0)
+    assert (len(blocks_of(sequence)), sequence.num_computed, sequence.num_room) == (0, 0, 0)
     # The third page was not full, so no other sequence can reuse it.
     assert (bench.pages.num_free, bench.cache.num_idle) == (6, 2)
     bench.pages.check_integrity()
@@ -99,10 +109,10 @@ def test_sequence_starts_with_another_sequences_pages() -> None:
     first = bench.begin(10)
     second = bench.sequence(11)
     bench.kv.attach(second, bench.kv.find_prefix(second))
-    assert list(second.pages) == list(first.pages[:2])
+    assert blocks_of(second) == blocks_of(first)[:2]
     assert second.num_computed == second.num_room == 8
     bench.kv.detach(first)
-    assert all(cached.num_users == 1 for cached in bench.kv.find_prefix(second)), "one of two users remains"
+    assert all(cached.num_users == 1 for cached in bench.kv.find_prefix(second).pages[0]), "one of two users remains"
     bench.pages.check_integrity()
 
 
@@ -111,15 +121,15 @@ def test_a_prefix_leaves_at_least_one_token_to_compute(num_prompt: int, num_page
     bench = Bench()
     bench.begin(12)
     prefix = bench.kv.find_prefix(bench.sequence(num_prompt))
-    assert len(prefix) == num_pages
-    assert bench.kv.num_tokens_in(prefix) == num_pages * PAGE_TOKENS < num_prompt
+    assert sum(map(len, prefix.pages)) == num_pages
+    assert prefix.num_tokens == num_pages * PAGE_TOKENS < num_prompt
 
 
 @pytest.mark.parametrize("isolation_key", [b"another", b""], ids=["another owner", "no key"])
 def test_prefix_is_found_only_by_its_owner(isolation_key: bytes) -> None:
     bench = Bench()
     bench.begin(12)
-    assert bench.kv.find_prefix(bench.sequence(12, isolation_key)) == []
+    assert bench.kv.find_prefix(bench.sequence(12, isolation_key)) == NO_PREFIX
 
 
 def test_only_full_pages_are_offered() -> None:
@@ -142,7 +152,7 @@ def test_prefixes_of_a_broken_sequence_are_forgotten() -> None:
     bench = Bench()
     sequence = bench.begin(12)
     bench.kv.disown(sequence)
-    assert bench.kv.find_prefix(bench.sequence(12)) == []
+    assert bench.kv.find_prefix(bench.sequence(12)) == NO_PREFIX
     bench.kv.detach(sequence)
     assert bench.pages.num_free == 8
 

@@ -104,7 +104,7 @@ def test_pages_are_shared_while_both_run(simulation: Simulation) -> None:
     second = ask(simulation, "second", (*prompt, 2), max_tokens=30)
     simulation.step()
     running = simulation.scheduler.running
-    assert running[0].pages[:4] == running[1].pages[:4]
+    assert running[0].tables[0].blocks[:4] == running[1].tables[0].blocks[:4]
     assert simulation.pages.num_owned(PageOwner.KV) <= 4 + 2 * 2
     assert answer(simulation, first, second) == [0, 64]
 

@@ -6,6 +6,7 @@ import pytest
 
 from loramux.engine.adapters.adapter_pool import NOT_SHORT, AdapterPool
 from loramux.engine.adapters.stager import MemoryStager
+from loramux.engine.cache_groups import cache_layout
 from loramux.engine.execution.simulation import SimulatedPages, simulated_adapters
 from loramux.engine.messages import Add
 from loramux.engine.pages.eviction import LeastRecentlyUsed
@@ -36,7 +37,9 @@ class Bench:
         self.adapters = AdapterPool(
             self.pages, 4, self.stager, self.adapter_pages, self.adapter_pages, policy, on_residency=queue.set_resident
         )
-        kv = KvPages(self.pages, self.adapters.reclaimer, PrefixCache(self.pages, policy, PAGE_TOKENS), PAGE_TOKENS)
+        cache = cache_layout((None,), 64, PAGE_TOKENS)
+        prefixes = PrefixCache(self.pages, policy, PAGE_TOKENS)
+        kv = KvPages(self.pages, self.adapters.reclaimer, prefixes, cache, max_step_tokens=64)
         limits = SchedulerLimits(max_batch_tokens, max_sequences, look_ahead=max_sequences)
         self.scheduler = Scheduler(queue, kv, self.adapters, limits)
         self._arrivals = itertools.count()
@@ -161,7 +164,7 @@ def begin_all(bench: Bench, *sequences: Sequence) -> None:
     """Run the sequences until each has filled its first page and needs another."""
     for _ in range(2):
         bench.step()
-    assert [len(sequence.pages) for sequence in sequences] == [1] * len(sequences)
+    assert [len(sequence.tables[0].blocks) for sequence in sequences] == [1] * len(sequences)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +196,7 @@ def test_step_that_preempts_admits_no_sequence() -> None:
         bench.step()
     bench.add("waiting", num_prompt=2)
     assert bench.step() == {"a": 1}
-    assert (victim.state, len(victim.pages), victim.num_computed) == (SequenceState.WAITING, 0, 0)
+    assert (victim.state, len(victim.tables[0].blocks), victim.num_computed) == (SequenceState.WAITING, 0, 0)
     assert bench.step() == {"a": 1, "waiting": 2}
 
 

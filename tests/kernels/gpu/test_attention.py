@@ -15,7 +15,7 @@ from loramux.kernels.layout import PageGeometry
 from loramux.kernels.reference.kernels import ReferenceKernels
 from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
 from tests.kernels.gpu.interpreted import DEVICE, HAS_GPU, import_kernels, run_interpreted
-from tests.kernels.sequences import batch_of
+from tests.kernels.sequences import LAYER, batch_of, free_unseen, in_groups
 
 kernel_module, attention_module = import_kernels("rotate_and_store", "attention")
 rotate_and_store = kernel_module.rotate_and_store
@@ -27,7 +27,6 @@ paged_attention = attention_module.paged_attention
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 NUM_LAYERS = 2
-LAYER = 1
 POISON = 1 << 30
 """An invalid page number."""
 
@@ -78,12 +77,15 @@ def context_of(
     raw = poisoned.raw.to(device)
     pool = PoolViews(raw=raw, kv=raw.view(dtype), adapter=raw.view(dtype), geometry=geometry)
     pages = torch.randperm(num_pages, dtype=torch.int32)
+    if spec.sliding_window is not None:
+        pool, pages = in_groups(pool, pages)
     # The rows of K and V are views into wider rows, as in the output of a fused q/k/v linear layer.
     width = spec.num_kv_heads * spec.head_dim
     kv = torch.randn(sum(contexts), 2 * width).to(device, dtype)
     k, v = (x.unflatten(1, (spec.num_kv_heads, spec.head_dim)) for x in kv.split(width, 1))
     kv_write(k, v, pool, LAYER, moved(batch_of(contexts, contexts, pages, POISON), device))
     batch = batch_of(contexts, num_queries, pages, POISON, listed_backwards=listed_backwards)
+    batch = free_unseen(batch, spec.sliding_window, pool, POISON)
     return Context(pool, moved(batch, device), k, v)
 
 

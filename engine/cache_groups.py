@@ -1,0 +1,129 @@
+"""The layers of a decoder, grouped by how long they need the K and V of a token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BLOCK_TOKENS = 16
+"""Tokens of a block: K and V that attention reads through one entry of a sequence's table."""
+
+MAX_BLOCKS = 16
+"""Maximum number of blocks in a page. It bounds the tokens of which a cached prefix has to be a multiple."""
+
+UNLIMITED = 1 << 62
+"""A number of tokens above every other limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that keep K and V of all tokens or, with a `window`, of the tokens that later ones can still see.
+
+    A page of the pool contains `num_blocks` blocks, each with K and V of `block_tokens` tokens in these layers.
+    """
+
+    layers: tuple[int, ...]
+    window: int | None
+    num_blocks: int = 1
+    block_tokens: int = BLOCK_TOKENS
+
+    @property
+    def page_tokens(self) -> int:
+        return self.num_blocks * self.block_tokens
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a token at `position` sees."""
+        return 0 if self.window is None else max(0, position + 1 - self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """How K and V of all `num_layers` layers are stored in pages.
+
+    With one group, a page contains one block of all layers. With two, each page contains blocks of one group only, so
+    that sequences can free pages of windowed layers and keep those of the others.
+    """
+
+    num_layers: int
+    groups: tuple[CacheGroup, ...]
+
+    @property
+    def block_tokens(self) -> int:
+        return self.groups[0].block_tokens
+
+    @property
+    def page_step(self) -> int:
+        """Difference between the first blocks of consecutive pages."""
+        return 1 if len(self.groups) == 1 else self.num_layers
+
+    @property
+    def shared_tokens(self) -> int:
+        """A cached prefix is a multiple of this number of tokens, which fill pages of every group."""
+        return math.lcm(*(group.page_tokens for group in self.groups))
+
+    def blocks(self, group: CacheGroup, page: int) -> range:
+        """The numbers of a page's blocks: the page's own number or, with two groups, indices into the pool's layers."""
+        first, step = page * self.page_step, len(group.layers)
+        return range(first, first + group.num_blocks * step, step)
+
+    def place(self, layer: int) -> tuple[int, int]:
+        """The index of a layer's group, and the layer's index within the group."""
+        index = next(index for index, group in enumerate(self.groups) if layer in group.layers)
+        return index, self.groups[index].layers.index(layer)
+
+    def max_kept(self, group: CacheGroup, step_tokens: int) -> int:
+        """Maximum number of tokens for which a sequence has pages in a group. See `KvPages` for `step_tokens`."""
+        if group.window is None:
+            return UNLIMITED
+        # Both ends may lie within a page.
+        num_pages = 1 - (-(group.window + self.shared_tokens + step_tokens) // group.page_tokens)
+        return num_pages * group.page_tokens
+
+    def max_pages(self, num_tokens: int, step_tokens: int) -> int:
+        """Maximum number of pages that a sequence holds at any time until it has `num_tokens` tokens."""
+        return sum(-(-min(num_tokens, self.max_kept(group, step_tokens)) // group.page_tokens) for group in self.groups)
+
+    def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
+        """Maximum number of blocks in a sequence's tables at any time until it has `num_tokens` tokens."""
+        kept = (min(num_tokens, self.max_kept(group, step_tokens)) for group in self.groups)
+        pages = ((-(-tokens // group.page_tokens), group) for tokens, group in zip(kept, self.groups, strict=True))
+        return sum(num_pages * group.num_blocks for num_pages, group in pages)
+
+    def max_tokens(self, num_pages: int, step_tokens: int) -> int:
+        """The length of the longest sequence that never holds more than `num_pages` pages."""
+        if len(self.groups) == 1 and self.groups[0].window is None:
+            return num_pages * self.groups[0].page_tokens
+        longest = max(0, num_pages) * max(group.page_tokens for group in self.groups)
+        if self.max_pages(longest + 1, step_tokens) <= num_pages:
+            return UNLIMITED
+        # Find the largest number of blocks that fits, because the number of pages never falls as a sequence grows.
+        low, high = 0, longest // self.block_tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.max_pages(middle * self.block_tokens, step_tokens) <= num_pages:
+                low = middle
+            else:
+                high = middle - 1
+        return low * self.block_tokens
+
+
+def cache_layout(windows: Sequence[int | None], max_len: int, block_tokens: int = BLOCK_TOKENS) -> CacheLayout:
+    """The layout for layers with these windows, all of one size, and contexts of up to `max_len` tokens.
+
+    Windowed layers are a group of their own if the longest sequence then holds fewer pages.
+    """
+    num_layers = len(windows)
+    narrow = [one if one is not None and one < max_len else None for one in windows]
+    windowed = tuple(layer for layer in range(num_layers) if narrow[layer] is not None)
+    others = tuple(layer for layer in range(num_layers) if narrow[layer] is None)
+    if not windowed or not others:
+        return CacheLayout(num_layers, (CacheGroup(windowed or others, narrow[0], block_tokens=block_tokens),))
+
+    def group(layers: tuple[int, ...]) -> CacheGroup:
+        return CacheGroup(layers, narrow[layers[0]], min(MAX_BLOCKS, num_layers // len(layers)), block_tokens)
+
+    apart = CacheLayout(num_layers, (group(others), group(windowed)))
+    together = CacheLayout(num_layers, (CacheGroup(tuple(range(num_layers)), None, block_tokens=block_tokens),))
+    saves = apart.max_pages(max_len, 0) < together.max_pages(max_len, 0)
+    return apart if saves else together

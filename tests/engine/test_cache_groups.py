@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+
+from loramux.engine.cache_groups import UNLIMITED, CacheLayout, cache_layout
+
+GEMMA3_27B = tuple(None if layer % 6 == 5 else 1024 for layer in range(62))
+GPT_OSS_20B = (128, None) * 12
+STEP = 512
+
+
+def groups_of(layout: CacheLayout) -> list[tuple[int, int | None, int]]:
+    return [(len(group.layers), group.window, group.num_blocks) for group in layout.groups]
+
+
+@pytest.mark.parametrize(
+    ("windows", "max_len", "groups"),
+    [
+        pytest.param((None,) * 4, 4096, [(4, None, 1)], id="no windows"),
+        pytest.param((64,) * 4, 4096, [(4, 64, 1)], id="all windowed"),
+        pytest.param(GEMMA3_27B, 131072, [(10, None, 6), (52, 1024, 1)], id="gemma 3 27B"),
+        pytest.param(GPT_OSS_20B, 131072, [(12, None, 2), (12, 128, 2)], id="gpt-oss 20B"),
+        pytest.param((64,) * 4, 64, [(4, None, 1)], id="contexts within the window"),
+        # Pages of one group waste the layers that do not divide, which is worth it only for contexts beyond the window.
+        pytest.param(GEMMA3_27B, 1100, [(62, None, 1)], id="contexts little longer than the window"),
+    ],
+)
+def test_windowed_layers_have_pages_of_their_own_if_that_saves_memory(
+    windows: tuple[int | None, ...], max_len: int, groups: list[tuple[int, int | None, int]]
+) -> None:
+    layout = cache_layout(windows, max_len)
+    assert groups_of(layout) == groups
+    assert sorted(layer for group in layout.groups for layer in group.layers) == list(range(len(windows)))
+
+
+@pytest.mark.parametrize("windows", [(None, None), (64, 64), GEMMA3_27B, GPT_OSS_20B], ids=len)
+def test_blocks_of_different_pages_and_layers_do_not_overlap(windows: tuple[int | None, ...]) -> None:
+    layout = cache_layout(windows, 131072)
+    num_layers = len(windows)
+    stride = num_layers if layout.page_step == 1 else 1
+    places = {layout.place(layer): layer for layer in range(num_layers)}
+    assert len(places) == num_layers
+    for index, group in enumerate(layout.groups):
+        taken = [
+            block * stride + layer
+            for page in range(3)
+            for block in layout.blocks(group, page)
+            for layer in range(len(group.layers))
+        ]
+        assert len(taken) == len(set(taken)) <= 3 * num_layers
+        assert max(taken) < 3 * num_layers
+        assert {places[index, layer] for layer in range(len(group.layers))} == set(group.layers)
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_tokens", "num_pages"),
+    [
+        pytest.param((None,) * 62, 8192, 512, id="no windows"),
+        # 1024 + 16 + 512 tokens, and a page that begins before them.
+        pytest.param((1024,) * 62, 8192, 98, id="all windowed"),
+        # ceil(8192 / 96) pages, and ceil((1024 + 96 + 512) / 16) + 1.
+        pytest.param(GEMMA3_27B, 8192, 86 + 103, id="mixed"),
+        pytest.param(GEMMA3_27B, 96, 1 + 6, id="mixed and short"),
+    ],
+)
+def test_sequences_hold_no_more_than_their_windows(
+    windows: tuple[int | None, ...], num_tokens: int, num_pages: int
+) -> None:
+    assert cache_layout(windows, 131072).max_pages(num_tokens, STEP) == num_pages
+
+
+@pytest.mark.parametrize("windows", [(None,) * 4, (64,) * 4, GEMMA3_27B, GPT_OSS_20B], ids=len)
+@pytest.mark.parametrize("num_pages", [-3, 0, 1, 2, 7, 40, 97, 98, 99, 500, 4000])
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(windows: tuple[int | None, ...], num_pages: int) -> None:
+    layout = cache_layout(windows, 131072)
+    longest = layout.max_tokens(num_pages, STEP)
+    if longest == UNLIMITED:
+        assert layout.max_pages(1 << 40, STEP) <= num_pages
+        return
+    assert layout.max_pages(max(0, longest), STEP) <= max(0, num_pages)
+    assert layout.max_pages(max(0, longest) + 1, STEP) > num_pages
