@@ -1,0 +1,112 @@
+"""A weight in 4 or 8 bits: codes, a codebook, and scales of groups of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+INT8 = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
+"""Codebook of int8: a code is the value's byte in two's complement."""
+
+UINT8 = np.arange(256, dtype=np.float32)
+"""Codebook of 8-bit values whose zero points make them signed."""
+
+INT4 = np.arange(16, dtype=np.float32) - 8
+"""Codebook of int4: a code is the value plus 8."""
+
+UINT4 = np.arange(16, dtype=np.float32)
+"""Codebook of 4-bit values whose zero points make them signed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class QuantizedWeight:
+    """`weight[o, i] = (codebook[code[o, i]] - zeros[o, i // group]) * scales[o, i // group]`, computed in float32.
+
+    `codes` uint8 contains `[out, in]` codes of 8 bits, or `[out, in / 2]` pairs of codes of 4 bits, of which the lower
+    four bits belong to the even input. `codebook` float32 has 256 or 16 values, which are finite for all codes in use.
+    `scales` float32 `[out, in / group]` are finite; one group covers all inputs if scales belong to channels. `zeros`
+    int16 has the shape of `scales`, in units of the codebook, or is None if all are 0. Raises ValueError if shapes
+    disagree.
+    """
+
+    codes: npt.NDArray[np.uint8]
+    codebook: npt.NDArray[np.float32]
+    scales: npt.NDArray[np.float32]
+    zeros: npt.NDArray[np.int16] | None = None
+
+    def __post_init__(self) -> None:
+        if self.codebook.shape not in ((16,), (256,)):
+            raise ValueError(f"a codebook has 16 or 256 values, not {self.codebook.size}")
+        if self.codes.ndim != 2 or self.scales.ndim != 2 or self.scales.shape[0] != self.out_features:
+            raise ValueError(f"scales {list(self.scales.shape)} do not fit codes {list(self.codes.shape)}")
+        if not self.scales.shape[1] or self.in_features % self.scales.shape[1]:
+            raise ValueError(f"{self.scales.shape[1]} groups do not divide {self.in_features} inputs")
+        if self.bits == 4 and self.group % 2:
+            raise ValueError(f"groups of {self.group} inputs split a pair of 4-bit codes")
+        if self.zeros is not None and self.zeros.shape != self.scales.shape:
+            raise ValueError(f"zero points {list(self.zeros.shape)} do not fit scales {list(self.scales.shape)}")
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.codebook.size == 16 else 8
+
+    @property
+    def out_features(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.codes.shape[1] * 8 // self.bits
+
+    @property
+    def group(self) -> int:
+        """Number of inputs that share a scale."""
+        return self.in_features // self.scales.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+    def rows(self, begin: int, end: int) -> QuantizedWeight:
+        """The weights of outputs `[begin, end)`, without a copy."""
+        return QuantizedWeight(
+            codes=self.codes[begin:end],
+            codebook=self.codebook,
+            scales=self.scales[begin:end],
+            zeros=None if self.zeros is None else self.zeros[begin:end],
+        )
+
+    def dequantize(self) -> npt.NDArray[np.float32]:
+        """The float weight `[out, in]`. This is the specification of every product with a quantised weight."""
+        if self.bits == 4:
+            # Look up both codes of a byte at once: a complex64 has the bytes of two float32 values.
+            pairs = np.stack([np.tile(self.codebook, 16), np.repeat(self.codebook, 16)], axis=1)
+            values = pairs.view(np.complex64).reshape(-1).take(self.codes).view(np.float32)
+        else:
+            values = self.codebook.take(self.codes)
+        grouped = values.reshape(*self.scales.shape, self.group)
+        if self.zeros is not None:
+            grouped -= self.zeros[:, :, None]
+        grouped *= self.scales[:, :, None]
+        return values
+
+
+def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """The weight with the outputs of all parts, or None if their codebooks or groups differ."""
+    first = parts[0]
+    if any(part.group != first.group or not np.array_equal(part.codebook, first.codebook) for part in parts):
+        return None
+    if len(parts) == 1:
+        return first
+    zeros = None
+    if any(part.zeros is not None for part in parts):
+        zeros = np.concatenate([np.zeros_like(p.scales, np.int16) if p.zeros is None else p.zeros for p in parts])
+    return QuantizedWeight(
+        codes=np.concatenate([part.codes for part in parts]),
+        codebook=first.codebook,
+        scales=np.concatenate([part.scales for part in parts]),
+        zeros=zeros,
+    )
