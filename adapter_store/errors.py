@@ -76,6 +76,10 @@ class ConversionRefused(Refused):
     """
 
 
+class BaseNotSupported(StoreError):
+    """The base model's weights are quantised in a way that loramux cannot read. The message names the tensor."""
+
+
 class UploadRefused(Refused):
     """An upload's declaration, bytes or source are not acceptable, or the upload is expired or already used."""
 

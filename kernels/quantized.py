@@ -54,6 +54,10 @@ class QuantizedWeight:
         return 4 if self.codebook.size == 16 else 8
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return self.out_features, self.in_features
+
+    @property
     def out_features(self) -> int:
         return self.codes.shape[0]
 
@@ -70,27 +74,19 @@ class QuantizedWeight:
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
-    def rows(self, begin: int, end: int) -> QuantizedWeight:
-        """The weights of outputs `[begin, end)`, without a copy."""
-        return QuantizedWeight(
-            codes=self.codes[begin:end],
-            codebook=self.codebook,
-            scales=self.scales[begin:end],
-            zeros=None if self.zeros is None else self.zeros[begin:end],
-        )
-
-    def dequantize(self) -> npt.NDArray[np.float32]:
-        """The float weight `[out, in]`. This is the specification of every product with a quantised weight."""
+    def dequantize(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.float32]:
+        """The float weights of outputs `[begin, end)`: the specification of every product with a quantised weight."""
+        codes, scales = self.codes[begin:end], self.scales[begin:end]
         if self.bits == 4:
             # Look up both codes of a byte at once: a complex64 has the bytes of two float32 values.
             pairs = np.stack([np.tile(self.codebook, 16), np.repeat(self.codebook, 16)], axis=1)
-            values = pairs.view(np.complex64).reshape(-1).take(self.codes).view(np.float32)
+            values = pairs.view(np.complex64).reshape(-1).take(codes).view(np.float32)
         else:
-            values = self.codebook.take(self.codes)
-        grouped = values.reshape(*self.scales.shape, self.group)
+            values = self.codebook.take(codes)
+        grouped = values.reshape(*scales.shape, self.group)
         if self.zeros is not None:
-            grouped -= self.zeros[:, :, None]
-        grouped *= self.scales[:, :, None]
+            grouped -= self.zeros[begin:end, :, None]
+        grouped *= scales[:, :, None]
         return values
 
 

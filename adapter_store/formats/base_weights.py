@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import math
-import mmap
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from loramux.adapter_store.errors import AdapterUnavailable
-from loramux.adapter_store.formats.float_formats import STORAGE, to_float32
-from loramux.adapter_store.formats.text_names import text_name
+from loramux.adapter_store.errors import AdapterUnavailable, BaseNotSupported
+from loramux.adapter_store.formats.float_formats import STORAGE
+from loramux.adapter_store.formats.mapped_tensors import MappedTensor, map_directory
+from loramux.adapter_store.formats.quantization.base_format import Checkpoint, find_coded, read_format
+from loramux.adapter_store.formats.quantization.parts import CodedWeight
 
-_INDEX = "model.safetensors.index.json"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor of one file; its values are the bytes `[begin, end)` of `data`."""
-
-    data: mmap.mmap
-    begin: int
-    end: int
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class WeightRows(Protocol):
@@ -52,6 +38,7 @@ class BaseWeights:
 
     def __init__(self, model_dir: Path) -> None:
         self._dir = model_dir
+        self._last: tuple[str, CodedWeight] | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -70,58 +57,50 @@ class BaseWeights:
         return hashed.hexdigest()
 
     def rows(self, module: str, begin: int, end: int) -> npt.NDArray[np.float32]:
-        """Rows `[begin, end)` of a module's weight, float32 `[end - begin, row_len]`."""
-        tensor = self._weight(module)
-        row_len = math.prod(tensor.shape[1:])
-        storage = STORAGE[tensor.dtype]
-        stored = np.frombuffer(
-            tensor.data, storage, (end - begin) * row_len, tensor.begin + begin * row_len * storage.itemsize
-        )
-        return to_float32(stored, tensor.dtype).reshape(end - begin, row_len)
+        """Rows `[begin, end)` of a module's weight, dequantised, float32 `[end - begin, row_len]`."""
+        name = f"{module}.weight"
+        if name in self._checkpoint.coded:
+            return self._coded(name).dequantize(begin, end)
+        if name == _HEAD and name not in self._checkpoint.plain:
+            # The head is tied to the embedding.
+            name = _EMBEDDING
+        return self._plain(name).float_rows(begin, end)
 
     def bias(self, module: str) -> npt.NDArray[np.float32] | None:
         """A module's bias, or None if it has none."""
-        tensor = self._tensors.get(f"{module}.bias")
-        if tensor is None:
+        name = f"{module}.bias"
+        if name not in self._checkpoint.plain:
             return None
-        return to_float32(
-            np.frombuffer(tensor.data, STORAGE[tensor.dtype], tensor.shape[0], tensor.begin), tensor.dtype
-        )
+        tensor = self._plain(name)
+        return tensor.float_rows(0, tensor.shape[0]).reshape(-1)
 
-    def _weight(self, module: str) -> _Tensor:
-        name = f"{module}.weight"
-        if name == _HEAD and name not in self._tensors:
-            # The head is tied to the embedding.
-            name = _EMBEDDING
-        if name not in self._tensors:
+    def _plain(self, name: str) -> MappedTensor:
+        tensor = self._checkpoint.plain.get(name)
+        if tensor is None or tensor.dtype not in STORAGE:
             raise AdapterUnavailable(f"the base has no tensor {name}")
-        return self._tensors[name]
+        return tensor
+
+    def _coded(self, name: str) -> CodedWeight:
+        """A quantised weight. The last one is kept, because its rows are read in blocks."""
+        # Several threads read weights, so that another one can replace the kept weight at any time.
+        last = self._last
+        if last is None or last[0] != name:
+            try:
+                self._last = last = name, self._checkpoint.coded[name].read()
+            except BaseNotSupported as error:
+                raise AdapterUnavailable(f"the base's weights cannot be read: {error}") from error
+        return last[1]
 
     @cached_property
-    def _tensors(self) -> dict[str, _Tensor]:
+    def _checkpoint(self) -> Checkpoint:
         try:
-            index = self._dir / _INDEX
-            names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
-            found: dict[str, _Tensor] = {}
-            for name in names or {"model.safetensors"}:
-                found |= _mapped(self._dir / name)
+            return find_coded(read_format(self._dir), self._tensors)
+        except (OSError, ValueError, BaseNotSupported) as error:
+            raise AdapterUnavailable(f"the base's weights cannot be read: {error}") from error
+
+    @cached_property
+    def _tensors(self) -> dict[str, MappedTensor]:
+        try:
+            return map_directory(self._dir)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise AdapterUnavailable(f"the base's weights cannot be read: {type(error).__name__}") from error
-        return found
-
-
-def _mapped(path: Path) -> dict[str, _Tensor]:
-    with path.open("rb") as file:
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    start = 8 + int.from_bytes(data[:8], "little")
-    header: dict[str, Any] = json.loads(data[8:start])
-    header.pop("__metadata__", None)
-    found: dict[str, _Tensor] = {}
-    for stored, entry in header.items():
-        name = text_name(stored)
-        if name is None:
-            continue
-        begin, end = entry["data_offsets"]
-        if entry["dtype"] in STORAGE:
-            found[name] = _Tensor(data, start + begin, start + end, entry["dtype"], tuple(entry["shape"]))
-    return found

@@ -84,10 +84,6 @@ in its `Family.reads`."""
 
 def refuse_what_is_not_computed(raw: Mapping[str, Any], architecture: str, reads: Collection[str]) -> None:
     """Raise ModelNotSupported for the first field outside `reads` that the decoder does not support."""
-    if raw.get("quantization_config"):
-        raise ModelNotSupported(
-            "quantization_config in config.json: quantized base models are not supported; use the float weights"
-        )
     for name, neutral in DECISIVE.items():
         if name not in reads and raw.get(name) not in neutral:
             refuse_field(name, raw[name], architecture)

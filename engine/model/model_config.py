@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loramux.adapter_store.errors import BaseNotSupported
+from loramux.adapter_store.formats.quantization.base_format import parse_format
+from loramux.adapter_store.formats.quantization.weight_format import WeightFormat
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.config_fields import (
     factor,
@@ -53,7 +56,8 @@ class ModelConfig:
     contains each layer's rotary embedding. `norm_offset` is added to every norm's weight. `qk_norm` is None if q and k
     are not normed. `residual_scale` multiplies the outputs of attention and feed-forward. With `fused_qkv`, q/k/v form
     a single linear. Adapters see the same linears. A soft cap of None means no cap. The layers of `mixture`, which is
-    None if there are none, have experts instead of a feed-forward of `intermediate_size`.
+    None if there are none, have experts instead of a feed-forward of `intermediate_size`. `quantization` is the format
+    of the stored weights, or None if they are floats.
     """
 
     architecture: str
@@ -90,6 +94,7 @@ class ModelConfig:
     layer_windows: tuple[int | None, ...]
     layer_ropes: tuple[RopeConfig, ...]
     dtype: str
+    quantization: WeightFormat | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
@@ -222,6 +227,10 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
         raise ModelNotSupported(f"the dtype {dtype!r} in config.json is not one of {', '.join(DTYPES)}")
+    try:
+        quantization = parse_format(raw)
+    except BaseNotSupported as error:
+        raise ModelNotSupported(str(error)) from error
     windows = _parse_windows(raw, architecture, family, num_layers)
     ropes = parse_ropes(raw, architecture, family, windows, head_dim)
     return ModelConfig(
@@ -259,6 +268,7 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         layer_windows=windows,
         layer_ropes=ropes,
         dtype=dtype,
+        quantization=quantization,
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=_parse_eos(generation.get("eos_token_id", raw.get("eos_token_id"))),
     )

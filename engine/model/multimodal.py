@@ -11,7 +11,15 @@ from loramux.engine.model.config_fields import shown
 from loramux.engine.model.families import FAMILIES, Family
 from loramux.engine.model.mixture_families import MIXTURE_FAMILIES
 
-_SHARED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
+_SHARED = (
+    "dtype",
+    "torch_dtype",
+    "bos_token_id",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "quantization_config",
+    "compression_config",
+)
 """Fields of the whole model that also describe its text decoder."""
 
 

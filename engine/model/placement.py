@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
+from loramux.adapter_store.formats.quantization.parts import CodedWeight
 from loramux.engine.device.backend import Backend, Linear
 from loramux.engine.model.model_config import ModelConfig
 from loramux.engine.model.norms import LayerNorm, Norm, RmsNorm
 from loramux.engine.model.weights import WeightSource
 from loramux.kernels.layout import LinearShape
+
+_BLOCK_ELEMENTS = 1 << 22
+"""Elements of a quantised weight that are dequantised at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +30,24 @@ class Placement:
     backend: Backend
     config: ModelConfig
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self.weights.tensor(name, shape).to(self.backend.device, self.dtype)
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor on the device, in `dtype` (None: that of the weights). A quantised one is dequantised."""
+        stored = self.weights.tensor(name, shape)
+        if isinstance(stored, torch.Tensor):
+            return stored.to(self.backend.device, dtype or self.dtype)
+        placed = torch.empty(shape, dtype=dtype or self.dtype, device=self.backend.device)
+        _dequantize_into(placed, stored)
+        return placed
 
     def norm(self, name: str, size: int) -> Norm:
-        config, device = self.config, self.backend.device
-        weight = self.weights.tensor(f"{name}.weight", (size,)).to(device, torch.float32)
+        config = self.config
+        weight = self.tensor(f"{name}.weight", (size,), torch.float32)
         if config.norm_offset:
             weight = weight + config.norm_offset
         if not config.has_layer_norms:
             return RmsNorm(weight, config.norm_eps)
         dtype = self.backend.activation_dtype or self.dtype
-        bias = self.weights.tensor(f"{name}.bias", (size,)).to(device, dtype) if config.has_norm_biases else None
+        bias = self.tensor(f"{name}.bias", (size,), dtype) if config.has_norm_biases else None
         return LayerNorm(weight.to(dtype), bias, config.norm_eps)
 
     def linear(self, prefix: str, shapes: Iterable[LinearShape], has_bias: bool) -> Linear:
@@ -52,3 +62,10 @@ class Placement:
         """The concatenated weights of linears that share an input."""
         parts = [self.tensor(f"{prefix}.{one.name}.weight", (one.out_features, one.in_features)) for one in shapes]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _dequantize_into(placed: torch.Tensor, coded: CodedWeight) -> None:
+    """Dequantise in blocks, so that only a few rows are in memory in float32."""
+    num_rows = max(1, _BLOCK_ELEMENTS // placed[0].numel())
+    for begin in range(0, placed.shape[0], num_rows):
+        placed[begin : begin + num_rows] = torch.from_numpy(coded.dequantize(begin, begin + num_rows))

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from loramux.adapter_store.errors import BaseNotSupported
+from loramux.adapter_store.formats.mapped_tensors import map_directory
+from loramux.adapter_store.formats.quantization.base_format import Checkpoint, find_coded, read_format
 from loramux.adapter_store.formats.text_names import text_name
 from loramux.engine.errors import ModelNotSupported
 
@@ -22,10 +25,11 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor's header entry."""
+    """A tensor's header entry. A quantised weight (`is_coded`) has the dtype of its codes."""
 
     dtype: str
     shape: tuple[int, ...]
+    is_coded: bool = False
 
 
 def weight_paths(model_dir: Path) -> list[Path]:
@@ -43,17 +47,30 @@ def weight_paths(model_dir: Path) -> list[Path]:
 
 
 def stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
-    """The tensors of a model directory by name, read from the files' headers alone. Raises ModelNotSupported."""
-    found: dict[str, StoredTensor] = {}
+    """The tensors of a model directory by name, without reading weights. Raises ModelNotSupported.
+
+    A quantised weight has the name and shape that it has in a float checkpoint.
+    """
+    found: set[str] = set()
     for path in weight_paths(model_dir):
         try:
             with safe_open(path, framework="np") as file:
-                for name, stored in text_tensors(file.keys(), found):
-                    entry = file.get_slice(stored)
-                    found[name] = StoredTensor(str(entry.get_dtype()), tuple(entry.get_shape()))
+                found.update(name for name, _ in text_tensors(file.keys(), found))
         except (SafetensorError, OSError) as error:
             raise unreadable(path, error) from error
-    return found
+    checkpoint = checkpoint_of(model_dir)
+    plain = {name: StoredTensor(tensor.dtype, tensor.shape) for name, tensor in checkpoint.plain.items()}
+    return plain | {name: StoredTensor(it.dtype, it.shape, True) for name, it in checkpoint.coded.items()}
+
+
+def checkpoint_of(model_dir: Path) -> Checkpoint:
+    """The quantised weights and the other tensors of files that safetensors can open. Raises ModelNotSupported."""
+    try:
+        return find_coded(read_format(model_dir), map_directory(model_dir))
+    except BaseNotSupported as error:
+        raise ModelNotSupported(str(error)) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelNotSupported(f"the weights of {model_dir} cannot be read: {error}") from error
 
 
 def text_tensors(stored_names: Iterable[str], found: Container[str]) -> Iterator[tuple[str, str]]:

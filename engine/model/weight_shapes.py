@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import astuple
 
+from loramux.adapter_store.formats.float_formats import STORAGE
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.model_config import ModelConfig
 from loramux.engine.model.weight_files import DERIVED, EMBEDDING, HEAD, StoredTensor
@@ -58,6 +59,8 @@ def check_shapes(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Non
     for name, shape in wanted.items():
         if name not in stored:
             raise missing(name)
+        if not stored[name].is_coded and stored[name].dtype not in STORAGE:
+            raise unexplained(name, stored[name].dtype)
         if stored[name].shape != shape:
             raise misshapen(name, stored[name].shape, shape)
     unused = unused_tensors(stored.keys() - wanted.keys())
@@ -76,6 +79,12 @@ def missing(name: str) -> ModelNotSupported:
 
 def misshapen(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> ModelNotSupported:
     return ModelNotSupported(f"the tensor {name} has shape {list(found)}, config.json says {list(wanted)}")
+
+
+def unexplained(name: str, dtype: str) -> ModelNotSupported:
+    return ModelNotSupported(
+        f"the tensor {name} has dtype {dtype}, which quantization_config in config.json does not explain"
+    )
 
 
 def unread(names: list[str]) -> ModelNotSupported:

@@ -10,31 +10,42 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from loramux.adapter_store.errors import BaseNotSupported
+from loramux.adapter_store.formats.quantization.base_format import CodedTensor
+from loramux.adapter_store.formats.quantization.parts import CodedWeight
 from loramux.engine.errors import ModelNotSupported
-from loramux.engine.model.weight_files import EMBEDDING, HEAD, text_tensors, unreadable, weight_paths
-from loramux.engine.model.weight_shapes import misshapen, missing, unread, unused_tensors
+from loramux.engine.model.weight_files import EMBEDDING, HEAD, checkpoint_of, text_tensors, unreadable, weight_paths
+from loramux.engine.model.weight_shapes import misshapen, missing, unexplained, unread, unused_tensors
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class WeightSource(Protocol):
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor `name`. Raises ModelNotSupported if it is missing or has a different shape."""
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | CodedWeight:
+        """The tensor `name`, as it is stored. Raises ModelNotSupported if it is missing or has a different shape."""
         ...
 
 
 class Weights:
     """The tensors of one model directory, read one at a time so that only one copy is in memory."""
 
-    def __init__(self, places: Mapping[str, tuple[safe_open, str]]) -> None:
-        """`places` contains, by name, the file of each tensor and its name in the file."""
+    def __init__(self, places: Mapping[str, tuple[safe_open, str]], coded: Mapping[str, CodedTensor]) -> None:
+        """`places` contains, by name, the file of each tensor and its name in the file; `coded`, quantised weights."""
         self._places = places
-        self._unread = set(places)
+        self._coded = coded
+        self._unread = {*places, *coded}
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor `name`. Raises ModelNotSupported if it is missing or has a different shape."""
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | CodedWeight:
+        self._unread.discard(name)
+        if name in self._coded:
+            coded = self._coded[name]
+            # Compare the shapes before the weight is read, because reading can take memory.
+            if coded.shape != shape:
+                raise misshapen(name, coded.shape, shape)
+            return _decode(coded)
         if name not in self._places:
             raise missing(name)
         tensor = self._read(name)
-        self._unread.discard(name)
         if tuple(tensor.shape) != shape:
             raise misshapen(name, tuple(tensor.shape), shape)
         return tensor
@@ -43,7 +54,7 @@ class Weights:
         """Raise ModelNotSupported if any tensor is unread, because the model then needs an unsupported computation."""
         unused = unused_tensors(self._unread)
         # A head tied to the embedding may be stored separately if the two are equal.
-        if unused == [HEAD] and EMBEDDING in self._places:
+        if unused == [HEAD] and HEAD in self._places and EMBEDDING in self._places:
             if not torch.equal(self._read(HEAD), self._read(EMBEDDING)):
                 raise ModelNotSupported(f"config.json ties {HEAD} to {EMBEDDING}, but the two differ")
             return
@@ -53,7 +64,16 @@ class Weights:
     def _read(self, name: str) -> torch.Tensor:
         file, stored = self._places[name]
         tensor: torch.Tensor = file.get_tensor(stored)
+        if tensor.dtype not in _FLOATS:
+            raise unexplained(name, str(tensor.dtype).removeprefix("torch."))
         return tensor
+
+
+def _decode(coded: CodedTensor) -> CodedWeight:
+    try:
+        return coded.read()
+    except BaseNotSupported as error:
+        raise ModelNotSupported(str(error)) from error
 
 
 @contextmanager
@@ -70,6 +90,7 @@ def open_weights(model_dir: Path) -> Iterator[Weights]:
             except (SafetensorError, OSError) as error:
                 raise unreadable(path, error) from error
             places.update((name, (file, stored)) for name, stored in text_tensors(file.keys(), places))
-        weights = Weights(places)
+        checkpoint = checkpoint_of(model_dir)
+        weights = Weights({name: places[name] for name in checkpoint.plain}, checkpoint.coded)
         yield weights
         weights.check_all_read()

@@ -1,0 +1,1 @@
+"""Readers of base models whose weights are quantised."""

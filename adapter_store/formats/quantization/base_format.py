@@ -1,0 +1,117 @@
+"""Chooses a checkpoint's format from its `quantization_config`, and finds the quantised weights among its tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loramux.adapter_store.errors import BaseNotSupported
+from loramux.adapter_store.formats.mapped_tensors import MappedTensor
+from loramux.adapter_store.formats.quantization.awq import parse_awq
+from loramux.adapter_store.formats.quantization.bitsandbytes import parse_bitsandbytes
+from loramux.adapter_store.formats.quantization.compressed_tensors import parse_compressed_tensors
+from loramux.adapter_store.formats.quantization.fp8 import parse_fp8
+from loramux.adapter_store.formats.quantization.gptq import parse_gptq
+from loramux.adapter_store.formats.quantization.mxfp4 import parse_mxfp4
+from loramux.adapter_store.formats.quantization.parts import CodedWeight, Parts
+from loramux.adapter_store.formats.quantization.weight_format import WeightFormat
+
+_PARSERS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
+    "awq": parse_awq,
+    "bitsandbytes": parse_bitsandbytes,
+    "compressed-tensors": parse_compressed_tensors,
+    "fbgemm_fp8": parse_fp8,
+    "fp8": parse_fp8,
+    "gptq": parse_gptq,
+    "mxfp4": parse_mxfp4,
+}
+READABLE = tuple(sorted(_PARSERS))
+"""The values of `quant_method` whose checkpoints can be read."""
+
+_CACHE_SCALES = (".k_scale", ".v_scale")
+"""Scales of quantised keys and values, which are not needed, because loramux does not quantise them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodedTensor:
+    """One quantised weight of a checkpoint, not read yet. `dtype` is that of its codes."""
+
+    format: WeightFormat
+    parts: Parts
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self) -> CodedWeight:
+        """The weight, with the bytes of its codes in memory at most twice. Raises BaseNotSupported."""
+        try:
+            return self.format.read(self.parts)
+        except ValueError as error:
+            raise BaseNotSupported(f"the quantised weight {self.parts.module}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint's quantised weights and its other tensors, by the names of a checkpoint that is not quantised."""
+
+    coded: Mapping[str, CodedTensor]
+    plain: Mapping[str, MappedTensor]
+
+
+def parse_format(config: Mapping[str, Any]) -> WeightFormat | None:
+    """The format that a `config.json` names, or None if its weights are not quantised. Raises BaseNotSupported."""
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    if not quantization:
+        return None
+    if not isinstance(quantization, Mapping):
+        raise BaseNotSupported("quantization_config in config.json is not an object")
+    method = quantization.get("quant_method", "compressed-tensors" if "config_groups" in quantization else None)
+    if not isinstance(method, str) or method not in _PARSERS:
+        raise BaseNotSupported(
+            f"the quantisation {method!r:.60} (quantization_config in config.json) is not supported; use the float "
+            f"weights with --quantization, or a checkpoint of {', '.join(READABLE)}"
+        )
+    return _PARSERS[method](quantization)
+
+
+def read_format(model_dir: Path) -> WeightFormat | None:
+    """The format of a model directory. Raises BaseNotSupported, OSError or ValueError."""
+    path = model_dir / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    if not isinstance(config, dict):
+        raise BaseNotSupported(f"{path} does not contain a JSON object")
+    text = config.get("text_config")
+    return parse_format({**text, **config} if isinstance(text, dict) else config)
+
+
+def find_coded(weight_format: WeightFormat | None, tensors: Mapping[str, MappedTensor]) -> Checkpoint:
+    """Tell the quantised weights from ordinary tensors by what is stored.
+
+    Modules that the configuration exempts, such as those of `ignore` or `modules_to_not_convert`, are stored as
+    ordinary tensors. Raises BaseNotSupported for a weight that the format cannot explain.
+    """
+    if weight_format is None:
+        return Checkpoint({}, tensors)
+    modules: dict[str, dict[str, MappedTensor]] = {}
+    for name, tensor in tensors.items():
+        for suffix in weight_format.suffixes:
+            if name.endswith(suffix):
+                modules.setdefault(name.removesuffix(suffix), {})[suffix] = tensor
+    coded: dict[str, CodedTensor] = {}
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith(_CACHE_SCALES)}
+    for module, stored in modules.items():
+        if not weight_format.is_coded(stored):
+            continue
+        parts = Parts(module, stored)
+        for suffix in stored:
+            plain.pop(module + suffix, None)
+        codes = max(stored.values(), key=lambda tensor: tensor.nbytes)
+        coded[weight_format.weight_name(module)] = CodedTensor(
+            weight_format, parts, weight_format.shape(parts), codes.dtype
+        )
+    twice = coded.keys() & plain.keys()
+    if twice:
+        raise BaseNotSupported(f"the model has the weight {min(twice)} both quantised and not")
+    return Checkpoint(coded, plain)

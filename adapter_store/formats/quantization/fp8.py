@@ -1,0 +1,81 @@
+"""FP8 checkpoints: `quant_method` fp8 of transformers and vLLM, and fbgemm_fp8."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from loramux.adapter_store.errors import BaseNotSupported
+from loramux.adapter_store.formats.mapped_tensors import MappedTensor
+from loramux.adapter_store.formats.quantization.codebooks import E4M3
+from loramux.adapter_store.formats.quantization.grids import grouped_scales
+from loramux.adapter_store.formats.quantization.parts import Parts
+from loramux.adapter_store.formats.quantization.weight_format import matrix_shape
+from loramux.kernels.quantized import QuantizedWeight
+
+_SCALES = (".weight_scale_inv", ".weight_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format:
+    """Weights in float8_e4m3fn with scales for the tensor, for channels, or for blocks `[outputs, inputs]`.
+
+    Scales of activations are not needed, because activations are not quantised.
+    """
+
+    block: tuple[int, int] | None
+
+    suffixes: ClassVar[tuple[str, ...]] = (
+        ".weight",
+        *_SCALES,
+        ".input_scale",
+        ".input_scale_ub",
+        ".activation_scale",
+    )
+
+    @property
+    def name(self) -> str:
+        return "fp8"
+
+    def is_coded(self, tensors: Mapping[str, MappedTensor]) -> bool:
+        return ".weight" in tensors and tensors[".weight"].dtype == "F8_E4M3"
+
+    def weight_name(self, module: str) -> str:
+        return f"{module}.weight"
+
+    def shape(self, parts: Parts) -> tuple[int, ...]:
+        return matrix_shape(parts, ".weight", "F8_E4M3")
+
+    def read(self, parts: Parts) -> QuantizedWeight:
+        shape = matrix_shape(parts, ".weight", "F8_E4M3")
+        if all(parts.has(suffix) for suffix in _SCALES):
+            raise parts.wrong(".weight", "has two tensors of scales")
+        suffix = _SCALES[1] if parts.has(_SCALES[1]) else _SCALES[0]
+        return fp8_weight(parts, grouped_scales(parts, suffix, shape, self.block))
+
+
+def fp8_weight(parts: Parts, scales: npt.NDArray[np.float32]) -> QuantizedWeight:
+    codes = parts.tensor(".weight", "F8_E4M3").array()
+    if (codes & 127 == 127).any():
+        raise parts.wrong(".weight", "contains NaN")
+    return QuantizedWeight(codes=codes, codebook=E4M3, scales=scales)
+
+
+def parse_fp8(config: Mapping[str, Any]) -> Fp8Format:
+    fmt = config.get("fmt", "e4m3")
+    if fmt != "e4m3":
+        raise BaseNotSupported(f"quantization_config.fmt is {fmt!r:.60}; only e4m3 can be read")
+    return Fp8Format(block_size(config, "weight_block_size"))
+
+
+def block_size(config: Mapping[str, Any], name: str) -> tuple[int, int] | None:
+    block = config.get(name)
+    if block is None:
+        return None
+    if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+        raise BaseNotSupported(f"quantization_config.{name} is {block!r:.60}, not two positive numbers")
+    return block[0], block[1]

@@ -1,0 +1,73 @@
+"""mxfp4 as gpt-oss stores it: the weights of all experts in one tensor of blocks and one of scales."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from loramux.adapter_store.formats.mapped_tensors import MappedTensor
+from loramux.adapter_store.formats.quantization.codebooks import E2M1, e8m0
+from loramux.adapter_store.formats.quantization.parts import Parts
+from loramux.kernels.quantized import QuantizedWeight
+
+_BLOCK_BYTES = 16
+"""Bytes of a block of 32 values, which share a scale."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedExperts:
+    """The weights of all experts, `[num_experts, in, out]`, from the quantised `[out, in]` of each."""
+
+    experts: tuple[QuantizedWeight, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        out_features, in_features = self.experts[0].shape
+        return len(self.experts), in_features, out_features
+
+    def dequantize(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.float32]:
+        return np.stack([expert.dequantize().T for expert in self.experts[begin:end]])
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Format:
+    """`blocks` uint8 `[num_experts, out, in / 32, 16]` and `scales` uint8 `[num_experts, out, in / 32]`."""
+
+    suffixes: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
+
+    @property
+    def name(self) -> str:
+        return "mxfp4"
+
+    def is_coded(self, tensors: Mapping[str, MappedTensor]) -> bool:
+        return "_blocks" in tensors
+
+    def weight_name(self, module: str) -> str:
+        return module
+
+    def shape(self, parts: Parts) -> tuple[int, ...]:
+        shape = parts.tensor("_blocks", "U8").shape
+        if len(shape) != 4 or not all(shape) or shape[3] != _BLOCK_BYTES:
+            raise parts.wrong("_blocks", f"has shape {list(shape)}, not [experts, outputs, blocks, {_BLOCK_BYTES}]")
+        return shape[0], shape[2] * _BLOCK_BYTES * 2, shape[1]
+
+    def read(self, parts: Parts) -> StackedExperts:
+        num_experts, in_features, out_features = self.shape(parts)
+        blocks = parts.tensor("_blocks", "U8").array().reshape(num_experts, out_features, in_features // 2)
+        exponents = parts.array("_scales", "U8", (num_experts, out_features, in_features // 32))
+        if (exponents == 255).any():
+            raise parts.wrong("_scales", "contains a value that is not finite")
+        return StackedExperts(
+            tuple(
+                QuantizedWeight(codes=codes, codebook=E2M1, scales=e8m0(scales))
+                for codes, scales in zip(blocks, exponents, strict=True)
+            )
+        )
+
+
+def parse_mxfp4(config: Mapping[str, Any]) -> Mxfp4Format:
+    return Mxfp4Format()

@@ -1,0 +1,90 @@
+"""The interface of a quantised checkpoint's format, and the checks that all formats share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from loramux.adapter_store.errors import BaseNotSupported
+from loramux.adapter_store.formats.mapped_tensors import MappedTensor
+from loramux.adapter_store.formats.quantization.parts import CodedWeight, Parts
+from loramux.kernels.quantized import INT4, INT8, UINT4, UINT8, QuantizedWeight
+
+
+class WeightFormat(Protocol):
+    """Reads the quantised weights of one checkpoint. Methods raise BaseNotSupported.
+
+    `suffixes` are the ends of the names of all tensors that belong to a weight, those that are not needed included.
+    """
+
+    suffixes: ClassVar[tuple[str, ...]]
+
+    @property
+    def name(self) -> str:
+        """The format as operators know it, such as `awq int4`."""
+        ...
+
+    def is_coded(self, tensors: Mapping[str, MappedTensor]) -> bool:
+        """Whether the tensors of a module, by suffix, are a quantised weight; else they are ordinary tensors."""
+        ...
+
+    def weight_name(self, module: str) -> str:
+        """The name of the weight in a checkpoint that is not quantised."""
+        ...
+
+    def shape(self, parts: Parts) -> tuple[int, ...]: ...
+
+    def read(self, parts: Parts) -> CodedWeight: ...
+
+
+def matrix_shape(parts: Parts, suffix: str, *dtypes: str) -> tuple[int, int]:
+    shape = parts.tensor(suffix, *dtypes).shape
+    if len(shape) != 2 or not all(shape):
+        raise parts.wrong(suffix, f"has shape {list(shape)}, not that of a matrix")
+    return shape[0], shape[1]
+
+
+def affine_weight(
+    parts: Parts,
+    bits: int,
+    codes: npt.NDArray[np.uint8],
+    scales: npt.NDArray[np.float32],
+    zero_codes: npt.NDArray[np.uint8] | None,
+) -> QuantizedWeight:
+    """Weights `(code - zero) * scale` with unsigned codes; without zero points, zero is in the middle of the codes.
+
+    Codes of 4 bits are packed.
+    """
+    middle = 8 if bits == 4 else 128
+    if zero_codes is not None and not (zero_codes == middle).all():
+        zeros = np.ascontiguousarray(zero_codes, np.int16)
+        return QuantizedWeight(codes=codes, codebook=UINT4 if bits == 4 else UINT8, scales=scales, zeros=zeros)
+    if bits == 4:
+        return QuantizedWeight(codes=codes, codebook=INT4, scales=scales)
+    return QuantizedWeight(codes=flip_sign(codes), codebook=INT8, scales=scales)
+
+
+def flip_sign(codes: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """Bytes of int8 values as the values plus 128, and the other way round."""
+    return codes ^ np.uint8(128)
+
+
+def integer(config: Mapping[str, Any], name: str, allowed: tuple[int, ...]) -> int:
+    value = config.get(name)
+    if type(value) is not int or value not in allowed:
+        choices = " or ".join(map(str, allowed))
+        raise BaseNotSupported(f"quantization_config.{name} is {value!r:.60}; {choices} can be read")
+    return value
+
+
+def group_size(config: Mapping[str, Any]) -> int | None:
+    """`group_size`, or None if a group covers all inputs."""
+    value = config.get("group_size")
+    if value in (None, -1):
+        return None
+    if type(value) is not int or value < 1:
+        raise BaseNotSupported(f"quantization_config.group_size is {value!r:.60}, not -1 or a positive number")
+    return value
