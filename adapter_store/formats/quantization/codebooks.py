@@ -21,7 +21,5 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 """float4_e2m1, which mxfp4 and nvfp4 scale in groups."""
 
 
-def e8m0(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """Powers of two with 8 bits of exponent and bias 127; 255 is NaN."""
-    values = np.ldexp(np.float32(1), codes.astype(np.int32) - 127)
-    return np.where(codes == 255, np.float32(np.nan), values)
+E8M0 = np.append(2.0 ** np.arange(-127, 128), np.nan).astype(np.float32)
+"""Powers of two, with 8 bits of exponent."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from loramux.adapter_store.errors import BaseNotSupported
 from loramux.adapter_store.formats.mapped_tensors import MappedTensor
-from loramux.adapter_store.formats.quantization.codebooks import E2M1, e8m0
+from loramux.adapter_store.formats.quantization.codebooks import E2M1, E8M0
 from loramux.adapter_store.formats.quantization.fp8 import block_size, fp8_weight
 from loramux.adapter_store.formats.quantization.grids import check_group, grouped_scales
 from loramux.adapter_store.formats.quantization.packing import pack, unpack, words_as_codes
@@ -159,7 +159,7 @@ def _fp4(parts: Parts, out_features: int, in_features: int) -> QuantizedWeight:
         # The stored scales were multiplied by the global scale.
         scales = parts.scales(".weight_scale") / overall.reshape(())
     else:
-        scales = e8m0(stored.array())
+        scales = E8M0.take(stored.array())
         if np.isnan(scales).any():
             raise parts.wrong(".weight_scale", "contains a value that is not finite")
     return QuantizedWeight(codes=parts.tensor(".weight_packed", "U8").array(), codebook=E2M1, scales=scales)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loramux.adapter_store.formats.mapped_tensors import MappedTensor
-from loramux.adapter_store.formats.quantization.codebooks import E2M1, e8m0
+from loramux.adapter_store.formats.quantization.codebooks import E2M1, E8M0
 from loramux.adapter_store.formats.quantization.parts import Parts
 from loramux.kernels.quantized import QuantizedWeight
 
@@ -63,7 +63,7 @@ class Mxfp4Format:
             raise parts.wrong("_scales", "contains a value that is not finite")
         return StackedExperts(
             tuple(
-                QuantizedWeight(codes=codes, codebook=E2M1, scales=e8m0(scales))
+                QuantizedWeight(codes=codes, codebook=E2M1, scales=E8M0.take(scales))
                 for codes, scales in zip(blocks, exponents, strict=True)
             )
         )

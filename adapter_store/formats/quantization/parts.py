@@ -12,7 +12,7 @@ import numpy.typing as npt
 from loramux.adapter_store.errors import BaseNotSupported
 from loramux.adapter_store.formats.float_formats import STORAGE, to_float32
 from loramux.adapter_store.formats.mapped_tensors import MappedTensor
-from loramux.adapter_store.formats.quantization.codebooks import E4M3, e8m0
+from loramux.adapter_store.formats.quantization.codebooks import E4M3, E8M0
 
 
 class CodedWeight(Protocol):
@@ -57,7 +57,7 @@ class Parts:
         if tensor.dtype == "F8_E4M3":
             values = E4M3.take(tensor.array())
         elif tensor.dtype == "F8_E8M0":
-            values = e8m0(tensor.array())
+            values = E8M0.take(tensor.array())
         else:
             values = to_float32(tensor.array(), tensor.dtype)
         if not np.isfinite(values).all():

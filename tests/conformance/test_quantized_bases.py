@@ -1,0 +1,82 @@
+"""A start from every released layout: logits equal those of transformers over the weights that the codes mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from loramux.engine.config import pack_target
+from loramux.engine.messages import Add, SamplingParams
+from loramux.engine.model.model_config import ModelConfig
+from tests.conformance.parity import Recorder, Subject, assert_parity, run
+from tests.conformance.tiny_models import ALL_LINEARS, SMALL_SHAPE, AdapterPlan, add_adapters, pack_peft_directory
+from tests.quantized_layouts import LAYOUTS, quantize_directory
+
+SHAPE = {**SMALL_SHAPE, "intermediate_size": 256, "initializer_range": 0.1}
+PLANS = [
+    AdapterPlan("r8", 8, ALL_LINEARS),
+    AdapterPlan("dora", 4, ["q_proj", "gate_proj", "down_proj"], use_dora=True),
+]
+FREQUENT = ("fp8-blocks", "ct-w4a16-asymmetric", "gptq-act-order")
+"""The layouts whose start is part of every test run; `make campaign-parity` adds the others."""
+
+
+def make_quantized(directory: Path, layout: str, plans: Sequence[AdapterPlan], keep: str = "lm_head") -> Subject:
+    """A quantised base, and a reference with the weights that its codes mean."""
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+    base = directory / "base"
+    model.save_pretrained(base)
+    quantize_directory(model, base, LAYOUTS[layout], keep)
+    reference = add_adapters(model, list(plans), directory / "adapters")
+    target = pack_target(ModelConfig.load(base), "float32")
+    packed = {plan.name: pack_peft_directory(directory / "adapters" / plan.name, target, base) for plan in plans}
+    return Subject(
+        base,
+        reference,
+        {name: one.digest for name, one in packed.items()},
+        {one.digest: one for one in packed.values()},
+        {name: one.num_pages for name, one in packed.items()},
+    )
+
+
+def check(subject: Subject, names: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    assembled = subject.assemble(pool_bytes=8 << 20)
+    recorder = Recorder(assembled.engine, monkeypatch)
+    adds = {}
+    for name in names:
+        add = Add(
+            sequence_id=str(name),
+            prompt=(5, 90, 11, 200, 7, 301),
+            max_tokens=3,
+            sampling=SamplingParams(temperature=0.0, ignore_eos=True),
+            digest=None if name is None else subject.digests[name],
+        )
+        adds[name] = add
+        assembled.engine.add(b"", add)
+    run(assembled.engine)
+    for name, add in adds.items():
+        assert_parity(subject, name, add, recorder.by_sequence[add.sequence_id])
+    assembled.adapters.close()
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in FREQUENT else pytest.mark.campaign) for name in LAYOUTS]
+)
+def test_every_layout_serves_the_weights_that_it_means(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(make_quantized(tmp_path, layout, PLANS[:1]), [None, "r8"], monkeypatch)
+
+
+def test_modules_that_are_not_converted_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The q of one layer is a float, so that it is fused with quantised k and v.
+    check(make_quantized(tmp_path, "awq", PLANS[:1], keep="0.self_attn.q_proj"), [None], monkeypatch)
+
+
+def test_adapters_over_nf4_equal_peft_over_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DoRA's gains are computed from the dequantised weights too."""
+    check(make_quantized(tmp_path, "nf4-double", PLANS), [None, "r8", "dora"], monkeypatch)
