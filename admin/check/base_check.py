@@ -41,6 +41,7 @@ def check_base(directory: Path, dtype: str = "auto") -> Verdict:
     try:
         stored = stored_tensors(directory)
         check_shapes(config, stored)
+        facts["quantization"] = None if config.quantization is None else config.quantization.name
         facts["stored_dtypes"] = sorted({tensor.dtype for tensor in stored.values()})
         if config.tied_embeddings and HEAD in stored:
             message = f"{HEAD} must equal the embedding, which is compared when the server starts"

@@ -15,6 +15,7 @@ from loramux.engine.device.cuda import CudaAccelerator
 from loramux.engine.device.cuda_driver import missing_for_cuda
 from loramux.engine.errors import DeviceNotUsable
 from loramux.kernels.dispatch import Kernels, KernelShapes, select_kernels
+from loramux.kernels.quantized import QuantizedWeight
 from loramux.kernels.routing import ExpertWeights
 from loramux.kernels.tables import PoolViews
 
@@ -42,6 +43,12 @@ class DenseLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self._weight, self._bias)
+
+
+class MakeQuantizedLinear(Protocol):
+    """Makes a linear that keeps the codes of its weight, or returns None if the device cannot multiply by them."""
+
+    def __call__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> Linear | None: ...
 
 
 class MakeExperts(Protocol):
@@ -80,6 +87,8 @@ class SampleTokens(Protocol):
 class Backend:
     """The device-specific parts of one engine. `activation_dtype` None means the dtype of the weights.
 
+    Quantised weights for which there is no `make_quantized_linear`, or for which it returns None, are dequantised.
+
     `set_num_threads` limits the CPU threads of kernels and torch. A device with `sample_tokens` samples tokens itself:
     its steps are padded, captured as graphs, and submitted before the host has the previous step's tokens. If
     `compiles` is set, its kernels are compiled for each shape. `compile_ahead` does so in parallel before the first
@@ -90,6 +99,7 @@ class Backend:
     make_kernels: Callable[[PoolViews, KernelShapes], Kernels]
     make_linear: Callable[[torch.Tensor, torch.Tensor | None], Linear]
     activation_dtype: torch.dtype | None
+    make_quantized_linear: MakeQuantizedLinear | None = None
     make_experts: MakeExperts = stack_experts
     sample_tokens: SampleTokens | None = None
     compiles: bool = False

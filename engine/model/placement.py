@@ -13,6 +13,7 @@ from loramux.engine.model.model_config import ModelConfig
 from loramux.engine.model.norms import LayerNorm, Norm, RmsNorm
 from loramux.engine.model.weights import WeightSource
 from loramux.kernels.layout import LinearShape
+from loramux.kernels.quantized import QuantizedWeight, concatenate
 
 _BLOCK_ELEMENTS = 1 << 22
 """Elements of a quantised weight that are dequantised at once."""
@@ -32,12 +33,7 @@ class Placement:
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
         """The tensor on the device, in `dtype` (None: that of the weights). A quantised one is dequantised."""
-        stored = self.weights.tensor(name, shape)
-        if isinstance(stored, torch.Tensor):
-            return stored.to(self.backend.device, dtype or self.dtype)
-        placed = torch.empty(shape, dtype=dtype or self.dtype, device=self.backend.device)
-        _dequantize_into(placed, stored)
-        return placed
+        return self._placed(self.weights.tensor(name, shape), dtype or self.dtype)
 
     def norm(self, name: str, size: int) -> Norm:
         config = self.config
@@ -56,16 +52,33 @@ class Placement:
         bias = None
         if has_bias:
             bias = torch.cat([self.tensor(f"{prefix}.{one.name}.bias", (one.out_features,)) for one in shapes])
-        return self.backend.make_linear(self.fused_weight(prefix, shapes), bias)
+        stored = self._stored(prefix, shapes)
+        codes = [part for part in stored if isinstance(part, QuantizedWeight)]
+        make, linear = self.backend.make_quantized_linear, None
+        if make is not None and len(codes) == len(stored):
+            weight = concatenate(codes)
+            linear = None if weight is None else make(weight, bias)
+        return linear or self.backend.make_linear(self._floats(stored), bias)
 
     def fused_weight(self, prefix: str, shapes: Sequence[LinearShape]) -> torch.Tensor:
-        """The concatenated weights of linears that share an input."""
-        parts = [self.tensor(f"{prefix}.{one.name}.weight", (one.out_features, one.in_features)) for one in shapes]
+        """The concatenated weights of linears that share an input, dequantised."""
+        return self._floats(self._stored(prefix, shapes))
+
+    def _stored(self, prefix: str, shapes: Sequence[LinearShape]) -> list[torch.Tensor | CodedWeight]:
+        return [
+            self.weights.tensor(f"{prefix}.{one.name}.weight", (one.out_features, one.in_features)) for one in shapes
+        ]
+
+    def _floats(self, stored: list[torch.Tensor | CodedWeight]) -> torch.Tensor:
+        parts = [self._placed(one, self.dtype) for one in stored]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-
-def _dequantize_into(placed: torch.Tensor, coded: CodedWeight) -> None:
-    """Dequantise in blocks, so that only a few rows are in memory in float32."""
-    num_rows = max(1, _BLOCK_ELEMENTS // placed[0].numel())
-    for begin in range(0, placed.shape[0], num_rows):
-        placed[begin : begin + num_rows] = torch.from_numpy(coded.dequantize(begin, begin + num_rows))
+    def _placed(self, stored: torch.Tensor | CodedWeight, dtype: torch.dtype) -> torch.Tensor:
+        if isinstance(stored, torch.Tensor):
+            return stored.to(self.backend.device, dtype)
+        placed = torch.empty(stored.shape, dtype=dtype, device=self.backend.device)
+        # Dequantise in blocks, so that only a few rows are in memory in float32.
+        num_rows = max(1, _BLOCK_ELEMENTS // placed[0].numel())
+        for begin in range(0, placed.shape[0], num_rows):
+            placed[begin : begin + num_rows] = torch.from_numpy(stored.dequantize(begin, begin + num_rows))
+        return placed

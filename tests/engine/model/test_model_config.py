@@ -349,6 +349,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "malformed|not supported",
     ),
     ({"architectures": ["Gemma3ForConditionalGeneration"], "quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"quantization_config": {"quant_method": "exl2"}}, "'exl2' .* use the float weights with --quantization"),
     ({"architectures": None}, "none is not supported"),
     ({"hidden_act": "gelu"}, "activation 'gelu'"),
     ({**GEMMA2, "hidden_activation": "gelu"}, r"activation 'gelu' \(hidden_activation"),
@@ -535,3 +536,23 @@ def test_missing_tensor_is_reported_before_unused_tensors(tmp_path: Path) -> Non
     save_file({"a": torch.ones(4, 2), "b": torch.ones(4, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelNotSupported, match="no tensor c"):
         read(tmp_path, "a", "c")
+
+
+def test_format_of_quantized_weights_is_named(tmp_path: Path) -> None:
+    assert load(tmp_path, {}).quantization is None
+    found = load(tmp_path, {"quantization_config": {"quant_method": "fp8"}}).quantization
+    assert found is not None
+    assert found.name == "fp8"
+
+
+@pytest.mark.parametrize("name", ["model.gguf", ""])
+def test_gguf_is_refused_with_advice(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelNotSupported, match=r"GGUF .* --quantization int8 or int4"):
+        ModelConfig.load(tmp_path / name)
+
+
+def test_weights_of_a_dtype_that_nothing_explains_are_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(4, 2).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelNotSupported, match="a has dtype float8_e4m3fn, which quantization_config"):
+        read(tmp_path, "a")
