@@ -29,7 +29,7 @@ NO_WINDOW = Window(0, 2**62)
 
 
 def is_timezone(name: str) -> bool:
-    """Whether this machine has an IANA timezone called `name`."""
+    """Return whether this machine knows the IANA timezone `name`."""
     return len(name) <= MAX_ZONE and name in _zones()
 
 

@@ -23,7 +23,7 @@ class _Waiting:
 class TenantTurns:
     """Limits each tenant to one turn at a time and a bounded number of waiting requests. Belongs to the event loop.
 
-    A client that disconnects does not end the work in a thread, so a turn ends with the work, not with the client.
+    Work in a thread goes on after its client disconnects, so a turn ends with the work.
     """
 
     def __init__(self, max_waiting_per_tenant: int, too_many: Callable[[], RateLimited]) -> None:
@@ -54,7 +54,7 @@ class TenantTurns:
 
         def end(ended: asyncio.Task[Result]) -> None:
             if not ended.cancelled():
-                # Without this call, asyncio would log a failure after the client has gone as never retrieved.
+                # Retrieve the exception, which asyncio would otherwise report if the client has gone.
                 ended.exception()
             waiting.turn.release()
             self._leave(tenant_id, waiting)

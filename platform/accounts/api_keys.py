@@ -42,7 +42,7 @@ _PRESENTED = re.compile(r"sk-lmx-([0-9A-Za-z]{16})-[0-9A-Za-z]{43}")
 _NO_KEY = bytes(32)
 _FOR_EVER_US = 1 << 62
 _MAX_AHEAD_US = 60_000_000
-"""Maximum lead of a rotation time over the clock, in microseconds. A larger lead means that the clock was set back."""
+"""A rotation time further in the future than this, in microseconds, means that the clock was set back."""
 _OPERATORS = Principal(key_id=OPERATOR, tenant_id=None, tenant_slug=None, scopes=DEFAULT_PLATFORM_SCOPES)
 
 
@@ -222,7 +222,7 @@ class ApiKeys:
         return CreatedKey(key=key_of(row), secret=secret)
 
     def restart_grace_periods(self) -> int:
-        """Shorten grace periods that would last too long because the clock was set back. Return their number."""
+        """Shorten grace periods that the clock's setback would make too long. Return how many were shortened."""
         table = schema.api_keys
         with self._database.write() as connection:
             now_us = self._database.now_us(connection)
@@ -294,7 +294,7 @@ class ApiKeys:
 
 
 def _admin_key_ids(connection: Connection, now_us: int, *, is_held: bool) -> list[str]:
-    """Return the IDs of the usable platform:admin keys. With `is_held`, lock the keys until the transaction ends."""
+    """Return the IDs of the usable platform:admin keys. If `is_held`, lock the keys until the transaction ends."""
     table = schema.api_keys
     query = select(table.c.id, table.c.scopes).where(
         table.c.tenant_id.is_(None),

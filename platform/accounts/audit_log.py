@@ -14,12 +14,12 @@ from loramux.platform.accounts.principals import Principal
 
 PLATFORM = "platform"
 PERSON = "oidc_"
-"""Prefix for actors who signed in through single sign-on, followed by a pseudonym that does not identify them."""
+"""Prefix of actors who signed in through single sign-on. A pseudonym follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
-    """One change, as `{field: [before, after]}` in `changes`.
+    """One change. `changes` is `{field: [before, after]}`.
 
     `tenant_id` is the object's owner, or None for the platform. If the reader belongs to a tenant, `actor` is
     `platform` for a change made by a platform key, and `address` is None unless the reader or one of the tenant's keys

@@ -23,8 +23,8 @@ class CacheInvalidation:
     """A thread that calls every function in `forget` after a change.
 
     The thread is notified of a change or notices it within POLL_INTERVAL_S. If the database cannot be watched, cache
-    entries expire within five seconds. A read that began before a change can fill the cache with the old value, which
-    also lasts at most five seconds. `note_heard` is called whenever the database answers.
+    entries expire within five seconds. A read that began before a change can cache the old value, also for at most five
+    seconds. `note_heard` is called whenever the database answers.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class CacheInvalidation:
                     is_well = True
                     self._follow(listener)
             except Exception as error:
-                # A failure does no lasting harm: entries expire, and the next iteration listens again.
+                # After a failure, cache entries still expire, and the next iteration listens again.
                 if is_well and not self._stopped.is_set():
                     log.warning("cannot watch for changes to keys and policies; trying again", error=str(error))
                 is_well = False

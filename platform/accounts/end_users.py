@@ -1,4 +1,4 @@
-"""Ledger labels for a tenant's end users, whom only the tenant can identify."""
+"""Ledger labels for a tenant's end users. Only the tenant knows who they are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_END_USER = 128
 def end_user_label(user: str | None) -> str | None:
     """Return the request's `user` if it is short and printable, otherwise its SHA-256.
 
-    Users with long names stay distinct, and no request is refused because of its `user`.
+    Long names stay distinct, and no request is refused because of its `user`.
     """
     if not user:
         return None

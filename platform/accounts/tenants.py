@@ -218,7 +218,6 @@ class Tenants:
         return share if 0 <= self._database.now_us() - read_us < MAX_STALE_US else None
 
     def forget_recent(self) -> None:
-        """Empty the cache, because a tenant may have changed."""
         self._shares.clear()
 
 

@@ -18,7 +18,7 @@ from loramux.platform.accounts.model_names import ResolvedModel
 from loramux.platform.errors import Unavailable
 
 MAX_CACHED_VERSIONS = 1024
-"""Largest number of versions whose files are cached. With the largest templates, this takes 64 MiB."""
+"""Maximum number of versions with cached files: 64 MiB if all have the largest template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class VersionSettingsCache:
 
     A version without optional files has the base's settings. For other versions, only the first request reads the
     database, because equal digests mean equal files. `applies_adapter_defaults` enables adapters' own generation
-    settings. The base's parsers suit the base's template, so a version with its own template does not use them.
+    settings. A version with its own template does not use the base's parsers, because they fit the base's template.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class Admission:
     def num_writers(self) -> int:
         """Number of transactions worth running concurrently.
 
-        SQLite allows only one. PostgreSQL can execute one while the gateway judges the operations of the next.
+        SQLite allows only one. PostgreSQL can execute one while the gateway checks the operations of the next.
         """
         return 1 if self._database.is_sqlite else 2
 
@@ -182,7 +182,7 @@ class Admission:
         """Add recent settlements to the rollups, and return the number of settlement transactions added."""
         total = 0
         while True:
-            # Take turns with the committer, so that it waits for one short fold instead of polling SQLite's lock.
+            # Share a lock with the committer, so that it waits for one short fold instead of polling SQLite's lock.
             with self._turn if self._database.is_sqlite else nullcontext():
                 folded = self._rollups.fold()
             total += folded
@@ -206,6 +206,6 @@ class Admission:
             with self._database.write() as connection:
                 yield connection
             return
-        # A writer that waits for SQLite's lock has to poll. A thread that waits for this lock is woken immediately.
+        # Waiting for SQLite's lock means polling. This lock wakes its next holder immediately.
         with self._turn, self._database.write() as connection:
             yield connection

@@ -10,10 +10,10 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 STALLED_S = 3.0
-"""Duration of a transaction, in seconds, beyond which the database counts as unresponsive."""
+"""The database counts as unresponsive if a transaction takes longer than this, in seconds."""
 
 SILENT_S = 6.0
-"""Time without an answer to the polling thread, in seconds, beyond which the database counts as unresponsive."""
+"""The database counts as unresponsive if the polling thread gets no answer for this long, in seconds."""
 
 TROUBLE = (OperationalError, InterfaceError, PoolTimeout)
 """Exceptions raised when the database is unreachable, full, locked or out of connections."""

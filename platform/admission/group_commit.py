@@ -25,7 +25,7 @@ NoteCommit = Callable[[int, float, bool], None]
 """Called after each transaction with its number of operations, its duration in seconds, and True if it failed."""
 
 WORTH_ANOTHER = 32
-"""Number of waiting operations that starts a second transaction while one is in progress."""
+"""While one transaction is in progress, this many waiting operations start a second one."""
 
 MAX_ATTEMPTS = 4
 RETRY_S = 0.02
@@ -51,7 +51,7 @@ class GroupCommit:
 
     An operation that finds the threads idle is committed immediately. Other operations wait for the commit in progress.
     A busy gateway therefore waits for the disk once per batch, and an idle one never waits for a batch to fill. If
-    enough operations are waiting, a second thread judges them while the database executes the first batch. A refusal,
+    enough operations are waiting, a second thread checks them while the database executes the first batch. A refusal,
     or a statement that the database rejects, affects only its own operation.
     """
 
@@ -144,7 +144,7 @@ class GroupCommit:
             return self._admission.commit(operations)
         except TROUBLE as error:
             if _is_transient(error) and attempt < MAX_ATTEMPTS:
-                # The database rolled this transaction back and let the conflicting one proceed.
+                # A conflicting transaction won, and the database rolled this one back.
                 time.sleep(random.uniform(0, RETRY_S * attempt))
                 return self._commit(operations, attempt + 1)
             # The database is in trouble. Retrying each operation would only repeat the error.

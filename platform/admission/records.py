@@ -61,7 +61,7 @@ RECOVERED = "recovered"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
-    """Ends a reservation. With `lease_expires_us`, it is a recovery, which applies only if the lease is unchanged.
+    """Ends a reservation. If `lease_expires_us` is set, it is a recovery, which applies only if the lease is unchanged.
 
     If a recovered reservation is settled later, the difference is corrected once.
     """

@@ -1,4 +1,6 @@
-"""One transaction for many operations: locks rows in a fixed order, judges in order of arrival, and writes once."""
+"""One transaction for many operations: locks rows in a fixed order, checks operations in order of arrival, and writes
+once.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ MAX_ATTEMPTS = 20
 class CountersMissing(Exception):
     """Policies changed or a window rolled over after the counters were locked. Retry with these bindings locked too.
 
-    No operation was judged. The counters of `bindings` may have to be created before the retry.
+    No operation was applied. The counters of `bindings` may have to be created before the retry.
     """
 
     def __init__(self, bindings: Sequence[Binding]) -> None:
@@ -67,7 +69,9 @@ class AdmissionTransaction:
         self._bindings: dict[_Caller, Sequence[Binding]] = {}
         """The bindings that apply to each caller with a request or load charge."""
         self._held: dict[str, list[Binding | None]] = {}
-        """For each reservation ID, the binding of each charge, or None if the limit has since been removed."""
+        """The bindings of each reservation's charges, by reservation ID. A binding is None if its limit has since been
+        removed.
+        """
         self._book: PriceBook | None = None
         self._adapters: Mapping[str, str] = {}
         self.num_overdrawn = 0
@@ -185,7 +189,7 @@ class AdmissionTransaction:
     def _note_step_back(self, bindings: Sequence[Binding]) -> None:
         """If the clock was set back, let the buckets of a refused request refill from now.
 
-        A refusal changes nothing else. Without this write, each refusal would see the refill time in the future again.
+        A refusal changes nothing else. Without this write, every refusal would find the refill time in the future.
         """
         for binding in bindings:
             counter = self._quotas.counters.get(binding.key)

@@ -28,8 +28,8 @@ class CrashStrikes:
     """Counts strikes per request. Retries of a request count as the same request.
 
     Two requests are the same if they have the same tenant, adapter, prompt and sampling parameters. `max_tokens` and
-    the seed are ignored, because they can change in a retry. A request that completes is acquitted, so that a frequent
-    request that merely ran during a crash is not refused.
+    the seed are ignored, because they can change in a retry. A request that completes loses its strikes, so that a
+    frequent request is not refused for running during a crash.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

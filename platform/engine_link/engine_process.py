@@ -42,8 +42,8 @@ MEMORY_ENVIRONMENT = {
 }
 """Lets a step reuse memory freed by the previous one, in huge pages if the kernel offers them (GNU libc).
 
-Otherwise each activation of a large step would be mapped again, with 20,000 page faults for sixteen prompts of 64
-tokens. Weights in small pages would be read at half the speed. 32 MiB is the largest threshold that the C library
+Otherwise each activation of a large step would be mapped again, which causes 20,000 page faults for sixteen prompts of
+64 tokens. Reading weights from small pages takes twice as long. 32 MiB is the largest threshold that the C library
 accepts.
 """
 
@@ -75,8 +75,8 @@ class EngineProcess:
                 stdout=output.write_fd,
                 stderr=output.write_fd,
                 pass_fds=(record_fd,),
-                # The engine gets its own session. Ctrl-C at the terminal then reaches only the supervisor, which drains
-                # first.
+                # In its own session, the engine does not receive Ctrl-C from the terminal. The supervisor does, and
+                # drains first.
                 start_new_session=True,
                 env=_environment(config.program_dir),
             )

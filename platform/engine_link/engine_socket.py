@@ -65,7 +65,7 @@ class EngineSocketDirectory:
 
 
 def _takes_sockets(directory: Path) -> bool:
-    """Return whether the directory can be private and hold a socket. Some shared file systems support neither."""
+    """Return whether the directory can be made private and hold a socket. Some shared file systems support neither."""
     probe = directory.absolute() / f"probe-{os.getpid()}.sock"
     if len(os.fsencode(probe)) > MAX_SOCKET_PATH:
         return False

@@ -24,7 +24,7 @@ from loramux.platform.engine_link.output_lines import OutputLines
 from loramux.platform.engine_link.watchdog import Watchdog
 
 END_GRACE_S = 1.0
-"""Time, in seconds, in which an engine must finish its step when asked to end. Its streams have already ended."""
+"""Time, in seconds, that an engine gets to finish its step when asked to end. Its streams have already ended."""
 
 CONNECT_POLL_S = 0.02
 
@@ -38,7 +38,7 @@ class EngineStartError(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervision:
     step_timeout_s: float = 60.0
-    """Longest allowed step, in seconds. A longer one counts as hung."""
+    """An engine counts as hung if a step takes longer than this, in seconds."""
     start_timeout_s: float = 300.0
     """Longest allowed start, in seconds. It also limits the first step, which may have to compile kernels."""
     first_delay_s: float = 0.2
@@ -52,7 +52,7 @@ class Supervision:
 
     def delay_s(self, num_short_runs: int) -> float:
         """Delay, in seconds, after `num_short_runs` consecutive runs that were not steady."""
-        # The exponent is capped too, so that the power cannot overflow.
+        # Cap the exponent, so that the power cannot overflow.
         return float(min(self.max_delay_s, self.first_delay_s * 2 ** min(num_short_runs, 32)))
 
 
@@ -136,7 +136,7 @@ class LocalEngine(ConnectedEngine):
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
-        # An engine that is still loading would not notice the request to end, and has nothing to lose.
+        # An engine that is still loading does not read messages, and killing it loses nothing.
         grace_s = END_GRACE_S if self.is_ready and not self._is_hung else 0.0
         self._disconnect(frozenset())
         process, self._process = self._process, None

@@ -45,7 +45,7 @@ class ProcessOutput:
     def last_line(self) -> str | None:
         """The last non-blank line printed so far."""
         while self._read():
-            # The pipe can contain more data than one read returns.
+            # One read may not return all data in the pipe.
             continue
         lines = [line.strip() for line in self._kept.decode(errors="replace").splitlines()]
         return next((line[:MAX_LINE] for line in reversed(lines) if line), None)

@@ -289,6 +289,6 @@ def _prompt_logprob(add: Add, token_id: int, logprob: float) -> PromptLogprob:
 
 
 def _top(token_id: int, logprob: float, count: int) -> tuple[tuple[int, float], ...]:
-    """The token comes first, then IDs from 0 up, so that tests can predict the result."""
+    """Put the token first, then IDs from 0 up, so that tests can predict the result."""
     ranked = [token_id, *(other for other in range(count + 1) if other != token_id)][:count]
     return tuple((other, logprob * (i + 1)) for i, other in enumerate(ranked))

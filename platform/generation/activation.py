@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def activations(prompts: Sequence[Sequence[int]], invocation_tokens: Sequence[int]) -> tuple[int | None, ...]:
-    """The position in each prompt from which the adapter applies, or None if the base alone computes the prompt.
+    """The position in each prompt from which the adapter applies, or None if only the base applies.
 
     An adapter without invocation tokens applies from the start.
     """
@@ -15,8 +15,8 @@ def activations(prompts: Sequence[Sequence[int]], invocation_tokens: Sequence[in
 
 def activation(prompt: Sequence[int], invocation_tokens: Sequence[int]) -> int | None:
     """The start of the last occurrence of the invocation tokens in a prompt, or None."""
-    # The search runs backwards over text with one character per token, because `str.find` takes linear time even for
-    # hostile prompts, while `str.rfind` does not.
+    # Reverse the text, which has one character per token: `str.find` takes linear time even for hostile prompts, and
+    # `str.rfind` does not.
     text, wanted = ("".join(map(chr, reversed(token_ids))) for token_ids in (prompt, invocation_tokens))
     num_after = text.find(wanted)
     return None if num_after < 0 else len(prompt) - num_after - len(invocation_tokens)

@@ -35,11 +35,11 @@ class Choice:
         self._shows_stop = rules.include_stop_str_in_output
         self._reasoning = rules.splitter()
         self.num_reasoning = 0
-        """Number of received tokens that belong to the reasoning, including its markers."""
+        """Number of received reasoning tokens, including the markers."""
         self._only_prompt = rules.only_prompt
         self._prompt_logprobs: list[PromptLogprob] = []
         self._min_tokens = add.sampling.min_tokens
-        # Tokens that no delta has reported yet, because their text was held back.
+        # Tokens that are in no delta yet, because their text was held back.
         self._unreported: list[int] = []
         self.num_received = 0
         self.keep: int | None = 0 if rules.only_prompt else None
@@ -117,7 +117,9 @@ class Choice:
 
     @property
     def completion_tokens(self) -> int:
-        """Generated tokens to charge: the engine's count, or the received tokens if the engine reported none."""
+        """Number of generated tokens to charge: the engine's count, or the received tokens if the engine reported no
+        count.
+        """
         finished = self.finished
         if finished is None:
             committed = self.num_received
@@ -142,7 +144,7 @@ class Choice:
         return self._reasoning is not None and self._reasoning.is_thinking
 
     def _split(self, shown: str) -> tuple[str, str]:
-        """Divide new text into reasoning and answer."""
+        """Split new text into reasoning and answer."""
         return ("", shown) if self._reasoning is None else self._reasoning.feed(shown)
 
     def _delta(

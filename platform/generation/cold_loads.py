@@ -36,7 +36,7 @@ class ColdLoads:
 
     While requests arrive, a report is at most `REPORT_INTERVAL_S` old. Until the next report, an evicted adapter counts
     as resident, and an adapter that several gateways load concurrently counts as a cold load for each of them. No
-    request is refused because of an outdated report: see `admit`. Before the first report, no load is called cold.
+    request is refused because of an outdated report: see `admit`. Before the first report, no load counts as cold.
     """
 
     def __init__(self, engine: EngineClient, clock: Callable[[], float] = time.monotonic) -> None:
@@ -92,7 +92,7 @@ class ColdLoads:
         self._loading[digest] = self._clock()
 
     def note_failed(self, digest: str) -> None:
-        """Record that the engine could not load the adapter. The next attempt is a new load."""
+        """Record that the engine could not load the adapter. The next attempt counts as a new load."""
         self._loading.pop(digest, None)
 
     async def refresh(self) -> None:

@@ -31,7 +31,7 @@ It exceeds any step's duration, because the engine reads aborts between steps.
 """
 
 EXTEND_AHEAD_TOKENS = 128
-"""Number of tokens left in a grant at which more are requested, so that the sequence does not have to pause."""
+"""Request more tokens when this many are left of a grant, so that the sequence does not have to pause."""
 
 Extend = Callable[[str, int], Awaitable[bool]]
 """Reserves more tokens for a request. Returns False if no more are granted."""
@@ -86,7 +86,7 @@ class Generation:
 
     @property
     def num_pending(self) -> int:
-        """Number of deltas that the client has not read yet. It is bounded, even for a slow client."""
+        """Number of deltas that the client has not read yet, which is bounded."""
         return len(self._events)
 
     @property
@@ -102,7 +102,7 @@ class Generation:
             raise self._failure
 
     def abandon_when(self, gone: Coroutine[Any, Any, None]) -> None:
-        """Abandon the request when `gone` returns, which means that the client has left."""
+        """Abandon the request when `gone` returns because the client has left."""
 
         async def watch() -> None:
             await gone
@@ -175,7 +175,7 @@ class Generation:
             if self._observe_gap is not None and item.token_ids:
                 now_s = time.monotonic()
                 if last_s is not None:
-                    # A stop string was found, so the engine can stop. Only its final report is missing.
+                    # A stop string was found, so stop the engine and wait only for its final report.
                     for _ in item.token_ids:
                         self._observe_gap((now_s - last_s) / len(item.token_ids))
                 last_s = now_s
@@ -185,7 +185,7 @@ class Generation:
                 continue
             self._events.put(delta)
             if choice.is_done:
-                # A stop string was found, so the engine need not continue. Only its final report is missing.
+                # After a stop string, only the engine's final report is missing.
                 self._engine.abort(choice.add.sequence_id, keep=choice.keep)
                 if all(other.is_done for other in self._choices):
                     self._is_stopping.set()
@@ -235,7 +235,7 @@ class Generation:
     def _settlement(self) -> Settlement:
         choices = self._choices
         n = self.plan.num_choices
-        # A prompt is charged once, however many choices continue it.
+        # Charge each prompt once, no matter how many choices continue it.
         groups = [choices[start : start + n] for start in range(0, len(choices), n)]
         is_complete = all(choice.is_done for choice in choices)
         is_failed = self._failure is not None and not isinstance(self._failure, RequestCancelled)

@@ -23,7 +23,7 @@ TEND_INTERVAL_S = 1.0
 """Interval between retries of a failing database and of spooled settlements, in seconds."""
 
 RECOVERY_GRACE_S = LEASE_US / 1_000_000
-"""Time after database trouble, in seconds, in which gateways can checkpoint and settle before recovery resumes."""
+"""Delay of recovery after database trouble, in seconds, so that gateways can checkpoint and settle first."""
 
 CHECKPOINT_INTERVAL_S = 5.0
 

@@ -10,7 +10,7 @@ from loramux.platform.generation.choice import ChoiceDelta
 
 
 class PendingDeltas:
-    """A queue that never blocks its writer and stays short even if its reader is slow.
+    """A queue that never blocks its writer and stays short if its reader is slow.
 
     Deltas that a reader has not taken in time are joined, except the last of each choice, so that at most two per
     choice are waiting. A reader that keeps up gets each delta as it was written.

@@ -79,13 +79,11 @@ class Plan:
     """The grammar that each choice must follow, in llguidance's format. Empty if there is none."""
     text_rules: TextRules
     tokens_at_once: int
-    """Maximum number of tokens reported together. It is 1 if the client or a
-    stop string needs each token immediately.
-    """
+    """Maximum number of tokens per report: 1 if the client or a stop string needs each token immediately."""
     base: str
     end_user: str | None
     priority: int = 0
-    """Orders the requests of one share. Lower values run first."""
+    """Order among the requests of one share. Lower values run first."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -89,7 +89,7 @@ class RunningRequests:
             raise DatabaseTrouble("the reservation took too long") from None
 
     def _check(self) -> None:
-        """Raise DatabaseTrouble if a reservation cannot be made now or its settlement could not be stored."""
+        """Raise DatabaseTrouble if reserving or storing a settlement is impossible now."""
         self._health.check()
         trouble = self._settler.trouble
         if trouble is not None:

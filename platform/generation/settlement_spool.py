@@ -43,13 +43,13 @@ class SpoolContents:
 class SettlementSpool:
     """A file of settlements in one process's directory. Blocking.
 
-    The file's space is preallocated, so a full disk does not stop the spool. Only setting aside a record that the
-    database refused takes new space. Each record is a line with its CRC-32 and JSON, written in place after the
+    The file's space is preallocated, so a full disk does not stop the spool. Only records that the database refused,
+    which are set aside, take new space. Each record is a line with its CRC-32 and JSON, written in place after the
     previous record and fsynced. Zeros fill the rest of the file. A file whose first byte is zero is empty, regardless
     of its other bytes.
 
     `begin_replay` reads the waiting records, and `end_replay` marks them as settled. Settling twice changes nothing, so
-    records can be replayed any number of times. Once no record is waiting, the file is overwritten with zeros.
+    records can be replayed repeatedly. Once no record is waiting, the file is overwritten with zeros.
 
     A torn last line, left by a crash, was never acknowledged. A damaged line elsewhere is reported and kept. Lines in
     the file LEFT are replayed at the next start and then removed. An earlier version left them, or an operator took
@@ -135,9 +135,7 @@ class SettlementSpool:
                 self._empty()
 
     def _empty(self) -> None:
-        """Start again at the beginning of the file. If this fails, settled records may be replayed, which has no
-        effect.
-        """
+        """Start again at the beginning of the file. If this fails, settled records may be replayed, which is harmless."""
         num_bytes, self._settled, self._end = self._end, 0, 0
         if num_bytes == 0:
             return

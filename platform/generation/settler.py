@@ -17,7 +17,7 @@ from loramux.platform.ledger.settlement import Settlement
 from loramux.platform.telemetry.metrics import GatewayMetrics
 
 SETTLE_WAIT_S = 2.0
-"""Time, in seconds, that a settlement can take in the database before it is also spooled."""
+"""A settlement that takes longer than this in the database, in seconds, is also spooled."""
 
 REPLAY_AT_ONCE = 256
 
@@ -30,8 +30,8 @@ class Settler:
     """Closes reservations, even while the database is failing.
 
     A settlement that the database does not accept waits in the spool, or in memory if the spool does not accept it
-    either. While any settlement waits in memory, no request is admitted. Their number therefore never exceeds the
-    number of reservations that were open or in progress when the trouble began.
+    either. While any settlement waits in memory, no request is admitted. No more settlements can therefore wait than
+    reservations were open or in progress when the trouble began.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Settler:
                 self._hold(closing)
 
     def settle_unrun(self, request_id: str, reserving: asyncio.Future[Any]) -> None:
-        """Release the reservation, if any, that the finished future `reserving` made for an abandoned request."""
+        """Release the reservation of an abandoned request if the finished future `reserving` made one."""
         error = None if reserving.cancelled() else reserving.exception()
         if reserving.cancelled() or not (error is None or isinstance(error, TROUBLE)):
             return
@@ -72,7 +72,7 @@ class Settler:
         settling.add_done_callback(self._unrun.discard)
 
     async def spool_unrun(self, request_id: str) -> None:
-        """Spool the release of a reservation that may have been made although the database's answer was lost."""
+        """Spool the release of a reservation that the database may have made before its answer was lost."""
         closing = Closing(request_id=request_id, settlement=NEVER_RAN)
         is_kept = False
         try:
@@ -97,7 +97,7 @@ class Settler:
         return f"{len(self._held)} settlements are waiting in memory: neither the database nor the spool accepts them"
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Checkpoints that extend the leases of settlements in memory, for a database that accepts only checkpoints."""
+        """Checkpoints that extend the leases of settlements in memory, in case the database accepts only checkpoints."""
         return [Checkpoint(one.request_id, one.settlement.completion_tokens) for one in self._held.values()]
 
     async def none_held(self) -> None:

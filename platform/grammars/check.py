@@ -1,4 +1,4 @@
-"""Turns a constraint into a grammar for the engine, and tries it out. Runs in the confined process."""
+"""Compiles a constraint into a grammar for the engine and tries it out. Runs in the confined process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 NUM_TRIED_TOKENS = 64
-"""Number of random tokens after which a grammar that met no limit is accepted."""
+"""A grammar is accepted after this many random tokens if it exceeded no limit."""
 
 JSON_OPTIONS: JsonCompileOptions = {
     "item_separator": ",",
@@ -58,7 +58,7 @@ def checked_grammar(kind: str, text: str, vocabulary: LLTokenizer) -> str:
 
 
 def _check_tools(rules: AnswerRules, vocabulary: LLTokenizer) -> None:
-    """Check each tool's schema alone. Raises GrammarRefused with the first at fault."""
+    """Check each tool's schema on its own. Raises GrammarRefused for the first invalid one."""
     for tool in () if rules.calls is None else rules.calls.tools:
         try:
             _tried_grammar("json_schema", json.dumps(tool.schema), vocabulary)
@@ -138,7 +138,9 @@ def _grammars(grammar: str) -> list[dict[str, Any]]:
 
 
 def _refuse_nested_ids(schema: Any) -> None:
-    """Raise GrammarRefused for an `$id` below the root. It moves the base of references, which llguidance ignores."""
+    """Raise GrammarRefused for an `$id` below the root. It would change the base of references, and llguidance ignores
+    it.
+    """
     waiting = list(schema.values()) if isinstance(schema, dict) else []
     while waiting:
         node = waiting.pop()

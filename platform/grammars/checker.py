@@ -34,7 +34,7 @@ MEMORY_BYTES = 1 << 30
 """Limit on the additional memory of one check, in bytes."""
 
 ANSWER_BYTES = 4 << 20
-"""Longest grammar that a constraint may become, in bytes."""
+"""Longest compiled grammar, in bytes."""
 
 MAX_KEPT = 512
 """Maximum number of cached outcomes over all tenants."""
@@ -60,7 +60,7 @@ class Checked(msgspec.Struct, frozen=True):
     refused: str | None = None
     keywords: tuple[str, ...] = ()
     param: str | None = None
-    """The field at fault, if it is not the whole constraint's."""
+    """The invalid field, or None for the whole constraint."""
 
 
 Observer = Callable[[str, float, tuple[str, ...]], None]
@@ -72,9 +72,8 @@ keywords.
 class GrammarChecker:
     """Checks each constraint once per tenant, in a forked, confined process with limits on time and memory.
 
-    Tenants share no outcomes, so a fast answer reveals nothing about another tenant's constraints. A tenant has one
-    check at a time. Its other requests wait for their turn, and other tenants' checks do not wait for them. Belongs to
-    the event loop.
+    Outcomes are cached per tenant, so a fast answer reveals nothing about another tenant's constraints. Each tenant has
+    one check at a time. Its other requests wait, without delaying other tenants. Belongs to the event loop.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class GrammarChecker:
         self._kept[key] = checked
 
     def _check(self, constraint: Constraint) -> Checked:
-        """Blocking. Raises Unavailable if no process can check anything."""
+        """Blocking. Raises Unavailable if no process can be started."""
         request = {
             "kind": constraint.kind,
             "text": constraint.text,
@@ -162,7 +161,7 @@ class GrammarChecker:
         if ended.returncode > 0:
             log.warning("grammar_check_failed", error=last_line(ended.stderr))
         if ended.took_too_long or ended.returncode != 0:
-            # The stack overflowed, or memory or time ran out. This grammar would end the next process too.
+            # The stack overflowed, or memory or time ran out. Retrying would only kill the next process.
             return Checked(refused="the grammar is too complex")
         try:
             checked = msgspec.json.decode(ended.stdout, type=Checked)

@@ -1,7 +1,7 @@
 """Finds constraints that no finite answer can satisfy, because a schema or a rule requires itself endlessly.
 
-Both checks compute a least fixed point: a part can end if the parts that it requires can end. Anything that a check
-does not understand counts as able to end, so a check refuses only what is certainly endless.
+Both checks compute a least fixed point: a part can end if the parts that it requires can end. A part that a check does
+not understand counts as able to end, so only certainly endless constraints are refused.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _ends(node: Any, root: Any, can_end: set[int]) -> bool:
 
 
 def _required_of(node: dict[str, Any], kind: str) -> list[Any]:
-    """Return the subschemas without which no value of the type exists."""
+    """Return the subschemas that every value of the type contains."""
     if kind == "object":
         required, properties = node.get("required"), node.get("properties")
         if not isinstance(required, list) or not isinstance(properties, dict):
@@ -153,7 +153,7 @@ class _Group:
 
 
 def _body_ends(body: str, unfinished: Container[str]) -> bool:
-    """Return whether an alternative of a rule's body uses no unfinished rule."""
+    """Return whether the rule's body has an alternative without unfinished rules."""
     groups = [_Group()]
     for token in _LARK_TOKEN.finditer(body):
         group = groups[-1]

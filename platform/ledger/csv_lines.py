@@ -1,4 +1,4 @@
-"""Formats rows as newline-delimited JSON, or as CSV (RFC 4180) that spreadsheets cannot mistake for formulas."""
+"""Formats rows as newline-delimited JSON, or as CSV (RFC 4180) that spreadsheets do not evaluate as formulas."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class _Batch:
 class LedgerEntries:
     """One transaction's ledger entries, collected in memory and written at its end.
 
-    A request is charged at the price in force at its admission, no matter how long it runs. A batch row in the same
+    A request is charged at the price in force when it was admitted, no matter how long it runs. A batch row in the same
     transaction lets `UsageRollups` find the entries.
     """
 

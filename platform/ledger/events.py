@@ -107,7 +107,7 @@ class Ledger:
         query = _select_events(tenant_id, start_us, end_us, only)
         if after is not None:
             place = (after.finished_us, after.request_id)
-            # The first condition is redundant, but it is the only one that an index can serve.
+            # The first condition is redundant, but only it can use an index.
             query = query.where(
                 events.finished_us >= after.finished_us, tuple_(events.finished_us, events.request_id) > place
             )

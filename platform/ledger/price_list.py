@@ -27,7 +27,7 @@ _ADAPTER = re.compile(r"ada_[0-9a-f]{32}")
 
 
 class PriceInForce(Conflict):
-    """The price is in force or about to be. It must stay on record to explain charges."""
+    """The price is in force or about to be, so it must stay on record to explain charges."""
 
     code = "price_in_force"
 

@@ -17,12 +17,12 @@ LAST_LOCAL_US = 221_845_392_000_000_000
 MAX_SINGLE_US = 31 * DAY_US
 """Longest range of a report that must read individual requests, in microseconds."""
 MAX_SINGLE_OF_ALL_US = DAY_US + HOUR_US
-"""The same limit for reports over all tenants. It allows for the last 24 hours, extended to a whole hour."""
+"""The same limit for reports over all tenants: 24 hours, rounded out to whole hours."""
 
 MAX_SUMMED = 1_000_000
 """Maximum number of rows from the ledger and its rollups that one report sums."""
 MAX_SUMMED_BY_END_USER = 100_000
-"""The same limit for reports by end user, because a tenant's clients control the number of end users."""
+"""The limit for reports by end user is lower, because a tenant's clients control the number of end users."""
 
 _SHORT_NAMES = {"tenant_id": "tenant", "api_key_id": "key", "adapter_id": "adapter", "adapter_version_id": "version"}
 GROUPED_BY = {_SHORT_NAMES.get(column, column): column for column in SERIES}

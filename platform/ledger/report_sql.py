@@ -32,7 +32,7 @@ from loramux.platform.ledger.ranges import BUCKET_US, Cut, Range, cut
 Condition = ColumnElement[bool] | ColumnElement[Any] | TextClause
 
 OPTIONAL = {"adapter", "version", "end_user"}
-"""Groups that some requests have no value for. A missing value is stored as ""."""
+"""Groups for which some requests have no value, stored as ""."""
 
 _events, _adjustments, _batches = schema.usage_events, schema.usage_adjustments, schema.usage_batches
 _series, _rollups, _tenants = schema.usage_series, schema.usage_rollups, schema.tenants
@@ -149,12 +149,12 @@ def _rollup_arms(
     """Yield conditions for reading rollups, one arm of the statement per range, so that SQLite uses an index."""
     table = _rollups.c
     for span_us, ranges in parts.spans.items():
-        # Local days have one range each, which would be too many arms.
+        # One arm per local day would be too many.
         for some in (ranges,) if days else ((one,) for one in ranges):
             conditions: list[Condition] = [table.grain == grains[span_us].number, table.span_us == span_us]
             conditions.append(_within(table.start_us, some))
             if query.tenant_id is not None:
-                # Because of the many rows for all tenants, SQLite would overestimate the rows of one tenant.
+                # The many rows for all tenants would make SQLite overestimate the rows of one tenant.
                 conditions.append(unlikely(table.tenant_id == query.tenant_id))
             if query.adapter_ids is not None:
                 conditions.append(table.series_id.in_(_series_of_adapters(query)))

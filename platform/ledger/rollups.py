@@ -64,10 +64,10 @@ _rollups = schema.usage_rollups
 class UsageRollups:
     """Adds every settlement to the rollups exactly once.
 
-    A settling transaction writes one row into `usage_batches` and touches no rollup, so gateways that serve the same
-    busy tenant never contend for the tenant's sums. A fold is a separate transaction that deletes these rows and adds
-    their events and adjustments to the rollups. Readers therefore always see each ledger entry either in the rollups or
-    in a waiting batch, even after a crash and regardless of the gateways' clocks.
+    A settling transaction writes one row into `usage_batches` and touches no rollup, so gateways never contend for the
+    sums of a busy tenant. A fold is a separate transaction that deletes these rows and adds their events and
+    adjustments to the rollups. Readers therefore always see each ledger entry either in the rollups or in a waiting
+    batch, even after a crash and regardless of the gateways' clocks.
     """
 
     def __init__(self, database: Database) -> None:

@@ -99,14 +99,14 @@ class ChatAnswer:
         return MessageBuilder(None if self.new_parser is None else self.new_parser(), self._call_ids())
 
     def _call_ids(self) -> Iterator[str]:
-        """Yield new IDs for tool calls. Templates of Mistral's models accept only IDs of nine letters and digits."""
+        """Yield new IDs for tool calls. Mistral templates accept only IDs of nine letters and digits."""
         while True:
             if self.note_call is not None:
                 self.note_call()
             yield secrets.token_hex(5)[:9]
 
     def _finish_reason(self, reason: str | None, builder: MessageBuilder) -> str | None:
-        # As in OpenAI's API, a call that the request named ends with `stop`.
+        # As in the OpenAI API, an answer with a call that the request named ends with `stop`.
         is_call = reason == "stop" and builder.ends_with_calls and self.tool_choice.mode != "named"
         return "tool_calls" if is_call else reason
 

@@ -79,7 +79,7 @@ def _prompt(text: str, source: str, body: ChatRequest, parsers: AnswerParsers) -
 
 
 def _continued(body: ChatRequest) -> str:
-    """Return the beginning of the answer that the request brings, or "" if the answer starts from nothing."""
+    """Return the beginning of the answer if the request contains one, otherwise ""."""
     final = body.messages[-1]
     return final.content or "" if body.continue_final_message and final.role == "assistant" else ""
 
@@ -102,7 +102,7 @@ def _arguments(body: ChatRequest, features: TemplateFeatures | None) -> dict[str
 
 
 def _kwargs(body: ChatRequest, features: TemplateFeatures | None) -> Mapping[str, Any]:
-    """Return the template's additional variables. Those in the request take precedence over `reasoning_effort`."""
+    """Return the template's additional variables. Those that the request names take precedence over `reasoning_effort`."""
     effort, kwargs = body.reasoning_effort, body.chat_template_kwargs or {}
     if effort is None:
         return kwargs

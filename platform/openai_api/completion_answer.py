@@ -39,7 +39,7 @@ class CompletionAnswer:
     num_prompt_logprobs: int | None = None
     """Number of most likely tokens in `prompt_logprobs`. None if the client did not ask for it."""
     echoed_tokens: Sequence[Sequence[int]] = ()
-    """Each choice's prompt, if its log-probabilities come before the choice's."""
+    """The prompt of each choice, if the log-probabilities begin with those of the prompt."""
     _begun: set[int] = field(default_factory=set)
     _offsets: dict[int, int] = field(default_factory=dict)
     """For each choice, the number of characters whose log-probabilities have been sent."""
@@ -154,6 +154,6 @@ def _text_offsets(tokens: Sequence[str], begin: int) -> list[int]:
 
 
 def _mean_logprob(choice: ChoiceDelta) -> float:
-    # A choice that ended at once has no token to be ranked by.
+    # An empty choice has no tokens to rank it by.
     logprobs = [entry.logprob for entry in choice.logprobs]
     return sum(logprobs) / len(logprobs) if logprobs else -inf

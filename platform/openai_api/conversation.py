@@ -35,12 +35,12 @@ def _called_name(name: str) -> str:
 
 
 class CalledFunction(StrictModel):
-    """A model may call functions that were not offered, so names follow the rules of the parsers of answers."""
+    """A model may call functions that were not offered, so accept every name that our parsers accept."""
 
     name: Annotated[str, AfterValidator(_called_name)]
     arguments: str
     parsed_arguments: Any = None
-    """Added by the helpers of OpenAI's clients to the calls that they send back. It has no effect."""
+    """Helpers of the OpenAI clients add it to the calls that they send back. It has no effect."""
 
 
 class ToolCall(StrictModel):
@@ -48,14 +48,14 @@ class ToolCall(StrictModel):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
-    """The call's place in a streamed answer. Clients that join the chunks send it back. It has no effect."""
+    """The call's index in a streamed answer. Clients that join the chunks send it back. It has no effect."""
 
 
 class ChatMessage(StrictModel):
     """One message.
 
-    Clients send our answers back, with as many calls as a model made. The null-only fields come from us, `parsed` from
-    the helpers of OpenAI's clients, and `provider_specific_fields` from litellm.
+    Clients send our answers back, with any number of calls. Our answers have the null-only fields, helpers of the
+    OpenAI clients add `parsed`, and litellm adds `provider_specific_fields`.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -115,7 +115,7 @@ def _message(message: ChatMessage, param: str, names: dict[str, str], as_text: b
 
 
 def _check_role(message: ChatMessage, param: str) -> None:
-    """Raise InvalidRequest for a field that belongs to another role."""
+    """Raise InvalidRequest if a field belongs to another role."""
     for role, fields in (("assistant", ("tool_calls", "reasoning_content", "reasoning")), ("tool", ("tool_call_id",))):
         found = next((name for name in fields if getattr(message, name) not in (None, [])), None)
         if found is not None and message.role != role:

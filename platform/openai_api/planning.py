@@ -15,7 +15,7 @@ from loramux.platform.openai_api.schemas import GenerationRequest
 from loramux.platform.openai_api.services import GatewayServices
 
 TOKENS_AT_ONCE = 16
-"""Number of tokens that the engine reports at a time for a non-streamed response, to save the gateway work."""
+"""Number of tokens per engine report for a non-streamed response. Fewer reports are less work for the gateway."""
 
 
 def check_untokenised(services: GatewayServices, body: GenerationRequest) -> None:
@@ -87,7 +87,7 @@ def make_plan(
 
 
 def _thinking(services: GatewayServices, body: GenerationRequest, prepared: Prepared) -> ThinkingBudget | None:
-    """The limit on the reasoning. None if there is none or the answer has no reasoning."""
+    """Return the limit on the reasoning, or None if there is no limit or no reasoning."""
     reasoning = prepared.reasoning
     if body.max_thinking_tokens is None or reasoning is None:
         return None
@@ -99,7 +99,7 @@ def _thinking(services: GatewayServices, body: GenerationRequest, prepared: Prep
 
 
 def _text_rules(services: GatewayServices, body: GenerationRequest, prepared: Prepared) -> TextRules:
-    """How tokens become text. Special tokens are shown where they mark calls or reasoning."""
+    """Return how tokens become text. Special tokens are shown if they mark calls or reasoning."""
     rules = replace(body.text_rules(), reasoning=prepared.reasoning)
     if any(services.tokenizer.special_token_id(marker) is not None for marker in prepared.markers):
         rules = replace(rules, skip_special_tokens=False)

@@ -89,7 +89,7 @@ async def resolve(services: GatewayServices, caller: Principal, name: str, user:
         return Target(caller.tenant_id, caller.key_id, model, share, services.version_settings.find(model))
 
     with traced("resolve"):
-        # The base and a cached share are found without the database, so no thread is needed.
+        # The base and cached shares need no database and thus no thread.
         if recent is not None and name == services.resolver.served_name:
             return find()
         return await services.call(find)

@@ -118,7 +118,7 @@ def _schema(schema: Schema | str, param: str) -> Constraint:
 
 
 def _structural_tag(tag: StructuralTag, param: str) -> Constraint:
-    """Raises InvalidRequest for a structure that no trigger begins."""
+    """Raises InvalidRequest if a structure begins with none of the triggers."""
     for index, structure in enumerate(tag.structures):
         if not any(structure.begin.startswith(trigger) for trigger in tag.triggers):
             raise InvalidRequest("no trigger begins this structure", param=f"{param}.structures[{index}].begin")

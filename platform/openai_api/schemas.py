@@ -325,7 +325,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        # Ranking needs the log-probability of each token, even if the client does not.
+        # Ranking needs the log-probability of each token, even if the client did not ask for it.
         return 0 if self.logprobs is None and self.num_generated > self.num_choices else self.logprobs
 
     @property
@@ -349,7 +349,7 @@ class CompletionRequest(GenerationRequest):
 
     def check(self) -> None:
         GenerationRequest.check(self)
-        # OpenAI's clients send 1 by default, regardless of n.
+        # OpenAI clients send 1 by default, regardless of n.
         if self.best_of not in (None, 1) and self.best_of < self.num_choices:
             raise InvalidRequest("best_of must be at least n", param="best_of")
         if self.stream and self.num_generated > self.num_choices:
@@ -390,7 +390,7 @@ class ChatRequest(GenerationRequest):
     tool_choice: ToolChoiceField = None
     parallel_tool_calls: bool | None = None
 
-    # How the chat template is rendered. All but `reasoning_effort` are vLLM's extensions.
+    # Options of the chat template. All except `reasoning_effort` are vLLM extensions.
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     thinking_token_budget: int | None = Field(None, ge=0, lt=2**31)
     chat_template_kwargs: dict[str, Any] | None = None

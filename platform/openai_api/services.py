@@ -43,7 +43,7 @@ CLOSE_WAIT_S = 5.0
 """Timeout for the last commits at shutdown, in seconds."""
 
 NUM_COMPUTE_THREADS = 2
-"""Number of threads for parsing and tokenising. Both are CPU-bound, so more threads would only take turns."""
+"""Number of threads for parsing and tokenising. Both are CPU-bound, so more threads would not be faster."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,9 +69,9 @@ class GatewaySettings:
     base_defaults: SamplingDefaults = NO_DEFAULTS
     """The sampling defaults of the base model's directory."""
     applies_adapter_defaults: bool = True
-    """Whether the sampling defaults that adapters were uploaded with have an effect."""
+    """Whether to apply the sampling defaults uploaded with adapters."""
     base_parsers: AnswerParsers = NO_CHOICE
-    """The parsers for answers to prompts that the base's template renders."""
+    """The parsers of answers, for prompts rendered with the base's template."""
     max_request_tokens: int = 1024 * 1024
     """Maximum total tokens of a request's sequences: n times (tokens + max_tokens), summed over all prompts."""
 
@@ -206,7 +206,7 @@ class GatewayServices:
         return await self.compute(function, *args, **kwargs)
 
     def trouble(self) -> str | None:
-        """Reason that requests are refused although the engine is ready, for operators, or None."""
+        """For operators: the reason that requests are refused although the engine is ready, or None."""
         troubles = [one for one in (self.database_health.trouble, self.settler.trouble) if one is not None]
         return "; ".join(troubles) or None
 

@@ -18,7 +18,7 @@ def event(document: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as they arrive. The producer of the events must notice when the client disconnects."""
+    """Sends events as they arrive. The producer of the events must detect that the client has disconnected."""
 
     media_type = "text/event-stream"
 

@@ -36,8 +36,7 @@ class TokenizePrompt(StrictModel):
 class TokenizeChat(ChatRequest):
     """The body of `/tokenize` for a conversation: any body of `/v1/chat/completions`.
 
-    A template writes the special tokens of a conversation itself. `add_special_tokens` adds those around a plain prompt
-    to them.
+    The template already writes special tokens. `add_special_tokens` also adds those that surround a plain prompt.
     """
 
     model: str = Field("", max_length=MAX_MODEL_NAME)

@@ -10,10 +10,10 @@ from pydantic import AfterValidator, Field
 from loramux.platform.openai_api.strict_model import StrictModel
 
 MAX_TOOLS = 128
-"""Maximum number of tools per request, as in OpenAI's API."""
+"""Maximum number of tools per request, as in the OpenAI API."""
 
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"
-"""Pattern of a function's name, as in OpenAI's API."""
+"""Pattern of a function's name, as in the OpenAI API."""
 
 Name = Annotated[str, Field(pattern=NAME)]
 

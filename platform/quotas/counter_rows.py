@@ -59,7 +59,7 @@ def _locking(is_locking: bool) -> Select[*tuple[Any, ...]]:
 
 
 class CounterRows:
-    """Counters by key. With `is_locking` False, counters are only read.
+    """Counters by key. If `is_locking` is False, counters are only read.
 
     A transaction locks all counters that it will change before it changes any of them, in the order of their keys. Two
     transactions therefore never deadlock, and values read under the locks stay current until they are written.

@@ -11,9 +11,7 @@ UNITS = 60_000_000
 
 
 class CounterKey(NamedTuple):
-    """Identifies a policy's counter in one window, for the policy's subject or
-    for a tenant that inherits the policy.
-    """
+    """Key of a policy's counter in one window, for the policy's subject or a tenant that inherits the policy."""
 
     policy_id: str
     subject_id: str
@@ -36,15 +34,15 @@ class Counter(NamedTuple):
 
     @classmethod
     def fresh(cls, burst: int, now_us: int) -> Counter:
-        # Other kinds do not use the level. Their burst repeats the limit, which can exceed the largest bucket.
+        # Only rates use the level. Other kinds repeat their limit as the burst, and it can exceed the largest bucket.
         return cls(min(burst, MAX_RATE) * UNITS, 0, 0, 0, now_us)
 
     def refilled(self, limit: int, burst: int, now_us: int) -> Counter:
         """Return the bucket at `now_us`.
 
-        If the clock was set back by up to a minute, the bucket does not refill until the clock has caught up. After a
-        longer step, the bucket refills from `now_us` and loses what it gained in the time that now repeats. A step
-        therefore never adds tokens.
+        If the clock was set back by up to a minute, the bucket does not refill until the clock has caught up. If it was
+        set back further, the bucket refills from `now_us` and loses the tokens gained during the time that now repeats.
+        A change of the clock therefore never adds tokens.
         """
         elapsed_us = now_us - self.refilled_us
         level = self.level + limit * elapsed_us
@@ -65,7 +63,7 @@ class Counter(NamedTuple):
         return self.level - self.reserved * UNITS
 
     def wait_us(self, cost: int, limit: int, now_us: int) -> int:
-        """Return the time until the bucket has `cost` free if nothing more is used, or 0. `limit` must be positive."""
+        """Return the time until the bucket holds `cost` if nothing more is used, or 0. `limit` must be positive."""
         missing = cost * UNITS - self.free_units
         # If the clock was set back, the bucket does not refill until the clock has caught up.
         return -(-missing // limit) + self.refilled_us - now_us if missing > 0 else 0

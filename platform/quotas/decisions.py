@@ -49,7 +49,7 @@ class QuotaExceeded(RateLimited):
 
 
 class RequestTooLarge(InvalidRequest):
-    """The request costs more than a policy ever admits in one request, so waiting does not help."""
+    """The request costs more than a policy ever admits at once, so waiting does not help."""
 
     code = "request_too_large"
 
@@ -107,8 +107,8 @@ def verdicts(
 
 
 def refusal(judged: Sequence[Verdict], now_us: int) -> QuotaExceeded | RequestTooLarge | None:
-    """Return the error for a cost that is never admitted, else for the longest
-    wait. None if the request is admitted.
+    """Return the error for a cost that is never admitted, otherwise for the longest wait, or None if the request is
+    admitted.
     """
     against = [verdict for verdict in judged if verdict.wait_us and verdict.binding.is_hard]
     for verdict in against:

@@ -1,4 +1,4 @@
-"""The limits of a tenant, key or adapter and their usage, and admission checks for hypothetical requests."""
+"""Limits of tenants, keys and adapters with their usage, and admission checks for hypothetical requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class EffectiveLimit:
     is_inherited: bool
     """True if the policy is the platform's."""
     used: int
-    """The amount used in a budget's window, missing from a rate's bucket, or stored."""
+    """The amount used in a budget's window, taken from a rate's bucket, or stored."""
     reserved: int
     """The amount reserved by running requests or, for a stock, by open uploads."""
     remaining: int

@@ -113,7 +113,7 @@ class QuotaPolicies:
     def propose(
         self, subject_id: str, metric: str, limit: int, burst: int | None = None, mode: str | None = None
     ) -> QuotaPolicy:
-        """Return the policy that `set` would write, without writing it. Raises the same errors."""
+        """Return the policy that `set` would write, without writing it. Raises the same errors as `set`."""
         check_policy(metric, limit, burst, mode)
         with self._database.read() as connection:
             held = self._hold(connection, subject_id, is_locking=False)
@@ -331,7 +331,7 @@ def _change(connection: Connection, old: QuotaPolicy, new: QuotaPolicy) -> None:
         query = select(_counters).where(mine).order_by(_counters.c.subject_id).with_for_update()
         for row in connection.execute(query).all():
             counter = Counter(row.level, row.reserved, row.used, row.exceeded, row.refilled_us)
-            # With a limit of 0, the second call only cuts the level to the new burst.
+            # With a limit of 0, the second call only lowers the level to the new burst.
             earned = counter.refilled(old.limit, old.burst, new.updated_us).refilled(0, new.burst, new.updated_us)
             changed = update(_counters).where(mine, _counters.c.subject_id == row.subject_id)
             connection.execute(changed.values(level=earned.level, refilled_us=earned.refilled_us))

@@ -18,16 +18,14 @@ from loramux.platform.quotas.policies import PLATFORM, SHADOW, QuotaPolicy, poli
 from loramux.platform.quotas.rules import Binding
 
 MAX_ENTRIES = 200_000
-"""Maximum number of subjects, and of combinations of subjects, in a cache. An empty cache replaces a full one."""
+"""Maximum number of subjects, and of combinations of subjects. A full cache is emptied."""
 
 _policies, _tenants = schema.quota_policies, schema.tenants
 
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """A caller's bindings, valid in `[start_us, end_us)`. In that range, no day
-    or month ends in the caller's timezone.
-    """
+    """A caller's bindings, valid in `[start_us, end_us)`. No day or month of the caller's timezone ends in that range."""
 
     bindings: Sequence[Binding]
     start_us: int
@@ -154,8 +152,8 @@ class PolicyReader:
     """The cache of one process. Thread-safe, because an outdated cache is replaced as a whole.
 
     A transaction first locks its counters, then reads the time and the epoch. `cache_at` uses the epoch to determine
-    whether the cache is still valid. A later policy change either waits for the locked counters or does not affect this
-    transaction.
+    whether the cache is still valid. A policy change after that either waits for the locked counters or does not affect
+    this transaction.
     """
 
     def __init__(self, database: Database) -> None:

@@ -10,7 +10,7 @@ from loramux.platform.quotas.metrics import METRICS, Kind, Metric, Unit
 from loramux.platform.quotas.policies import ADAPTER, HARD, QuotaPolicy
 
 RETRY_US = 1_000_000
-"""Suggested wait, in microseconds, if running requests may soon release enough."""
+"""Suggested wait, in microseconds, while running requests may still release enough."""
 
 NEVER_US = 3_600_000_000
 """Suggested wait, in microseconds, if only a change by an operator can help."""
@@ -121,9 +121,8 @@ class Binding:
     def is_charged(self, cost: int, is_exceeded: bool) -> bool:
         """Return whether an admitted request is charged to the counter.
 
-        A budget counts all usage, in any mode. A soft or shadow limit on a rate or on concurrency does not charge a
-        request beyond the limit, as if it had been refused. The limit therefore reports exactly the requests that a
-        hard limit would refuse.
+        A budget counts all usage, in any mode. A soft or shadow limit on a rate or on concurrency does not charge
+        requests beyond the limit, and thus reports exactly the requests that a hard limit would refuse.
         """
         return self.metric.kind is Kind.BUDGET or (cost > 0 and not is_exceeded)
 

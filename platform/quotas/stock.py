@@ -1,4 +1,4 @@
-"""A tenant's stock, which is the number and bytes of its adapters, and the limits on both."""
+"""A tenant's stock (the number and bytes of its adapters) and the limits on it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 Attribute = str | int | float | bool
 ClientTraces = Literal["ignore", "link", "parent"]
-"""How to treat a client's trace: ignore it, link to it, or continue it as the parent."""
+"""What to do with a client's trace: ignore it, link to it, or use it as the parent."""
 
 
 class Span(Protocol):

@@ -98,7 +98,7 @@ def read_special_tokens(model_dir: Path) -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file. Without a file, return an empty object. Raises ModelFilesError."""
+    """Read the object in a JSON file, or return an empty object if there is no file. Raises ModelFilesError."""
     if not path.is_file():
         return {}
     try:

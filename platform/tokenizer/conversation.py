@@ -14,8 +14,8 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which a message's reasoning is passed. Most templates read the first."""
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks the end of the message to continue. Some templates look for this mark, which is transformers'. The space shows
-whether the template strips messages.
+"""Marks the end of the message to continue. transformers uses the same mark, and some templates look for it. The space
+shows whether the template strips messages.
 """
 
 _MAX_REASON_CHARS = 500
@@ -80,7 +80,7 @@ def reason(error: BaseException) -> str:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop null fields, which many templates would print, and repeat the reasoning under each name."""
+    """Drop null fields, which many templates would print, and copy the reasoning to each of its names."""
     shown = {name: value for name, value in message.items() if value is not None}
     reasoning = next((shown[name] for name in _REASONING_FIELDS if name in shown), None)
     return shown if reasoning is None else {"thinking": reasoning, **shown, "reasoning_content": reasoning}

@@ -9,7 +9,7 @@ from typing import Protocol
 from loramux.platform.tokenizer.model_tokenizer import ModelTokenizer
 
 CONTEXT_TOKENS = 5
-"""Number of preceding tokens to decode together with new ones, so that spaces and split characters come out right."""
+"""Number of preceding tokens to decode with new ones, which makes spaces and split characters correct."""
 
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
@@ -48,8 +48,8 @@ class ByteDetokenizer:
 class ContextDetokenizer:
     """Decodes each token together with the preceding ones, as any decoder of the library does.
 
-    The text of `ids[start:read]` has been emitted. `ids[read:]` are held back. An incomplete character is recognised by
-    the tokens' bytes, because U+FFFD in the text can mean either the beginning of a character or U+FFFD itself.
+    The text of `ids[start:read]` has been emitted. `ids[read:]` are held back. Tokens' bytes show whether a character is
+    incomplete. U+FFFD in the text does not, because a model can also write U+FFFD itself.
     """
 
     def __init__(self, tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:

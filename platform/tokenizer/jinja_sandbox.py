@@ -26,7 +26,7 @@ MAX_RENDER_S = 0.5
 """Limit on one rendering's processor time, in seconds."""
 
 _STEPS_PER_LOOK = 64
-"""Number of attributes, items and calls between two readings of the clock."""
+"""Number of accesses to attributes and items, and of calls, between two readings of the clock."""
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
@@ -64,7 +64,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         text.encode()
         return text
 
-    # A loop that reads anything from a conversation calls one of these methods.
+    # Every loop over a conversation calls one of these methods.
     def getattr(self, obj: Any, attribute: str) -> Any:
         self._clock.step()
         return super().getattr(obj, attribute)

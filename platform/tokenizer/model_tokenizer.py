@@ -106,7 +106,7 @@ class ModelTokenizer:
     def _ids(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         if len(text) <= MAX_TOKENISED_AT_ONCE:
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
-        # Use a batch of one. Only for batches does the library release the interpreter lock, which the event loop
+        # Use a batch of one: only for batches does the library release the interpreter lock, which the event loop
         # needs.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
@@ -121,7 +121,7 @@ class ModelTokenizer:
 
 
 class TokenBytes:
-    """The bytes of single tokens. A token that is part of a character has no text of its own.
+    """The bytes of single tokens. A token that is only part of a character has no text.
 
     Decodes the spellings of byte-level (GPT-2) and sentencepiece vocabularies.
     """
@@ -174,7 +174,9 @@ class TokenBytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters are themselves. Other bytes map to U+0100 and above, in order."""
+    """The GPT-2 alphabet: printable Latin-1 characters stand for themselves, and other bytes map to U+0100 and above,
+    in order.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]

@@ -40,7 +40,7 @@ class TemplateFeatures(msgspec.Struct, frozen=True, kw_only=True):
     tool_results: bool
     """Calls and their results appear in the prompt."""
     arguments_as_text: bool
-    """Calls appear only if their arguments are JSON text, as in OpenAI's API. Most templates read objects."""
+    """Calls appear only if their arguments are JSON text, as in the OpenAI API. Most templates read objects."""
     thinking_switch: str | None
     """The variable that turns thinking on and off, one of THINKING_SWITCHES, if there is one."""
     reasoning_effort: bool
@@ -92,6 +92,6 @@ def check_template(render: Callable[[Conversation], str]) -> TemplateFeatures:
 
 
 def _called(arguments: Any) -> dict[str, Any]:
-    # Mistral's templates require an ID of nine characters.
+    # Mistral templates require an ID of nine characters.
     call = {"id": _RESULT["tool_call_id"], "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}

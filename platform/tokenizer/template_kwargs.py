@@ -15,7 +15,7 @@ MAX_NAME_CHARS = 64
 MAX_DEPTH = 8
 """Deepest nesting of lists and objects in one value."""
 MAX_SIZE = 16 * 1024
-"""Maximum number of characters in all values together. Each value counts as one more."""
+"""Maximum total size of all values: their characters, plus one per value."""
 
 _PARAM = "chat_template_kwargs"
 _RESERVED = frozenset(
@@ -24,7 +24,7 @@ _RESERVED = frozenset(
 
 
 def check_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest unless these are a few small JSON values whose names replace no other variable."""
+    """Raise InvalidRequest unless these are a few small JSON values and no name hides another variable."""
     if len(kwargs) > MAX_KWARGS:
         raise _invalid(f"has more than {MAX_KWARGS} entries")
     for name in kwargs:

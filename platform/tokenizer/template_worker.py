@@ -74,7 +74,7 @@ def answer_to(request: TemplateRequest, environment: ChatEnvironment) -> Templat
 
 def main() -> int:
     environment, decoder, encoder = ChatEnvironment(), msgspec.json.Decoder(TemplateRequest), msgspec.json.Encoder()
-    # The first use prepares what all forks share, such as the time zone, which a confined process cannot read.
+    # The first use loads state for all forks, such as the time zone, which a confined process cannot read.
     first = TemplateRequest(source=_FIRST_TEMPLATE, code=None, special_tokens={}, conversation=None)
     encoder.encode(answer_to(decoder.decode(encoder.encode(first)), environment))
     # A garbage collection in a fork would copy the objects that exist now.

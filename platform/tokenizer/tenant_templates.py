@@ -26,7 +26,7 @@ from loramux.platform.tokenizer.template_worker import TemplateAnswer, TemplateR
 from loramux.platform.turns import TenantTurns
 
 MAX_TEMPLATE_CHARS = 64 * 1024
-"""Longest template, in characters. Among the served families, the longest template has 17,000."""
+"""Longest template, in characters. The longest of the served families has 17,000."""
 
 WALL_S = 3.0
 """Limit on a rendering's wall time, in seconds. It allows for a busy machine."""
@@ -35,7 +35,7 @@ NUM_PROCESSES = 4
 """Maximum number of concurrent renderings. Each tenant has at most one."""
 
 MAX_WAITING_PER_TENANT = 256
-"""Maximum number of a tenant's requests that are being rendered or wait, which is about 1.5 s of renderings."""
+"""Maximum number of a tenant's requests that are waiting or being rendered, about 1.5 s of work."""
 
 MAX_KEPT = 512
 """Maximum number of compiled templates kept over all tenants."""
@@ -44,7 +44,7 @@ MAX_KEPT_PER_TENANT = 16
 """Maximum number of compiled templates kept per tenant."""
 
 MAX_CODE_BYTES = 512 * 1024
-"""Longest compiled template that is kept, in bytes. Among the served families, the longest has 70,000."""
+"""Longest compiled template that is kept, in bytes. The longest of the served families has 70,000."""
 
 NICENESS = 1
 """Niceness of a rendering. The engine and the gateway go first, but the request waits."""
@@ -98,7 +98,7 @@ class TenantTemplates:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Does the work of `ChatTemplate.render` in a process. Raises InvalidRequest, RateLimited or Unavailable."""
+        """Like `ChatTemplate.render`, but in a confined process. Raises InvalidRequest, RateLimited or Unavailable."""
         check_kwargs(kwargs or {})
         try:
             conversation = Conversation(

@@ -1,4 +1,4 @@
-"""How a grammar writes the calls of each format."""
+"""The syntax of calls in each format, for grammars."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What surrounds the objects of a block. `end` is a marker, which may be a special token."""
+    """The text around the objects of a block. `end` is a marker, which may be a special token."""
 
     before: str = ""
     after: str = ""
@@ -45,7 +45,7 @@ SYNTAXES: Mapping[str, CallSyntax] = MappingProxyType(
         ),
         "mistral": CallSyntax({"[TOOL_CALLS]": Block("[", "]")}),
         "phi": CallSyntax({"<|tool_call|>": Block("[", "]", "<|/tool_call|>"), "functools[": Block("", "]")}),
-        # Of the two forms that the parser reads, this one can express every schema.
+        # The parser reads two forms, but only this one can express every schema.
         "pythonic": CallSyntax({"": Block("[", "]"), "<|python_start|>": Block("[", "]", "<|python_end|>")}),
     }
 )

@@ -1,4 +1,4 @@
-"""Finds the parser and the thinking markers that suit a chat template."""
+"""Finds the parser and the thinking markers for a chat template."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from loramux.adapter_store.formats.answer_parsers import AUTO, OFF, AnswerParser
 from loramux.platform.tool_calls.reasoning import REASONING_MARKERS, Markers
 
 _SIGNS = (
-    # Templates whose calls no parser here reads come first, because some use the markers of a format that a parser
-    # reads.
+    # Templates without a parser come first, because some use another format's markers.
     ("<function=", None),
     ("<arg_key>", None),
     ("[TOOL_CALLS]", "mistral"),
@@ -23,7 +22,7 @@ _SIGNS = (
     # These come after the instructions above, because a template with these markers can ask for JSON.
     ("<|python_start|>", "pythonic"),
 )
-"""Texts in a template, each with a parser's name. The first text that occurs decides."""
+"""Parsers' names by texts in a template. The first text that the template contains decides."""
 
 
 def parser_name_of(template_source: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What a parser finds in an answer, in the order of the answer."""
+"""The events that a parser finds in an answer, in order."""
 
 from __future__ import annotations
 

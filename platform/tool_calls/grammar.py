@@ -58,9 +58,8 @@ def lark_of(rules: AnswerRules, json_options: Mapping[str, Any], other: str | No
 
     Each tool's schema is compiled with llguidance's `json_options`.
 
-    Free text contains nothing that the parser would read as the start of calls or the splitter as a mark of thinking.
-    It is described by the same markers and openers that they look for, even if these are special tokens, because
-    other tokens can spell the same text.
+    Free text contains no marker or opener that the parser would take for calls or the splitter for thinking. This
+    includes markers that are special tokens, because other tokens can spell the same text.
     """
     lines = ["%llguidance {}"]
     thinking, calls, ids = rules.thinking, rules.calls, rules.special_tokens
@@ -115,7 +114,7 @@ def _text_and_calls(lines: list[str], calls: Calls, thinking: Thinking | None, i
     """Add the rules of free text in which markers, or openers at its start, begin calls. Return the expression."""
     parser, syntax = PARSERS[calls.format], SYNTAXES[calls.format]
     assert {*parser.markers} == {*syntax.blocks} - {""}
-    # Thinking can begin only at the start of an answer, as calls without a marker can.
+    # Like calls without a marker, thinking can begin only at the start of an answer.
     starts = [*parser.openers, *([] if thinking is None or thinking.is_open else [thinking.begin])]
     lines.append(f"TEXT: {_text_without(*parser.markers)}")
     lines.append(f"START: TEXT & ~/{SPACE}*{_any_of(starts)}{_ANY}/" if starts else "START: TEXT")

@@ -131,7 +131,7 @@ class Reader:
         """Read a value from its opening bracket or quote to the closing one, piece by piece. Raises Malformed if it is
         cut off.
 
-        Brackets are counted without regard to their kinds, so nesting takes constant memory.
+        It counts all brackets together, so nesting takes constant memory.
         """
         depth, quote, is_escaped = 0, "", False
         while True:

@@ -33,10 +33,10 @@ REASONING_MARKERS: Mapping[str, Markers] = MappingProxyType(
 class ReasoningSplitter:
     """Splits text that arrives in pieces of any length.
 
-    An answer thinks if the prompt ended inside the thinking (`is_open`) or if the answer starts with the begin marker,
-    after whitespace. The thinking ends at the first end marker. A begin marker that repeats an open one is dropped, and
-    any other marker is text. Neither part includes the markers or the newlines next to them. Thinking that is cut off
-    stays thinking.
+    An answer begins with thinking if the prompt ended inside it (`is_open`) or if the answer starts with the begin
+    marker, after optional whitespace. The thinking ends at the first end marker. A begin marker that repeats an open
+    one is dropped, and any other marker is text. Neither part includes the markers or the newlines next to them.
+    Thinking without an end marker lasts to the end of the answer.
     """
 
     def __init__(self, begin: str = THINK.begin, end: str = THINK.end, *, is_open: bool) -> None:
