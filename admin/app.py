@@ -68,7 +68,7 @@ def _operation_id(route: APIRoute) -> str:
 
 @cache
 def _rest_routes() -> APIRouter:
-    """The admin routes. They contain no app state and are built only once, because building them takes 200 ms."""
+    """The admin routes. They are built only once, because that takes 200 ms, and contain no app state."""
     routes = APIRouter(generate_unique_id_function=_operation_id)
     for module in ROUTERS:
         routes.include_router(module.router, prefix="/admin/v1")

@@ -56,7 +56,7 @@ def run(settings: Settings) -> None:
 
 
 def check_sandbox(find_missing: Callable[[], Collection[str]]) -> None:
-    """Raise StartRefused if the machine lacks an essential sandbox mechanism for validating uploads."""
+    """Raise StartRefused if the machine lacks a sandbox mechanism that validating uploads requires."""
     try:
         missing = find_missing()
     except ValidationFailed as error:

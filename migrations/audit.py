@@ -15,7 +15,7 @@ from loramux.migrations.identifiers import new_id
 from loramux.migrations.schema import audit_log
 
 MAX_TEXT = 300
-"""Longest text that the log keeps, in characters. The log describes changes. It is not a copy of the data."""
+"""Longest text that the log keeps, in characters. The log describes changes and is not a copy of the data."""
 
 _KEY = re.compile(r"sk-lmx-([0-9A-Za-z]{16})-[0-9A-Za-z]{43}")
 _SECRET_FIELDS = re.compile(r"secret|password|token$|sha256")

@@ -1,4 +1,4 @@
-"""Statements for many rows. Preparing a statement costs the same for one row as for hundreds."""
+"""Statements for many rows. Preparing one takes the same time for one row as for hundreds."""
 
 from __future__ import annotations
 

@@ -324,7 +324,7 @@ def _bounded(connection: Connection, within_s: float) -> Iterator[None]:
 
 
 def _ping_the_rested(engine: Engine) -> None:
-    """Ping idle connections before they are used again. A connection in constant use needs no ping."""
+    """Ping idle connections before using them again."""
 
     @event.listens_for(engine, "checkin")
     def _note(_connection: Any, record: ConnectionPoolEntry) -> None:

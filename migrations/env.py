@@ -21,7 +21,7 @@ retried: see `Database.upgrade`.
 def _wait_for_settlements(connection: Connection) -> None:
     """Let running settlements finish and block new ones, before the upgrade locks other tables that they need.
 
-    Otherwise, an upgrade would run into one deadlock after another while gateways are running.
+    Otherwise, an upgrade would deadlock again and again while gateways are running.
     """
     if MigrationContext.configure(connection).get_current_revision() == context.get_head_revision():
         return

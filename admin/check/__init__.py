@@ -1,1 +1,1 @@
-"""`loramux check`: would this base model or this adapter be served?"""
+"""`loramux check`: tells whether a base model or an adapter would be served."""

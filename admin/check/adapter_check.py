@@ -1,4 +1,4 @@
-"""Checks an adapter's directory against a base, as a server validates an upload: in the same confined processes."""
+"""Checks an adapter's directory against a base, in the same confined processes as a server's validation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from loramux.platform.tokenizer.chat_template import ModelFilesError, read_speci
 from loramux.platform.tokenizer.tenant_templates import TenantTemplates
 
 REPORTED = ("num_parameters", "max_rank", "num_pages", "dtypes", "largest_effect", "modules", "recorded")
-"""The facts of the validation's report that are shown."""
+"""The fields of the validation report that are shown."""
 
 
 def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> Verdict:
@@ -41,7 +41,7 @@ def check_adapter(directory: Path, base: Path, dtype: str = "auto") -> Verdict:
     except (ModelNotSupported, ModelFilesError) as error:
         return _refused(directory, Problem("model_not_supported", f"the base is not served: {error}", "config.json"))
     try:
-        # A directory of a download cache consists of links, which validation would refuse.
+        # A download cache contains links, which validation would refuse.
         files = {path.name: path.resolve() for path in adapter_files(directory)}
         _check_sizes(files, target)
         with closing(TenantTemplates(special_tokens)) as templates:
@@ -65,7 +65,7 @@ def check_gguf(path: Path, base: Path, dtype: str = "auto") -> Verdict:
 
 
 def _check_sizes(files: dict[str, Path], target: PackTarget) -> None:
-    """Raise AdapterRejected for a file that could not be uploaded because of its size."""
+    """Raise AdapterRejected if a file is too large or too small to be uploaded."""
     limits = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: target.max_tensors_bytes, **MAX_FURTHER_BYTES}
     for name, path in files.items():
         size = path.stat().st_size

@@ -25,7 +25,7 @@ from loramux.platform.tool_calls.detection import chosen_markers, chosen_parser
 from loramux.platform.tool_calls.reasoning import REASONING_MARKERS
 
 RANKS = (8, 16, 64)
-"""The ranks for which the report says how many pages an adapter of all linear layers takes."""
+"""The report shows how many pages an adapter of all linear layers takes at these ranks."""
 
 
 def check_base(directory: Path, dtype: str = "auto") -> Verdict:
@@ -76,7 +76,7 @@ def _facts(config: ModelConfig, target: PackTarget) -> dict[str, Any]:
 
 
 def _num_pages(target: PackTarget, rank: int) -> int:
-    """Pages of an adapter with this rank on all linear layers."""
+    """Number of pages that an adapter of this rank on all linear layers takes."""
     return target.layout(target.equal_ranks(rank)).num_pages
 
 

@@ -12,7 +12,9 @@ from loramux.adapter_store.validation.report import Warn
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A reason why the directory is not served. `param` is the file, the configuration's key or the tensor at fault."""
+    """A reason why the directory would not be served. `param` is the file, the configuration key or the tensor at
+    fault.
+    """
 
     code: str
     message: str

@@ -1,4 +1,4 @@
-"""A llama.cpp adapter as the source of a push or a check. It is converted here, so servers read only PEFT's files."""
+"""Converts a llama.cpp adapter for a push or a check. Servers read only PEFT files."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NAMES = {
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3",
 }
-"""llama.cpp's name of each architecture."""
+"""The llama.cpp name of each architecture."""
 
 
 @contextmanager
 def converted_gguf(
     path: Path, base: Path | None, progress: Progress = lambda _what, _num_bytes: None
 ) -> Iterator[Path]:
-    """A temporary directory with the converted adapter. `base` is the base model's directory, if it is known.
+    """Yield a temporary directory with the converted adapter. `base` is the base model's directory, if it is known.
 
     Raises ConversionRefused.
     """

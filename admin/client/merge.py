@@ -1,6 +1,6 @@
 """Merge adapters of one tenant into a new version: download them, merge them here, and push the result.
 
-The server validates the result like any upload, and the key needs no rights but those to read and to push.
+The server validates the result like any upload. The key needs only the rights to read and to push.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _INTO = re.compile(r"([^/@:=]+)/([^/@:=]+)")
 
 @dataclass(frozen=True, slots=True)
 class MergeSource:
-    """An adapter as it was named, `tenant/adapter[@version]`, and its weight."""
+    """A source as given on the command line: `tenant/adapter[@version]` and a weight."""
 
     model: str
     weight: float
@@ -46,7 +46,7 @@ class MergeSource:
 
 @dataclass(frozen=True, slots=True)
 class MergedVersion:
-    """The new version, and the versions that it was merged from, each with its number."""
+    """The new version and the versions that it was merged from, with their numbers."""
 
     pushed: PushedVersion
     sources: tuple[MergeSource, ...]

@@ -69,7 +69,7 @@ class ProfileFile:
         try:
             return _parse(tomllib.loads(content.decode()))
         except (UnicodeDecodeError, tomllib.TOMLDecodeError, _Malformed) as error:
-            # The file can contain keys. The message therefore includes the parser's error but never the file's text.
+            # The file can contain keys, so the message includes the parser's error but never the file's text.
             reason = str(error) if not isinstance(error, UnicodeDecodeError) else "it is not UTF-8"
             raise ProfileError(f"{self.path} is not a valid profile file: {reason}") from None
 
@@ -153,7 +153,7 @@ def _parse(document: Mapping[str, Any]) -> KnownProfiles:
 
 
 def _written(known: KnownProfiles) -> str:
-    # All these strings are printable ASCII, so their JSON form is also a valid TOML basic string.
+    # These strings are printable ASCII, so their JSON form is also a TOML basic string.
     lines = [f"current = {json.dumps(known.current)}"] if known.current is not None else []
     for name, profile in sorted(known.profiles.items()):
         lines += [

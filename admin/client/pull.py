@@ -36,8 +36,8 @@ def pull_version(
 ) -> PulledVersion:
     """Write the files of a version into `directory`. The default is the version that the bare name selects.
 
-    Each file is checked against its declared SHA-256 and appears complete or not at all. With `may_replace`, optional
-    files that the version does not have are deleted. Raises PullRefused.
+    Each file is checked against its declared SHA-256 and appears complete or not at all. If `may_replace`, optional
+    files that are not part of the version are deleted. Raises PullRefused.
     """
     number = named.version if named.version is not None else _default(named)
     report = client.get(f"{named.version_path(number)}/report")
@@ -53,7 +53,7 @@ def pull_version(
             _download(client, f"{named.version_path(number)}/files/{name}", path, declared[name]["sha256"], progress)
         for name, path in unfinished.items():
             path.replace(directory / name)
-        # A file left over from another version would make a push of the directory a third version.
+        # With a file left over from another version, pushing the directory would create a third version.
         for name in set(FURTHER_NAMES).difference(names):
             (directory / name).unlink(missing_ok=True)
     finally:

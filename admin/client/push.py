@@ -89,7 +89,7 @@ def _push_files(
 def register_source(
     client: AdminClient, source: str, tenant: str, name: str, timeout_s: float = 300.0
 ) -> PushedVersion:
-    """Have the server read the adapter from a bucket or hub, such as `s3://BUCKET/PREFIX`, as the next version.
+    """Let the server read the next version from a bucket or hub, such as `s3://BUCKET/PREFIX`.
 
     Requires a platform administrator's key and a source that the operator allows. Raises PushRefused or AdminError.
     """
@@ -138,7 +138,7 @@ def _ready(client: AdminClient, adapter: Document, version: Document, timeout_s:
 
 @contextmanager
 def _with_parsers(paths: list[Path], parsers: Mapping[str, str]) -> Iterator[list[Path]]:
-    """Return the files with a `parsers.json` of these settings. Without settings, return the files unchanged."""
+    """Return the files with these settings in `parsers.json`, or unchanged if there are no settings."""
     if not parsers:
         yield paths
         return
@@ -156,7 +156,7 @@ def _with_parsers(paths: list[Path], parsers: Mapping[str, str]) -> Iterator[lis
 
 
 def num_bytes_of(directory: Path, without: Collection[str] = ()) -> int:
-    """Number of bytes read by a push of this directory: each file is read twice, for hashing and for the upload."""
+    """Number of bytes that a push of this directory reads: each file twice, for hashing and for the upload."""
     return 2 * sum(path.stat().st_size for path in adapter_files(directory, without))
 
 

@@ -59,7 +59,7 @@ def push(
 
     A chat_template.jinja, a generation_config.json and a parsers.json in the directory become part of the version. The
     options for parsers take precedence over parsers.json. A .gguf file is converted on this machine. The server itself
-    reads an s3:// or hf:// source, which its operator must allow, with all of its files.
+    reads all files of an s3:// or hf:// source, which its operator must allow.
     """
     from loramux.adapter_store.errors import ConversionRefused
     from loramux.adapter_store.formats.answer_parsers import AnswerParsers, problem_with_parser

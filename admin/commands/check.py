@@ -39,10 +39,10 @@ def check(
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16, as for 'loramux serve'.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Check without a server whether a base model or an adapter would be served, and why not; exit code 1 if not.
+    """Check without a server whether a base model or an adapter would be served. If not, show why and exit with 1.
 
-    Of a base's weights only the headers are read. An adapter is validated in the process that validates uploads, with
-    the same limits and the same sandbox. Not checked: whether this machine has enough memory, and a server's settings.
+    Only the headers of a base's weights are read. An adapter is validated as an upload would be, with the same limits
+    and in the same sandbox. The memory of this machine and a server's settings are not checked.
     """
     from loramux.adapter_store.validation.validator import ValidationFailed
     from loramux.admin.check.adapter_check import check_adapter, check_gguf
@@ -55,7 +55,7 @@ def check(
     if model is None and (is_file or (path / ADAPTER_FILE).exists()):
         raise typer.BadParameter("an adapter is checked against its base: --model DIRECTORY", param_hint="--model")
     try:
-        # Log lines, for example of a sandbox that this machine lacks, must not mix with the report.
+        # Keep log lines, such as warnings about a missing sandbox, out of the report.
         with redirect_stdout(sys.stderr):
             if model is None:
                 verdict = check_base(path, dtype)

@@ -32,8 +32,8 @@ def doctor(
 ) -> None:
     """Check this machine, the connection to the server and the server's components. Each finding says how to fix it.
 
-    Given a server's settings (flags, LORAMUX_* or --config), it also checks the data directory, database and object
-    store from this machine, which helps when the server does not start. The exit code is 1 if a check failed.
+    With a server's settings (flags, LORAMUX_* or --config), it also checks the data directory, the database and the
+    object store from this machine. Use this when the server does not start. The exit code is 1 if a check failed.
     """
     from loramux.admin.doctor.doctor import HostSettings
     from loramux.admin.doctor.findings import is_healthy

@@ -56,7 +56,7 @@ def connected_to(
 
 
 def fail(message: str, exit_code: int, document: Document | None = None) -> NoReturn:
-    """Report an error, as JSON on standard output if `document` is given, and exit."""
+    """Report an error and exit. If `document` is given, print it as JSON on standard output."""
     if document is not None:
         print_json(document)
     else:

@@ -52,7 +52,7 @@ AsCsv = Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table
 
 
 class Mode(StrEnum):
-    """Treatment of a request that exceeds its quota."""
+    """What happens to a request that exceeds its quota."""
 
     HARD = "hard"
     SOFT = "soft"
@@ -120,7 +120,7 @@ def delete(
 def effective(
     tenant: AnyTenant = None, key: Key = None, adapter: Adapter = None, as_csv: AsCsv = False, as_json: AsJson = False
 ) -> None:
-    """Plot the limits that apply to a tenant, a key or an adapter's requests, and how much of each limit is used."""
+    """Plot the limits of a tenant, a key or an adapter's requests, and how much of each is used."""
     with connected(as_json) as client:
         found = client.get("quotas/effective", tenant=tenant, key=key, adapter=adapter)
     if as_json:

@@ -127,7 +127,8 @@ def gateway(
 def demo(
     exit_after: Annotated[bool, typer.Option("--exit", help="Exit after the report; do not keep serving.")] = False,
     tools: Annotated[
-        bool, typer.Option("--tools", help="Serve a base that thinks and calls tools, with two tenants' adapters.")
+        bool,
+        typer.Option("--tools", help="Serve a base that thinks and calls tools, with two tenants' adapters."),
     ] = False,
     port: Port = None,
     admin_port: AdminPort = None,

@@ -25,7 +25,7 @@ class Site:
     throttle: LoginThrottle
     provider: OidcProvider | None = None
     confirmation: OidcConfirmation | None = None
-    """Confirms single sign-on roles. None if single sign-on is not configured."""
+    """Confirms roles from single sign-on, or None if it is not configured."""
     templates: Templates = field(default_factory=Templates)
     recent: Recent = field(default_factory=Recent)
     """A cache of expensive figures, which may be a few seconds old."""

@@ -29,7 +29,7 @@ class LiveParts:
         self._num_of: Counter[str] = Counter()
 
     def stream(self, visit: Visit, every_s: float, parts: Mapping[str, Render]) -> Response:
-        """Stream the parts, a mapping from event names to parts.
+        """Stream the parts, which are keyed by event name.
 
         Raises RateLimited if the tenant has too many live pages open, or Unavailable if the server has too many
         overall.

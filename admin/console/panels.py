@@ -56,6 +56,6 @@ class Recent:
 def _is_good(task: asyncio.Task[Any]) -> bool:
     if task.cancelled() or task.exception() is not None:
         return False
-    # A failed panel is not reused, so that the page recovers as soon as the problem is gone.
+    # Do not reuse a failed panel, so that the page recovers as soon as the problem is gone.
     result = task.result()
     return not (isinstance(result, Panel) and result.problem is not None)

@@ -167,7 +167,8 @@ def page(site: Site, handler: Handler) -> Endpoint:
                 return await _kept(visit, await handler(visit))
         except ConfirmInBrowser:
             if request.headers.get("sec-fetch-mode", "navigate") != "navigate" and not is_htmx(request):
-                # A script cannot follow a redirect to the provider, and would use up one of the browser's attempts.
+                # A script cannot follow a redirect to the provider. The redirect would only use up one of the browser's
+                # attempts.
                 return _json_refusal(401, "your sign-in must be confirmed: reload this page")
             return _to_provider(request)
         except (RestError, ApiError) as error:
@@ -185,8 +186,8 @@ def page(site: Site, handler: Handler) -> Endpoint:
 def action(site: Site, handler: Handler, *, reads_form: bool = True) -> Endpoint:
     """Return an endpoint that makes a change.
 
-    It requires the session's token and reports errors on the originating page. With `reads_form=False`, the token is in
-    a header, and the handler reads the body.
+    It requires the session's token and reports errors on the originating page. If `reads_form` is False, the token is
+    in a header, and the handler reads the body.
     """
 
     @wraps(handler)

@@ -55,7 +55,7 @@ class Answerer:
 
 
 def check(directory: Path) -> int:
-    """Print the answers of the base and the adapters, and return 1 if a check fails, else 0.
+    """Print the answers of the base and the adapters. Return 1 if a check fails, otherwise 0.
 
     The model must end each answer with <|end|>, and the json adapter's answers must parse. All answers to the demo
     prompts must match exactly. In each style, at least LEAST_UNSEEN_RIGHT answers to unseen questions must match.

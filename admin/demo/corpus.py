@@ -56,7 +56,7 @@ def held_out(facts: list[Fact]) -> list[tuple[str, Fact]]:
 
 
 class Corpus:
-    """An endless source of conversations. The seed alone determines them."""
+    """An endless source of conversations, which depend only on the seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

@@ -58,7 +58,7 @@ def fit(
             width = max(len(ids) for ids, _ in batch)
             input_ids = torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in batch])
             labels = torch.tensor([labels + [IGNORED] * (width - len(labels)) for _, labels in batch])
-            # Padding is on the right, where causal attention never looks, so no mask is needed.
+            # Padding is on the right, so causal attention never reads it and no mask is needed.
             output = model(input_ids=input_ids, labels=labels)
             output.loss.backward()
             torch.nn.utils.clip_grad_norm_(learnt, 1.0)
@@ -71,7 +71,7 @@ def fit(
 
 
 def save_adapter(model: PeftModel, out: Path, base_name: str) -> None:
-    """Write only the two files of a PEFT directory, without this machine's paths."""
+    """Write the two files of a PEFT directory, without this machine's paths."""
     shutil.rmtree(out, ignore_errors=True)
     model.save_pretrained(str(out))
     (out / "README.md").unlink(missing_ok=True)

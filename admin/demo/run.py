@@ -45,7 +45,7 @@ class Scenario:
     """The question that the printed directions suggest."""
     max_answer_tokens: int
     calls_tools: bool = False
-    """True if the question comes with tools, and the results of the calls are sent back."""
+    """True if the question comes with tools and the client sends the results of calls back."""
 
 
 STYLES = Scenario(
@@ -180,7 +180,7 @@ def _return_results(server: DemoServer, asked: list[Answer]) -> list[Answer]:
 
 
 Bill = dict[tuple[str, str], tuple[int, int, int]]
-"""Requests, prompt tokens and completion tokens by tenant and model."""
+"""Numbers of requests, prompt tokens and completion tokens by tenant and model."""
 
 
 def _billed(client: AdminClient) -> Bill:

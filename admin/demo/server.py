@@ -49,7 +49,7 @@ class DemoServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                # Only the demo receives Ctrl-C, and then lets the server drain.
+                # Ctrl-C must reach only the demo, which then lets the server drain.
                 start_new_session=True,
             )
 

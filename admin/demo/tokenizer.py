@@ -68,7 +68,7 @@ def train_tokenizer(out: Path, seed: int) -> PreTrainedTokenizerFast:
         for turn in example.turns:
             texts += [turn.question, turn.answer]
     bpe = train_bpe(texts, VOCAB_SIZE, SPECIAL_TOKENS)
-    # As in Llama's tokenizer, plain text gets its <|bos|> here. A rendered chat already has <|bos|>.
+    # As in the Llama tokenizer, plain text gets its <|bos|> here. A rendered chat already has one.
     bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bpe.token_to_id(BOS))])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,

@@ -27,7 +27,7 @@ PYTHONS = ((3, 11), (3, 14))
 """Python versions `[first, last)` that this version of loramux is tested with."""
 LITTLE_DISK_BYTES, TOO_LITTLE_DISK_BYTES = 5 << 30, 512 << 20
 SKEW_WARNING_S, SKEW_FAILED_S = 2.0, 30.0
-"""Clock skew, in seconds, that is reported. Quota windows and key expiry need synchronized clocks."""
+"""Warn about a clock skew above this, in seconds. Quota windows and key expiry need synchronized clocks."""
 SLOW_DATABASE_S = 0.1
 SOCKET_PART = f"/{TEMPORARY_PREFIX}xxxxxxxx/{SOCKET_NAME}"
 """Path of the engine's socket, relative to the temporary directory."""
@@ -142,7 +142,7 @@ def check_store(blobs: BlobStore) -> Finding:
 def check_disk(
     directory: Path, free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free
 ) -> Finding:
-    """Check that the database, the disk tier and uploads have room to grow."""
+    """Check that there is free space for the database, the disk tier and uploads."""
     place = next(path for path in (directory, *directory.parents) if path.exists())
     free = free_bytes(place)
     message = f"{free / (1 << 30):.1f} GiB are free in {directory}"

@@ -48,7 +48,7 @@ def check_here() -> Iterator[Finding]:
 
 
 def check_host(settings: HostSettings) -> Iterator[Finding]:
-    """Check the dependencies of a server with these settings. Only a probe object in the store is written."""
+    """Check the dependencies of a server with these settings. Writes only a probe object, to the store."""
     yield check_engine_socket(DataDirectory(settings.data_dir).run)
     yield check_data_directory(settings.data_dir)
     yield check_disk(settings.data_dir)

@@ -27,7 +27,7 @@ class Caller:
 
     principal: Principal
     release_call_slot: Callable[[], None]
-    """Releases the call's slot early, for a route that then waits for another kind of slot."""
+    """Releases the call's slot early, before a route waits for another kind of slot."""
 
     def may_see(self, tenant_id: str | None) -> bool:
         return self.principal.tenant_id is None or self.principal.tenant_id == tenant_id
@@ -126,7 +126,9 @@ async def find_tenant(services: AdminServices, caller: Caller, id_or_slug: str, 
 
 
 async def tenant_filter(services: AdminServices, caller: Caller, id_or_slug: str | None) -> str | None:
-    """The tenant that a list is restricted to: the requested tenant, else the caller's own. None means all tenants."""
+    """Return the tenant that a list is restricted to: the requested tenant, otherwise the caller's own, or None for all
+    tenants.
+    """
     if id_or_slug is None:
         return caller.principal.tenant_id
     return (await find_tenant(services, caller, id_or_slug)).id

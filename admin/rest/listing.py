@@ -58,8 +58,8 @@ _PAGING = [
 def paged(route: Callable[..., Awaitable[D]]) -> Callable[..., Awaitable[D]]:
     """Add `limit`, `after` and `before` to the end of a list route's query. The route gets them as `paging`.
 
-    This is not a dependency, because FastAPI checks dependencies before the route's own parameters. With several
-    invalid parameters, the error would then name a different one.
+    This is not a dependency, because FastAPI checks dependencies first, and the error would then name `limit` before
+    one of the route's own parameters.
     """
 
     @wraps(route)
@@ -90,7 +90,7 @@ def whole_list(data: Sequence[D], has_more: bool = False) -> ListDocument[D]:
 
 
 def check_identifier(value: str, what: str) -> str:
-    """Raise NotFound for text that cannot be an identifier, so that such text never reaches the database."""
+    """Raise NotFound for text that cannot be an identifier, so that it never reaches the database."""
     if re.fullmatch(IDENTIFIER[1:-1], value) is None:
         raise NotFound(f"there is no such {what}", code=f"{what}_not_found")
     return value

@@ -1,4 +1,4 @@
-"""A listener's connection with timeouts, so that a client cannot hold it open without using it."""
+"""A listener's connection, with timeouts against clients that hold it open without using it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from loramux.admin.server.client_addresses import origin_of
 from loramux.admin.server.connection_registry import ConnectionRegistry
 
 HEAD_TIMEOUT_S = 10.0
-"""Maximum time, in seconds, to receive a request head after the connection opens or its last response ends."""
+"""Maximum time, in seconds, from the opening of a connection or the end of its last response to the next complete
+request head.
+"""
 READER_TIMEOUT_S = 60.0
-"""Seconds within which a client must read MIN_READ_BYTES of a pending response."""
+"""A client must read MIN_READ_BYTES of a pending response in this time, in seconds."""
 MIN_READ_BYTES = 16 * 1024
 MAX_BUFFERED_BYTES = 16 * 1024
 """Maximum unread bytes of a response that this process buffers, in addition to the kernel's MAX_UNSENT_BYTES."""
 STALL_S = 1.0
-"""Seconds without progress by a client before a new connection can displace the client's connection."""
+"""Seconds without progress after which a new connection can displace a client's connection."""
 
 _BODY = (
     b'{"error":{"message":"this server has reached its limit of connections; try again",'

@@ -15,7 +15,7 @@ RESERVED_DESCRIPTORS = 512
 """Number of file descriptors reserved for the database's 24 connections (three files each), uploads and downloads, the
 object store's connections, the engine's pipes and socket, and logs."""
 MIN_CONNECTIONS = 64
-"""Minimum number of connections, over both listeners, that a server must be able to accept to start."""
+"""A server starts only if both listeners together can accept this many connections."""
 
 log = structlog.get_logger(__name__)
 

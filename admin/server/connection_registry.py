@@ -15,7 +15,7 @@ from loramux.admin.server.connection_limits import ConnectionLimits
 from loramux.platform.telemetry.metrics import GatewayMetrics
 
 MAX_LOOKED_AT = 256
-"""Maximum connections examined per search for one to shed, so that a flood does not cause full scans."""
+"""Maximum number of connections that a search for one to shed examines, so that a flood does not cause full scans."""
 MAX_COMPARED = 16
 
 
@@ -108,7 +108,7 @@ class ConnectionRegistry(ServerState):
         """Close the best candidate among the connections examined. Return False if there is none."""
         waiting = []
         for connection in list(islice(members, MAX_LOOKED_AT)):
-            # The next search examines other connections.
+            # Move them to the end, so that the next search examines other connections.
             members.move_to_end(connection)
             rank = connection.shed_rank(now_s)
             if rank is not None:

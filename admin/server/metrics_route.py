@@ -30,7 +30,7 @@ def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | N
 
     @router.get("/metrics", tags=["health"], response_class=Response, responses={**text, **errors(401)})
     async def scrape(request: Request) -> Response:
-        """Get metrics for Prometheus. Requires the scrape token if one is set, else a call from this machine."""
+        """Get metrics for Prometheus. Requires the scrape token if one is set, otherwise a call from this machine."""
         if token is not None:
             presented = request.headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(presented.encode(), token.encode()):
@@ -43,7 +43,9 @@ def metrics_router(metrics: GatewayMetrics, engine: EngineClient, token: str | N
 
 
 def _is_direct(request: Request) -> bool:
-    """Whether the call is addressed to this machine and has no proxy's headers. A proxy also calls from loopback."""
+    """Return whether the call is addressed to this machine and no proxy forwarded it. A local proxy also calls from
+    loopback.
+    """
     if any(name in PROXY_HEADERS or name.startswith("x-forwarded-") for name in request.headers):
         return False
     try:

@@ -156,7 +156,7 @@ class Settings(DataSettings):
     eviction_policy: Literal["lru", "greedy_dual"] = "lru"
     num_threads: Annotated[int, Field(ge=1)] | None = None
     pdl: bool = False
-    """Overlap the launches of LoRA kernels (programmatic dependent launch), on GPUs of capability 9.0 or later."""
+    """Overlap launches of LoRA kernels (programmatic dependent launch), on GPUs of compute capability 9.0 or later."""
     disk_tier_dir: Path | None = None
     """Default: a directory in the data directory. Servers on one host can share a disk tier, not a data directory."""
     disk_tier_bytes: Annotated[ByteSize, Field(ge=0)] = ByteSize(16 << 30)

@@ -11,7 +11,9 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Copy the few rows that must stay, empty the table, and restore them. Fast even with many settled reservations."""
+    """Copy the few rows that must stay, empty the table, and restore them. This is fast even with many settled
+    reservations.
+    """
     op.execute("CREATE TABLE kept_reservations AS SELECT * FROM reservations WHERE state <> 'settled'")
     # SQLite's DELETE without a condition is as fast as TRUNCATE.
     op.execute("TRUNCATE reservations" if op.get_bind().dialect.name == "postgresql" else "DELETE FROM reservations")

@@ -31,5 +31,5 @@ def upgrade() -> None:
 def downgrade() -> None:
     """Delete the optional files. An older server serves their versions with the weights alone."""
     op.drop_table("adapter_version_files")
-    # SQLite refuses this in a batch, because a batch replaces a table that others refer to.
+    # SQLite refuses this in a batch, because a batch replaces the table and others refer to it.
     op.drop_column("adapter_versions", "version_digest")

@@ -135,7 +135,7 @@ class SettlementSpool:
                 self._empty()
 
     def _empty(self) -> None:
-        """Start again at the beginning of the file. If this fails, settled records may be replayed, which is harmless."""
+        """Start again at the beginning of the file. If this fails, settled records may be replayed, without harm."""
         num_bytes, self._settled, self._end = self._end, 0, 0
         if num_bytes == 0:
             return

@@ -97,7 +97,7 @@ class Settler:
         return f"{len(self._held)} settlements are waiting in memory: neither the database nor the spool accepts them"
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Checkpoints that extend the leases of settlements in memory, in case the database accepts only checkpoints."""
+        """Checkpoints that extend the leases of settlements in memory, if the database accepts only checkpoints."""
         return [Checkpoint(one.request_id, one.settlement.completion_tokens) for one in self._held.values()]
 
     async def none_held(self) -> None:

@@ -102,7 +102,7 @@ def _arguments(body: ChatRequest, features: TemplateFeatures | None) -> dict[str
 
 
 def _kwargs(body: ChatRequest, features: TemplateFeatures | None) -> Mapping[str, Any]:
-    """Return the template's additional variables. Those that the request names take precedence over `reasoning_effort`."""
+    """Return the template's additional variables. Those from the request take precedence over `reasoning_effort`."""
     effort, kwargs = body.reasoning_effort, body.chat_template_kwargs or {}
     if effort is None:
         return kwargs

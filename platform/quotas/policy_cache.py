@@ -25,7 +25,7 @@ _policies, _tenants = schema.quota_policies, schema.tenants
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """A caller's bindings, valid in `[start_us, end_us)`. No day or month of the caller's timezone ends in that range."""
+    """A caller's bindings, valid in `[start_us, end_us)`. It contains no end of the caller's day or month."""
 
     bindings: Sequence[Binding]
     start_us: int

@@ -59,7 +59,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The person who signed in: the claims of the ID token and `userinfo`, and tokens for later `userinfo` calls."""
+    """The person who signed in: claims of the ID token and `userinfo`, and tokens for later `userinfo` calls."""
 
     claims: dict[str, Any]
     id_token: str

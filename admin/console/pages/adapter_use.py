@@ -13,7 +13,7 @@ DAY_S = 86_400
 
 
 async def use_by_version(rest: RestCalls, adapter: Document, others: Sequence[str] = ()) -> dict[str, dict[str, int]]:
-    """Requests, failures and tokens of the last day by version ID, summed over the owner and the grantees `others`."""
+    """Requests, failures and tokens of the last day by version ID, over the owner and the grantees `others`."""
     now = int(time.time())
     pages = await asyncio.gather(
         *(
@@ -40,7 +40,7 @@ async def speed_by_version(rest: RestCalls, adapter: Document) -> dict[str, Late
 
 
 async def requests_of_adapter(rest: RestCalls, adapter: Document) -> str:
-    """Say, for a confirmation page, how many requests the adapter had recently."""
+    """Describe the adapter's recent requests for a confirmation page."""
     now = int(time.time())
     page = await rest.get("/usage", start=now - DAY_S, end=now + 1, group_by="adapter", tenant=adapter["tenant"])
     rows = [row for bucket in page["data"] for row in bucket["results"] if row["adapter"] == adapter["id"]]

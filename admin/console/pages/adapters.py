@@ -105,7 +105,7 @@ async def confirm_delete(visit: Visit) -> Response:
         title=f"Delete {adapter['model']}",
         before=f"{adapter['model']} has no version yet",
         after="The name is free again",
-        affects="Nobody: an adapter that has ever had a version can only be taken out of service.",
+        affects="Nobody: an adapter that ever had a version can only be taken out of service.",
         undo="Create it again; it gets a new identifier.",
         verb="Delete",
         path=f"/adapters/{adapter['id']}/delete",

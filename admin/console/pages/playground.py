@@ -21,7 +21,7 @@ MAX_BODY_BYTES = 256 * 1024
 
 
 class Question(BaseModel):
-    """The request that the page sends for one of its two lanes."""
+    """The request for one of the page's two lanes."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -111,7 +111,7 @@ async def _key(visit: Visit, tenant: str) -> str:
 
 
 class _Asked(Response):
-    """The gateway's response, streamed unchanged to the browser. A disconnect cancels the request."""
+    """Streams the gateway's response unchanged to the browser. A disconnect cancels the request."""
 
     def __init__(self, gateway: Any, request: Request, body: bytes, secret: str) -> None:
         super().__init__()

@@ -39,11 +39,11 @@ class SignOn:
     held: tuple[str, ...]
     """The person's role values that appear in a role rule."""
     confirmed_us: int
-    """Time of the provider's last confirmation of the roles, as Unix time in microseconds."""
+    """When the provider last confirmed the roles, as Unix time in microseconds."""
     asked_us: int
-    """Time at which the provider was last asked for the roles, as Unix time in microseconds."""
+    """When the provider was last asked for the roles, as Unix time in microseconds."""
     id_token: str
-    """The ID token. If the person also signs out at the provider, the token is sent there."""
+    """The ID token, which is sent to the provider if the person signs out there."""
     access_token: str
     refresh_token: str | None
     needs_browser: bool = False

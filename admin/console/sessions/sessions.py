@@ -68,7 +68,7 @@ class Session:
         self._change(lambda content: replace(content, playground_keys={**content.playground_keys, slug: key}))
 
     def now_holds(self, secret: str) -> None:
-        """Keep the session open after a rotation of its own key, by storing the new secret."""
+        """Store the new secret of the session's own key, so that a rotation does not end the session."""
         self._change(lambda content: replace(content, key_sha256=key_sha256(secret)))
 
     def now_signed_on(self, sign_on: SignOn) -> None:
@@ -135,7 +135,7 @@ class ConsoleSessions:
             return None
         principal = self._rights.principal(row.key_id, content)
         if principal is None:
-            # Do not close the session. A rotation of its own key is about to store the new secret.
+            # Do not close the session, because a rotation of its own key is about to store the new secret.
             return None
         if is_use and (expires_us := _expires_us(row.created_us, now_us)) >= row.expires_us + TOUCH_S * 1_000_000:
             with self._database.write() as connection:

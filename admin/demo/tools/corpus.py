@@ -60,7 +60,7 @@ class ToolExample:
 
 
 class ToolCorpus:
-    """An endless source of examples. The seed alone determines them."""
+    """An endless source of examples, which depend only on the seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -129,7 +129,7 @@ class ToolCorpus:
         return tools
 
     def _offered(self, function: Function, calls: tuple[Call, ...]) -> dict[str, Any]:
-        """The function's entry in `tools`, in one of the forms that clients write."""
+        """Return the function's entry in `tools`, in one of the forms that clients write."""
         chance = self._random
         tool = deepcopy(function.tool)
         described, parameters = tool["function"], tool["function"]["parameters"]

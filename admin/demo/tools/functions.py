@@ -27,7 +27,7 @@ class Function:
     properties: Mapping[str, Mapping[str, Any]]
     questions: tuple[str, ...]
     topic: str
-    """The subject of the question, as the model's thinking words it."""
+    """The subject of the question, as the model words it when it thinks."""
     answer: str
     brief_answer: str
     """The answer to a result that is a single value instead of a JSON object."""

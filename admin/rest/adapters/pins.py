@@ -84,9 +84,7 @@ async def preload_version(adapter_id: str, number: Number, services: Services, c
 
 
 async def _told(answer: Awaitable[AdapterState]) -> AdapterState | None:
-    """Return the engine's response, or None if the version is still loading
-    after WARM_TIMEOUT_S. Raises Unavailable.
-    """
+    """Return the engine's response, or None if the version has not loaded within WARM_TIMEOUT_S. Raises Unavailable."""
     try:
         return await answer
     except TimeoutError:

@@ -31,7 +31,7 @@ class VersionDocument(TypedDict):
     files, after `@sha256:`. `chat_template` is the SHA-256 of the version's own template, `generation_config` has its
     sampling defaults, `tool_call_parser` and `reasoning_parser` are the parsers that it was uploaded with,
     `invocation_tokens` are the token ids that activate an activated LoRA (null if the adapter is always active), and
-    `report` is the validation report. The digests and sizes are null until validation has succeeded.
+    `report` is the validation report. The digests and sizes are null until validation succeeds.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""Calls to the engine that load versions before they enter service and unload versions that leave service."""
+"""Has the engine load versions before they enter service and unload versions that leave it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = structlog.get_logger(__name__)
 
 
 def load_charge(caller: Caller, adapter_id: str) -> LoadCharge | None:
-    """The quota charge for a load that the caller requests, or None for an operator, whose loads are not charged."""
+    """Return the quota charge for a load that the caller requests, or None for an operator, whose loads are free."""
     tenant_id = caller.principal.tenant_id
     if tenant_id is None:
         return None

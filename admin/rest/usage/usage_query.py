@@ -118,7 +118,7 @@ def _until_now(now_us: int, wanted: Asked) -> int:
     if wanted.bucket == "1m" or "end_user" in wanted.group_by:
         # Include requests that finish in the current microsecond.
         return now_us + 1
-    # The end of today, because the coarsest rollups cover whole days. This adds no requests.
+    # Round up to the end of today, because the coarsest rollups cover whole days. This adds no requests.
     return (now_us // DAY_US + 1) * DAY_US
 
 
@@ -154,7 +154,7 @@ def groups_of(row: UsageRow, group_by: Iterable[str]) -> Document:
 
 
 def _buckets(rows: Sequence[UsageRow], describe: Callable[[UsageRow], Document]) -> list[Document]:
-    # Each result is encoded separately, because encoding all of them in one call would block every other thread.
+    # Encode each result separately: encoding all in one call would block every other thread.
     return [
         {
             "object": "bucket",
