@@ -71,7 +71,7 @@ MAX_UNDER_WAY = 6
 """Maximum number of concurrent loads. Memory is reserved for this many adapters."""
 
 MIN_FILES = 8
-"""Minimum number of files. With fewer, the first and last loads would dominate, since they overlap with no others."""
+"""Minimum number of files. With fewer, the first and last loads would dominate, because they overlap with no others."""
 
 
 class CheckError(Exception):
@@ -141,7 +141,7 @@ class Bench:
         self.num_loaders = num_loaders
         target, geometry = files.target, files.target.geometry
         self.accelerator = HostAccelerator()
-        # Room for every adapter, so that nothing is evicted between rounds.
+        # Make room for every adapter, so that nothing is evicted between rounds.
         self.views = allocate_pool(
             geometry, files.count * files.payload_bytes, torch.bfloat16, torch.bfloat16, self.accelerator.device
         )
@@ -379,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     machine = describe()
     busy_before = require_idle(arguments.allow_busy)
-    # Use the engine's switch interval, so that a thread waiting for the interpreter lock gets it quickly.
+    # Use the engine's switch interval, so that threads get the interpreter lock quickly.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     target = target_of(SHAPES[arguments.model])
     cases: list[dict[str, Any]] = []

@@ -68,7 +68,9 @@ def pack_adapters(model: Any, base: Path, scratch: Path, num_adapters: int, dtyp
 
 
 def pack_with_magnitudes(base: Path, scratch: Path, num_adapters: int, dtype: str) -> list[PackedAdapter]:
-    """Pack the saved adapters as DoRA adapters that compute the same: each magnitude is its changed weight's norm."""
+    """Pack the saved adapters as DoRA adapters with the same result: each magnitude is the norm of its changed
+    weight.
+    """
     weights, target = BaseWeights(base), pack_target(ModelConfig.load(base), dtype)
     places = {place.a_name: place for place in module_places(target)}
     packed = []

@@ -81,7 +81,7 @@ class SteadyLoad:
         self.num_running = 0
 
     def run(self, num_steps: int) -> float:
-        """Run `num_steps` steps, and return their CPU seconds without the time to create requests and check answers."""
+        """Run `num_steps` steps, and return their CPU seconds, which exclude creating requests and checking answers."""
         seconds = 0.0
         for _ in range(num_steps):
             while len(self._adds) < self._num_wanted:

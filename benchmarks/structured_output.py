@@ -1,4 +1,4 @@
-"""How much do schemas cost? loramux with and without them, and next to vLLM's structured output.
+"""Measures the cost of schemas, and compares structured output with vLLM.
 
 Three questions, in one run over HTTP, with sixteen adapters on a random model:
 
@@ -9,9 +9,9 @@ Three questions, in one run over HTTP, with sixteen adapters on a random model:
     neighbour      the time to first token of a request that arrives together with the first use, minus that of one
                    that arrives together with a request without a schema
 
-Every answer has the requested length, which is too short for a complete document. Each of loramux's answers must
-be the beginning of a document that does. vLLM's answers that are not are counted. LORAMUX_PEER_VLLM names vLLM's
-Python, as in `benchmarks/peers`.
+Every answer has the requested length, which is too short for a complete document. Every answer from loramux must be the
+beginning of a valid document. Invalid answers from vLLM are counted. LORAMUX_PEER_VLLM is the Python interpreter of
+vLLM, as in `benchmarks/peers`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ EOS = 2
 
 PLAIN, SCHEMA = "plain", "schema"
 GOALS = {"every row": 0.95, "over vLLM": 2.6, "first use": 0.050}
-"""Lowest ratios of throughput, and longest additional time to first token, in seconds."""
+"""Goals: the lowest ratios of throughput, and the longest additional time to first token, in seconds."""
 
 LONG_SCHEMA: Document = {
     "type": "array",
@@ -68,7 +68,7 @@ LONG_SCHEMA: Document = {
         "additionalProperties": False,
     },
 }
-"""A schema that no answer of the benchmark satisfies completely."""
+"""A schema with documents longer than any answer of the benchmark."""
 
 
 def new_schema(number: int, num_bytes: int) -> Document:
@@ -101,8 +101,8 @@ class Checker:
         self._matcher = LLMatcher(vocabulary, grammar)
 
     def is_beginning(self, text: str) -> bool:
-        """Return whether a document that satisfies the schema can begin with `text`."""
-        # A character may be cut at the end of an answer.
+        """Return whether a valid document can begin with `text`."""
+        # The last character of an answer may be incomplete.
         tokens = self._vocabulary.greedy_tokenize(text.rstrip("\ufffd"))
         return bool(text) and self._matcher.deep_copy().validate_tokens(tokens) == len(tokens)
 
@@ -128,7 +128,7 @@ class Figures:
 def answer_all(
     server: LoramuxServer | VllmServer, name: str, kind: str, load: Load, files: ModelFiles, seed: str
 ) -> tuple[float, list[str]]:
-    """The seconds in which a system answers sixteen requests with distinct adapters, and the answers."""
+    """Seconds that a system takes to answer sixteen requests with distinct adapters, and the answers."""
     work = draw_work(DISTINCT, load, files.num_adapters, files.shape.vocab_size, seed)
     own = isinstance(server, LoramuxServer)
     bodies = [
@@ -149,7 +149,7 @@ async def first_token(client: httpx.AsyncClient, body: Document) -> float:
         if response.status_code != 200:
             raise SystemFailed(f"{response.status_code}: {(await response.aread()).decode()[:500]}")
         seconds = None
-        # Read the whole answer, since its rest must not slow down the next request.
+        # Read the whole answer, so that it does not slow down the next request.
         async for line in response.aiter_lines():
             if seconds is None and line.startswith("data: {"):
                 seconds = time.perf_counter() - started
@@ -161,7 +161,7 @@ async def first_token(client: httpx.AsyncClient, body: Document) -> float:
 async def measure_first_tokens(
     server: LoramuxServer, files: ModelFiles, num_pairs: int, num_bytes: int, console: Console
 ) -> dict[str, list[float]]:
-    """Times to first token with and without a new schema, alone and next to a neighbour without one."""
+    """Times to first token with and without a new schema, alone and together with a request without one."""
     found: dict[str, list[float]] = {
         name: [] for name in ("with", "without", "neighbour of with", "neighbour of without")
     }
@@ -176,7 +176,7 @@ async def measure_first_tokens(
 
     async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=600.0, trust_env=False) as client:
         for index in track(range(num_pairs), description="first use", console=console):
-            # The order alternates, so that a drift in the machine's speed cancels out.
+            # Alternate the order, so that drift in the machine's speed cancels out.
             kinds = ("with", "without") if index % 2 else ("without", "with")
             for kind in kinds:
                 fields = [{"structured_outputs": {"json": new_schema(next(numbers), num_bytes)}} for _ in range(2)]
@@ -223,7 +223,7 @@ def measure(arguments: argparse.Namespace, files: ModelFiles, logs: Path, consol
 
 
 def report(figures: Figures, num_tokens: int, console: Console) -> dict[str, Any]:
-    """Print the tables. Returns the figures with their goals."""
+    """Print the tables, and return the figures with their goals."""
     speeds = {key: figures.speed(*key, num_tokens) for key in figures.seconds}
     table = Table(title="sixteen requests with distinct adapters, output tokens/s, median")
     for heading in ("system", PLAIN, SCHEMA):

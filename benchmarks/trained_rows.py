@@ -1,9 +1,8 @@
-"""Measures what a trained head costs in memory and in time, compared with the base's own head, on a CPU.
+"""Measures the memory and time of a trained head on a CPU, compared with the base's head.
 
-The head has 128,256 rows, the vocabulary of Llama 3, and is narrow, so that it fits into a small machine; both sides
-read memory in proportion to its width. The base's head computes the logits of one step's rows; then the logits of the
-tokens whose rows an adapter has trained are replaced. The two are timed separately, alternate, and the fastest of each
-are compared.
+The head has 128,256 rows, the vocabulary of Llama 3, and is narrow enough for a small machine: both sides read memory
+in proportion to its width. The base's head computes the logits of one step's rows. Then the logits of trained tokens
+are replaced. Both are timed in turn, and the fastest times are compared.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from loramux.kernels.segments import build_segments
 from loramux.kernels.tables import AdapterTables, LoraCall, ModuleGroup, PoolViews
 
 FEW = 64
-"""Number of trained tokens of an adapter that extends its base by a few markers."""
+"""Number of trained tokens of an adapter that adds a few markers."""
 
 OTHER_BYTES = 512 << 20
-"""Number of bytes that are read before each measurement; more than the caches hold."""
+"""Number of bytes read before each measurement, more than the caches hold."""
 
 TOLERANCE = 0.02
-"""Largest error of a logit relative to the largest one, because the base's head may round its input to bfloat16."""
+"""Largest accepted error, relative to the largest logit: the base's head may round its input to bfloat16."""
 
 
 class CheckError(Exception):
-    """A logit is wrong, so there are no figures."""
+    """A logit is wrong, so nothing is measured."""
 
 
 class HeadBench:
@@ -84,7 +83,7 @@ class HeadBench:
         self._counts = counts
 
     def logits(self, x: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-        """Logits of rows `x`, whose adapters are in `slots`."""
+        """Return the logits of rows `x`. `slots` has the adapter of each row."""
         y = self.base(x)
         self.replace(x, slots, y)
         return y
@@ -109,12 +108,12 @@ class HeadBench:
 
 
 def measure(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Fewest seconds of each way; the ways alternate, and each starts without its weights in the caches."""
+    """Return the shortest time of each method, in seconds. The methods alternate and start with cold caches."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     others = torch.zeros(OTHER_BYTES, dtype=torch.uint8)
     for _ in range(rounds):
         for name, way in ways.items():
-            # In a step, the weights of the layers have passed through the caches.
+            # As in a step, other weights have passed through the caches.
             others.add_(1)
             begin = time.perf_counter()
             way()

@@ -58,7 +58,7 @@ Commit = Callable[[Operation], Awaitable[Any]]
 WARM_UP_S = 1.5
 
 _start: Any = None
-"""Barrier that makes the gateway processes start together."""
+"""The gateway processes wait at this barrier to start together."""
 
 
 def main() -> None:
@@ -185,7 +185,7 @@ def _take_barrier(start: Any) -> None:
 def _gateway(
     url: str, accounts: Sequence[tuple[str, str]], mine: range, clients: int, arguments: argparse.Namespace
 ) -> Any:
-    """Run in each gateway process: warm up with the clients `mine`, then start together with the other processes."""
+    """Runs in each gateway process: warm up with the clients `mine`, then start together with the other processes."""
     freeze_gc()
     database = Database(url)
     admission = Admission(database)

@@ -48,7 +48,7 @@ TARGET_MS = 200.0
 TOP = 200
 """Number of groups in a `largest` report, twice as many as the console shows."""
 ASKED_US = MONTH_US - 17 * HOUR_US
-"""Time range of the reports over "a month", in microseconds: nearly all of the data, starting and ending mid-day."""
+"""Time range of the reports over "a month", in microseconds: nearly all of the data, from midday to midday."""
 FOLDED_WORLD = World(50, 4, 2)
 
 
@@ -197,7 +197,7 @@ def _query(made: UsageWorld, length_us: int, **more: Any) -> UsageQuery:
 
 
 def _whole_lists(database: Database, made: UsageWorld) -> dict[str, Callable[[], Any]]:
-    """Reports with thousands of rows, for export rather than reading. They have no target."""
+    """Reports with thousands of rows, which are meant for export and have no target."""
 
     def ask(group_by: tuple[str, ...]) -> Callable[[], Any]:
         return lambda: answer(database, _query(made, ASKED_US, group_by=group_by))

@@ -2,8 +2,8 @@
 
 A few of the thousand tenants send most of the requests, and a few of each tenant's adapters receive most of that
 tenant's requests. Every fourth request goes to the base model. Each tenant has two keys. The month ends a day after its
-data is created, so a report over the last hour finds ordinary traffic for a day. Indexes and rollups are built after
-all rows are inserted.
+data is created, so that for a day, reports over the last hour find ordinary traffic. Indexes and rollups are built
+after all rows are inserted.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def add_folder(parser: argparse.ArgumentParser) -> None:
 def make_usage_world(
     kind: str, database: Database, num_events: int, world: World, progress: Progress, is_folded: bool = True
 ) -> UsageWorld:
-    """Fill an empty database. Unless `is_folded`, the events stay in unfolded batches."""
+    """Fill an empty database. Unless `is_folded`, the rollups do not contain the events yet."""
     started = time.perf_counter()
     filled = fill(database, world)
     first_us = time.time_ns() // 1000 // DAY_US * DAY_US + 2 * DAY_US - MONTH_US
@@ -185,7 +185,7 @@ def _events(kind: str, low: int, num_events: int, first_us: int, world: World) -
 
 
 def _name(connection: Connection, tenant_ids: Sequence[str], adapter_ids: Sequence[Sequence[str]]) -> None:
-    """Insert two keys per tenant, and helper tables that map a number to a tenant or adapter in SQL."""
+    """Insert two keys per tenant, and helper tables that map numbers to tenants and adapters."""
     numbered = []
     keys = []
     for number, tenant_id in enumerate(tenant_ids):

@@ -167,7 +167,7 @@ def warm_up(parts: list[Part], arguments: argparse.Namespace) -> dict[str, Any]:
             _, errors = process.communicate()
             errors += f"stopped after {WARM_S} s"
         if process.returncode:
-            # Kernels that were not compiled here are compiled on their first launch, before timing starts.
+            # Other kernels are compiled on their first launch, before timing starts.
             failed.append(f"{shard}/{count}: {errors.strip().splitlines()[-1] if errors.strip() else 'no message'}")
     seconds = time.monotonic() - started
     print(f"compiling in {count} processes: {seconds:.1f} s, {len(failed)} failed", flush=True)

@@ -25,7 +25,7 @@ POISON = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class LoraCase:
-    """`num_rows` rows, split evenly over adapters of these `ranks`. `num_sequences` bounds the number of segments."""
+    """`num_rows` rows, split evenly among adapters of these `ranks`, with at most `num_sequences` segments."""
 
     num_rows: int
     num_sequences: int
@@ -132,7 +132,7 @@ class LoraBatch:
     segments: Segments
 
     def outputs(self) -> list[torch.Tensor]:
-        """New random rows `[T, total_out]` for each group, used instead of the base linears' output."""
+        """New random rows `[T, total_out]` for each group, in place of the base's output."""
         device = self.xs[0].device
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(3)
         return [
@@ -168,7 +168,9 @@ def batch_of(bench: Bench, model: Model, case: LoraCase) -> LoraBatch:
 
 
 def expected_change(adapters: ResidentAdapters, batch: LoraBatch, layer: int) -> list[torch.Tensor]:
-    """The adapters' part of each group's output in this layer, float64 `[T, total_out]`, from dense matrices."""
+    """The adapters' contribution to each group's output in this layer, float64 `[T, total_out]`, from dense
+    matrices.
+    """
     case, model = batch.case, batch.model
     changes = []
     for group, x in zip(model.groups, batch.xs, strict=True):

@@ -23,7 +23,7 @@ MAX_DENSE_BYTES = 9 << 30
 KEPT_FREE = 24 << 30
 WARM_POOL_BYTES = 1 << 30
 SAMPLED_ROWS = 64
-"""Number of query rows in a prefill that are compared. The others only have to be finite."""
+"""Number of query rows in a prefill that are compared. The other rows only have to be finite."""
 
 QUERY_STD = 2 / POOL_STD
 """Standard deviation of queries. The standard deviation of scores is then 2, so attention is neither uniform nor on a
@@ -75,7 +75,7 @@ def cases(bench: Bench) -> list[AttentionCase]:
     prefill = [AttentionCase(1, length, length) for length in prefills]
     decode = [AttentionCase(batch, context, 1) for context in contexts for batch in batches]
     if not bench.is_full:
-        # Other context lengths behave like 1,024. At the longest one, keep only the cases with 1 and 64 sequences.
+        # Other context lengths behave like 1,024. For the longest one, keep only the cases with 1 and 64 sequences.
         kept = {(batch, 1024) for batch in batches} | {(1, 8192), (64, 8192)}
         decode = [case for case in decode if (case.num_sequences, case.context) in kept]
     return [*prefill, *decode]

@@ -20,7 +20,7 @@ from loramux.kernels.layout import PageGeometry
 from loramux.kernels.tables import PoolViews
 
 FLUSH_BYTES = 256 << 20
-"""Bytes read between two replays. This is several times any card's L2, so that each replay reads its weights from
+"""Bytes read between two replays: several times the L2 of any card, so that each replay reads its weights from
 memory.
 """
 
@@ -39,7 +39,7 @@ CONTEXT_BYTES = 10**9
 """Assumed memory, in bytes, that CUDA, cuBLAS and loaded kernels take in each process, for dry runs."""
 
 POOL_STD = 0.02
-"""Standard deviation of the pool's random elements, which is typical for LoRA's A and B and for keys and values."""
+"""Standard deviation of the pool's random elements, typical of A, B, keys and values."""
 
 
 class CheckError(Exception):
@@ -66,7 +66,7 @@ class Goal:
 class Row:
     """One method's figures for one case. Their names include units. `problem` says why some figures are missing.
 
-    `is_failure` marks a failure of loramux or a skipped case, as opposed to a limitation of a peer.
+    `is_failure` is true if loramux failed or a case was skipped, and false for a limitation of a peer.
     """
 
     case: str
@@ -131,7 +131,7 @@ class Bench:
 
     @property
     def dtype(self) -> torch.dtype:
-        """bfloat16, except in the interpreter, which multiplies bfloat16 values as if they were integers."""
+        """bfloat16, except in the interpreter, which multiplies its bits as integers."""
         return torch.float16 if self.is_tiny else torch.bfloat16
 
     @property
@@ -172,7 +172,7 @@ class Bench:
     def pool(self, geometry: PageGeometry, num_bytes: int) -> PoolViews:
         """A pool with this geometry over the first `num_bytes` of one shared buffer, which grows if necessary.
 
-        The whole buffer is filled with random elements, so adapters need not be written to pages.
+        The buffer is filled with random elements, which serve as the adapters.
         """
         num_pages = num_bytes // geometry.total_page_bytes
         num_bytes = num_pages * geometry.total_page_bytes
@@ -254,8 +254,8 @@ class Bench:
         """Median seconds per replay of each method.
 
         The methods alternate, so that drift in the card's speed affects all of them alike. `is_cold` reads
-        `FLUSH_BYTES` before each replay. Reading leaves no dirty cache lines, which would be written back during the
-        measured time, and keeps the card busy while the host submits the timed work.
+        `FLUSH_BYTES` before each replay. Unlike writing, reading leaves no dirty cache lines to write back during the
+        measured time. It also keeps the card busy while the host submits the timed work.
         """
         if self.flush is None:
             num_bytes = TINY_FLUSH_BYTES if self.is_tiny else FLUSH_BYTES
@@ -305,8 +305,8 @@ def require_close(
 ) -> float:
     """The error `‖out - expected‖ / ‖scale‖`. `scale` defaults to `expected`.
 
-    Raises CheckError if an element is not finite or the error exceeds `tolerance`. The default tolerance is above the
-    rounding error of bfloat16 operands and below the error that a single wrong index causes.
+    Raises CheckError if an element is not finite or the error exceeds `tolerance`. The default tolerance lies between
+    the rounding error of bfloat16 operands and the error of a single wrong index.
     """
     if not bool(out.isfinite().all()):
         raise CheckError("some elements were not written or are not finite")

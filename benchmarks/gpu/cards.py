@@ -9,7 +9,7 @@ REGISTERS = 65536
 """Registers per multiprocessor, on every card in CARDS."""
 
 REGISTER_UNIT = 256
-"""Registers are allocated to a warp in multiples of this number."""
+"""Registers are allocated to warps in multiples of this number."""
 
 RESERVED_SHARED = 1024
 """Bytes of shared memory that CUDA reserves for each program."""

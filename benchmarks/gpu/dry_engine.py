@@ -158,7 +158,7 @@ def prefill(bench: Bench) -> Iterator[Need]:
         seconds = 2 * CAPTURE_S
         for count, one in zip(counts, steps, strict=True):
             operations = case.operations(model, gpu_prefill.RANK if count else 0)
-            # Steps of this size are submitted launch by launch, while the card works in parallel with the host.
+            # Steps of this size are submitted launch by launch, in parallel with the card's work.
             run = max(one.seconds(bench, operations), HOST_OP_S * one.num_launches)
             seconds += (gpu_prefill.NUM_WARM + gpu_prefill.NUM_MEASURED) * (run + HOST_STEP_S)
         held = engine.held | {"activations": max(one.activations for one in steps)}
@@ -214,7 +214,7 @@ def s_lora(bench: Bench) -> Iterator[Need]:
 
 
 def _captures_s(full: PlannedStep) -> float:
-    """Seconds to run and capture the step sizes that occur while the batch fills and empties."""
+    """Seconds to run and capture steps of all sizes that occur while the batch fills and empties."""
     return NUM_SHAPES * (CAPTURE_S + 2 * HOST_OP_S * full.num_launches)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds after which no case starts, and seconds allowed for compilation."""
+    """No case starts after this many seconds, and compilation may take this many."""
 
     total_s: float
     warm_s: float
@@ -94,7 +94,7 @@ def why_not(bench: Bench, need: Need) -> str:
 
 
 def whole_run(parts: Sequence[PlannedPart]) -> tuple[float, float]:
-    """Seconds that a run of all parts takes to compile and in total. Programs shared by two parts count twice."""
+    """Seconds to compile all parts, and seconds of a whole run. Programs shared by two parts count twice."""
     compile_s = compiling_seconds(sum(part.num_programs for part in parts if part.compile_s))
     return compile_s, compile_s + sum(part.seconds for part in parts)
 

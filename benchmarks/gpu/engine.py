@@ -102,8 +102,8 @@ class ObservedForward:
 class ObservedExecutor:
     """Runs each step on the wrapped executor, and records an event in the device's stream before and after it.
 
-    While `skips` is set, steps are not run and return made-up tokens, so that sequences get past their prompts without
-    computing them. `num_decoding` is the number of sequences in the last skipped step if all of them decoded, else 0.
+    While `skips` is set, steps do not run and return dummy tokens, so that prompts need not be computed. `num_decoding`
+    is the number of sequences in the last skipped step if all were decoding, otherwise 0.
     """
 
     def __init__(self, bench: Bench, executor: Executor) -> None:
@@ -243,7 +243,7 @@ def open_engine(
     wake = threading.Event()
     if bench.is_tiny:
         settings["num_threads"] = 1
-    # Leave inference mode, since loader threads write to tensors that are allocated here.
+    # Leave inference mode, because loader threads write to tensors that are allocated here.
     with torch.inference_mode(False), model_directory(model, max_len) as directory:
         config = EngineConfig(
             model_dir=str(directory),
@@ -264,7 +264,7 @@ def open_engine(
 
 
 def _leave_stream(bench: Bench) -> None:
-    """Switch this thread from the engine's stream back to the default stream, and wait for the engine's work."""
+    """Wait for the engine's work, and switch this thread from the engine's stream back to the default stream."""
     if bench.device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.default_stream())
         bench.synchronize()

@@ -51,7 +51,7 @@ def cases(bench: Bench) -> list[LoraCase]:
 
 @dataclass(slots=True)
 class Way:
-    """A method, with its launch for a layer, the number of layers that it stores, and its results so far."""
+    """A method: its launch for a layer, the number of layers that it stores, and its results so far."""
 
     launch: LayerLaunch
     num_stored: int
@@ -158,7 +158,7 @@ def _with_copies(make: MakeLaunch, adapters: ResidentAdapters, batch: LoraBatch,
 
 
 def _check(launch: LayerLaunch, batch: LoraBatch, layer: int, expected: list[torch.Tensor]) -> float:
-    """The largest error of any group, relative to the adapters' change of the rows, which are nonzero beforehand."""
+    """The largest error of any group, relative to the adapters' contribution. The rows are nonzero beforehand."""
     before = batch.outputs()
     ys = [y.clone() for y in before]
     launch(layer, ys)
@@ -171,7 +171,9 @@ def _check(launch: LayerLaunch, batch: LoraBatch, layer: int, expected: list[tor
 def _timed(
     bench: Bench, adapters: ResidentAdapters, batch: LoraBatch, planes: OwnPlanes, ways: dict[str, Way]
 ) -> Iterator[Row]:
-    """Time all methods in turn, each as one graph of all layers, and then loramux's launches alone, with rank 0."""
+    """Time all methods in turn, each as one graph of all layers, and then the launches of loramux alone, with rank
+    0.
+    """
     assert bench.ceilings is not None
     case, model = batch.case, batch.model
     replays = {}
@@ -183,7 +185,7 @@ def _timed(
                 launch(layer, ys)
 
         try:
-            # Run once outside the graph, since some methods prepare a layer on its first launch.
+            # Run once outside the graph, because some methods prepare a layer on its first launch.
             step()
             replays[name] = bench.capture(step)
         except Exception as error:
@@ -220,7 +222,7 @@ def _timed(
             }
             if best_peer is not None:
                 figures["faster_than_peers"] = best_peer / way.seconds
-            # The engine can launch with or without overlap, so the goals apply to the faster of the two.
+            # The goals apply to the faster of both settings, because the engine supports both.
             if way.seconds == best_own:
                 goals = _goals(case, has_peers=best_peer is not None)
         elif best_own is not None:

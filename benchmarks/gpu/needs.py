@@ -37,7 +37,7 @@ HOST_STEP_S = 2e-3
 """Assumed seconds for the host to schedule a step that is skipped."""
 
 CHECK_OPS = 10
-"""Assumed number of torch operators that check one adapter in one module, or one sequence, against float64."""
+"""Assumed number of torch operators to check one adapter in one module, or one sequence, against float64."""
 
 NUM_SHAPES = 40
 """Assumed number of step shapes that a run of `s_lora` captures."""
@@ -68,7 +68,7 @@ ASSUMPTIONS = (
     "all kernels of the peers can be loaded; each compiles as many programs as loramux, and moves padded weights once",
     f"a process holds {CONTEXT_BYTES / 1e9:g} GB in addition to its tensors",
 )
-"""Assumptions about everything that is neither counted nor on a data sheet."""
+"""Assumptions about figures that are neither counted nor on a data sheet."""
 
 
 @dataclass(frozen=True, slots=True)

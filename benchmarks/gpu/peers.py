@@ -2,7 +2,7 @@
 
 `--peers` names a folder that contains these files from their wheels: `vllm/lora/ops/triton_ops/` and
 `sglang/kernels/ops/lora/dense/`, and the `*.dist-info` folders, which name the versions. Both import a handful of names
-from elsewhere in their packages. Stubs replace those names here. None of their code is part of this repository.
+from elsewhere in their packages. Stubs replace those names here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Peer:
 
 
 def load_peers(folder: Path, device: torch.device) -> tuple[list[Peer], dict[str, str]]:
-    """The loadable peers, and the reason why each of the others cannot be loaded, by name."""
+    """The peers that can be loaded, and for each other peer the reason why it cannot."""
     peers, problems = [], {}
     for name, load in (("vllm", _load_vllm), ("sglang", _load_sglang)):
         try:

@@ -19,7 +19,7 @@ RANK = 16
 PAGE_TOKENS = 16
 NUM_WARM, NUM_MEASURED = 3, 7
 TINY_WARM, TINY_MEASURED = 0, 1
-"""Number of untimed runs, and of the timed runs that follow. Small steps are captured in the second run."""
+"""Numbers of untimed and timed runs. Small steps are captured in the second run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class PrefillCase:
         return self.num_prompts * self.num_tokens
 
     def operations(self, model: Model, rank: int) -> int:
-        """Multiplications and additions in linears, attention, adapters, and the head (for the last tokens only)."""
+        """Multiplications and additions in linears, attention, adapters, and the head (last tokens only)."""
         visible = self.num_tokens * (self.num_tokens + 1) // 2
         attention = 4 * model.num_heads * model.head_dim * visible * self.num_prompts
         adapters = model.adapter_bytes(rank, itemsize=1)

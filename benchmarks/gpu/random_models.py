@@ -47,7 +47,7 @@ def config_of(model: Model, max_len: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Random weights that preserve the magnitude of activations. A tensor's name seeds its weights."""
+    """Random weights that preserve the magnitude of activations. Each tensor's name is its seed."""
 
     device: torch.device
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Measures throughput in the S-LoRA workloads S1 and S2 as the same requests use more and more adapters.
+"""Measures throughput in the S-LoRA workloads S1 and S2, with the same requests for more and more adapters.
 
 The workloads follow section 7 of "S-LoRA: Serving Thousands of Concurrent LoRA Adapters" (Sheng et al., 2023, arXiv
 2311.03285), and the settings of its repository (`benchmarks/exp_suite.py`, the suite behind the paper's table, and
@@ -51,7 +51,7 @@ class Workload:
 
     @property
     def num_answered(self) -> int:
-        """Requests to answer before the measurement ends. By then the queue is empty."""
+        """Number of requests to answer before the measurement ends. By then the queue is empty."""
         return self.num_requests - self.max_sequences
 
     @property
@@ -142,7 +142,7 @@ def warm(bench: Bench, shard: int, num_shards: int) -> None:
 
 
 def steps_to_warm(workload: Workload, name: str) -> list[WarmStep]:
-    """Return steps from filling the batch, and steps in which a few prompts join many decodes."""
+    """Return steps that fill the batch, and steps in which a few prompts join many decodes."""
     most, num_rows = workload.max_sequences, workload.max_batch_tokens
     counts = {(count, num_rows // count) for count in (8, 32, 128) if count < most}
     counts |= {(most, rows) for rows in (1, 2, 3, 4, num_rows // most)}

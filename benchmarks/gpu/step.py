@@ -20,13 +20,11 @@ from loramux.engine.messages import Add, SamplingParams
 RANK = 16
 PAGE_TOKENS = 16
 BATCH_TOKENS = 2048
-"""Maximum number of tokens in a step: a common server setting, which limits the memory for activations."""
+"""Maximum number of tokens in a step, a common server setting that limits the memory for activations."""
 
 NUM_WARM, NUM_MEASURED = 12, 40
 TINY_WARM, TINY_MEASURED = 1, 2
-"""Number of untimed steps, and of the timed steps that follow. A shape's first step compiles it, and its second
-captures it.
-"""
+"""Numbers of untimed and timed steps. The first step of a shape compiles it, and the second captures it."""
 
 BASE = "base only"
 
@@ -51,8 +49,8 @@ class StepCase:
 class Measured:
     """Times of steady decode steps. `step_s` is the median time between a step's events, and `wall_s` is the mean
     wall-clock time. `idle` is the share of the device's time between steps. `host_waits` is the share of wall-clock
-    time that the host waits for tokens. `idle` is meaningful only if `host_waits` is above 0, since the host is then
-    ahead of the device.
+    time that the host waits for tokens. `idle` is meaningful only if `host_waits` is above 0: the host is then ahead of
+    the device.
     """
 
     step_s: float
@@ -233,8 +231,8 @@ def _measure(bench: Bench, engine: RunningEngine, case: StepCase, digests: list[
 def _check_full_size(model: Model, engine: RunningEngine, digests: list[str]) -> Row:
     """Check that the timed model's answers are finite and that each adapter changes its rows.
 
-    Only the small model, in float32, is checked for answers that depend on the batch. Loading the timed model in
-    float32 would take as long as measuring the steps, and in bfloat16, rounding depends on the batch.
+    Whether answers depend on the batch is checked only on the small model in float32. Loading the timed model in
+    float32 would take as long as measuring the steps, and bfloat16 rounding depends on the batch.
     """
     prompts = [random_prompt(model, 24, seed) for seed in range(4)]
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, num_logprobs=0)

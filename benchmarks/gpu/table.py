@@ -32,7 +32,7 @@ MODELS = {"llama-3.1-8b": LLAMA_8B, "llama-7b": LLAMA_7B, "tiny": TINY}
 MAX_ADAPTERS = 16
 CONTEXT = 1024
 Q_AND_V = (0, 2)
-"""PEFT's default targets."""
+"""The default targets of PEFT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def markdown(tables: list[StepTable], model: str, card: Card) -> str:
         f"Counted from shapes and compiled programs by `benchmarks/gpu/table.py`, not measured. A floor is the time "
         f"for the least bytes at {card.bandwidth / 1e12:g} TB/s plus {card.node_s * 1e6:g} us per launch. It excludes "
         "arithmetic, which limits the linears of a prefill. `least` counts each byte of a launch once; `asked` counts "
-        "all loads and stores of its programs. `per SM` is how many programs fit one multiprocessor.",
+        "all loads and stores of its programs. `per SM` is the number of programs that fit on one multiprocessor.",
         "",
         "| step | launches | least MB | asked MB | floor us |",
         "|---|---:|---:|---:|---:|",

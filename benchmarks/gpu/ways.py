@@ -16,7 +16,7 @@ LayerLaunch = Callable[[int, list[torch.Tensor]], None]
 """Adds one layer's adapter output to each group's output, in place."""
 
 MakeLaunch = Callable[[ResidentAdapters, LoraBatch, int], LayerLaunch]
-"""Lays out dense copies of the adapters for some layers, reuses them for the others, and returns the launch."""
+"""Lays out dense copies of the adapters for some layers, which the other layers reuse, and returns the launch."""
 
 STORED_BYTES = 1 << 30
 """Approximate limit for dense copies, in bytes: many times the size of L2. A step cycles through the stored layers."""
@@ -27,9 +27,7 @@ def power_of_two_above(number: int) -> int:
 
 
 class OwnPlanes:
-    """The planes through which loramux's shrink passes its sums to expand. Each group has one set, shared by all
-    layers.
-    """
+    """The planes through which shrink passes its sums to expand. Each group has one set, shared by all layers."""
 
     def __init__(self, adapters: ResidentAdapters, batch: LoraBatch) -> None:
         case, E = batch.case, adapters.pool.geometry.adapter_elements
@@ -83,7 +81,7 @@ def stacked(adapters: ResidentAdapters, layer: int, module: int, half: int) -> t
 def joined_a(adapters: ResidentAdapters, layer: int, group: ModuleGroup, is_packed: bool = False) -> torch.Tensor:
     """The A matrices of a group's modules, stacked vertically, `[N, num_modules * max_rank, in]`.
 
-    Modules start `max_rank` rows apart. With `is_packed`, the distance is the adapter's own rank instead.
+    Modules start `max_rank` rows apart. If `is_packed`, they start the adapter's own rank apart.
     """
     size = (len(adapters.ranks), len(group.modules) * adapters.max_rank, group.in_features)
     dense = torch.zeros(size, dtype=adapters.pool.adapter.dtype, device=adapters.pool.adapter.device)

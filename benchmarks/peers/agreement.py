@@ -19,13 +19,13 @@ from benchmarks.peers.workload import (
 
 LOAD = Load(24, 8)
 LEAST_SHARE = 0.5
-"""Minimum share of equal answers. A peer below it runs another model or no adapters, so its speed is meaningless."""
+"""Minimum share of equal answers. A peer with fewer runs another model or no adapters, so its speed is meaningless."""
 
 TokenIds = tuple[tuple[int, ...], ...]
 
 
 class CheckFailed(Exception):
-    """An answer is wrong, so nothing is measured. The message names the answer."""
+    """An answer is wrong, so nothing is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,9 @@ def check_work(kind: str, files: ModelFiles) -> Work:
 
 
 def require_effect(reference: Mapping[str, TokenIds]) -> None:
-    """Raise CheckFailed if an adapter does not change the base's answer: its absence would then go unnoticed."""
+    """Raise CheckFailed if an adapter does not change the base's answer, because the check would then not notice its
+    absence.
+    """
     for kind, answers in reference.items():
         if kind != BASE and any(map(tuple.__eq__, answers, reference[BASE])):
             raise CheckFailed(f"with {kind}, one of the reference's answers is the base's own")

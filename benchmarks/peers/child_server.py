@@ -24,7 +24,7 @@ DROPPED = ("LORAMUX_", "OMP_", "GOMP_", "KMP_", "MKL_", "VLLM_", "LLAMA_")
 
 
 class ChildServer:
-    """A server in its own process group. `stop` signals no other group."""
+    """A server in its own process group, which `stop` ends."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.name = name
@@ -92,10 +92,11 @@ def child_server(name: str, command: Sequence[str], environment: Mapping[str, st
 
 
 def _is_group_running(group: int) -> bool:
-    """True if any process in the group is alive. Zombies do not count, since they hold no resources."""
+    """True if any process in the group is alive. Zombies do not count."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # The process's name can contain spaces and parentheses. Its state, parent and group come after the name.
+            # The process's name can contain spaces and parentheses. Read its state, parent and group after the last
+            # parenthesis.
             state, _, found = stat.read_text().rpartition(")")[2].split()[:3]
             if int(found) == group and state != "Z":
                 return True

@@ -10,16 +10,16 @@ from benchmarks.peers.system import LORAMUX, System
 from benchmarks.peers.workload import ATTENTION, BASE, DISTINCT, PEER_KINDS, SAME, Load
 
 OVER_PEERS = {BASE: 1.0, DISTINCT: 2.6, SAME: 1.2}
-"""Lowest throughput, relative to the best peer's, that meets the target at any load, by kind of work."""
+"""Target for throughput relative to the best peer, at any load, by kind of work."""
 
 OVERHEAD = {Load(64, 32): 0.15, Load(32, 128): 0.22}
-"""Highest overhead of adapters on all seven linears over loramux's own base that meets the target, by load."""
+"""Target for the overhead of adapters on all seven linears over the base only, by load."""
 
 ATTENTION_OVERHEAD = 0.10
-"""Highest overhead of adapters on q, k, v and o that meets the target, at every load with a target."""
+"""Target for the overhead of adapters on q, k, v and o, at the same loads."""
 
 NEAR = 0.7
-"""A cell below this share of the best speed cannot become the best through drift in the machine's speed."""
+"""A cell below this share of the best speed is not measured again: drift cannot make it the best."""
 
 
 HOPELESS = 0.35
@@ -73,7 +73,7 @@ def near_the_best(speeds: Mapping[Cell, float]) -> set[Cell]:
 
 
 def is_hopeless(cell: Cell, samples: Mapping[Cell, list[float]]) -> bool:
-    """True if the same peer did this work so much faster with another setting that this setting is not worth trying."""
+    """True if the peer did this work much faster with another setting, so that this one is not worth trying."""
     others = [
         statistics.median(seconds)
         for other, seconds in samples.items()

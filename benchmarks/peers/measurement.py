@@ -17,7 +17,7 @@ from benchmarks.peers.workload import Load, draw_work
 
 WARM_LOAD = Load(8, 2)
 TRIAL_SHARE = 4
-"""A trial's prompts and answers are shorter than those of the first load by this factor."""
+"""Factor by which a trial's prompts and answers are shorter than those of the first load."""
 
 OWN_TURNS = 2
 """Number of times that loramux runs the cells of a session: forwards, then backwards.
@@ -71,7 +71,7 @@ class Measurement:
                 self._round(number, cells if number == 0 else self._still_open(cells), progress, save)
 
     def _after_trials(self, progress: Progress) -> list[Cell]:
-        """Run the trials, and return all cells except those in dtypes that are far slower than the peer's best one."""
+        """Run the trials, and return all cells except those in dtypes far slower than the peer's best one."""
         cells = [Cell(system, load, kind) for system in self.systems for load in self.loads for kind in system.kinds]
         names = [system.name for system in self.systems]
         tried = [system for system in self.systems if names.count(system.name) > 1]
@@ -89,7 +89,9 @@ class Measurement:
         return [cell for cell in cells if cell.system not in tried or (cell.system, cell.kind) in worth]
 
     def _still_open(self, cells: Sequence[Cell]) -> list[Cell]:
-        """loramux's cells, and peers' cells that could still be the best. The others cannot change any ratio."""
+        """All cells of loramux, and the cells of peers that could still be the best. The others cannot change any
+        ratio.
+        """
         speeds = tokens_per_second(self.samples, self.files.num_adapters)
         near = near_the_best({cell: speed for cell, speed in speeds.items() if cell.system.name != LORAMUX})
         return [cell for cell in cells if cell.system.name == LORAMUX or cell in near]

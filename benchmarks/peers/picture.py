@@ -9,7 +9,7 @@ WIDTH, PANEL_HEIGHT = 760, 240
 LEFT, RIGHT, HEADER, TOP, BOTTOM = 24, 16, 64, 28, 32
 COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df")
 BAR_SHARE = 0.8
-"""Share of a group's width that its bars take. The rest is the gap to the next group."""
+"""Share of a group's width for its bars. The rest is the gap to the next group."""
 
 
 def draw_bars(title: str, panels: Mapping[str, Mapping[str, Mapping[str, float]]], names: Sequence[str]) -> str:

@@ -65,7 +65,7 @@ def notes(peers: Sequence[Peer], agreements: Mapping[str, Agreement], measuremen
     found += [f"{label}: {message}" for label, message in measurement.failures.items()]
     busiest = max(measurement.busy_shares, default=0.0)
     if busiest > BUSY_SHARE:
-        # Other programs slow down systems whose threads spin at barriers the most, which distorts ratios too.
+        # Other programs distort ratios too, because they slow down spinning threads the most.
         found.append(
             f"the machine was up to {busiest:.0%} busy with other programs: this run does not decide any target"
         )

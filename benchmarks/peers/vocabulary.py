@@ -1,4 +1,4 @@
-"""A tokenizer for random models that every system accepts and in which each token has a unique spelling.
+"""A tokenizer for random models. Every system accepts it, and each token has a unique spelling.
 
 Its format is Llama 2's: BPE without merges, with byte fallback. llama.cpp's converter recognizes this format by the
 structure of `tokenizer.json`. It accepts other tokenizers only if their hash is in its list.

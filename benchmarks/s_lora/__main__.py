@@ -50,7 +50,7 @@ TURN_S = 0.25
 """Length of a saturated engine's turn, in seconds. It is short, because the machine's speed drifts within seconds."""
 
 SEED_STRIDE = 1000
-"""Distance between the seeds of two rounds. It is so large that no round repeats prompts that may still be cached."""
+"""Distance between the seeds of two rounds, large enough that no round repeats prompts that are still cached."""
 
 CAPACITY_BATCHES = 64
 """Number of full batches queued at the start to measure capacity."""
@@ -97,11 +97,11 @@ class Measurement:
             with self.open(self.plan, self.arguments.dtype, self.arguments.policy[0]) as engine:
                 window = drive(engine, arrivals, WARM_SHARE * seconds, (1.0 + WARM_SHARE) * seconds, 0.0)
             if window.fewest_sequences < self.plan.num_sequences:
-                # The queue ran empty before the window closed, so use a shorter window.
+                # The queue ran empty before the window closed: use a shorter window.
                 seconds /= 2
             elif window.num_finished:
                 return window.num_finished / window.seconds
-            # Otherwise, other processes kept the machine so busy that no request finished, so try again.
+            # Otherwise, no request finished because other processes kept the machine busy: try again.
 
     def _digests(self, num_adapters: int) -> Sequence[str]:
         return self.files.digests[:num_adapters]

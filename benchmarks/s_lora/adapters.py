@@ -90,8 +90,7 @@ def make_adapters(scratch: Path, base: Path, num_adapters: int, rank: int, say: 
                 say(f"  {number} of {num_adapters} adapters are created")
             digest = write_canonical(*_random_adapter(target, rank, number), canonical)
             blobs.put(canonical_key(digest), canonical)
-            # An adapter is listed only after its upload, so that every listed adapter exists even if the run is
-            # interrupted.
+            # List an adapter only after its upload, so that every listed adapter exists even if the run is interrupted.
             listing.write(digest + "\n")
             listing.flush()
             digests.append(digest)

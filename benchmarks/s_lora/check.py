@@ -1,8 +1,8 @@
 """Checks that an adapter's answers do not change while other adapters are loaded and evicted.
 
 The check runs before any measurement. A few (adapter, prompt) pairs are answered in float32, each alone, on an engine
-with room for all adapters. Then an engine with a small pool answers them among many other requests, at the front of the
-queue and again at its end. In between, the pairs' adapters are evicted and reloaded into other pages.
+with room for all adapters. Then an engine with a small pool answers them among many other requests, once at the front
+of the queue and once at its end. In between, the pairs' adapters are evicted and reloaded into other pages.
 """
 
 from __future__ import annotations

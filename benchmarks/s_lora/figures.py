@@ -66,7 +66,7 @@ def latency_figures(window: Window, goal: Goal) -> Figures:
 
 
 def median_of(rounds: Sequence[Figures]) -> Figures:
-    """Each figure's median, or None if the figure is infinite in half of the rounds."""
+    """Each figure's median, or None if it is infinite in half of the rounds."""
     medians: Figures = {}
     for name in rounds[0]:
         values = (one[name] for one in rounds)
@@ -75,7 +75,7 @@ def median_of(rounds: Sequence[Figures]) -> Figures:
 
 
 def _percentiles(name: str, values: Sequence[float]) -> dict[str, Any]:
-    # Use the higher of two neighbours, since a number and infinity cannot be interpolated.
+    # Use the higher of two neighbours: a number and infinity cannot be interpolated.
     found = np.percentile(values, PERCENTILES, method="higher").tolist() if values else [math.inf] * len(PERCENTILES)
     return {f"{name}_p{percent}": _finite(value) for percent, value in zip(PERCENTILES, found, strict=True)}
 

@@ -55,7 +55,7 @@ def summaries(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Medians over the rounds.
 
     `over_fewest` is throughput relative to the same policy with the fewest adapters. `over_fewest_by_round` is the
-    median of the ratios within the rounds, which drift between rounds does not affect.
+    median of the ratios within each round, which excludes drift between rounds.
     """
     fewest = min(case.num_adapters for case in cases)
     found: list[dict[str, Any]] = []

@@ -58,7 +58,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class Window:
-    """Observations in [begin_s, end_s) of a run."""
+    """Observations of a run in [begin_s, end_s)."""
 
     begin_s: float
     end_s: float

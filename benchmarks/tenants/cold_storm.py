@@ -158,7 +158,7 @@ def _window(engine: OpenEngine, measurement: Measurement, way: str, number: int)
     keep_only(engine, (*measurement.resident, *measurement.warm))
     observed = Drive(engine, arguments.settle, arguments.seconds, PATIENCE_S).run(measurement.streams(), timed)
     if way in COLD_WAYS:
-        # The last few adapters may arrive after the window has closed.
+        # The last few adapters may arrive after the end of the window.
         num_answered = sum(math.isfinite(one) for one in (*observed.loads_s, *observed.first_tokens_s))
         if num_answered < arguments.loads or (way == STORM and observed.num_cold < arguments.loads):
             raise CheckError(f"only {num_answered} of {arguments.loads} adapters loaded, {observed.num_cold} were cold")

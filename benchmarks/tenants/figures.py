@@ -18,7 +18,7 @@ Rounds = Mapping[str, Sequence[Sequence[float]]]
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """The percentile, rounded up to a sample, or infinity if there are no samples."""
+    """The percentile, rounded up to the next sample, or infinity if there are no samples."""
     return float(np.percentile(samples, percent, method="higher")) if samples else math.inf
 
 
@@ -33,7 +33,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The ratio of p99s over all rounds' samples, which must meet the limit, and each round's own ratio."""
+    """The ratio of p99s over the samples of all rounds, which must meet the limit, and the ratio in each round."""
 
     target: Target
     ratio: float

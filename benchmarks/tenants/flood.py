@@ -108,7 +108,7 @@ class Measurement:
 
 
 def _unshared(add: Add) -> Add:
-    """Without a namespace, prefixes are not cached and therefore cannot evict adapters from the pool."""
+    """Remove the namespace: prefixes are then not cached and cannot evict adapters from the pool."""
     return msgspec.structs.replace(add, isolation_key=b"")
 
 
@@ -122,7 +122,7 @@ def measure(measurement: Measurement, console: Console) -> tuple[dict[str, list[
     ) as engine:
         preload(engine, (*measurement.crowd, *measurement.polite))
         for number in range(arguments.repeats):
-            # Calibrate in each round, since the speed of a shared machine drifts.
+            # Calibrate in each round, because the speed of a shared machine drifts.
             calibration = Drive(engine, WARM_S, CALIBRATION_S, 0.0, arguments.clock).run(measurement.streams(FULL), [])
             capacity = calibration.num_ended / CALIBRATION_S
             capacities.append(capacity)

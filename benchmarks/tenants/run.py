@@ -1,7 +1,7 @@
 """Drives an engine with continuous streams of requests and with timed messages, and records when tokens arrive.
 
-Everything runs on the engine's own thread between steps, at the point where an engine process would read its socket.
-The engine therefore shares the cores and the interpreter only with the threads that load adapters.
+Everything runs on the engine's own thread between steps, when an engine process would read its socket. The engine
+therefore shares the cores and the interpreter only with the threads that load adapters.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class WallClock:
         return time.perf_counter() - self._started
 
     def skip_to(self, at_s: float) -> None:
-        """Do nothing. The engine's step waits instead."""
+        """Do nothing, because the engine's step waits."""
 
 
 class ProcessorClock:
@@ -100,7 +100,7 @@ class ProcessorClock:
         return time.thread_time() - self._started
 
     def skip_to(self, at_s: float) -> None:
-        """Advance the clock to `at_s`, because there is nothing to do until then."""
+        """Advance the clock to `at_s`, when there is work again."""
         self._started -= max(0.0, at_s - self.now())
 
 

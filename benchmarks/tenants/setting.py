@@ -21,7 +21,7 @@ from benchmarks.tenants.figures import Comparison
 from benchmarks.tenants.run import Observed
 
 WHOLE_SHARE = 0.95
-"""CPU share expected for an engine that always has work. Below it, other processes took part of the core."""
+"""Expected CPU share of an engine that always has work. If it is lower, other processes took part of the core."""
 
 
 def add_common(parser: argparse.ArgumentParser, repeats: int, outputs: Lengths) -> None:
@@ -106,7 +106,7 @@ def common_workload(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def longest(drawn: Lengths) -> Lengths:
-    """The longest length only. A pool planned for this length has room for every sequence and preempts none."""
+    """Only the longest length, so that the pool has room for every sequence and preempts none."""
     return Lengths(drawn.end, drawn.end + 1)
 
 
