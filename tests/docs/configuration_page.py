@@ -32,9 +32,9 @@ max_resident_adapters = 1024
 disk_tier_bytes = "200GiB"
 ```
 
-In the file, a list is a TOML array or a text with commas. A secret can be in the file too; give a file with secrets, or
-with a password in `database_url`, mode 600. [Production](production.md#settings-and-secrets) keeps them in the
-environment.
+In the file, a list is a TOML array or a text with commas. The file can also contain secrets; give a file
+with secrets, or with a password in `database_url`, mode 600. [Production](production.md#settings-and-secrets) keeps
+secrets in the environment.
 
 | setting | variable and flag | kind | default | what it does |
 |---|---|---|---|---|

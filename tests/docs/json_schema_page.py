@@ -10,8 +10,8 @@ from tests.engine.byte_vocabulary import byte_vocabulary
 
 HEAD = f"""# JSON Schema in structured output
 
-`make docs` generates this page by checking every example below as a request's schema is checked, and a test compares
-them. [Writing a client](clients.md#structured-output) shows how to send a schema. A refused schema gets 400
+`make docs` generates this page: it checks every example below like the schema of a request. A test compares the two.
+[Writing a client](clients.md#structured-output) shows how to send a schema. A refused schema gets 400
 `grammar_refused`, and the message names the keyword.
 
 A schema, a regex, a grammar or a list of choices has at most {MAX_TEXT_BYTES // 1024} KiB. A list has at most

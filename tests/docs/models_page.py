@@ -15,15 +15,15 @@ HEAD = """# Models
 
 `make docs` generates this page from the program, and a test compares them. It lists every architecture that
 `transformers` knows as a causal or an image-text model, by the name in `architectures` of `config.json`. Of {total}
-architectures, {served} are served and {refused} are refused. `loramux check DIRECTORY` says whether a model directory
-is served, without a server.
+architectures, {served} are served and {refused} are refused. `loramux check DIRECTORY` tells whether a model directory
+would be served, and needs no server.
 
 ## Served
 
-Tests compare random models of each architecture with `transformers` and `peft`: logits and greedy tokens of the base
-and of eight adapters of ranks 1 to 64, one request at a time and in one mixed batch. The tests of some architectures
-run with every change, and those of the others in `make campaign-parity`. loramux refuses a `config.json` with a setting
-that it does not compute, and names the setting.
+Tests compare a random model of each architecture with `transformers` and `peft`: logits and greedy tokens of the base
+and of eight adapters of ranks 1 to 64, one request at a time and in one mixed batch. Some architectures are tested with
+every change, the others in `make campaign-parity`. If loramux does not support a setting in `config.json`, it refuses
+the model and names the setting.
 
 | architecture | serves | compared |
 |---|---|---|
@@ -32,8 +32,8 @@ that it does not compute, and names the setting.
 REFUSED = """
 ## Refused
 
-loramux refuses these architectures and names the feature in the first column, which it does not support. A model may
-need others too.
+loramux refuses these architectures, and the error names the missing feature in the first column. A model may need
+others as well.
 
 | not supported | architectures |
 |---|---|

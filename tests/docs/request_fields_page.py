@@ -11,11 +11,11 @@ from loramux.platform.openai_api.schemas import ChatRequest, CompletionRequest, 
 HEAD = """# Request fields
 
 `make docs` generates this page from the request bodies that the server accepts, and a test compares them. The page
-lists every field of this server, of OpenAI's chat and completions, and of vLLM's extensions to them.
+lists every field of this server, of the chat and completions endpoints of OpenAI, and of the vLLM extensions to them.
 
 - **done**: the field works.
 - **no effect**: the field is accepted, and the answer is the same without it.
-- **refused**: the field gets 400 `unsupported_parameter` unless its value asks for nothing, or 400 `unknown_parameter`
+- **refused**: the field gets 400 `unsupported_parameter` unless its value has no effect, or 400 `unknown_parameter`
   if the server does not know the field. The error names the field. The last column says why.
 - **–**: the field belongs to the other call. It gets 400 `unknown_parameter`.
 
@@ -23,7 +23,7 @@ lists every field of this server, of OpenAI's chat and completions, and of vLLM'
 |---|---|---|---|
 """
 
-# Fields of vLLM's bodies that the server does not accept, as far as they are not in OpenAI's.
+# Fields that only vLLM has and this server does not accept.
 VLLM = (
     *("add_special_tokens", "cache_salt", "chat_template", "documents"),
     *("guided_whitespace_pattern", "include_reasoning"),
@@ -40,12 +40,12 @@ MEANINGS = {
     "bad_words": "up to 64 words that the answer must not contain, with and without a space before them",
     "best_of": "generates this many choices and returns the `n` with the highest mean log-probability; all are billed",
     "cache_salt": "prefix caches are separate for each tenant already",
-    "chat_template": "templates belong to models; a request cannot bring one",
-    "chat_template_kwargs": "further variables of the chat template, such as `enable_thinking`",
+    "chat_template": "templates belong to models; a request cannot supply one",
+    "chat_template_kwargs": "additional variables of the chat template, such as `enable_thinking`",
     "continue_final_message": "whether the answer continues the last message",
     "documents": "documents for the chat template",
     "early_stopping": "there is no beam search",
-    "echo": "repeats the prompt before each choice, in the log-probabilities too; not streamed with `logprobs`",
+    "echo": "repeats the prompt before each choice, also in the log-probabilities; cannot be streamed with `logprobs`",
     "frequency_penalty": "lowers the probability of tokens by their number of occurrences in the answer",
     "function_call": "the old form of `tool_choice`",
     "functions": "the old form of `tools`",
@@ -57,22 +57,22 @@ MEANINGS = {
     "guided_whitespace_pattern": "the whitespace in JSON cannot be chosen",
     "ignore_eos": "continues after the end-of-sequence token",
     "include_reasoning": "whether the answer contains the reasoning",
-    "include_stop_str_in_output": "the text ends with the stop string or stop token that was found",
+    "include_stop_str_in_output": "whether the text includes the stop string or stop token that ended it",
     "kv_transfer_params": "prefill and decoding run in one engine",
     "length_penalty": "there is no beam search",
     "logit_bias": "adds to the logits of tokens",
     "logits_processors": "requests cannot run code in the engine",
     "logprobs": "log-probabilities of the answer's tokens",
-    "max_completion_tokens": "the most tokens in each choice",
-    "max_tokens": "the most tokens in each choice",
+    "max_completion_tokens": "maximum number of tokens in each choice",
+    "max_tokens": "maximum number of tokens in each choice",
     "messages": "the conversation",
-    "metadata": "up to 64 texts",
+    "metadata": "up to 64 strings",
     "min_p": "drops tokens whose probability is below this fraction of the highest",
-    "min_tokens": "the fewest tokens in each choice",
+    "min_tokens": "minimum number of tokens in each choice",
     "mm_processor_kwargs": "the server accepts text only",
     "modalities": "the server generates text only",
     "model": "the base or an adapter",
-    "moderation": "the server does not moderate",
+    "moderation": "the server does not moderate content",
     "n": "the number of choices for each prompt",
     "parallel_tool_calls": "whether one answer can contain several tool calls",
     "prediction": "an expected answer",
@@ -83,7 +83,7 @@ MEANINGS = {
     "prompt_cache_options": "prefixes are cached without it",
     "prompt_cache_retention": "cached prefixes stay until their pages are needed",
     "prompt_embeds": "prompts are text or token ids",
-    "prompt_logprobs": "log-probabilities of the prompt's tokens, with up to 5 alternatives; not streamed",
+    "prompt_logprobs": "log-probabilities of the prompt's tokens, with up to 5 alternatives; cannot be streamed",
     "reasoning_effort": "how much the model thinks, if its chat template reads it; `none` turns thinking off",
     "repetition_penalty": "lowers the probability of tokens in the prompt or the answer",
     "request_id": "the server chooses the identifier, which `x-request-id` reports",
@@ -93,13 +93,13 @@ MEANINGS = {
     "safety_identifier": "an identifier of the end user; use `user`",
     "seed": "makes sampling repeatable",
     "service_tier": "there is one tier",
-    "skip_special_tokens": "whether the text hides special tokens",
-    "spaces_between_special_tokens": "the text has no spaces that the tokenizer does not add",
+    "skip_special_tokens": "whether special tokens are left out of the text",
+    "spaces_between_special_tokens": "the server adds no spaces that the tokenizer does not add",
     "stop": "texts that end the answer",
     "stop_token_ids": "tokens that end the answer",
     "store": "answers are not stored",
     "stream": "sends the answer as it is generated",
-    "stream_options": "settings of a stream",
+    "stream_options": "options of a stream",
     "stream_options.continuous_usage_stats": "every chunk reports the usage so far; needs `include_usage`",
     "stream_options.include_obfuscation": "chunks are not padded",
     "stream_options.include_usage": "the last chunk reports the usage",
@@ -107,15 +107,15 @@ MEANINGS = {
     "suffix": "the base is not trained to fill in the middle",
     "temperature": "scales the logits before sampling; 0 always takes the most likely token",
     "thinking_token_budget": "ends the reasoning after this many tokens, if the chat template has thinking",
-    "tool_choice": "whether the answer must, can or cannot call tools, or the one that it must call",
+    "tool_choice": "whether the answer must, may or must not call tools, or the tool that it must call",
     "tools": "functions that the answer can call, if the model's chat template shows tools",
     "top_k": "samples from this many of the most likely tokens",
     "top_logprobs": "the number of alternatives reported for each token",
     "top_p": "samples from the most likely tokens that together have this probability",
-    "truncate_prompt_tokens": "keeps the last tokens of each prompt, this many; -1 keeps what the context holds",
+    "truncate_prompt_tokens": "keeps this many tokens at the end of each prompt; -1 keeps as many as fit in the context",
     "use_beam_search": "there is no beam search; sample several choices with `n` or `best_of`",
     "user": "the end user in usage reports; keeps the user on one version of an alias",
-    "verbosity": "only OpenAI's models know it",
+    "verbosity": "only models of OpenAI support it",
     "vllm_xargs": "the server has no plug-ins",
     "web_search_options": "the server does not search the web",
 }
