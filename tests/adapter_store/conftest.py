@@ -106,7 +106,7 @@ def s3_environment(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def s3_resource(s3_endpoint: str) -> Any:
-    """Access the S3 server through boto3, not through our code or the proxy."""
+    """A boto3 client that bypasses our code and the proxy."""
     import boto3
 
     return boto3.resource(
@@ -127,7 +127,7 @@ def s3_bucket(s3_environment: None, s3_resource: Any) -> str:
 
 @pytest.fixture
 def raw_bucket(s3_resource: Any, s3_bucket: str) -> Any:
-    """A new bucket, accessed through boto3 and not through our code or the proxy."""
+    """A new bucket, through a boto3 client that bypasses our code and the proxy."""
     return s3_resource.Bucket(s3_bucket)
 
 
@@ -185,7 +185,7 @@ def store_adapter(make_adapter: AdapterMaker, target: PackTarget, tmp_path: Path
 
 @pytest.fixture(scope="session")
 def subprocess_validator() -> Iterator[SubprocessValidator]:
-    """The real validator, run at normal priority so that other tests do not starve it on a busy machine."""
+    """The real validator, at normal priority so that it does not starve on a busy machine."""
     validator = SubprocessValidator(niceness=0)
     yield validator
     validator.close()

@@ -6,7 +6,7 @@ Linears = tuple[LinearShape, ...]
 
 
 def llama_linears(hidden: int, queries: int, keys: int, intermediate: int) -> Linears:
-    """A Llama model's linear layers. `queries` and `keys` count features: heads times head_dim."""
+    """The linear layers of a Llama. `queries` and `keys` are numbers of features, heads times head_dim."""
     return (
         LinearShape("self_attn.q_proj", hidden, queries),
         LinearShape("self_attn.k_proj", hidden, keys),
@@ -19,7 +19,7 @@ def llama_linears(hidden: int, queries: int, keys: int, intermediate: int) -> Li
 
 
 def fused_linears(hidden: int, queries: int, keys: int, intermediate: int) -> Linears:
-    """A Phi-3 model's linear layers, with fused q/k/v and gate/up. `queries` and `keys` count features."""
+    """The linear layers of a Phi-3, with fused q/k/v and gate/up."""
     return (
         LinearShape("self_attn.qkv_proj", hidden, queries + 2 * keys),
         LinearShape("self_attn.o_proj", queries, hidden),

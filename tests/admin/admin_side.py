@@ -114,7 +114,7 @@ def open_admin_side(
             is_loopback=True,
             executor=executor,
             report_executor=report_executor,
-            # No rest period between calls, because it would outlast a test's event loop.
+            # Leave no rest period between calls, because it would outlast a test's event loop.
             call_slots=TransferSlots("calls", MAX_CALLS, MAX_CALLS_EACH),
             page_slots=TransferSlots("pages", MAX_CALLS, MAX_CALLS_EACH),
             report_slots=TransferSlots("reports", NUM_REPORT_THREADS, MAX_REPORTS_EACH),

@@ -2,8 +2,8 @@
 
 There are two kinds of attacks. A counted attack makes a fixed number of calls. Afterwards, the ledger must match the
 tokens that the engine committed, and no quota may remain reserved. A timed attack alternates with quiet periods while a
-polite tenant sends requests at a steady rate, and is judged by that tenant's time to first token. The seed determines
-all random choices.
+polite tenant sends requests at a steady rate. The result is that tenant's time to first token. The seed determines all
+random choices.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _forget(finding: Finding) -> None:
 
 
 def _leave_the_processor_to_others() -> None:
-    """Let this thread and its child threads use only idle CPU time, because a real attacker has its own machine."""
+    """Let this thread and its child threads use only idle CPU time: a real attacker has its own machine."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 

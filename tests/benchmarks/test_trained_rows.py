@@ -1,4 +1,4 @@
-"""Tests of the benchmark of trained heads: output files, and no figures if a logit is wrong."""
+"""The benchmark of trained heads writes its files, but no figures if a logit is wrong."""
 
 from __future__ import annotations
 

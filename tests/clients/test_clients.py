@@ -212,12 +212,12 @@ def test_a_call_is_answered_with_its_result(client: str, model: str, tool_stand:
             continue
         loop = seen[way]
         assert (loop["name"], loop["arguments"]) == ("get_weather", {"city": "Rome"})
-        # Clients that join chunks show a missing text as an empty one.
+        # Clients that join chunks return an empty string for missing text.
         assert not loop["content"]
         if way == "auto":
             assert "It is sunny in Rome" in loop["answer"]
         else:
-            # With `tool_choice` `none`, the model sees no tools, and the small one then answers anything.
+            # With `tool_choice` `none`, the model sees no tools, so the answer of this small model is arbitrary.
             assert loop["answer"].strip()
             assert loop["answer"] == seen["whole"]["answer"]
             assert loop["usage"] == seen["whole"]["usage"] > 0

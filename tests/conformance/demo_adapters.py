@@ -10,7 +10,7 @@ DEMO = Path(__file__).parents[2] / "admin" / "demo"
 
 
 def changed_adapter(directory: Path, factor: float) -> Path:
-    """The demo's pirate adapter with `factor` times its effect, in a new directory."""
+    """Write the demo's pirate adapter, with its effect scaled by `factor`, to a new directory."""
     shutil.copytree(DEMO / "adapters" / "pirate", directory)
     path = directory / "adapter_model.safetensors"
     tensors: dict[str, Any] = {name: tensor.float() for name, tensor in load_file(path).items()}

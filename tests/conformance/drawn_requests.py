@@ -16,7 +16,7 @@ LAB_ADAPTERS: Mapping[str, str | None] = {
     "quiet": "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}> ",
     "strict": "{% if messages | length > 1 %}{{ raise_exception('one only') }}{% endif %}{{ messages[0].content }}",
 }
-"""The chat templates of the adapters that every tenant of the lab has. None stands for the base's template."""
+"""The chat templates of each tenant's adapters. None stands for the base's template."""
 
 TOOL_MODELS = ("base", "base", "plain", "caller")
 
@@ -35,7 +35,7 @@ _ANSWERS = ("", "Rome is sunny.", "<tool_call>not a call</tool_call>", "<think>\
 
 
 STOPPING = "stopping"
-"""The end user in requests with stop strings. These may be billed less than the engine committed."""
+"""The end user in requests with stop strings, which may be billed for fewer tokens than the engine committed."""
 
 _STOPS = {"stop": ["e", "a", "never in an answer 🦊"], "user": STOPPING}
 
@@ -60,7 +60,7 @@ class DrawnRequest:
         return max(self.body.get("n", 1), self.body.get("best_of", 1))
 
     def as_tokenize(self) -> DrawnRequest:
-        """Return a body for `/tokenize` with the same prompt, which takes text or a conversation, but no token IDs."""
+        """Return a body for `/tokenize` with the same prompt, which must not be token IDs."""
         assert self.path == CHAT
         return DrawnRequest("tokenize", TOKENIZE, self.body)
 
@@ -208,7 +208,7 @@ class RequestDraw:
 
 
 _WHOLE = {"stream": None, "stream_options": None}
-"""The fields of a request whose answer comes in one piece."""
+"""The fields of a request without streaming."""
 
 
 def _without_nulls(body: dict[str, Any]) -> dict[str, Any]:

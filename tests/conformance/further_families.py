@@ -1,4 +1,4 @@
-"""Random tiny models of the families that `make campaign-parity` adds to those of every test run."""
+"""Random tiny models of the families that only `make campaign-parity` tests."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _ministral3(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 
 def _smollm3(shape: dict[str, Any], window: int) -> PreTrainedModel:
-    """A SmolLM3 whose last layer has a window instead of positions."""
+    """A SmolLM3 with a window and no positions in its last layer."""
     rotated = [1] * (shape["num_hidden_layers"] - 1) + [0]
     windows = {"use_sliding_window": True, "sliding_window": window, "no_rope_layers": rotated}
     config = SmolLM3Config(**shape, **windows, pad_token_id=0, attn_implementation="eager")
@@ -113,7 +113,7 @@ def _olmo2(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 
 def _mixed_windows(shape: dict[str, Any], window: int) -> dict[str, Any]:
-    """Settings of a model whose last layer sees the whole context."""
+    """Settings of a model with full attention in its last layer."""
     kinds = ["sliding_attention"] * (shape["num_hidden_layers"] - 1) + ["full_attention"]
     return {**shape, "layer_types": kinds, "sliding_window": window, "attn_implementation": "eager"}
 

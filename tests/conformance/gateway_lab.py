@@ -190,7 +190,7 @@ class GatewayLab:
             sequence_id, num_prompt, num_completion, _ = json.loads(line)
             request_id = sequence_id.rpartition("-")[0]
             before = found.get(request_id, Truth(0, 0, 0))
-            # A prompt is charged once, however many choices continue it.
+            # A prompt is charged once, no matter how many choices continue it.
             found[request_id] = Truth(
                 max(before.prompt_tokens, num_prompt),
                 before.completion_tokens + num_completion,

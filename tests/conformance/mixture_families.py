@@ -83,4 +83,4 @@ MIXTURE_FAMILIES: dict[str, MakeModel] = {
 }
 
 FREQUENT_MIXTURES = ("qwen2-moe", "granite-moe")
-"""Families that every test run compares: one with a dense layer and shared experts, and one with stacked tensors."""
+"""Families for every test run: one with a dense layer and shared experts, and one with stacked tensors."""

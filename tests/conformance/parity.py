@@ -141,7 +141,7 @@ def run(engine: Engine) -> None:
 
 
 def assert_parity(subject: Subject, name: str | None, add: Add, recorded: list[torch.Tensor]) -> None:
-    """Compare each step's logits and greedy choice with the reference's after the same tokens."""
+    """Compare the logits and greedy choice of each step with the reference after the same tokens."""
     assert len(recorded) == add.max_tokens
     generated = [int(row.argmax()) for row in recorded]
     num_prompt = len(add.prompt)

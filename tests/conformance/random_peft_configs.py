@@ -1,4 +1,4 @@
-"""Random LoRA configurations for peft: options that loramux serves, and options that it refuses by name."""
+"""Random LoRA configurations for peft, with options that loramux serves and options that it refuses by name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
     if chance.random() < 0.3 and not settings["target_modules"][0].startswith("."):
         settings["layers_to_transform"] = chance.choice([0, [1], [0, 1], [NUM_LAYERS - 1]])
         settings["layers_pattern"] = chance.choice([None, "layers", ["layers"]])
-    # PEFT fails in the middle of an activated adapter of the embedding, and never activates one without a task type.
+    # PEFT fails while running an activated adapter of the embedding, and never activates one without a task type.
     can_be_activated = settings["task_type"] is not None and not settings.get("use_dora")
     if can_be_activated and not any("embed" in name for name in settings["target_modules"]) and chance.random() < 0.5:
         settings["alora_invocation_tokens"] = [chance.randrange(2, 5) for _ in range(chance.randint(1, 3))]
@@ -66,14 +66,14 @@ def random_settings(chance: random.Random) -> dict[str, Any]:
 
 
 def random_trained_parts(chance: random.Random) -> dict[str, Any]:
-    """A trained head, embedding or tokens of either. PEFT refuses some of these combinations."""
+    """Settings that train the head, the embedding, or tokens of either. PEFT refuses some combinations."""
     parts: dict[str, Any] = {"ensure_weight_tying": chance.random() < 0.2}
     if chance.random() < 0.5:
         parts["modules_to_save"] = chance.choice([["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]])
     if chance.random() < 0.6:
         lists = [chance.sample(range(VOCAB_SIZE), chance.randint(1, 40)) for _ in range(2)]
         by_module = {"lm_head": lists[0], "embed_tokens": lists[1]}
-        # PEFT notices that a module is named twice only if its name is the same.
+        # PEFT detects a repeated module only if both names are identical.
         forms = [by_module, {name: by_module[name] for name in chance.sample(sorted(by_module), 1)}]
         if "embed_tokens" not in parts.get("modules_to_save", ()):
             forms.append(lists[0])
@@ -92,14 +92,14 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"modules_to_save": ["norm"]},
     {"trainable_token_indices": {"up_proj": [1, 2]}},
 )
-"""Options that peft can save and loramux does not serve. The first key is the option's name."""
+"""Options that peft can save but loramux does not serve. The first key is the option's name."""
 
 INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
-"""Initialisations after which an adapter is a plain LoRA."""
+"""Initialisations that leave a plain LoRA."""
 
 
 def random_options(chance: random.Random) -> tuple[dict[str, Any], str | None]:
-    """Random settings, and the name of the option in them that loramux refuses, or None."""
+    """Random settings, and the name of the option that loramux refuses, or None."""
     settings = random_settings(chance)
     # PEFT refuses other initialisations together with lora_bias or invocation tokens.
     if not settings.get("lora_bias") and "alora_invocation_tokens" not in settings and chance.random() < 0.3:

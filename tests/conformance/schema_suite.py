@@ -1,4 +1,4 @@
-"""JSON Schema's own test suite against structured output: `make campaign-schemas`.
+"""Structured output on the official JSON Schema test suite: `make campaign-schemas`.
 
 Every schema in the suite is checked like a request's schema. For each accepted schema, random answers are generated
 under its grammar. The `jsonschema` package must accept every answer. An answer that reaches the token limit is first
@@ -51,7 +51,7 @@ END_BIAS = 0.3
 MAX_COMPLETING_TOKENS = 2000
 """Maximum number of tokens for completing a cut answer."""
 CLOSING = (b"}", b"]", b'"')
-"""Tokens that bring an answer closer to its end, in order of preference. Inside a string, only the last one is used."""
+"""Tokens that lead an answer towards its end, in order of preference. Inside a string, only the last one is used."""
 
 
 @dataclass

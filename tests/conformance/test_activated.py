@@ -1,4 +1,4 @@
-"""Activated adapters equal peft's, alone and in mixed batches with plain adapters and the base."""
+"""Activated adapters give the results of peft, alone and in mixed batches with plain adapters and the base."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def make_add(subject: Subject, sequence_id: str, name: str | None, prompt: list[int], **fields: object) -> Add:
-    """A request as a gateway makes it: a prompt that does not activate the adapter is the base's."""
+    """A request as a gateway makes it: if the prompt does not activate the adapter, the request is for the base."""
     position = activation(prompt, INVOCATIONS[name]) if name in INVOCATIONS else 0
     is_active = name is not None and position is not None
     add = Add(
@@ -59,12 +59,12 @@ def make_add(subject: Subject, sequence_id: str, name: str | None, prompt: list[
 
 
 def requests(subject: Subject) -> dict[str, tuple[str | None, Add]]:
-    """Requests for the base, a plain adapter and activated ones, with invocations in many places of their prompts."""
+    """Requests for the base, a plain adapter and activated adapters, with invocations at many positions."""
     generator = torch.Generator().manual_seed(13)
     made: dict[str, tuple[str | None, Add]] = {}
 
     def ask(name: str | None, length: int, *places: int, case: str = "") -> None:
-        # Draw no token that is part of an invocation.
+        # Draw only tokens that are in no invocation.
         prompt = torch.randint(20, VOCAB_SIZE, (length,), generator=generator).tolist()
         for place in places:
             tokens = INVOCATIONS.get(name, ()) if name else ()
@@ -93,7 +93,7 @@ def requests(subject: Subject) -> dict[str, tuple[str | None, Add]]:
 
 
 def finished_tokens(engine: Engine, adds: Iterable[Add]) -> tuple[dict[str, list[int]], dict[str, Finished]]:
-    """Run requests to completion; return their tokens and their ends."""
+    """Run requests to completion, and return their tokens and final messages."""
     for add in adds:
         engine.add(b"", add)
     tokens: dict[str, list[int]] = defaultdict(list)
@@ -213,7 +213,7 @@ def test_a_shared_prefix_changes_no_answer(subject: Subject, monkeypatch: pytest
         add = make_add(subject, sequence_id, name, prompt, isolation_key=b"tenant")
         asked[sequence_id] = name, add
         _, ends = finished_tokens(assembled.engine, [add])
-        # 12 pages of 16 tokens; the thirteenth page contains the activation, so only the same adapter finds it.
+        # 12 pages of 16 tokens. The activation is in the thirteenth, so only the same adapter finds that page.
         assert ends[sequence_id].cached_tokens == (0 if name is None else 192)
     for sequence_id, (name, add) in asked.items():
         assert_parity(subject, name, add, recorder.by_sequence[sequence_id])

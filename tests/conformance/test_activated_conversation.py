@@ -1,4 +1,4 @@
-"""Four activated adapters continue a conversation of the base: its prefix is computed once, and the bill says so."""
+"""Four activated adapters continue a conversation of the base. Its prefix is computed once and billed as cached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.conformance.served import Deployment, deployment
 
 DEMO = Path(__file__).parents[2] / "admin" / "demo"
 SOURCES = {"pirate": "pirate", "formal": "formal", "json": "json", "stern": "formal"}
-"""The four adapters, and the demo's adapters whose weights they have."""
+"""The demo's adapters that provide the weights of the four adapters."""
 PROMPT_TOKENS = 'loramux_engine_tokens_total{kind="prompt"}'
 NUM_CONVERSATION, NUM_ANSWER, NUM_CHECKED, PAGE = 960, 12, 16, 16
 
@@ -58,7 +58,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, directories: dict[str, Path
 
 
 def conversation_of(tokenizer: Any) -> list[int]:
-    """960 tokens of turns between a user and the base."""
+    """A conversation between a user and the base, 960 tokens long."""
     turns = "".join(
         f"<|user|>What is parcel {number}?<|end|><|assistant|>Parcel {number} is a box of {number + 3} lamps.<|end|>"
         for number in range(36)
@@ -95,7 +95,7 @@ def test_the_conversation_is_computed_once(
     answers = {}
     for name in SOURCES:
         answers[name], num_cached = answer(name, [*continued, *invocations[name]], NUM_CHECKED)
-        # The base's answer has its last token without K and V, and the last page is not full.
+        # The last token of the base's answer has no K and V, and the last page is not full.
         assert num_cached == (len(continued) - 1) // PAGE * PAGE == NUM_CONVERSATION
     num_rests = sum(NUM_ANSWER + len(tokens) for tokens in invocations.values())
     assert computed_tokens(served) - before == NUM_CONVERSATION + num_rests
@@ -129,7 +129,7 @@ def test_a_version_shows_its_invocation_tokens(served: Deployment, invocations: 
 
 
 def computed_tokens(served: Deployment) -> int:
-    """Prompt tokens that the engine has computed since it started."""
+    """Number of prompt tokens computed since the engine started."""
     headers = {"authorization": f"Bearer {served.admin_key}"}
     text = httpx.get(f"http://127.0.0.1:{served.admin_port}/metrics", headers=headers).text
     [line] = [line for line in text.splitlines() if line.startswith(PROMPT_TOKENS)]
@@ -137,7 +137,7 @@ def computed_tokens(served: Deployment) -> int:
 
 
 def generated(directory: Path | None, prompt: list[int]) -> list[int]:
-    """peft's greedy continuation, without an end; None is the base."""
+    """The greedy continuation by peft, which ignores the end-of-sequence token. None stands for the base."""
     model: Any = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.float32)
     if directory is not None:
         model = PeftModel.from_pretrained(model, directory)

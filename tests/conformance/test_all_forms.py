@@ -62,7 +62,7 @@ class FormsSubject(Subject):
             if name.startswith("activated"):
                 prompt = torch.tensor([tokens[:num_prompt]])
                 [offset] = calculate_alora_offsets(model.peft_config, "default", prompt)
-                # The offset counts from the end, and generated tokens move the end.
+                # The offset is relative to the end, which moves with each generated token.
                 settings["alora_offsets"] = [None if offset is None else offset + len(tokens) - prompt.shape[1]]
         logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), **settings).logits[0]
         return logits
@@ -92,7 +92,7 @@ def make_forms(family: str, num_adapters: int, directory: Path) -> FormsSubject:
 
 
 def requests(subject: FormsSubject) -> dict[str, tuple[str | None, Add]]:
-    """A request for each adapter, and every tenth for the base. Two of three prompts contain the invocation."""
+    """A request for each adapter, and every tenth for the base. Two thirds of the prompts contain the invocation."""
     generator = torch.Generator().manual_seed(3)
     names: list[str | None] = []
     for index, name in enumerate(subject.saved):

@@ -128,7 +128,7 @@ FAULTS = {
 def test_no_step_hides_that_its_device_failed(
     subject: Subject, card: FakeCard, strike: Callable[[FakeCard], None], num_steps: int
 ) -> None:
-    """The fault hits a step's first run, its capture or a replay. No live sequence may wait forever."""
+    """The fault occurs in a step's first run, its capture or a replay. No live sequence may wait forever."""
     assembled = assemble(subject, card)
     engine = assembled.engine
     for name in ("a", "b"):
@@ -143,7 +143,7 @@ def test_no_step_hides_that_its_device_failed(
 
 
 def test_a_lost_card_is_found_by_a_request_that_waits_for_its_adapter(subject: Subject, card: FakeCard) -> None:
-    """No step runs that could fail. Adapters would keep failing on an engine that looks healthy."""
+    """Without steps to fail, the engine would look healthy while its adapters keep failing."""
     assembled = assemble(subject, card)
     lose(card)
     assembled.engine.add(b"", add("a", digest=subject.digests["r3"]))

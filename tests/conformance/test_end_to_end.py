@@ -95,7 +95,7 @@ def serve(made: Deployment, blobs: Any) -> Iterator[Stand]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[tuple[str | None, str], str]:
-    """The bfloat16 answers of transformers and peft to each demo prompt, by adapter, and of the base under None."""
+    """The bfloat16 answers of transformers and peft to each demo prompt, by adapter. None stands for the base."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
     base = AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, DEMO / "adapters" / "pirate", adapter_name="pirate")
@@ -240,7 +240,7 @@ def test_a_bad_key_opens_nothing(stand: Stand) -> None:
 
 
 def spoil(kind: str, directory: Path) -> None:
-    """Damage a copy of an adapter in the way that `kind` names."""
+    """Copy an adapter with the damage that `kind` names."""
     config_path, tensors_path = directory / "adapter_config.json", directory / "adapter_model.safetensors"
     config = json.loads(config_path.read_text())
     match kind:
@@ -317,7 +317,7 @@ def test_metrics_and_health_are_served(stand: Stand) -> None:
 def test_a_dora_adapter_is_packed_with_the_servers_base(
     stand: Stand, expected: dict[tuple[str | None, str], str], tmp_path: Path
 ) -> None:
-    """A DoRA adapter whose magnitudes are the norms of the changed weights gives the plain adapter's answers."""
+    """With the norms of the changed weights as magnitudes, a DoRA adapter gives the answers of the plain adapter."""
     directory = tmp_path / "adapter"
     shutil.copytree(DEMO / "adapters" / "pirate", directory)
     config = json.loads((directory / "adapter_config.json").read_text())
@@ -341,7 +341,7 @@ def test_a_dora_adapter_is_packed_with_the_servers_base(
 def test_a_trained_head_is_compared_with_the_servers_base(
     stand: Stand, expected: dict[tuple[str | None, str], str], tmp_path: Path
 ) -> None:
-    """A head of its own in which two tokens are swapped gives the answers of peft, and takes two rows of pages."""
+    """A trained head that swaps two tokens gives the answers of peft, and only its two rows take space."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
     prompt = DEMO_PROMPTS[0]
     directory = tmp_path / "adapter"
@@ -370,7 +370,7 @@ def test_a_trained_head_is_compared_with_the_servers_base(
     assert not expected["pirate", prompt].startswith(wanted)
     resident = stand.deployment.json("residency", "--tenant", "harbour")["data"]
     num_pages = {version["model"]: one["num_pages"] for one in resident for version in one["versions"]}
-    # The whole head would take 32 pages more.
+    # The whole head would take 32 more pages.
     assert num_pages["harbour/head@1"] == 8
 
 

@@ -71,7 +71,7 @@ def test_clients_that_race_for_the_last_tokens_overspend_none(lab: GatewayLab, n
         async def one(number: int) -> tuple[int, bytes]:
             while True:
                 status, answer = await send(lab.gateways[number % len(lab.gateways)].port, key, requests[number])
-                # A client may be asked to retry for other reasons. Only an answer about tokens is final.
+                # Retry after refusals for other reasons: only one about tokens is final.
                 if status == 200 or (status == 429 and b"tokens_per_minute" in answer):
                     return status, answer
                 assert status in (429, 503), answer
@@ -94,7 +94,7 @@ def test_clients_that_race_for_the_last_tokens_overspend_none(lab: GatewayLab, n
     assert used == sum(usage[1].prompt_tokens + usage[1].completion_tokens for usage in told if usage is not None)
     assert None not in told
     assert used <= burst + minutes + 1, "overspent"
-    # An answer whose grammar ends before the limit takes fewer tokens than were reserved for it.
+    # A grammar may end an answer before it uses all reserved tokens.
     assert sum(costs[i] for i in admitted) > burst - min(costs[i] for i in refused), "the last tokens were admitted too"
 
 

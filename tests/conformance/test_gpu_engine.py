@@ -237,7 +237,7 @@ def test_shapes_of_few_modules_drop_no_graphs(subject: Subject, monkeypatch: pyt
             assert_parity(subject, name, add, recorder.by_sequence[sequence_id])
         assert set(executor._graphs) >= warmed
         assert len(executor._graphs) == len(warmed) + room
-    # With room for one more graph, the new shape was captured at its first decode.
+    # There was room for one more graph, so the new shape was captured at its first decode.
     (narrow,) = set(executor._graphs) - warmed
     assert (narrow.groups, narrow.is_decode) == (LayerGroups.QKV, True)
     assert len(launched) == 1
@@ -314,7 +314,7 @@ def test_the_graph_that_was_replayed_longest_ago_is_dropped(subject: Subject, mo
 def test_kernels_of_outer_modules_are_warmed_up_with_each_shape(
     outer_subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first step that needs these kernels finds them loaded, and is captured immediately, like any other step."""
+    """The first step that needs these kernels finds them loaded and is captured immediately."""
     backend = plain_backend(HostAccelerator(), compiles=True)
     launched: set[tuple[str, int, int]] = set()
     for name in ("lora_gather", "lora_shrink", "lora_expand"):
@@ -336,7 +336,7 @@ def test_kernels_of_outer_modules_are_warmed_up_with_each_shape(
 
 
 def noting(name: str, kernel: Callable[..., None], launched: set[tuple[str, int, int]]) -> Callable[..., None]:
-    """Record the values that a kernel's launch is compiled for: the number of segments and the maximum rank."""
+    """Record the values that kernels are compiled for: the number of segments and the maximum rank."""
 
     def note(self: ReferenceLora, *arguments: Any) -> None:
         (call,) = (one for one in arguments if isinstance(one, LoraCall))

@@ -1,7 +1,7 @@
 """Masks equal those of a brute-force oracle over the whole vocabulary.
 
-Where the grammar allows only one text, a mask may allow only the first token of that text's usual tokenization, because
-models have rarely seen the alternatives.
+If the grammar allows only one text, a mask may allow only the first token of its usual tokenization, because models
+have rarely seen the alternatives.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def page_bytes(assembled: AssembledEngine) -> int:
 
 
 def test_a_reused_page_keeps_nothing_of_its_former_owner(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evicted adapter's weights leaked into the lower-rank adapter that got its memory next."""
+    """Weights of an evicted adapter leaked into the adapter of lower rank that reused its memory."""
     size = page_bytes(subject.assemble())
     # The largest adapter and one request fill the pool, so each adapter evicts the previous one.
     pool = (subject.num_pages["r64"] + 6) * size
@@ -64,7 +64,7 @@ def test_a_reused_page_keeps_nothing_of_its_former_owner(subject: Subject, monke
 
 
 def test_one_adapter_that_is_not_finite_poisons_nobody(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Validation rejects adapters with NaN. If such an adapter gets in anyway, it ends only its own requests."""
+    """An adapter with NaN that passes validation anyway ends only its own requests."""
     sound = subject.adapters[subject.digests["r8"]]
     payload = np.full_like(sound.payload, 0xFF)
     subject.adapters[BROKEN] = PackedAdapter(BROKEN, sound.layout, sound.scales, payload)

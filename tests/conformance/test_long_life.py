@@ -34,7 +34,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 NAMES = [plan.name for plan in PLANS]
 INVOCATION = (7, 8, 7)
 ACTIVATED = ("r8", "r16", "r31")
-"""The adapters that are activated LoRAs, all with the same invocation."""
+"""The activated LoRAs, all with the same invocation."""
 MAX_PROMPT = 150
 MAX_OPEN = 16
 """Maximum number of requests that run or wait at the same time."""
@@ -131,7 +131,7 @@ class Life:
         name = rng.choice([None, *NAMES])
         prompt, position = rng.choice(self.prompts), None
         if name in ACTIVATED:
-            # Half of these prompts continue a prompt, and half have the invocation within them.
+            # Half of these prompts continue an earlier one, and half contain the invocation.
             place = rng.choice([len(prompt), rng.randrange(len(prompt))])
             prompt = (*prompt[:place], *INVOCATION, *prompt[place:])
             position = activation(prompt, INVOCATION)

@@ -1,4 +1,4 @@
-"""Bases with experts whose files contradict their configuration, and a router that gives NaN for one token."""
+"""Files of experts that contradict the configuration, and a router that returns NaN for one token."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_router_that_gives_nan_for_a_token_ends_only_its_request(
     subject = make_subject("qwen2-moe", tmp_path, PLANS, SMALL_SHAPE)
     path = subject.directory / "model.safetensors"
     tensors = load_file(path)
-    # Rows of this token alone become NaN, from the first router on.
+    # Only rows of this token become NaN, from the first router on.
     tensors["model.embed_tokens.weight"][POISON] = torch.nan
     save_file(tensors, path)
     assembled = subject.assemble()

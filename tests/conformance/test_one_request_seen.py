@@ -1,4 +1,4 @@
-"""Traces, logs and metrics of one server show a request completely and reveal nothing private about it."""
+"""A server's traces, logs and metrics show everything about a request except private data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """A server after one cold request with canaries in its body, key and headers, and after a few refused requests."""
+    """A server that has answered a cold request, with canaries in its body, key and headers, and refused a few
+    others.
+    """
     log_file = tmp_path_factory.mktemp("log") / "stderr"
     environment = {
         "LORAMUX_TRACES": "file",
@@ -81,7 +83,7 @@ def test_one_trace_crosses_gateway_engine_and_store(seen: Seen) -> None:
     assert below["POST /v1/completions"] == [
         *("authenticate", "resolve", "tokenise", "constrain", "reserve", "generate", "settle")
     ]
-    # The first two spans run at the same time, in either order.
+    # The first two spans run concurrently, in either order.
     assert sorted(below["generate"][:2]) == ["engine.compile_grammar", "engine.load_adapter"]
     assert below["generate"][2:] == ["engine.queue", "engine.prefill", "engine.decode"]
     stages = below["engine.load_adapter"]

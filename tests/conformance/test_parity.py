@@ -1,7 +1,6 @@
 """Logits and greedy tokens equal those of transformers and peft, one request at a time and in one mixed batch.
 
-The main families run the mixed batch. `make campaign-parity` adds the further families and the rest of the
-matrix.
+The main families run the mixed batch. `make campaign-parity` adds the other families and the rest of the matrix.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ OUTER_PLANS = [
     ),
     AdapterPlan("inner", 4, ["q_proj", "down_proj"], alpha=8.0),
 ]
-"""Adapters of the embedding, of the head, of all modules, and of modules within the layers only."""
+"""Adapters of the embedding, of the head, of all modules, and of the layers only."""
 
 UNTIED, TIED = "llama", "qwen2"
 
@@ -156,7 +155,7 @@ def outer_subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 
 def outer_requests(subject: Subject, *names: str | None) -> dict[str, tuple[str | None, Add]]:
-    """Requests with prompts shorter and longer than a step's budget, which meet in one batch."""
+    """Requests with prompts shorter and longer than a step's budget, in one batch."""
     generator = torch.Generator().manual_seed(5)
     made: dict[str, tuple[str | None, Add]] = {}
     for index, name in enumerate(names):
@@ -235,7 +234,7 @@ def test_a_batch_without_such_adapters_launches_nothing_for_them(
 def test_longrope_follows_the_longest_context_that_is_served(
     max_model_len: int, num_prompt: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformers chooses the factors by a sequence's current length. Logits agree where both choose the same."""
+    """transformers chooses the factors by the current length of a sequence. Logits agree if both choose the same."""
     make_base("phi3-longrope", tmp_path)
     untouched = Phi3ForCausalLM.from_pretrained(tmp_path).eval()
     assembled = Subject(tmp_path, untouched, {}, {}, {}).assemble(max_model_len=max_model_len)

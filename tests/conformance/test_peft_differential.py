@@ -42,7 +42,7 @@ class Pair:
     directory: Path
 
     def save(self, index: int, settings: dict[str, Any], dtype: torch.dtype, chance: random.Random) -> Path | None:
-        """Have peft save a random adapter with these settings. Returns None if peft finds nothing to adapt."""
+        """Save a random adapter with peft. Returns None if peft finds nothing to adapt."""
         directory = self.directory / str(index)
         torch.manual_seed(index)
         try:
@@ -61,8 +61,8 @@ class Pair:
 
     @torch.no_grad()
     def reference_logits(self, directory: Path, tokens: list[int]) -> torch.Tensor:
-        """peft's logits with the saved adapter, for the last position: float32 `[vocab_size]`."""
-        # A load that fails leaves layers of peft's in the model, so load into a copy.
+        """The logits of peft with the saved adapter at the last position, float32 `[vocab_size]`."""
+        # Load into a copy, because a failed load leaves peft layers in the model.
         model = PeftModel.from_pretrained(copy.deepcopy(self.base), directory).eval()
         logits: torch.Tensor = model(input_ids=torch.tensor([tokens])).logits[0, -1]
         return logits
@@ -77,7 +77,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def _label(option: str, value: Any) -> str:
-    """The option, and its value if that is a word."""
+    """Name the option, with its value if that is a word."""
     if not isinstance(value, str):
         return option
     return f"{option} (a regular expression)" if "*" in value else f"{option} {value}"
@@ -98,7 +98,7 @@ def compare(
         def count_outcome(outcome: str, settings: dict[str, Any] = settings) -> None:
             outcomes[outcome] += 1
             for name, value in settings.items():
-                # Leave out what is off.
+                # Leave out options that are off.
                 if value:
                     by_option[_label(name, value)][outcome] += 1
 
@@ -116,7 +116,7 @@ def compare(
                 count_outcome("refused by name")
                 continue
             # peft sorts the patterns when it saves them, and the first match counts. After reloading, the patterns may
-            # give a rank that differs from the tensors', and peft itself cannot load the directory.
+            # give a rank that contradicts the tensors, and peft cannot load its own directory.
             if error.code != "rank_mismatch":
                 raise
             with pytest.raises(RuntimeError, match="size mismatch"):

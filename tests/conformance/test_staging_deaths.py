@@ -19,7 +19,7 @@ NAMES = ("pirate", "formal", "json")
 
 def test_adapters_come_although_the_staging_process_dies_and_it_ends_with_its_engine(tmp_path: Path) -> None:
     environment = {
-        # Adapters are kept only in the pool, which has one slot, so each request's adapter has to be staged.
+        # Only the pool keeps adapters, and it has one slot, so each request's adapter has to be staged.
         "LORAMUX_HOST_TIER_BYTES": "0",
         "LORAMUX_MAX_RESIDENT_ADAPTERS": "1",
     }

@@ -52,7 +52,7 @@ def test_resident_adapters_are_served_and_cold_ones_are_right_or_refused(proxy: 
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_DEFAULT_REGION": "us-east-1",
-        # Adapters are kept only in the pool, which has only a few slots, so cold adapters stay cold.
+        # Only the pool keeps adapters, and it has few slots, so cold adapters stay cold.
         "LORAMUX_DISK_TIER_BYTES": "0",
         "LORAMUX_HOST_TIER_BYTES": "0",
         "LORAMUX_MAX_RESIDENT_ADAPTERS": str(NUM_SLOTS),
@@ -119,7 +119,7 @@ def suffer(
                     break
 
     def keep_streaming(name: str) -> None:
-        """Keep the adapter in use. Running requests' adapters stay, and recently used adapters are evicted last."""
+        """Keep the adapter in use, so that it is not evicted."""
         body = {"model": name, "prompt": "The ship", "max_tokens": 100, "ignore_eos": True, "stream": True}
         while not is_over.is_set():
             with client.stream("POST", "/v1/completions", json=body) as answer:

@@ -81,7 +81,7 @@ def test_rules_hold_and_change_no_other_row(subject: Subject, backend: Backend |
     ruled = [request_of(subject, index, **rules) for index in range(4)]
     free = [request_of(subject, index) for index in range(4, 8)]
     tokens, logprobs = run(subject, backend, [*ruled, *free])
-    # The same batch without rules: only the rows with rules may differ.
+    # Run the same batch without rules. Only the rows with rules may differ.
     plain = run(subject, backend, [request_of(subject, index) for index in range(8)])
     for one in free:
         name = one.sequence_id

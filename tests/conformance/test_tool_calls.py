@@ -86,7 +86,7 @@ def test_models_choose_to_call_and_answer_with_the_result(stand: Stand) -> None:
         name, arguments, _ = QUESTIONS[question]
         assert (call.function.name, json.loads(call.function.arguments)) == (name, arguments), model
         assert STYLES[model].format(ANSWERS[question]) in answered.content
-        # The concierge's template knows no thinking.
+        # The concierge's template has no thinking.
         assert bool(getattr(asked, "reasoning_content", None)) == (model != "hotel/concierge")
         assert "<think>" not in (asked.content or "") + answered.content
 
@@ -108,7 +108,7 @@ def test_two_calls_in_one_answer_are_streamed_apart(stand: Stand) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_forced_and_strict_calls_follow_their_schema(stand: Stand, model: str) -> None:
-    """The markers of calls are added tokens that are shown in texts, as in Qwen3."""
+    """As in Qwen3, the markers of calls are added tokens that are not hidden from the text."""
     parameters = {"type": "object", "properties": {"size": {"enum": ["S", "M"]}}, "required": ["size"]}
     closed = {**parameters, "additionalProperties": False}
     shirt = {"type": "function", "function": {"name": "order_shirt", "strict": True, "parameters": closed}}

@@ -84,10 +84,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "plain": SOME,
 }
-"""Settings of adapters. Each adapter also has a LoRA of some modules."""
+"""Settings of adapters, which also have a LoRA of some modules."""
 
 COPIED = {"lora-of-head-and-embedding", "head", "lora-and-copies", "dora-and-copies"}
-"""Adapters that are saved together with the base's weights, as PEFT does by default if they have a LoRA."""
+"""Adapters saved with a copy of the base's weights, as PEFT does by default for a LoRA of the head or embedding."""
 
 UNTIED_ONLY = {"dora-of-head-and-tokens"}
 """Adapters that PEFT cannot run if the base ties its head to its embedding."""
@@ -106,7 +106,9 @@ FAMILIES = [
 
 @dataclass(frozen=True)
 class TrainedSubject(Subject):
-    """A subject whose reference loads each adapter into a copy of the base, because PEFT may overwrite its weights."""
+    """A subject with a reference that loads each adapter into a copy of the base, because PEFT may overwrite the
+    weights.
+    """
 
     base: Any
     saved: dict[str, Path]
@@ -166,7 +168,7 @@ def change_copies(path: Path) -> None:
 
 
 def requests_of(subject: Subject, names: list[str | None]) -> dict[str, tuple[str | None, Add]]:
-    """One request for each name, whose prompt contains trained and other tokens."""
+    """One request per name. The prompts contain trained and other tokens."""
     generator = torch.Generator().manual_seed(5)
     made: dict[str, tuple[str | None, Add]] = {}
     for index, name in enumerate(names):

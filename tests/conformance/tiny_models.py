@@ -64,7 +64,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 256,
 }
 SMALL_SHAPE = {**SHAPE, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1}
-"""A shape with only a few layers and heads for interpreted kernels, whose run time grows with both numbers."""
+"""A shape with few layers and heads, because the run time of interpreted kernels grows with both."""
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
@@ -107,7 +107,7 @@ def _qwen3(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 
 def _gemma(shape: dict[str, Any], window: int, num_layers: int) -> dict[str, Any]:
-    """Gemma's settings: an attention scale not derived from head_dim, and a window shorter than the longer prompts."""
+    """Settings of Gemma: an attention scale not derived from head_dim, and a window shorter than the longer prompts."""
     gemma = {"num_hidden_layers": num_layers, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": window}
     return {**shape, **gemma, "initializer_range": 0.15, "attn_implementation": "eager"}
 
@@ -149,7 +149,7 @@ def _phi3_longrope(shape: dict[str, Any], _: int) -> PreTrainedModel:
 
 
 def _with_one_longrope(model: PreTrainedModel) -> PreTrainedModel:
-    """Use the long context's frequencies for short contexts too, as an engine that serves long contexts does."""
+    """Use the long-context frequencies for short contexts too, as an engine that serves long contexts does."""
     rotary = model.model.rotary_emb
     compute = ROPE_INIT_FUNCTIONS["longrope"]
     frequencies, _ = compute(model.config, torch.device("cpu"), seq_len=PHI3_ORIGINAL_LEN + 1)
@@ -178,7 +178,7 @@ RARE_FAMILIES = FURTHER_FAMILIES.keys() | MIXTURE_FAMILIES.keys() - set(FREQUENT
 EVERY_FAMILY = [
     pytest.param(family, marks=pytest.mark.campaign if family in RARE_FAMILIES else ()) for family in FAMILIES
 ]
-"""Parameters of a test of every family. `make campaign-parity` adds the rare families."""
+"""Test parameters with every family. `make campaign-parity` adds the rare ones."""
 
 _FUSED_QKV = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
 _FUSED_GATE_UP = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
@@ -189,7 +189,7 @@ RENAMED_MODULES = {
     "starcoder2": {"gate_proj": "c_fc", "up_proj": "c_fc", "down_proj": "c_proj"},
     **dict.fromkeys(("arcee", "nemotron", "jais2"), _WITHOUT_GATE),
 }
-"""The names of linears that differ from Llama's, by the family's name up to a hyphen."""
+"""Names of linears that differ from those in Llama, by the family's name up to a hyphen."""
 
 
 def make_base(family: str, directory: Path, shape: dict[str, Any] = SHAPE, window: int = WINDOW) -> PreTrainedModel:
@@ -305,7 +305,7 @@ def add_adapters(base: PreTrainedModel, plans: list[AdapterPlan], directory: Pat
             "Adapter '.*LoRA tensor.s. have invalid shape",
         ):
             warnings.filterwarnings("ignore", message)
-        # By default, peft takes the names of a feed-forward's linears for those of the experts only.
+        # By default, peft applies the names of feed-forward linears only to the experts.
         with patch.object(transformers_weight_conversion, "_convert_peft_config_moe"):
             return _added_and_saved(base, plans, directory)
 
@@ -324,7 +324,7 @@ def _added_and_saved(base: PreTrainedModel, plans: list[AdapterPlan], directory:
             layers_to_transform=plan.layers,
             use_dora=plan.use_dora,
             lora_bias=plan.lora_bias,
-            # The linears of a multimodal model's other parts have the same names.
+            # Other parts of a multimodal model have linears with the same names.
             exclude_modules=".*(vision_tower|visual|multi_modal_projector).*" if has_other_parts(base) else None,
             alora_invocation_tokens=list(plan.invocation_tokens) or None,
             init_lora_weights=False,

@@ -145,7 +145,7 @@ def _panel(folder: str, layers: Layers, arrows: Arrows, x: float, y: float, widt
 
 
 def _curve(start: Box, end: Box, right: float) -> str:
-    """Return a curve from `start` to `end`, which goes around any rows in between."""
+    """Return a curve from `start` to `end` around any rows in between."""
     from_x, to_x = start.left + start.width / 2, end.left + end.width / 2
     from_y, to_y = start.top + BOX_HEIGHT, end.top
     rows = round((end.top - start.top) / ROW)

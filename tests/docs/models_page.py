@@ -51,7 +51,9 @@ def architectures() -> frozenset[str]:
 
 @cache
 def compared() -> dict[str, bool]:
-    """Whether each architecture with a tiny model is compared with every change, not only in a campaign."""
+    """Return the architectures with a tiny model, and whether each is compared with every change or only in a
+    campaign.
+    """
     found: dict[str, bool] = {}
     for family, make in TINY_MODELS.items():
         architecture = type(make(SMALL_SHAPE, SMALL_WINDOW)).__name__

@@ -1,4 +1,4 @@
-"""Every architecture of transformers is either served and compared, or refused with the feature that is missing."""
+"""Every architecture of transformers is served and compared, or refused with the missing feature."""
 
 from __future__ import annotations
 

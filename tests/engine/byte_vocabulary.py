@@ -63,7 +63,7 @@ def byte_vocabulary(*, has_words: bool = True) -> LLTokenizer:
 
 @cache
 def vocabulary_with_markers(markers: tuple[str, ...]) -> LLTokenizer:
-    """The bytes, and each marker as a special token. Its ID is EOS + 1 and up."""
+    """The bytes, and the markers as special tokens with IDs from EOS + 1."""
     special = tuple(range(EOS, EOS + 1 + len(markers)))
     tokenizer = _Tokenizer([*BYTES, *(marker.encode() for marker in markers)], special)
     return LLTokenizer(TokenizerWrapper(tokenizer), n_vocab=VOCAB_SIZE, eos_token=EOS)

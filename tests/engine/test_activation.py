@@ -1,4 +1,4 @@
-"""An adapter modifies a prompt only from its activation on; the K and V of earlier tokens are the base's."""
+"""An adapter applies only from its activation on. Earlier tokens have the K and V of the base."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_an_activation_at_the_edge_of_a_page_shares_whole_pages_only(simulation:
 
 
 def test_equal_tokens_activated_at_different_positions_share_only_what_comes_before(simulation: Simulation) -> None:
-    """The next token decides which occurrence is the last, so the same page can be activated at two positions."""
+    """The next token decides which occurrence is the last, so the same page can have two activation positions."""
     prompt = tokens(48)
     cached(simulation, "early", (*prompt, 1), "a", 34)
     assert cached(simulation, "late", (*prompt, 2), "a", 47) == 32

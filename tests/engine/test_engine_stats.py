@@ -12,7 +12,7 @@ def test_recomputed_prompt_counts_once(simulate: Simulate) -> None:
     stats = stats_of(simulation)
     assert stats.num_preemptions > 0
     assert stats.prompt_tokens == sum(len(add.prompt) for add in adds)
-    # Each new token except the last has its own row. The other rows contain prompt tokens and recomputed tokens.
+    # Each new token except the last has its own row. The other rows are for prompt tokens and recomputed tokens.
     num_rows = sum(batch.num_tokens for batch in simulation.executor.batches)
     assert stats.recomputed_tokens == num_rows - stats.prompt_tokens - sum(add.max_tokens - 1 for add in adds) > 0
 

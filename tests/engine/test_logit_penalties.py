@@ -32,7 +32,7 @@ TABLE = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_s
 
 
 def expected_logits(logits: torch.Tensor, params: SamplingParams, prompt: list[int], output: list[int]) -> torch.Tensor:
-    """The reference: vLLM's definition, token by token."""
+    """The reference: the definition of vLLM, token by token."""
     changed = logits.clone()
     for token, bias in params.logit_bias:
         changed[token] += bias

@@ -15,7 +15,7 @@ SCORING = structs.replace(GREEDY, num_prompt_logprobs=2)
 
 
 def scores_of(simulation: Simulation) -> tuple[dict[str, list[PromptLogprob]], dict[str, list[int]], dict[str, str]]:
-    """The prompt log-probabilities, tokens and finish reason of each sequence, run to its end."""
+    """Run each sequence to its end, and return its prompt log-probabilities, tokens and finish reason."""
     scores: dict[str, list[PromptLogprob]] = defaultdict(list)
     tokens: dict[str, list[int]] = defaultdict(list)
     ends: dict[str, str] = {}

@@ -7,7 +7,7 @@ from tests.engine.simulated_engine import GREEDY, Simulate, Simulation
 
 
 def told(simulation: Simulation) -> tuple[list[int], list[int], Finished]:
-    """The number of tokens in each output of the only sequence, all of its tokens, and its final message."""
+    """Run one sequence, and return the number of tokens in each output, all tokens, and the final message."""
     sizes: list[int] = []
     tokens: list[int] = []
     while simulation.engine.has_work:

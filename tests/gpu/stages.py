@@ -20,7 +20,7 @@ TOOLKIT = "/usr/local/cuda/bin"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Options of a stage. `select` and `marks` are pytest's `-k` and `-m`, and only this stage uses `scratch`."""
+    """Options of a stage. `select` and `marks` are the `-k` and `-m` of pytest, and only this stage uses `scratch`."""
 
     is_interpreted: bool
     num_processes: int

@@ -51,7 +51,7 @@ STEPS = {
         ],
     ),
 }
-"""The number of rows in the graph, then per step the context lengths, query rows and slots of four sequences."""
+"""The number of rows in the graph, then for each step the context lengths, query rows and slots of four sequences."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +111,7 @@ def step_of(
 
 
 def padded(step: Step, num_tokens: int, num_segments: int, num_listed: int, max_q: int) -> Step:
-    """The same step padded to a graph's shapes, with poison wherever the kernels must not read."""
+    """The same step padded to a graph's shapes, with poison that the kernels must not read."""
 
     def to(tensor: torch.Tensor, length: int, value: float) -> torch.Tensor:
         tail = torch.full((length - tensor.shape[0], *tensor.shape[1:]), value, dtype=tensor.dtype)
@@ -161,7 +161,7 @@ class Side:
 def both_sides(gpu_module: ModuleType) -> tuple[Side, Side]:
     ranks = np.random.default_rng(0).choice([0, 1, 3, 16, 32], (4, 2, 4)).astype(np.int32)
     adapters = adapter_pool(MODULES, ranks, GEOMETRY, torch.float32)
-    # Scale the adapters to the base's magnitude, because larger sums would only amplify rounding errors.
+    # Scale the adapters to the magnitude of the base: larger sums would only amplify rounding errors.
     adapters.tables.scale.mul_(0.02)
     kv = poisoned_pool(9, GEOMETRY, torch.float32).kv
     angle = torch.randn(MAX_LEN, 8)

@@ -1,4 +1,4 @@
-"""Routing, the products of experts and the sum of their outputs, compared with plain loops over tokens and experts."""
+"""Routing, expert products and the sum of their outputs, compared with loops over tokens and experts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROUTINGS = {
 
 
 def assert_grouped(routing: Routing, spec: RoutingSpec) -> None:
-    """The pairs are listed once each, by ascending expert and, within an expert, in ascending order."""
+    """Each pair is listed once, by ascending expert and then in ascending order."""
     experts = routing.experts.flatten().tolist()
     assert routing.pairs.tolist() == sorted(range(len(experts)), key=lambda pair: (experts[pair], pair))
     assert routing.starts.tolist() == [sum(one < e for one in experts) for e in range(spec.num_experts + 1)]
@@ -46,7 +46,7 @@ def assert_grouped(routing: Routing, spec: RoutingSpec) -> None:
 
 @pytest.mark.parametrize(("num_rows", "spec"), ROUTINGS.values(), ids=ROUTINGS)
 def test_the_highest_logits_are_chosen(kernels: Any, num_rows: int, spec: RoutingSpec) -> None:
-    # The rows are views, as the router of a layer with a shared expert makes them.
+    # As in the router of a layer with a shared expert, the rows are views.
     logits = (torch.randn(num_rows, spec.num_experts + 1) * 4)[:, : spec.num_experts]
     routing = kernels.route(logits, spec)
     for t in range(num_rows):

@@ -120,7 +120,7 @@ def test_embeddings_of_trained_tokens_are_copied(
     tokens = torch.randint(VOCAB_SIZE, (len(slots),))
     for t, slot in enumerate(slots):
         ids = adapters.ids.get((slot, 0), [])
-        # Most rows are trained ones: the first and the last, and neighbours of those that are not trained.
+        # Most rows are trained: the first, the last, and the neighbours of untrained rows.
         if ids and t % 4:
             tokens[t] = ids[(0, -1, len(ids) // 2)[t % 3]] + (1 if t % 4 == 3 and ids[-1] < VOCAB_SIZE - 1 else 0)
     y = torch.randn(len(slots), HIDDEN_SIZE).to(dtype)

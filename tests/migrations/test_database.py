@@ -373,7 +373,7 @@ def test_versions_survive_a_downgrade_without_their_optional_files(database: Dat
 
 
 def test_activated_versions_are_out_of_service_after_a_downgrade(database: Database) -> None:
-    """An older server would apply them to the whole prompt. They keep their tokens for the next upgrade."""
+    """An older server would apply such versions to the whole prompt. They keep their tokens for the next upgrade."""
     add_tenant(database, "acme")
     with database.write() as connection:
         owner = connection.execute(select(tenants.c.id)).scalar_one()

@@ -55,7 +55,7 @@ def test_deadlocked_upgrade_is_retried(of_before: Upgraded, postgres_url: str) -
         reserving.execute("SELECT * FROM quota_policies")
         upgrading = threads.submit(of_before.upgrade)
         until_waiting(postgres_url, 1)
-        # This statement waits for the reservations behind the upgrade, which has not locked the policies yet.
+        # This statement waits behind the upgrade for the reservations. The upgrade has not locked the policies yet.
         reserved = threads.submit(reserving.execute, "UPDATE reservations SET state = state WHERE id = ''")
         until_waiting(postgres_url, 2)
         settling.commit()

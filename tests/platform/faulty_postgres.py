@@ -49,7 +49,7 @@ class FaultyPostgres:
             time.sleep(0.01)
 
     def start(self) -> None:
-        # Without a parent that reaps dead processes, the PIDs in these files seem to be alive.
+        # Without a parent to reap them, dead processes in these files seem to be alive.
         for name in ("postmaster.pid", ".s.PGSQL.5432", ".s.PGSQL.5432.lock"):
             (self._server.pgdata / name).unlink(missing_ok=True)
         self._server.ensure_postgres_running()

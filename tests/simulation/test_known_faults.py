@@ -74,7 +74,7 @@ def test_adapter_name_and_owner_key_do_not_collide(
 
 @pytest.mark.parametrize("num_slots", [1, 2, 8])
 def test_adapter_without_a_free_slot_waits_and_runs(num_slots: int, lookahead: bool) -> None:
-    """Reported fault: with N slots, the (N+1)th adapter failed an assertion."""
+    """Reported fault: with N slots, adapter N + 1 failed an assertion."""
     names = {f"adapter{i}": 1 for i in range(num_slots + 1)}
     simulation = simulate_engine(num_slots=num_slots, adapters=names, lookahead=lookahead)
     adds = [simulation.add(name, digest=name, max_tokens=6) for name in names]

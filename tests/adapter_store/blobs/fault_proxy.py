@@ -121,7 +121,6 @@ class FaultProxy:
         self._thread.join(10)
 
     def reseed(self, seed: int) -> None:
-        """Reseed the random choice of flipped bits and stale answers."""
         self._random.seed(seed)
 
     def choose(self, method: str, path: str) -> Fault | None:
@@ -146,7 +145,7 @@ class FaultProxy:
             self._seen[path] = answer
 
     def stale(self, path: str) -> _Answer:
-        """Return a 404, or another key's answer, as if that object had once been stored under this key."""
+        """Return a stale answer: a 404, or another key's object as if it had once been stored under this key."""
         with self._lock:
             others = [answer for seen, answer in self._seen.items() if seen != path]
             if others and self._random.random() < 0.7:
@@ -277,7 +276,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _reset(self) -> None:
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        # The socket is not closed until both the file and the connection are closed.
+        # Closing the socket takes closing both the file and the connection.
         self.rfile.close()
         self.connection.close()
         self.close_connection = True

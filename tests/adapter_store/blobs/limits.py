@@ -3,7 +3,7 @@ from __future__ import annotations
 from loramux.adapter_store.blobs.s3_limits import MIN_PART_BYTES, S3Limits
 
 SMALL_PARTS = S3Limits(part_bytes=MIN_PART_BYTES)
-"""The smallest part size that S3 accepts, so that tests transfer little data."""
+"""The smallest part size that S3 accepts."""
 
 HURRIED = S3Limits(
     connect_s=1.0,
@@ -14,6 +14,6 @@ HURRIED = S3Limits(
     max_pause_s=0.05,
     part_bytes=MIN_PART_BYTES,
 )
-"""Timeouts short enough to test a hung store, but long enough for small blobs on a busy machine."""
+"""Timeouts that are short for tests of a hung store, but allow small blobs on a busy machine."""
 
 PATIENT = S3Limits(read_s=2.0, first_pause_s=0.01, max_pause_s=0.05, part_bytes=MIN_PART_BYTES)

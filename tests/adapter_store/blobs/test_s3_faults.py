@@ -174,7 +174,7 @@ def test_failed_range_is_requested_again(
 
 
 def put_in_parts(raw_bucket: Any, data: bytes) -> None:
-    """The uploaded object has no checksum that can be compared, as if another tool had uploaded it in parts."""
+    """As if uploaded in parts by another tool, the object has no comparable checksum."""
     config = TransferConfig(multipart_threshold=MIN_PART_BYTES, multipart_chunksize=MIN_PART_BYTES)
     raw_bucket.upload_fileobj(io.BytesIO(data), "p/k/large", Config=config)
 

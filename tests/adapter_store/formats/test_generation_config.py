@@ -1,4 +1,4 @@
-"""Settings without effect are ignored; settings with an effect must be values that a request could send."""
+"""Settings without effect are ignored. Others must be valid values of the request field."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.float_formats import STORAGE
 from loramux.adapter_store.formats.tensor_file import TensorFile
 
-# Spellings that JSON parsers treat differently. Each one replaces or is inserted into part of a header.
+# JSON parsers treat these spellings differently. Each one replaces a part of a header or is inserted into it.
 _ODD_TEXTS = [
     b"-0", b"0.0", b"4.0", b"1e0", b"00", b"+1", b"0x10", b"-1", b"18446744073709551616", b"9223372036854775808",
     b"NaN", b"Infinity", b"null", b"true", b"[]", b"{}", b'""', b'"\\u0000"', b'"\\ud800"', b'"\\ud83d\\ude00"',
@@ -25,7 +25,7 @@ _TEXT = st.text(st.characters(codec="utf-8"), max_size=12)
 
 @st.composite
 def valid_files(draw: st.DrawFn) -> tuple[bytes, bytes]:
-    """The header and data of a file with random matrices. The header's JSON is formatted in any valid way."""
+    """Return the header and data of a file with random matrices, with any valid formatting of the JSON."""
     names = draw(st.lists(_TEXT.filter(lambda name: name != "__metadata__"), max_size=5, unique=True))
     entries: dict[str, Any] = {}
     position = 0

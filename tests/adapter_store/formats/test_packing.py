@@ -128,7 +128,7 @@ def test_outer_modules_fill_whole_pages_before_the_layers(
             np.testing.assert_array_equal(found[:, : rows.shape[1]], stored(rows, outer_target))
             num_elements += rows.size
     assert np.count_nonzero(stream) == num_elements
-    # The layers' contents are the same as without outer modules, but start a few pages later.
+    # The contents of the layers are unchanged, but start a few pages later.
     inner = tuple(name for name in modules if name.startswith(("self_attn", "mlp")))
     inner_tensors = {name: tensor for name, tensor in files.tensors.items() if ".layers." in name}
     if inner:
@@ -164,7 +164,7 @@ def test_outer_modules_survive_writing_and_reading(
 def test_largest_adapter_size_includes_outer_modules(outer_target: PackTarget) -> None:
     plain = replace(outer_target, outer_modules=())
     num_outer = 2 * 256 * (70 + 32)
-    # Each output can also have a magnitude, and the file can contain both weights as a whole.
+    # Allow for a magnitude per output and for both whole weights.
     assert outer_target.max_tensors_bytes - plain.max_tensors_bytes == 4 * (num_outer + 70 + 32 + 2 * 70 * 32)
     page_elements = outer_target.geometry.flat.adapter_elements
     assert outer_target.max_pages - plain.max_pages >= num_outer // page_elements
@@ -208,7 +208,7 @@ def test_bfloat16_rounds_to_nearest_even_like_torch() -> None:
     import torch
 
     bits = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
-    # Ties and neighbouring values, which reveal wrong rounding.
+    # Ties and neighbouring values reveal wrong rounding.
     ties = (np.arange(2048, dtype=np.uint32)[:, None] << 16) + np.array([0x7FFF, 0x8000, 0x8001], np.uint32)
     values = np.concatenate([bits, ties.reshape(-1)]).view(np.float32)
     values = values[np.isfinite(values) & (np.abs(values) < 1e38)]

@@ -27,7 +27,7 @@ PLAIN = llama_linears(HIDDEN, QUERIES, KEYS, INTERMEDIATE)
 FUSED = fused_linears(HIDDEN, QUERIES, KEYS, INTERMEDIATE)
 OUTER = outer_linears(VOCAB_SIZE, HIDDEN)
 
-# Fused modules with their separately split parts, and modules that are split along their inputs.
+# Include fused modules, which are split part by part, and modules split along their inputs.
 FUSED_PARTS = {"qkv_proj": (QUERIES, KEYS, KEYS), "gate_up_proj": (INTERMEDIATE, INTERMEDIATE)}
 SUMMED = ("o_proj", "down_proj", "embed_tokens")
 
@@ -72,7 +72,7 @@ def changes(packed: PackedAdapter, target: PackTarget, layer: int | None, m: int
 
 
 def own(values: Any, parts: tuple[int, ...], tp_size: int, tp_rank: int) -> Any:
-    """The rank's slices of all parts of a vector, concatenated."""
+    """Return the rank's slices of all parts of a vector, concatenated."""
     pieces = np.split(values, np.cumsum(parts)[:-1])
     return np.concatenate([np.split(piece, tp_size)[tp_rank] for piece in pieces])
 

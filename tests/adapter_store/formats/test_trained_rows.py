@@ -1,4 +1,4 @@
-"""Rows that replace the base's are packed once, in ascending order, and only if they differ from the base's."""
+"""Only rows that differ from the base's rows are packed, once each and in ascending order."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def canonical_of(target: PackTarget, tensors: dict[str, np.ndarray], path: Path,
 
 
 def rows_in_pages(packed: PackedAdapter, target: PackTarget, index: int) -> dict[int, np.ndarray]:
-    """The rows of an outer module by token, read as the layout documents."""
+    """Return the rows of an outer module by token, read as the layout documents."""
     layout = packed.layout
     count = layout.rows.counts[index]
     module = target.outer_modules[index]
@@ -157,7 +157,7 @@ def test_tied_rows_are_stored_once(outer_target: PackTarget, tmp_path: Path, bas
     assert single.layout.rows == RowCounts((35, 0))
     assert shared.num_pages == single.num_pages
     assert_rows(rows_in_pages(shared, tied, 1), rows_as_float(shared, tied), tied)
-    # A copy of the base's weight overwrites both, and so does either of them alone.
+    # A copy of either weight, or of both, overwrites both.
     copy = BASE_EMBEDDING.copy()
     copy[5] = 0
     path = canonical_of(tied, {HEAD + ".weight": copy}, tmp_path / "copy")

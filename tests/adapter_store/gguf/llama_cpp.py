@@ -37,7 +37,7 @@ def write_gguf(
     dtype: str = "F32",
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write PEFT's tensors as an adapter of llama.cpp. `metadata` replaces entries; None leaves one out."""
+    """Write PEFT tensors as a llama.cpp adapter. `metadata` replaces entries, or removes them with None."""
     names = gguf.get_tensor_name_map(ARCHITECTURES.get(architecture, gguf.MODEL_ARCH.LLAMA), 64)
     writer = gguf.GGUFWriter(path, architecture)
     entries: dict[str, Any] = {"general.type": "adapter", "adapter.type": "lora", "general.name": "An adapter"}
@@ -68,18 +68,18 @@ def write_gguf(
 
 
 def permuted(weights: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """The rows of q or k in llama.cpp's order."""
+    """Return the rows of q or k in llama.cpp order."""
     halves = weights.reshape(num_heads, 2, weights.shape[0] // num_heads // 2, *weights.shape[1:])
     return halves.swapaxes(1, 2).reshape(weights.shape)
 
 
 def rounded(tensor: torch.Tensor, dtype: str) -> np.ndarray[Any, Any]:
-    """The values that remain of a tensor in a file of this type."""
+    """Return the tensor, rounded to this type."""
     kind = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[dtype]
     return tensor.to(kind).float().numpy()
 
 
 def _parse(name: str) -> tuple[str, str]:
-    """A PEFT tensor's module and half."""
+    """Split a PEFT tensor's name into its module and its half, A or B."""
     stem, _, half = name.removeprefix("base_model.model.").partition(".lora_")
     return stem, {"A.weight": "a", "B.weight": "b", "embedding_A": "a", "embedding_B": "b"}[half]

@@ -1,4 +1,4 @@
-"""Adapters of llama.cpp become the PEFT adapters that they were made from."""
+"""Converting a llama.cpp adapter restores the PEFT adapter."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def peft_adapter(directory: Path, architecture: str = "llama", **settings: Any) 
 
 
 def converted(path: Path, head_dim: int | None = HEAD_DIM) -> tuple[dict[str, Any], Any]:
-    """The tensors and the parsed configuration of a converted file."""
+    """Convert a file, and return its tensors and parsed configuration."""
     directory = path.with_suffix("")
     directory.mkdir()
     convert_gguf(path, directory, head_dim)
@@ -66,7 +66,7 @@ def converted(path: Path, head_dim: int | None = HEAD_DIM) -> tuple[dict[str, An
 
 
 def refusal(path: Path, head_dim: int | None = HEAD_DIM) -> tuple[str, str | None]:
-    """The code and the param with which a file is refused; nothing may have been written."""
+    """Return the code and the param of the refusal, and check that nothing was written."""
     directory = path.with_suffix("")
     directory.mkdir()
     with pytest.raises(ConversionRefused) as error:

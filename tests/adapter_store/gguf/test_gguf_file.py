@@ -1,4 +1,4 @@
-"""A forged header ends with a refusal, in bounded time and memory."""
+"""Forged headers are refused in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_forged_header_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_header_of_many_small_parts_is_bounded(tmp_path: Path) -> None:
-    """The longest header that is read, filled with the parts that cost the most."""
+    """The longest allowed header, filled with the most expensive parts."""
     parts = (gguf_file.MAX_HEADER_BYTES - 100) // 12
     fillings = {
         "texts": kind(8) + number(parts) + number(0) * parts,

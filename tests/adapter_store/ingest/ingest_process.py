@@ -3,8 +3,7 @@
 python -m tests.adapter_store.ingest.ingest_process
 
 reads commands from standard input, one JSON object per line, and answers each command with one line. It imports
-everything once and forks a process for each job, so that starting a process takes milliseconds. See
-`tests/adapter_store/ingest/process_lab.py`.
+everything once and forks a process per job, which takes milliseconds. See `tests/adapter_store/ingest/process_lab.py`.
 """
 
 from __future__ import annotations

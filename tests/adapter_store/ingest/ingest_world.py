@@ -126,7 +126,7 @@ class IngestWorld:
         return self.ingest.process(version.id) if version.state == "pending" else version
 
     def assert_nothing_left_over(self, *versions: AdapterVersion) -> None:
-        """Check that the store contains the blobs of these ready versions and no others. Packed files are optional."""
+        """Check that the store contains exactly the blobs of these ready versions. Packed files are optional."""
         needed, packed = set(), set()
         for version in versions:
             assert version.digest is not None

@@ -1,4 +1,4 @@
-"""A small Hugging Face hub on this machine, with a second server that stores the large files, and faults on demand."""
+"""A small local Hugging Face hub with a second server for large files, and faults on demand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def commit_of(files: dict[str, bytes]) -> str:
 
 @dataclass
 class LocalHub:
-    """Repositories by name, each with its commits and revisions. `faults` replace the answer to a path's last part."""
+    """Repositories by name, each with its commits and revisions. `faults` replaces answers, by the last part of the
+    path.
+    """
 
     url: str
     store_url: str
@@ -43,14 +45,14 @@ class LocalHub:
 
 
 class Answer:
-    """An answer in the making: a fault can change its parts."""
+    """An answer before it is sent. A fault can change it."""
 
     def __init__(self, status: int = 200, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.status = status
         self.body = body
         self.headers = headers or {}
         self.num_declared: int | None = None
-        """The length to declare instead of the true one."""
+        """Declared length, if it differs from the true one."""
 
     @classmethod
     def json(cls, document: Any) -> Answer:

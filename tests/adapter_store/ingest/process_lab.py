@@ -121,7 +121,7 @@ class Lab:
         return self.makers.wait(self.start(kind, **details))
 
     def acknowledged(self, what: str) -> list[str]:
-        """The identifiers or names of this kind whose creation was acknowledged to a client."""
+        """Return the identifiers or names of this kind that a client received."""
         if not self.acknowledged_path.exists():
             return []
         pairs = [line.split(" ") for line in self.acknowledged_path.read_text().splitlines()]

@@ -32,7 +32,7 @@ def content(export: VersionExport, version: AdapterVersion, name: str) -> bytes:
 
 
 def in_order(files: Any, names: list[str], metadata: dict[str, str]) -> bytes:
-    """A safetensors file whose tensors are in the given order, even an order that no library writes."""
+    """Return a safetensors file with tensors in the given order, which libraries do not preserve."""
     document: dict[str, Any] = {"__metadata__": metadata}
     position, data = 0, b""
     for name in names:

@@ -1,4 +1,4 @@
-"""Files of a hub's repository are read at one commit, verified, and refused if anything is not as declared."""
+"""A repository's files are read at one commit, verified, and refused if anything differs from the declaration."""
 
 from __future__ import annotations
 

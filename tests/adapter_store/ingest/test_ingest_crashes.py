@@ -73,7 +73,7 @@ def makers() -> Iterator[ProcessMaker]:
 
 @pytest.fixture
 def lab_directory() -> Iterator[Path]:
-    """A temporary directory, in memory if possible. A killed process's writes survive there even if unflushed."""
+    """A temporary directory, in memory if possible. Unflushed writes of a killed process survive there."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as directory:
         yield Path(directory)
@@ -174,7 +174,7 @@ def test_server_killed_at_a_step_loses_nothing_on_any_backend(
 def test_server_killed_at_any_time_loses_nothing(open_lab: OpenLab, seed: int, database: str, store: str) -> None:
     lab = open_lab(database, store)
     process = lab.start("push")
-    # The kill can also land between steps, during a commit, or halfway through a blob.
+    # The kill can also come between steps, during a commit, or in the middle of a blob.
     time.sleep(random.Random(seed).uniform(0.0, 0.25))
     lab.makers.signal(process, SIGKILL)
     assert lab.makers.wait(process) in (KILLED, 0)
@@ -251,7 +251,7 @@ def test_repeatedly_killed_servers_publish_each_version_once(
     wait_until(lambda: {version.state for version in lab.versions()} == {"ready"}, timeout_s=30)
     for server in servers:
         lab.makers.signal(server, SIGTERM)
-        # The last server may not have installed its signal handler yet.
+        # The signal can kill the last server before it has installed its handler.
         assert lab.makers.wait(server) in (0, -SIGTERM)
     versions = lab.versions()
     assert [version.number for version in versions] == list(range(1, 21))

@@ -103,7 +103,7 @@ def merged(saved: Path, tmp_path: Path) -> Iterator[Any]:
 
 
 def peft_tensors(model: PeftModel, names: Sequence[str], weights: Sequence[float], **settings: Any) -> dict[str, Any]:
-    """The A and B of each module of PEFT's merged adapter, named as in a file."""
+    """Return A and B of each module of PEFT's merged adapter, named as in a file."""
     model.add_weighted_adapter(list(names), list(weights), "merged", **settings)
     try:
         return {
@@ -116,7 +116,7 @@ def peft_tensors(model: PeftModel, names: Sequence[str], weights: Sequence[float
 
 
 def assert_equal(ours: Path, theirs: dict[str, Any]) -> None:
-    """Compare all tensors; where PEFT's have more rows or columns, these must be zero."""
+    """Compare all tensors. Additional rows or columns of the PEFT tensors must be zero."""
     own = load_file(ours / TENSORS_FILE)
     assert own.keys() == theirs.keys()
     for name, matrix in own.items():
@@ -336,7 +336,9 @@ def test_layers_are_sorted_by_number(tmp_path: Path) -> None:
 
 
 def write_adapter(directory: Path, shapes: dict[str, tuple[int, int, int]], **config: Any) -> Path:
-    """Write an adapter with ones; the shapes are ranks, inputs and outputs of q projections by layer, `q` for 0."""
+    """Write an adapter of ones. `shapes` has the rank, inputs and outputs of q projections by layer, with `q` for layer
+    0.
+    """
     directory.mkdir()
     tensors = {}
     for layer, (rank, in_features, out_features) in shapes.items():

@@ -103,7 +103,7 @@ def test_weights_split_requests_and_each_text_keeps_its_version(named: Named) ->
     assert all(after[text] == 3 for text, version in before.items() if version == 3), (
         "a growing canary keeps its callers"
     )
-    # Different aliases draw independently. Otherwise the same callers would always get the new version.
+    # Different aliases draw independently, so that the new version does not always go to the same callers.
     named.aliases.set(named.adapter.id, "beta", {1: 70, 3: 30})
     assert named.drawn(600, "beta") != after
 

@@ -49,7 +49,7 @@ def churn(tier: DiskTier, seed: int, num_turns: int) -> str:
         held = tier.hold(digest)
         if held is None:
             num_missed += 1
-            # The files never all fit at the same time, so lookups keep missing.
+            # The files do not all fit, so lookups keep missing.
             put(tier, digest, rng.randint(20_000, 40_000))
             continue
         with held:

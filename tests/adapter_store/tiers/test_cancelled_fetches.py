@@ -157,7 +157,7 @@ def test_fetch_after_a_cancelled_one_joins_its_download(bench: Bench) -> None:
 
 
 def test_concurrent_fetches_use_separate_memory(bench: Bench) -> None:
-    """Each caller owns its adapter's memory, so no caller can release another's."""
+    """Each caller has its own memory for the adapter, so none can release another's."""
     stored = bench.adapter()
     fetches = [bench.fetch_elsewhere(stored.digest) for _ in range(2)]
     assert bench.blobs.asked.wait(10)
@@ -201,7 +201,7 @@ def test_read_from_disk_ignores_cancellation(bench: Bench, monkeypatch: pytest.M
 def test_fetch_without_a_thread_fails_once_and_leaves_nothing_behind(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An executor that cannot start a thread keeps the submitted task and runs it on its next free thread."""
+    """If the executor cannot start a thread, it still runs the task on its next free thread."""
     stored = bench.adapter()
     kept: list[Callable[[], object]] = []
 

@@ -25,7 +25,7 @@ def test_a_piece_is_writable_memory_of_its_size(slab: HostSlab) -> None:
 
 
 def test_views_keep_a_piece_alive(slab: HostSlab) -> None:
-    """An adapter's payload becomes a view of a view, then a tensor over that view."""
+    """As for an adapter's payload: take a view of a view, then a tensor over it."""
     tensor = torch.from_numpy(slab.allocate(3 * ALIGNMENT).reshape(3, -1)[1:].view(np.int32))
     gc.collect()
     assert slab.num_free_bytes == SIZE - 3 * ALIGNMENT

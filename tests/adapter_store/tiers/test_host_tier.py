@@ -72,7 +72,7 @@ def test_floors_that_do_not_fit_together_are_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_operations_respect_limit_leases_and_floors(seed: int) -> None:
-    """Compare the tier with a simple model that recomputes all sums after each operation."""
+    """Compare the tier with a model that recomputes all sums after each operation."""
     rng = random.Random(seed)
     sizes = {chr(97 + number): rng.randint(1, 12) for number in range(20)}
     tier, leases = HostTier(60), dict.fromkeys(sizes, 0)
@@ -99,6 +99,6 @@ def test_random_operations_respect_limit_leases_and_floors(seed: int) -> None:
         protected = {one for members, _ in groups.values() for one in members}
         assert tier.used_bytes <= max(60, held)
         if any(not leases[one] for one in present - protected):
-            # An adapter outside the groups could have been evicted instead.
+            # No adapter outside the groups was left to evict.
             for name, (members, floor) in groups.items():
                 assert sum(sizes[one] for one in members & present) >= min(floor, before[name])

@@ -126,7 +126,7 @@ def test_use_by_another_engine_affects_eviction_order(directory: Path, start: St
     tier, other = DiskTier(directory, 250, PACK_KEY), start(250)
     put(tier, A, 100)
     put(tier, B, 100)
-    # The other engine adds and removes no file. Only the timestamp of A's file shows that it used A.
+    # The other engine adds and removes no file. Only the file's timestamp shows that it used A.
     assert other("hold", A) == "100"
     other("close")
     put(tier, C, 100)

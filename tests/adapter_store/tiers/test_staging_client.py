@@ -150,7 +150,9 @@ def heard_s(client: StagingClient) -> float:
 
 
 def await_place(client: StagingClient, digest: str, begin: int) -> None:
-    """Wait until the adapter is staged at offset `begin`. The memory's last user may release it a little late."""
+    """Wait until the adapter is staged at offset `begin`, because the memory's last user may release it a little
+    late.
+    """
     wait_until(lambda: passing_place(client, digest) == begin)
 
 
@@ -431,7 +433,7 @@ def test_dead_process_is_replaced_and_its_requests_are_repeated(
     after = client.counts()
     assert after.num_loaded == before.num_loaded + 1
     assert [tier.used_bytes for tier in after.tiers] == [tier.used_bytes for tier in before.tiers]
-    # The new process can reuse memory allocated by the dead process once that memory is released.
+    # The new process can reuse the dead process's memory once it is released.
     places = {place(client, one) for one in held}
     for released in held:
         released.release()
@@ -535,7 +537,7 @@ def test_silent_process_is_killed_and_replaced(bench: Bench, capfd: pytest.Captu
 
 
 def test_cancelling_a_hanging_request_frees_its_thread(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only thread becomes free for other requests even though the store never answers."""
+    """The only thread becomes free for other requests, even if the store never answers."""
     here, away, _ = (adapter.digest for adapter in bench.adapters)
     staged(bench.open(), here).release()
     with socket.create_server(("127.0.0.1", 0)) as silent:

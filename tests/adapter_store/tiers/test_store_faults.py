@@ -48,7 +48,7 @@ def test_store_faults_serve_no_wrong_byte_and_do_not_delay_the_disk(
         s3_bucket,
         "p",
         HURRIED,
-        # Make the circuit breaker let many faults through and close again quickly. It has its own tests.
+        # Let the circuit breaker, which has its own tests, tolerate many faults and close again quickly.
         CircuitBreaker(first_open_s=0.02, max_open_s=0.1),
         RetryBudget(capacity=50, refill_per_s=50),
     )

@@ -1,6 +1,6 @@
 """The entry type of the catalogue of hostile uploads, and the valid adapter that entries corrupt.
 
-Every text that a tenant could choose contains MARK, so that tests can detect a message that repeats it.
+All text that a tenant could choose contains MARK, so that tests detect messages that repeat it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ ROWS = np.ones((2, HIDDEN), np.float32)
 
 
 def _with(value: float, like: np.ndarray = WHOLE) -> np.ndarray:
-    """The same weights with one other value, in the last row."""
+    """Change one value in the last row."""
     changed = like.copy()
     changed[-1, 1] = value
     return changed

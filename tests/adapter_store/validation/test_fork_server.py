@@ -90,7 +90,7 @@ def test_concurrent_callers_get_their_own_answers(open_server: Open) -> None:
 
 
 def test_no_fork_outlives_its_client(open_server: Open) -> None:
-    """The kernel closes the client's socket when the client process dies, however it dies."""
+    """However the client dies, the kernel closes its socket."""
     server = open_server("open('/proc/self/comm', 'w').write('hanging'); time.sleep(60)")
     pids: list[int] = []
 

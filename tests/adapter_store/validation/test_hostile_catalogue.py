@@ -54,7 +54,7 @@ def test_hostile_entry_is_refused(hostile: Hostile, tmp_path: Path) -> None:
 
 
 def refuse_in_a_process(hostile: Hostile, directory: Path, validator: SubprocessValidator) -> dict[str, Any]:
-    """Check that the real validation process refuses an entry and leaves no files. Return its report."""
+    """Check that the real validation process refuses an entry and leaves no files, and return its report."""
     config, tensors = hostile.write(directory)
     job = ValidationJob(config, tensors, directory / "canonical", directory / "packed")
     start = time.monotonic()

@@ -78,7 +78,7 @@ def assert_it_passes(target: PackTarget, directory: Path, has_copies: bool) -> N
         f"{limits.time_s:.0f} s, {usage['max_rss_bytes'] >> 20} MiB resident, "
         f"{usage['max_address_bytes'] >> 20} of {limits.memory_bytes >> 20} MiB of addresses"
     )
-    # The largest adapter of all, which the server packs, has gains and shifts too.
+    # The largest adapter, which the server packs, also has gains and shifts.
     if has_copies:
         assert target.max_pages * 0.95 <= accepted.num_pages <= target.max_pages
     assert usage["max_rss_bytes"] < usage["max_address_bytes"] < limits.memory_bytes

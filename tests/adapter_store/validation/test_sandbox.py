@@ -226,7 +226,7 @@ result = [outcome, len(files) < 32]
 
 
 def test_process_dies_with_the_server(scratch: Path) -> None:
-    """The kernel kills the process when the thread that started it exits, because nobody needs the verdict any more."""
+    """The kernel kills the process when the thread that started it exits."""
     child = (
         "import sys, time; from loramux.adapter_store import sandbox; from pathlib import Path; sandbox.confine([]);"
         " print('ready', flush=True); time.sleep(60)"

@@ -458,7 +458,7 @@ def test_file_truncated_anywhere_is_refused(make_adapter: Any, target: PackTarge
 
 
 def test_changed_byte_never_raises_an_unexpected_error(make_adapter: Any, target: PackTarget) -> None:
-    """Replacing any byte of the header gives a file that is either refused with a code or still a valid adapter."""
+    """After any change to one byte of the header, the file is refused with a code or still valid."""
     files = make_adapter(modules=("self_attn.q_proj",))
     tensors = bytearray(files.tensor_bytes)
     (length,) = struct.unpack_from("<Q", tensors)

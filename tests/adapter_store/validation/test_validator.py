@@ -205,7 +205,7 @@ def test_implausible_answer_from_the_process_is_refused(job: ValidationJob, targ
 def test_all_processes_of_the_group_are_killed(
     job: ValidationJob, target: PackTarget, tmp_path: Path, way: str
 ) -> None:
-    """If the machine lets the process start other processes, they are killed along with it."""
+    """If the process can start others on this machine, they are killed with it."""
     note = tmp_path / "pid"
     code = (
         "import os, time\n"
@@ -240,7 +240,7 @@ def test_all_processes_of_the_group_are_killed(
 
 
 def test_cpu_time_is_limited(job: ValidationJob, target: PackTarget) -> None:
-    """The kernel also limits the process's CPU time, however long the wall-clock limit is."""
+    """The kernel limits the process's CPU time, regardless of the limit on wall time."""
     code = (
         "from loramux.adapter_store.validation.sandbox import limit_resources\n"
         "limit_resources(1 << 32, 1 << 20, 1)\n"

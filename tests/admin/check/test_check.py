@@ -1,4 +1,4 @@
-"""`loramux check` says of a directory whether it would be served, and why not."""
+"""`loramux check` tells whether a directory would be served, and if not, why."""
 
 from __future__ import annotations
 

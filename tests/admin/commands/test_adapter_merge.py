@@ -146,7 +146,7 @@ def test_unusable_merges_are_refused(loramux: Run, push: Push, scratch: Path) ->
         assert refusal(loramux("adapters", "merge", *arguments, "--json"))[0] == code, arguments
         assert list(scratch.iterdir()) == []
     adapters = printed_json(loramux("adapters", "list", "--json"))["data"]
-    # Only the merge without an effect was refused by the server, whose report stays.
+    # The server refused only the merge without an effect, and keeps its report.
     assert {adapter["name"]: adapter["aliases"] for adapter in adapters}["both"] == {}
 
 

@@ -25,7 +25,7 @@ PIRATE = DEMO_BASE.parent / "adapters" / "pirate"
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A directory with only the config.json of the admin side's target, whose heads have 16 channels."""
+    """A directory with only a config.json for the admin side's target, which has heads of 16 channels."""
     config = json.loads((DEMO_BASE / "config.json").read_text())
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
     directory = tmp_path / "base"

@@ -318,7 +318,7 @@ async def test_markup_in_names_is_escaped_on_every_page(
             assert found.found == [], path
             assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e\u200b]", response.text), path
             num_shown += "x-nasty" in response.text
-    # Make sure that most pages show a name. A page without one would prove nothing.
+    # Check that most pages show a name, because a page without one would prove nothing.
     assert num_shown >= len(pages) - 8
 
 

@@ -188,7 +188,7 @@ def forgive_all(side: AdminSide) -> None:
 async def test_wrong_keys_are_throttled(browser: httpx.AsyncClient, console_side: AdminSide) -> None:
     forgive_all(console_side)
     statuses = [(await sign_in(browser, f"{n}" * 40)).status_code for n in range(BURST + 1)]
-    # The correct key is throttled too. Otherwise throttling would not slow down guessing.
+    # The correct key is throttled too, because throttling must slow down guessing.
     refused = await sign_in(browser)
     forgive_all(console_side)
     assert statuses == [401] * BURST + [429]

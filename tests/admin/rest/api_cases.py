@@ -38,8 +38,8 @@ class Cases:
 class Kind:
     """A kind of test data and its share of all test data.
 
-    An operation that requires a key refuses an invalid key before it checks anything else. Most data is therefore
-    generated from a document that requires no key, and is sent with valid keys.
+    Operations check the key first. Most data is therefore generated from a document that requires no key, and sent with
+    valid keys.
     """
 
     mode: GenerationMode
@@ -69,8 +69,8 @@ def call_all(
 ) -> Cases:
     """Call all operations with valid and invalid data, making about `num_calls` calls in total.
 
-    Each case is sent unchanged, then with `known` names filled in, and then with another key. The first of the `keys`
-    must have the most rights. Unless `is_thorough`, each case is sent in only one of these forms.
+    Each case is sent unchanged, then with `known` names filled in, and then with another key. The first of `keys` must
+    have the most rights. Unless `is_thorough`, each case is sent in only one of these forms.
 
     Raises the errors of failed checks. `cases` then contains the calls made so far.
     """

@@ -1,6 +1,6 @@
 """Requests for another tenant's object and for an unused name run the same SQL and get the same response.
 
-Statements are counted, not timed, because a client could measure only an extra round trip or transaction.
+Counting statements is enough: a client could only measure an extra round trip or transaction.
 """
 
 from __future__ import annotations

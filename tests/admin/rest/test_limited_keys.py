@@ -156,7 +156,7 @@ class World:
         words = {word for word in self.hidden if not word.isdecimal()}
         numbers = {shown for word in self.hidden if word.isdecimal() for shown in (word, f"{int(word):,}")}
         found = [word for word in words if word in text]
-        # Ignore matches inside an identifier, which can contain a number's digits by chance.
+        # Ignore matches inside identifiers, which can contain the digits by chance.
         return found + [n for n in numbers if re.search(rf"(?<![0-9a-f,.]){re.escape(n)}(?![0-9a-f])", text)]
 
 
@@ -229,7 +229,7 @@ ONE_THAT_IS_NOT_THERE = {
     "POST /adapters/{adapter_id}/versions",
     "PUT /adapters/{adapter_id}/uploads/{upload_id}/files/{name}",
 }
-"""Like `ONE_OF_ITS`, but the call fails even for objects of the key's adapters, because they have no content."""
+"""Like `ONE_OF_ITS`, but the call also fails for objects of the key's adapters, because they have no content."""
 
 OF_THE_TENANT = {"GET /tenants", "GET /tenants/{id_or_slug}"}
 """Routes that return the tenant's names, limits and states but nothing about its adapters."""

@@ -79,7 +79,7 @@ class Listener:
         self.call(lambda: self.book.sweep(self.loop.time() + seconds))
 
     def make_older(self, seconds: float) -> None:
-        """Make every client look as if it had delayed its connection for `seconds` longer."""
+        """Make every client look idle for `seconds` longer."""
 
         def move() -> None:
             for one in self.book._members:

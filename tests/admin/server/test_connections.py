@@ -225,7 +225,7 @@ async def test_polite_client_is_served_during_attacks() -> None:
         statuses = []
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.port}", trust_env=False) as http:
             while not (statuses and all(task.done() for task in under_attack)):
-                # If this process is slow to send its request, its connection looks as idle as an attacker's.
+                # If this process sends its request late, its connection looks idle, too.
                 with suppress(httpx.RemoteProtocolError, httpx.ReadError):
                     statuses.append((await http.get("/", headers={"connection": "close"})).status_code)
         counts = [task.result() for task in under_attack]

@@ -48,7 +48,7 @@ def test_part_over_its_time_limit_is_marked() -> None:
 def test_measuring_seconds_respect_the_round_and_time_limits() -> None:
     assert measuring_seconds([0.01], 0.0) == pytest.approx((MIN_ROUNDS + 1) * 0.01)
     assert measuring_seconds([1e-6], 0.0) == pytest.approx((MAX_ROUNDS + 1) * 1e-6)
-    # The fourth round begins just before the methods have used up their time, so it is the last.
+    # The fourth round is the last, because it begins just before the time is up.
     assert measuring_seconds([0.25 * MAX_SECONDS, 0.25 * MAX_SECONDS], 0.05) == pytest.approx(5 * 0.6)
 
 

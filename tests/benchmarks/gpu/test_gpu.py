@@ -261,7 +261,7 @@ def test_refuses_to_measure_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def answers(*logprobs: tuple[int, float, float]) -> dict[str, Answer]:
-    """The answer to one request, from tuples of (token, its log-probability, the runner-up's log-probability)."""
+    """The answer to one request. Each item is (token, its log-probability, log-probability of the runner-up)."""
     listed = [TokenLogprobs(token, best, ((token, best), (99, second))) for token, best, second in logprobs]
     return {"one": Answer([token for token, _, _ in logprobs], listed)}
 

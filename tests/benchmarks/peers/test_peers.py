@@ -184,7 +184,7 @@ def test_picture_has_one_bar_per_measured_figure() -> None:
     background, *others = rectangles
     assert background.get("fill") == "white"
     heights = [float(element.get("height", "nan")) for element in others]
-    # The legend's two squares come first, then the bars.
+    # The first two rectangles belong to the legend.
     assert heights[:2] == [12.0, 12.0]
     assert len(heights) == 5
     assert heights[3] == pytest.approx(heights[2] / 2, abs=0.1)

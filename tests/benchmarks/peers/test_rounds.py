@@ -87,7 +87,7 @@ def test_rounds_alternate_the_order_and_send_every_system_the_same_prompts(files
     run.look = look
     saved: list[int] = []
     run.run(lambda: saved.append(len(run.samples)))
-    # Before each session, `look` recorded the number of times that each system had been opened.
+    # `look` recorded how often each system had been opened before each session.
     assert order == ["0/0", "1/0", "1/1", "1/2"]
     assert saved == [4, 7, 7, 7]
     assert {len(seconds) for seconds in run.samples.values()} == {2}

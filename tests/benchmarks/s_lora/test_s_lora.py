@@ -81,7 +81,7 @@ def test_run_checks_answers_evicts_adapters_and_writes_figures(
 
 
 def test_drift_between_rounds_does_not_change_the_ratio_by_round() -> None:
-    """Each round is half as fast as the previous one, and 2,000 adapters always reduce throughput by 10 %."""
+    """Each round has half the speed of the previous one, and 2,000 adapters always reduce throughput by 10 %."""
     few = [{"tokens_s": speed} for speed in (400.0, 200.0, 100.0)]
     many = [{"tokens_s": speed * 0.9} for speed in (400.0, 200.0, 100.0)]
     found = summaries([Case("lru", 5, few, few), Case("lru", 2000, many, many)])
@@ -136,7 +136,7 @@ def test_arrivals_have_the_given_rate_and_variation(cv: float) -> None:
 
 
 class SteadyEngine:
-    """An engine whose steps all take the same time on a shared clock and return one token per sequence."""
+    """An engine with steps of equal duration on a shared clock, each of which returns one token per sequence."""
 
     def __init__(self, clock: list[float], step_s: float) -> None:
         self._clock = clock

@@ -277,7 +277,7 @@ def test_requests_without_room_next_to_pins_are_refused_immediately(simulate: Si
 
 
 def test_unused_pinned_adapter_is_not_chosen_for_eviction(simulate: Simulate) -> None:
-    """A pin never ends. Evicting the pinned adapter would wait for its slot forever."""
+    """Evicting a pinned adapter would wait for its slot forever."""
     simulation = simulate(num_slots=2, adapters={"a": 1, "b": 1, "c": 1})
     calls = Calls(simulation)
     calls.pin("a")

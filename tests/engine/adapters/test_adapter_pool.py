@@ -386,7 +386,7 @@ def test_adapters_without_waiters_are_released(simulate: Simulate) -> None:
 
 @pytest.mark.parametrize("shares", [1, 5], ids=["one account", "five accounts"])
 def test_long_queue_needs_about_one_load_per_request(simulate: Simulate, shares: int) -> None:
-    """`order` leaves out some waiting requests whose adapters are resident. They must not cause extra loads."""
+    """`order` leaves out some waiting requests with resident adapters. They must not cause extra loads."""
     popular = [f"popular{number}" for number in range(5)]
     rare = [f"rare{number}" for number in range(20)]
     simulation = simulate(num_pages=200, num_slots=6, max_sequences=4, adapters=dict.fromkeys([*popular, *rare], 1))

@@ -177,7 +177,7 @@ def test_outer_module_tables_are_filled_and_cleared_with_the_slot() -> None:
 
 @pytest.fixture
 def copier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the copier's thread perform even small copies."""
+    """Copy even small adapters on the copier's thread."""
     monkeypatch.setattr(page_copier, "QUICK_COPY_BYTES", 0)
 
 

@@ -123,7 +123,7 @@ def test_refused_registration_does_not_break_later_calls(
     accelerator: CudaAccelerator, host_tier: torch.Tensor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     accelerator.pin(host_tier.flatten())
-    # CUDA refuses to register the same memory twice, and its error stays pending.
+    # CUDA refuses to register the same memory twice, and the error stays pending.
     accelerator.pin(host_tier.flatten())
     assert f"{host_tier.numel()} bytes stays pageable" in capsys.readouterr().err
     require_working(accelerator, host_tier)

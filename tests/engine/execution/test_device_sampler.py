@@ -180,7 +180,7 @@ def test_bias_and_penalties_match_the_host(
     monkeypatch.setattr(device_sampler, "EDITED_AT_ONCE", at_once)
     # Put unedited rows before and between the edited rows.
     params = [GREEDY, *EDITED[:3], GREEDY, *EDITED[3:]]
-    # These logits are so large that rounding to bfloat16 changes them by about as much as the penalties.
+    # These logits are large: rounding to bfloat16 changes them by about as much as the penalties.
     logits = (random_logits(len(params)) * 12).to(dtype)
     found = choose(sampler, logits[:8], edited_rows(params[:8], 6))
     expected = sample(logits.float()[:8], edited_rows(params[:8], 6), EOS)
@@ -231,7 +231,7 @@ def test_extreme_settings_do_not_make_a_row_look_broken(sampler: DeviceSampler, 
 def test_marks_follow_the_sequences_of_a_step() -> None:
     marks = DeviceTokenMarks(HostAccelerator())
     rows = edited_rows([EDITED[0]] * 9, 3)
-    # Use more rows than fit in the initial memory, then drop some.
+    # Add more rows than fit in the initial memory, then drop some.
     for held in (rows[:3], rows, rows[5:], [*rows[:2], *rows[8:]]):
         marks.hold(held, VOCAB_SIZE)
         assert marks.num_held == len(held)

@@ -120,8 +120,8 @@ class Definition:
             return
         wide, narrow, exact = self.shares(EDGE), self.shares(-EDGE), self.shares()
         assert not drawn[wide == 0].any(), "excluded tokens are never drawn"
-        # A value covers only a few intervals of [0, 1), and the count for each interval can be off by one. Any larger
-        # difference must come from rounding at a threshold.
+        # A value covers only a few intervals of [0, 1), and each count can be off by one. Larger differences must come
+        # from rounding at a threshold.
         unsure = np.abs(wide - narrow).sum() + 20 * EDGE
         pieces = np.bincount(place, minlength=len(values)) + 1
         assert (np.abs(drawn - exact) <= pieces / len(tokens) + unsure).all()

@@ -1,4 +1,4 @@
-"""Mixtures of experts are read from configurations of released models, and contradictory ones are refused."""
+"""Configurations of released mixtures of experts are read, and contradictory ones are refused."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_windows_alternate_in_qwen2_moe_and_cover_every_layer_of_the_others(tmp_
     assert load(tmp_path, {**QWEN2_MOE, **windowed, "max_window_layers": 1}).layer_windows == (32, None, None, None)
     assert load(tmp_path, {**QWEN3_MOE, **windowed, "max_window_layers": 1}).layer_windows == (32,) * 4
     assert load(tmp_path, {**MIXTRAL, "sliding_window": 32}).layer_windows == (32,) * 4
-    # As transformers 5 saves a model without windows.
+    # transformers 5 saves a model without windows like this.
     assert load(tmp_path, {**QWEN2_MOE, "sliding_window": 0}).layer_windows == (None,) * 4
 
 

@@ -108,7 +108,7 @@ def test_granite_multiplies_its_activations(tmp_path: Path) -> None:
     assert (config.embedding_scale, config.residual_scale, config.attention_scale) == (12, 0.22, 0.0078125)
     assert config.logit_scale == 1 / 8
     assert load(tmp_path, {"architectures": ["GraniteForCausalLM"]}).attention_scale == 1
-    # HyperCLOVAX multiplies the logits by the field by which Granite divides them.
+    # HyperCLOVAX multiplies the logits by this field, while Granite divides them.
     clova = load(tmp_path, {**granite, "attention_multiplier": None, "architectures": ["HyperCLOVAXForCausalLM"]})
     assert (clova.logit_scale, clova.attention_scale) == (8, 16**-0.5)
 
@@ -365,7 +365,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "float8_e4m3fn"}, "dtype"),
     ({"vocab_size": None}, "malformed"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    # Unsupported settings that change the computation, with the name given in the error.
+    # Unsupported settings that change the computation, and the name in the error.
     ({"rope_scaling": {"rope_type": "proportional"}}, "'proportional' of LlamaForCausalLM is not supported"),
     ({"rope_scaling": {"rope_type": "dynamic"}}, "malformed: 'factor'"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "factor is 0"),

@@ -1,4 +1,4 @@
-"""The headers of a model directory are enough to say what loading its weights would say."""
+"""The headers of a model directory give the same verdict as loading its weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class RecordedWeights:
-    """Zeros of every shape that is asked for, and a record of the questions."""
+    """Returns zeros of every requested shape, and records the requests."""
 
     def __init__(self) -> None:
         self.asked: dict[str, tuple[int, ...]] = {}
@@ -73,7 +73,7 @@ def test_shapes_are_those_that_the_decoder_reads(tmp_path: Path, family: str) ->
 
 
 def loaded(directory: Path, config: ModelConfig) -> str:
-    """What loading the weights says."""
+    """The result of loading the weights."""
     try:
         with open_weights(directory) as weights:
             Decoder(config, weights, torch.float32, 64, open_backend("cpu"))
@@ -83,7 +83,7 @@ def loaded(directory: Path, config: ModelConfig) -> str:
 
 
 def checked(directory: Path, config: ModelConfig) -> str:
-    """What the headers say."""
+    """The result of reading the headers."""
     try:
         check_shapes(config, stored_tensors(directory))
     except ModelNotSupported as error:

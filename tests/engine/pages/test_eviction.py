@@ -49,7 +49,7 @@ def test_longest_idle_item_is_evicted_first(policy: EvictionPolicy) -> None:
     policy.add(a)
     policy.discard(c)
     taken = [policy.take(anything) for _ in range(3)]
-    # Both policies agree here: `a` was used twice, so it is worth more and was used last.
+    # Both policies agree: `a` was used twice, and most recently.
     assert taken == [b, a, None]
 
 
@@ -112,7 +112,9 @@ class Waiters:
 
 
 def filled(policy: EvictionPolicy, positions: list[int | None]) -> tuple[Reclaimer, list[Thing]]:
-    """A full pool of ten pages with two pages per thing. `positions` are the queue positions of the things' waiters."""
+    """A full pool of ten pages, two per owner. `positions` are the queue positions of the requests that wait for an
+    owner.
+    """
     pages, things = PagePool(10), []
     for number, position in enumerate(positions):
         thing = Thing(str(number), num_pages=2, has_slot=True, position=position, pages=pages)

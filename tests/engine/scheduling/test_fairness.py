@@ -80,7 +80,7 @@ def test_idle_shares_accumulate_no_credit() -> None:
 
 
 def test_equally_served_share_with_fewest_running_goes_first() -> None:
-    """A share that arrives during a flood starts with equal service. Ordered by age, it would wait behind the flood."""
+    """A share that arrives during a flood is served equally. By age alone, it would wait behind the flood."""
     queue = FairQueue()
     for arrival in range(40):
         waiting(queue, arrival, "flood")
@@ -234,7 +234,7 @@ def test_queue_order_equals_sorting_all_waiting_sequences(data: st.DataObject) -
 
 
 def test_flood_does_not_age_to_the_front() -> None:
-    """Age counts per share, not per request: a share's ten thousand old requests count as a single wait."""
+    """Age counts per share: ten thousand old requests of a share count as a single wait."""
     queue = FairQueue()
     for arrival in range(10_000):
         waiting(queue, arrival, "flood")

@@ -188,7 +188,7 @@ def test_victim_comes_from_the_most_served_share_whatever_the_priorities() -> No
 
 
 def test_step_that_preempts_admits_no_sequence() -> None:
-    """A sequence admitted in the same step, even the victim, would take the freed pages immediately."""
+    """Any sequence admitted in the same step, even the victim, would take the freed pages."""
     bench = Bench(num_pages=4)
     bench.add("a")
     victim = bench.add("victim", num_prompt=11, priority=1)
@@ -313,7 +313,7 @@ def test_short_prompt_does_not_wait_for_a_running_long_prompt(simulate: Simulate
 
 
 def test_rows_unused_by_new_prompts_go_to_the_running_prompt(simulate: Simulate) -> None:
-    """Rows must not be reserved for waiting requests that are ready but get no pages."""
+    """Do not reserve rows for waiting requests that get no pages."""
     simulation = simulate(max_batch_tokens=64, max_model_len=1024, num_pages=64)
     simulation.add("long", num_prompt=1000, max_tokens=2)
     simulation.step()

@@ -7,7 +7,7 @@ from tests.engine.simulated_engine import VOCAB_SIZE, Simulation
 
 
 def expected_tokens(simulation: Simulation, add: Add, forbidden: Callable[[list[int]], Collection[int]]) -> list[int]:
-    """The greedy answer of the simulated model, where `forbidden` names the tokens that must not follow an answer."""
+    """The greedy answer of the simulated model. `forbidden` returns the tokens that must not follow an answer."""
     answer: list[int] = []
     while len(answer) < add.max_tokens:
         refused = set(forbidden(answer))

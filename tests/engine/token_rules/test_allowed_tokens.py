@@ -90,7 +90,7 @@ def test_a_sequence_without_an_allowed_token_fails_alone(simulate: Simulate, tem
     finished = simulation.finished["none"]
     assert (finished.reason, finished.code) == ("error", "no_token_allowed")
     assert finished.message
-    # The tokens before it are emitted and billed. The token without a mask is not.
+    # Only the tokens before the empty mask are emitted and billed.
     assert re.fullmatch("[ab]{3}", text(simulation.tokens["none"]))
     assert finished.completion_tokens == 3
     assert simulation.tokens["beside"] == simulation.expected(beside)

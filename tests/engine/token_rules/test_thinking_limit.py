@@ -71,7 +71,7 @@ def test_thinking_ends_in_any_batch_and_others_are_unaffected(simulate: Simulate
 
 @pytest.mark.parametrize("num_tokens", [0, 5, 8])
 def test_a_grammar_after_the_thinking_is_followed(simulate: Simulate, num_tokens: int) -> None:
-    """The limit can fall inside a character. The end marker then waits for the character's end."""
+    """If the limit falls inside a character, the end marker follows after the character."""
     marker = "</t>"
     grammar = f'start: thought answer\nthought[suffix="{marker}"]: /(.|\\n)*/\nanswer: /[ab]{{3}}/\n'
     assert not LLMatcher.validate_grammar(grammar)

@@ -49,7 +49,7 @@ def test_equals_linear(out_features: int, in_features: int, has_bias: bool, num_
         (512, 512),
         (1000, avx512_bf16.BLOCK_INPUTS + 1),
         (96, 2 * avx512_bf16.BLOCK_INPUTS),
-        # Fewer panels than threads and, for many rows, two chunks of inputs.
+        # There are fewer panels than threads and, for many rows, two chunks of inputs.
         (32, 2048),
     ],
     ids=["small", "odd", "one", "large", "odd-blocks", "blocks", "deep"],
@@ -150,7 +150,7 @@ def test_fastest_bfloat16_product_is_chosen_for_each_cpu(
 
 @needs_tiles
 def test_many_rows_equal_single_rows_bitwise() -> None:
-    """There are more rows than fit in the tiles, and more inputs than fit in the L2 cache."""
+    """Use more rows than fit in the tiles, and more inputs than fit in the L2 cache."""
     x = torch.randn(300, 2048)
     multiply = AmxPanels(torch.randn(64, 2048).bfloat16(), torch.randn(64))
     assert torch.equal(multiply(x), torch.cat([multiply(row[None]) for row in x]))

@@ -349,7 +349,7 @@ def test_kv_write_stores_only_the_rounded_values(
 
 
 HEADS = {"joined": (5, 1, 32, 32), "part-of-head": (4, 2, 40, 12), "odd-heads": (3, 3, 24, 24)}
-"""Numbers of query heads and KV heads, head_dim, and the number of rotated elements per head."""
+"""Numbers of query heads and KV heads, head_dim, and number of rotated elements per head."""
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim", "rotated"), HEADS.values(), ids=HEADS.keys())

@@ -113,8 +113,8 @@ def run_reference(logits: torch.Tensor, rows: list[Settings], uniform: torch.Ten
 
 
 def weights_of(logits: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """The weights `[V]` that the oracle keeps in one row. Asserts that rounding top_p or min_p cannot change the
-    selection.
+    """Return the weights `[V]` that the oracle keeps in one row. Asserts that rounding top_p or min_p cannot change
+    them.
     """
     settings_of = columns([settings])
     weights = kept_weights(logits[None], *settings_of)[0]
@@ -129,8 +129,8 @@ def borders(weights: torch.Tensor, shares: tuple[float, ...]) -> tuple[torch.Ten
     """Return uniform numbers just before and after the borders between two tokens, and the tokens that they select.
 
     The borders are those nearest to the given `shares` of the total weight. Keeping one token more or fewer would shift
-    every other border by most of that token's share. Two draws therefore show which tokens are kept, except for tokens
-    with less than 8 * EDGE of the weight in total.
+    every other border by most of that token's share. Two draws therefore show which tokens are kept, apart from tokens
+    with less than 8 * EDGE of the total weight.
     """
     share = weights / weights.sum()
     end = share.cumsum(0)
@@ -306,7 +306,7 @@ def test_largest_uniform_number_selects_the_last_token_with_weight() -> None:
     logits = torch.randn(30, 250) * 0.1
     logits[:, 240:] = -300
     chosen = run_kernel(logits, [Settings()] * 30, [LARGEST_UNIFORM] * 30)
-    # A sum in another order can reach the last border one token early.
+    # Sums in another order can reach the last border one token early.
     assert set(chosen) <= {238, 239}
 
 

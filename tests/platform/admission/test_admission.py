@@ -529,7 +529,7 @@ def test_late_settlement_over_a_hard_limit_is_counted(
     late = admission.reserve(make_request(prompt=10, most=60)).request_id
     clock.advance((LEASE_US + 1) / 1_000_000)
     assert admission.recover_expired() == 1
-    # By the time the actual usage arrives, other requests have reserved the quota that recovery released.
+    # Meanwhile, other requests have reserved the quota that recovery released.
     admission.reserve(make_request(prompt=10, most=second))
     assert admission.settle(late, used(10, 50))
     assert noted == [1] * counted

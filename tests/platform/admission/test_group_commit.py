@@ -106,7 +106,7 @@ async def test_queued_operations_share_a_transaction(
     QuotaPolicies(clocked).set(acme.id, "tokens_per_minute", 10_000)
     reserved = await gathered(committer, admission, [make_request() for _ in range(20)])
     assert all(isinstance(outcome, Reservation) for outcome in reserved)
-    # Each request was judged after the requests before it.
+    # Each request was checked after the requests before it.
     assert [outcome.limits[0].remaining for outcome in reserved] == [10_000 - 30 * (i + 1) for i in range(20)]
     assert sum(admission.sizes) == 20
     assert len(admission.sizes) <= 2

@@ -1,4 +1,4 @@
-"""Builds the container's image without a container engine: runs the Dockerfile's steps in a chroot of plain Debian.
+"""Builds the container image without a container engine, by running the Dockerfile's steps in a plain Debian chroot.
 
 `python -m tests.platform.deploy.chroot_image` installs debootstrap if it is missing. `LORAMUX_CHROOT_BINDS` lists paths
 of this machine that the steps need to reach its package index, for example a directory of certificates.
@@ -29,7 +29,7 @@ class NoChroot(Exception):
 
 @dataclass
 class Image:
-    """The files and the configuration that a stage ends with."""
+    """The files and the configuration at the end of a stage."""
 
     root: Path
     environment: dict[str, str] = field(default_factory=lambda: {"PATH": PATH})
@@ -40,7 +40,7 @@ class Image:
 
 
 class Builder:
-    """Runs the steps of the Dockerfile. Each stage has its own copy of its base's files."""
+    """Runs the steps of the Dockerfile. Each stage starts with a copy of its base's files."""
 
     def __init__(self, work: Path, arguments: Mapping[str, str]) -> None:
         self._work = work
@@ -56,7 +56,7 @@ class Builder:
         return self._images[name]
 
     def _debian(self) -> Image:
-        """What `debian:bookworm-slim` contains."""
+        """Install the contents of `debian:bookworm-slim`."""
         root = self._work / "debian"
         command = ["debootstrap", "--variant=minbase", "bookworm", str(root), "http://deb.debian.org/debian"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -112,7 +112,7 @@ class Builder:
 
 
 def copy_context(place: Path) -> None:
-    """Copy the tracked files that Dockerfile.dockerignore lets through."""
+    """Copy the tracked files that Dockerfile.dockerignore does not exclude."""
     ignored = (CONTAINER / "Dockerfile.dockerignore").read_text().splitlines()
     shown = [line[1:] for line in ignored if line.startswith("!")]
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout

@@ -26,7 +26,7 @@ class Stage:
 
 
 def read_stages(path: Path) -> dict[str, Stage]:
-    """The stages by name, in the order of the file."""
+    """The stages by name, in file order."""
     text = re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.MULTILINE)
     lines = re.sub(r"\\\n", "", text).splitlines()
     instructions = [Instruction(*line.split(maxsplit=1)) for line in lines if line.strip()]

@@ -36,7 +36,7 @@ mount -t tmpfs tmpfs "$1/tmp"
 shift 2
 exec "$@"
 """
-"""Run a command in the image `$1` with the volume `$2`, in a mount namespace of its own, as compose.yaml does."""
+"""Runs a command in the image `$1` with the volume `$2`, in a separate mount namespace, as compose.yaml does."""
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,6 @@ HERE = Path(__file__).parent
 HANGING_TOKEN = 666
 
 
-# The real engine
-
-
 @pytest.mark.campaign
 def test_request_that_hangs_a_step_is_refused_after_two_deaths(demo_base: Path, tmp_path: Path) -> None:
     config = EngineConfig(

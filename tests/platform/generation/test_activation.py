@@ -55,7 +55,7 @@ def test_each_prompt_has_its_own_activation() -> None:
 
 @pytest.mark.parametrize("tokens", [[5] * 255 + [6], [6] + [5] * 255, [5] * 127 + [6] + [5] * 128])
 def test_a_hostile_prompt_is_searched_in_bounded_time(tokens: list[int]) -> None:
-    """A search that compares the tokens at every position would take 33 million steps here."""
+    """Comparing the tokens at every position would take 33 million steps here."""
     prompt = [5] * 131_072
     started_s = time.process_time()
     assert activation(prompt, tokens) is None

@@ -168,7 +168,7 @@ async def test_preload_is_charged_and_the_next_request_is_not(gateway: Gateway) 
     adapter_ids = {name: gateway.add_adapter("acme", name) for name in ("first", "second", "third")}
     gateway.limit(METRIC, 2)
     loads = gateway.services.loads
-    # This makes the engine report its residents before the second adapter is loaded.
+    # Let the engine report its resident adapters before the second adapter is loaded.
     assert (await ask(gateway, "first")).status_code == 200
     answer = await loads.load(digest("second"), ahead(gateway, adapter_ids["second"]), 1.0)
     assert answer.state == "resident"
@@ -221,7 +221,7 @@ async def test_adapter_loaded_by_another_gateway_is_not_refused(gateway: Gateway
         gateway.add_adapter("acme", name)
     gateway.limit(METRIC, 1)
     assert (await ask(gateway, "first")).status_code == 200
-    # The adapter was loaded without this gateway's knowledge, after the engine's last report.
+    # Another gateway loaded the adapter after the engine's last report.
     await gateway.engine.load(digest("second"), 1.0)
     assert (await ask(gateway, "second")).status_code == 200
 

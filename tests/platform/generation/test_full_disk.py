@@ -299,7 +299,7 @@ async def test_unsettled_requests_are_logged_and_replayed_from_the_log(
 
     gateway = lab.gateway
     settler = gateway.services.settler
-    # Either of these, in progress, would settle or release the requests that this test takes out of memory.
+    # If either is in progress, it settles or releases the requests that this test takes out of memory.
     monkeypatch.setattr(settler, "replay", left_alone)
     monkeypatch.setattr(settler, "spool_held", left_alone)
     await while_streaming(lab, monkeypatch)
@@ -317,7 +317,7 @@ async def test_unsettled_requests_are_logged_and_replayed_from_the_log(
     lab.disk.free()
     await until_ready(gateway, True)
     assert gateway.usage() == []
-    # Start the next process after an operator has put the records where the log says.
+    # Start the next process after putting the records where the log says.
     directory = lab.disk.directory / "next"
     directory.mkdir()
     (directory / LEFT).write_text("\n".join(records))

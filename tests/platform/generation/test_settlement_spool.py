@@ -1,5 +1,3 @@
-"""An unfinished replay starts over, even in another process, and includes records added since then."""
-
 from __future__ import annotations
 
 import errno

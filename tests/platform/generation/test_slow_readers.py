@@ -58,7 +58,7 @@ async def test_unread_deltas_are_joined_in_order_without_loss() -> None:
             pending.put(delta(index, chr(97 + number % 26)))
     pending.put(delta(1, "z", "stop"))
     assert len(pending) == 4
-    # A client that reads a little and pauses again changes nothing.
+    # Reading a little and pausing again makes no difference.
     early = [await pending.get()]
     pending.put(delta(2, "!", "length"))
     pending.close()
@@ -93,7 +93,7 @@ async def test_outputs_for_a_gateway_without_credit_are_merged() -> None:
 
 
 async def received_all(gateway: Any, num_choices: int = NUM_CHOICES) -> Generation:
-    """Wait until the engine has finished the running request, however little the client has read."""
+    """Wait until the engine has finished the running request."""
     async with asyncio.timeout(30):
         while not gateway.services.running._tasks:  # noqa: ASYNC110
             await asyncio.sleep(0.005)

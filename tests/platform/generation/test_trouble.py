@@ -298,7 +298,7 @@ async def test_the_usage_of_a_mixed_load_adds_up(gateway_on_each: Any) -> None:
 
 
 def fail_settlements(gateway: Any, monkeypatch: pytest.MonkeyPatch, failures: int, *, is_answer_lost: bool) -> None:
-    """Make settlement commits fail a few times, either without any effect or by losing only the answer."""
+    """Make settlement commits fail a few times, either before they take effect or by losing the answer."""
     admission = gateway.services.commit._admission
     commit, left = admission.commit, [failures]
 

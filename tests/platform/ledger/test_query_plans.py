@@ -18,8 +18,8 @@ from loramux.platform.ledger.report_sql import select_all
 from tests.migrated import migrated_sqlite
 
 SAMPLES = {
-    # Statistics for ten million requests, sampled from a thousand rows of each index. Rows for all tenants combined
-    # come first.
+    # Statistics as for ten million requests, from a thousand rows of each index. The rows for all tenants together come
+    # first.
     ("usage_rollups", "ix_usage_rollups_tenant_span_start"): "45456075 1001 1001 1001 3",
     ("usage_rollups", "usage_rollups"): "35633520 1001 1001 6 2 1",
     ("usage_events", "ix_usage_events_tenant_request"): "5191150 1001 1",

@@ -86,7 +86,7 @@ def test_slow_read_is_interrupted(database: Database) -> None:
 
 
 def test_report_statements_are_not_cached(database: Database) -> None:
-    """Reports rarely share their ranges, so a cached statement would take memory and never be reused."""
+    """Reports rarely have the same range, so cached statements would only take memory."""
     tenant = Tenants(database).create("acme")
     add_end_users(database, tenant.id, NUM_USERS, days=3)
     now_us = database.now_us()

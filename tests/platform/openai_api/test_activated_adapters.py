@@ -1,4 +1,4 @@
-"""A request for an activated adapter tells the engine where each of its prompts activates the adapter."""
+"""For an activated adapter, the engine learns where each prompt activates it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_the_truncated_prompt_decides(activated: Gateway) -> None:
     prompt = [7, *TOKENS, 8, 9, *TOKENS, 10]
     assert await placed(activated, prompt, truncate_prompt_tokens=4) == [(DIGEST, 1)]
     assert await placed(activated, prompt, truncate_prompt_tokens=3) == [(DIGEST, 0)]
-    # The cut leaves only the second of the two tokens.
+    # Truncation leaves only the second of the two tokens.
     assert await placed(activated, prompt, truncate_prompt_tokens=2) == [(None, 0)]
 
 

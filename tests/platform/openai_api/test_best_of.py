@@ -10,7 +10,7 @@ from loramux.platform.engine_link.scripted_engine import Script
 pytestmark = pytest.mark.anyio
 
 MEANS = (-3.0, -1.0, -2.0, -0.5)
-"""Mean log-probability of each choice. Better choices are longer and have lower sums."""
+"""Mean log-probability of each choice. The better choices are longer, so their sums are lower."""
 
 
 def scripts(gateway: Any, tokenizer: Any, tokens_per_output: int = 1) -> list[tuple[int, ...]]:

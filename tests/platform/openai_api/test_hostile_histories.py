@@ -161,7 +161,7 @@ LARGE = (
     "long arguments",
     "required call with 10,000 parameters",
 )
-"""Names in REFUSED of bodies that take a large part of a second. Only the campaign uses them."""
+"""Names in REFUSED of bodies that take most of a second, only for the campaign."""
 
 campaign = pytest.mark.campaign
 BASE_OR_OWN = ["base", pytest.param("own", marks=campaign)]

@@ -27,7 +27,7 @@ OWN = b'{"temperature": 0.0, "repetition_penalty": 1.5, "max_new_tokens": 3}'
 async def own_gateway(
     request: pytest.FixtureRequest, accounts: Database, tokenizer: ModelTokenizer, threads: ThreadPoolExecutor
 ) -> AsyncIterator[Gateway]:
-    """A gateway whose base and whose adapter `acme/support` have sampling defaults, in force or switched off."""
+    """A gateway with sampling defaults for the base and for the adapter `acme/support`, enabled or not."""
     settings = GatewaySettings(base_defaults=BASE, applies_adapter_defaults=request.param)
     async with open_gateway(accounts, tokenizer, threads, settings) as gateway:
         gateway.add_adapter("acme", "support", files={GENERATION_FILE: OWN})

@@ -1,4 +1,4 @@
-"""A model of quotas in plain dictionaries, with which admission on a database must agree after every step.
+"""A model of quotas in plain dictionaries. Admission on a database must agree with it after every step.
 
 The model shares no code with the platform. Windows are local dates, and sums are recomputed from the requests each
 time.
@@ -52,8 +52,8 @@ class Bucket:
     def now(self, policy: Policy, now_us: int) -> Bucket:
         full = policy.burst * MINUTE_US
         if self.at_us > now_us + MINUTE_US:
-            # The clock was wrong. Undo the refill for minutes that have not come yet, but forgive the tokens used in
-            # those minutes.
+            # The clock was wrong. Undo the refill of minutes that are still to come, but forgive the tokens used in
+            # them.
             early = policy.limit * (self.at_us - now_us)
             return Bucket(min(full, self.level - min(early, max(0, self.level))), now_us)
         at_us = max(self.at_us, now_us)
@@ -120,7 +120,7 @@ class QuotaOracle:
         for (subject, metric), policy in self.policies.items():
             is_inherited = subject == "platform" and metric not in own
             if subject in (tenant, key, adapter) or is_inherited:
-                # A tenant that calls another tenant's adapter neither sees nor spends the owner's share of the limit.
+                # Calls to another tenant's adapter do not count against the owner's limit.
                 is_own = subject == tenant or self.owners.get(subject) == tenant
                 counted = subject if is_own else tenant
                 found.append((policy, (policy.id, counted, self.window(policy, counted, now_us))))
@@ -214,7 +214,7 @@ class QuotaOracle:
             request.corrected_nanos = cost(*charged) - cost(*before)
 
     def expired(self, now_us: int) -> list[Request]:
-        """Open requests whose lease has expired, or ends so late that it was set by a wrong clock."""
+        """Open requests with an expired lease, or one that ends so late that a wrong clock must have set it."""
         return [
             request
             for request in self.requests.values()

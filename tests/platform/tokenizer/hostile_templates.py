@@ -43,7 +43,7 @@ COSTLY = {
     "long chain": "{{ messages" + ".a" * 30_000 + " }}",
     "folded constants": "{{ 'a' * 9 ** 9 ~ 'b' * 9 ** 9 }}",
 }
-"""Refused, because they need too much of something."""
+"""Templates that are refused because they exceed a limit."""
 
 SLOW = (
     "endless loop with items",
@@ -60,7 +60,7 @@ SLOW = (
     "lipsum",
     "macro tree",
 )
-"""Names in COSTLY of templates that use all of their processor time, tried in the campaign."""
+"""Names in COSTLY of templates that use up the limit on processor time, for the campaign."""
 
 ESCAPES = {
     "class walk": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -83,7 +83,7 @@ ESCAPES = {
     "extends": "{% extends '/etc/passwd' %}",
     "change of a message": "{{ messages.append(1) }}{{ messages[0].update(a=1) }}",
 }
-"""Refused, or rendered as nothing."""
+"""Templates that are refused or render nothing."""
 
 UNUSABLE = {
     "empty": "",
@@ -99,4 +99,4 @@ UNUSABLE = {
     "unpaired surrogate": '{{ messages[0].content }}{{ "\\ud800" }}',
     "refuses with a surrogate": '{{ raise_exception("\\ud800") }}',
 }
-"""Templates that render no conversation as text with the user's message."""
+"""Templates that never show the user's message."""

@@ -91,6 +91,6 @@ HEADERS = """\
 
 {% endif -%}
 """
-"""Whitespace control of every kind, stripped messages, one call a turn, and JSON with its arguments."""
+"""Every kind of whitespace control, stripped messages, one call per turn, and `tojson` with arguments."""
 
 TEMPLATES = {"chatml": CHATML, "headers": HEADERS}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Recorded:
-    """`calls` are names with the arguments' JSON."""
+    """`calls` has each call's name and the JSON of its arguments."""
 
     format_name: str
     answer: str

@@ -96,7 +96,7 @@ def check_linear_time(format_name: str, opening: str, unit: str) -> None:
         return time.thread_time() - began_s
 
     short, long = min(seconds(2_000) for _ in range(3)), seconds(16_000)
-    # Eight times the length. A quadratic parser would take sixty-four times as long.
+    # For eight times the length, a quadratic parser would take sixty-four times as long.
     assert long < 32 * short + 0.2
 
 

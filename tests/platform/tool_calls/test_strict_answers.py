@@ -46,7 +46,7 @@ SHARED = (
 
 
 def fragment(dice: random.Random, format_name: str) -> list[int]:
-    """Return the tokens of a part of an answer, in which markers are special tokens or spelled with others."""
+    """Return the tokens of a part of an answer, with markers as special tokens or spelled with ordinary ones."""
     block = dice.choice(BLOCKS[format_name]) % (dice.choice(("f", "g", "never")), dice.choice(ARGUMENTS))
     text = dice.choice((block, block, dice.choice(MARKERS), dice.choice(SHARED), "hm</think>", "<think>"))
     if dice.random() < 0.3:

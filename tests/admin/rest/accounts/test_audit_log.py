@@ -196,7 +196,7 @@ async def test_operators_address_and_key_are_hidden_from_tenants(http: httpx.Asy
         ("tenant.create", "operator", True),
     ]
     assert await seen(own) == [
-        # The tenant does not see the address of a signed-in person, who may be one of the operator's staff.
+        # A signed-in person may work for the operator, so the tenant does not see the address.
         ("tenant.change", someone.key_id, False),
         ("adapter.create", "platform", False),
         ("adapter.create", made["id"], True),

@@ -61,8 +61,8 @@ class Visit:
 
 @dataclass(frozen=True)
 class HostileCall:
-    """`call` prepares the server, makes the invalid call, and returns its response. `leaves` lists the last parts of
-    the keys of the valid blobs that remain.
+    """`call` prepares the server, makes the invalid call, and returns its response. `leaves` has the last part of the
+    key of each blob that remains.
     """
 
     name: str
