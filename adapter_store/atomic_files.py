@@ -13,8 +13,8 @@ from pathlib import Path
 class AtomicFiles:
     """Hands out paths `DIRECTORY/unfinished/RUN-FILE`. Each run locks `DIRECTORY/runs/RUN` until its process exits.
 
-    The lock distinguishes the files of a dead run from those that a live run is still writing. Call the constructor and
-    `sweep` while holding the directory's lock, so that a run that is just starting is not mistaken for a dead one.
+    The lock distinguishes the files of a dead run from those that a live run is still writing. Hold the directory's
+    lock when calling the constructor and `sweep`, so that a starting run does not look dead.
     """
 
     def __init__(self, directory: Path) -> None:

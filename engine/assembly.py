@@ -143,8 +143,7 @@ def assemble_engine(
     make_executor = partial(_make_executor, config, model, max_model_len, tables, backend)
     backend.accelerator.release_unused()
     if backend.compiles and backend.compile_ahead is not None:
-        # Compile before the pool is sized, so that memory that torch caches for a step's activations does not count as
-        # free.
+        # Compile before the pool is sized, so that memory cached by torch for activations does not count as free.
         kernels = backend.make_kernels(allocate(target.geometry.total_page_bytes), decoder.shapes)
         compile_programs(make_executor(kernels, decoder.with_few_layers()), config, backend.compile_ahead)
     views = allocate(pool_bytes_of(config.pool_bytes, backend.accelerator.memory()))

@@ -49,7 +49,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
 
 
 class ScoredRows(msgspec.Struct, frozen=True, gc=False):
-    """Adjacent rows of one sequence's prompt; the logits of row `begin + i` score `token_ids[i]`, its next token.
+    """Adjacent rows of one sequence's prompt. The logits of row `begin + i` score `token_ids[i]`, the token after it.
 
     `count` is the number of most likely tokens to report. There are no rows if this step recomputes scored rows.
     """
@@ -149,7 +149,7 @@ def _no_rows() -> Batch:
 
 
 NO_ROWS = _no_rows()
-"""A step without sequences; in a padded shape, every row is padding."""
+"""A step without sequences. In a padded shape, every row is padding."""
 
 
 def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
@@ -187,7 +187,7 @@ def build_batch(scheduled: list[ScheduledSequence], block_tokens: int) -> Batch:
     positions, row_slots, row_starts = first_positions, np.asarray(slots), block_starts
     max_q = max(counts)
     if max_q > 1:
-        # Skipped when every sequence decodes, because each row is then one sequence and no gather is needed.
+        # If every sequence decodes, each row is one sequence, and no gather is needed.
         of_row = np.repeat(np.arange(len(scheduled)), counts)
         positions = np.arange(len(tokens), dtype=np.int32) - (cu_q[:-1] - first_positions)[of_row]
         row_slots, row_starts = row_slots[of_row], block_starts[:, of_row]

@@ -231,7 +231,7 @@ class Engine:
         """Submit the step and choose its tokens.
 
         A mask depends on the previous token. If that token is in flight, its step is committed while the device
-        computes this step's logits, so the device does not wait.
+        computes the logits of this one, so that the device does not wait.
         """
         forward, sampling, scoring = self._submit(scheduled)
         in_flight = self._in_flight
@@ -429,7 +429,9 @@ class Engine:
             self._timers.after(sequence, self._limits.max_waiting_s, give_up_waiting)
 
     def _shed(self) -> None:
-        """Refuse sequences from the shares with the most waiting tokens per weight until the queue is short enough."""
+        """Refuse sequences from the shares with the most waiting tokens, relative to weight, until the queue is short
+        enough.
+        """
         queue = self._scheduler.queue
         while queue.num_waiting > 1 and queue.num_waiting_tokens > self._limits.max_waiting_tokens:
             sequence = queue.shed_candidate()

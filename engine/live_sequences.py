@@ -13,7 +13,7 @@ class LiveSequences:
 
     def __init__(self) -> None:
         self._by_key: dict[tuple[bytes, str], Sequence] = {}
-        # Dictionaries rather than sets, so that the order in which sequences end does not depend on memory addresses.
+        # Use dictionaries, not sets, so that the order in which sequences end does not depend on memory addresses.
         self._by_digest: defaultdict[str, dict[Sequence, None]] = defaultdict(dict)
 
     def __len__(self) -> int:

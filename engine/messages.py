@@ -238,7 +238,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Reports a message that had no effect, because it could not be decoded or it added an ID that is in use.
 
-    An Add with such an ID is not answered with Finished, which would end the stream of the running sequence.
+    The answer to an Add with such an ID is not Finished, which would end the stream of the running sequence.
     """
 
     message: str

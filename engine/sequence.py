@@ -117,7 +117,7 @@ class Sequence:
         self.num_tokens = self.num_prompt = len(self.tokens)
         self.activation = self.add.activation
         self.num_reserved = self.num_prompt + self.add.max_tokens
-        # Nothing predicts the first token.
+        # The first token has no prediction.
         self.num_unscored = 0 if self.add.sampling.num_prompt_logprobs is None else self.num_prompt - 1
         self.logit_penalties = logit_penalties(self.add.sampling, self.tokens, self.num_prompt)
 
@@ -160,7 +160,7 @@ class Sequence:
 
     @property
     def is_constrained(self) -> bool:
-        """True if the tokens allowed next depend on the tokens before them."""
+        """True if the allowed tokens depend on earlier tokens."""
         return self.grammar is not None or self.token_rules is not None
 
     @property

@@ -115,9 +115,10 @@ class Kernels(LoraKernels, Protocol):
         ...
 
     def route(self, logits: torch.Tensor, spec: RoutingSpec) -> Routing:
-        """Choose each token's experts from its logits `[T, num_experts]`: the `top_k` highest, of equal ones the first.
+        """Choose each token's experts from its logits `[T, num_experts]`: the `top_k` highest, or the first of equal
+        ones.
 
-        A token whose logits contain NaN or positive infinity gets the first experts, with weights NaN.
+        If a token's logits contain NaN or positive infinity, it gets the first experts with NaN weights.
         """
         ...
 

@@ -244,7 +244,7 @@ def adapter_layout(
     """Compute the layout of an adapter with `ranks` int32 `[num_layers, num_modules]`.
 
     `outer_ranks` is int32 `[num_outer_modules]`; None means that all are 0. Raises ValueError if a rank is outside `[0,
-    MAX_RANK]`, a table has the wrong shape, or the trained rows are more than a module has or than offsets can address.
+    MAX_RANK]`, a table has the wrong shape, or there are more trained rows than a module has or offsets can address.
     """
     if outer_ranks is None:
         outer_ranks = np.zeros(len(outer_modules), np.int32)

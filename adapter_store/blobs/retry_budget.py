@@ -11,8 +11,8 @@ class RetryBudget:
     """A token bucket for retries, shared by all callers. Thread-safe.
 
     A retry takes one token, and a success returns a tenth of a token. In the long run, retries therefore add at most a
-    tenth to the traffic, after an initial burst of up to `capacity`. `refill_per_s` keeps the bucket of a rarely used
-    store from staying empty.
+    tenth to the traffic, after an initial burst of up to `capacity`. `refill_per_s` refills the bucket of a rarely used
+    store.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 boto3's timeouts apply to single socket operations. A server that sends one byte every four seconds never exceeds them,
 so each attempt also has a timer that shuts its connections down.
 
-botocore offers no public access to its connections: its events expose only the request before it is sent and the
-response after its headers are read. `connect` therefore uses two private names, which no other code uses:
+botocore has no public access to its connections: its events expose only the request before sending and the response
+after its headers. `connect` therefore uses two private names, which no other code uses:
 
 - `BaseClient._endpoint`, through which `connect` reaches a client's HTTP session;
 - `URLLib3Session._pool_classes_by_scheme`, from which the session creates its connections, including proxied ones.
@@ -54,8 +54,9 @@ def connect(limits: S3Limits) -> S3Client:
             retries={"mode": "standard", "total_max_attempts": 1},
             max_pool_connections=_MAX_CONNECTIONS,
             signature_version="s3v4",
-            # Stores other than Amazon S3 rarely have a host name per bucket, and few support Amazon's newer checksums:
-            # Ceph 16 ignores every x-amz-checksum-* header, and others refuse the trailers that carry the checksums.
+            # Stores other than Amazon S3 rarely have a host name per bucket, and few support the newer Amazon
+            # checksums: Ceph 16 ignores every x-amz-checksum-* header, and others refuse the trailers that carry the
+            # checksums.
             s3={"addressing_style": "path" if has_endpoint else "auto"},
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
@@ -109,7 +110,7 @@ class AttemptTimer:
 
 
 _current_timer: ContextVar[AttemptTimer | None] = ContextVar("_current_timer", default=None)
-"""The timer of this thread's current attempt. boto3 cannot pass it to the connections, so it is kept here."""
+"""The timer of this thread's current attempt, which boto3 cannot pass to the connections."""
 
 
 def _shut_down(connection: Any) -> None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 SHA256_METADATA = "loramux-sha256"
 """Metadata key under which loramux stores a blob's SHA-256.
 
-Every store returns such metadata, whereas only unencrypted single-part objects have MD5s as ETags, and few stores
-support the protocol's own checksums.
+Every store returns such metadata. ETags are MD5s only for unencrypted single-part objects, and few stores support the
+checksums of the protocol.
 """
 
 _CHUNK_BYTES = 1 << 20

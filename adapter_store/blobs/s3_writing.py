@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import CompletedPartTypeDef
 
 PUT_METADATA = "loramux-put"
-"""Metadata key for a random ID per put, which identifies the blob of a put whose response was lost."""
+"""Metadata key for a random ID per put. After a lost response, it shows whether the blob is from this put."""
 
 _CHUNK_BYTES = 1 << 20
 _WHAT = "write a blob"
@@ -48,8 +48,7 @@ class S3Writer:
     """Puts blobs with `If-None-Match: *`, so that an existing blob is never replaced.
 
     `completes_conditionally` returns True if the store honours that header for multipart uploads too. If not, files of
-    up to 5 GiB are sent in one request, and the upload of a larger file is completed if its key is free once all parts
-    have arrived.
+    up to 5 GiB are sent in one request. A larger upload is completed if its key is free once all parts have arrived.
     """
 
     def __init__(self, calls: S3Calls, completes_conditionally: Callable[[], bool]) -> None:

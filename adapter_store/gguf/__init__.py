@@ -1,1 +1,1 @@
-"""Reads the LoRA adapters of llama.cpp and converts them to PEFT's files."""
+"""Reads llama.cpp LoRA adapters and converts them to PEFT files."""

@@ -70,7 +70,7 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """One tensor to write, and how it is made from the tensor `source` of the file."""
+    """A tensor to write, and how to compute it from the tensor `source` of the file."""
 
     source: str
     shape: tuple[int, int]
@@ -83,8 +83,8 @@ def convert_gguf(
 ) -> str:
     """Write the adapter's `adapter_config.json` and `adapter_model.safetensors` into `directory`.
 
-    Returns the architecture. `head_dim` is that of the base; it is needed to convert q and k of the architecture
-    `llama`. Raises ConversionRefused. The shapes are not compared with a base; validation does that.
+    Returns the architecture. `head_dim` is the base's; it is needed to convert q and k of the architecture `llama`.
+    Raises ConversionRefused. The shapes are not compared with a base; validation does that.
     """
     with GgufFile(path) as file:
         architecture = _architecture(file.metadata)
@@ -115,7 +115,7 @@ def convert_gguf(
 
 
 def _targets(file: GgufFile, pair: _Pair, architecture: str, head_dim: int | None) -> tuple[_Target, _Target]:
-    """A and B of a module, in PEFT's shapes."""
+    """A and B of a module, in the shapes of PEFT."""
     a, b = file.tensors[pair.a].shape, file.tensors[pair.b].shape
     if pair.is_embedding:
         a = (a[1], a[0])
@@ -128,7 +128,7 @@ def _targets(file: GgufFile, pair: _Pair, architecture: str, head_dim: int | Non
 
 
 def unpermuted(b: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np.float32]:
-    """Put the rows of each head, stored as pairs of neighbours, into transformers' order of two halves."""
+    """Reorder the rows of each head from pairs of neighbours to two halves, as in transformers."""
     num_rows, rank = b.shape
     pairs = b.reshape(num_rows // head_dim, head_dim // 2, 2, rank)
     return pairs.swapaxes(1, 2).reshape(num_rows, rank)
@@ -148,7 +148,7 @@ def _architecture(metadata: Mapping[str, Any]) -> str:
 
 
 def _alpha(metadata: Mapping[str, Any]) -> float | None:
-    """The alpha of all modules; None if every scale is 1."""
+    """The alpha of all modules, or None if every scale is 1."""
     alpha = metadata.get("adapter.lora.alpha", 0.0)
     if type(alpha) is not float or not math.isfinite(alpha) or alpha < 0:
         raise ConversionRefused("alpha_out_of_range", "alpha must be a number from 0", "adapter.lora.alpha")
@@ -156,7 +156,7 @@ def _alpha(metadata: Mapping[str, Any]) -> float | None:
 
 
 def _facts(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What validation judges or records: invocation tokens, and the base's name."""
+    """Metadata for the configuration: the invocation tokens and the base's name."""
     facts: dict[str, Any] = {}
     tokens = metadata.get("adapter.alora.invocation_tokens")
     if tokens is not None:
@@ -168,7 +168,7 @@ def _facts(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pairs(file: GgufFile, architecture: str) -> dict[str, _Pair]:
-    """The tensors of each module, by PEFT's name of the module."""
+    """The tensors of each module, by the module's name in PEFT."""
     halves: dict[str, dict[str, tuple[str, str]]] = {}
     for name in file.tensors:
         match = _NAME.fullmatch(name)
@@ -196,7 +196,7 @@ def _key(layer: str | None, kind: str, architecture: str) -> str | None:
 
 
 def _place(item: tuple[str, _Pair]) -> tuple[int, str]:
-    """Sorts modules by layer, and those outside the layers first."""
+    """Sorts modules outside the layers first, then by layer."""
     parts = item[0].split(".")
     return (int(parts[2]) if len(parts) > 2 else -1, item[0])
 

@@ -1,4 +1,4 @@
-"""A strict reader of GGUF files, for adapters: bounded in time and memory whatever the header claims.
+"""A strict reader of adapters in GGUF files, with bounded time and memory for any header.
 
 The format, little-endian: `GGUF`, the version, the number of tensors, the number of metadata entries; each entry's key,
 type and value; each tensor's name, dimensions (the fastest first), type and offset; padding; the tensors' data. The
@@ -24,7 +24,7 @@ from loramux.adapter_store.errors import ConversionRefused, printable
 from loramux.adapter_store.formats.float_formats import STORAGE, to_float32
 
 MAX_HEADER_BYTES = 4 << 20
-"""Longest part of a file before its data, in bytes; that of an adapter with 1,000 modules has 150,000."""
+"""Longest part of a file before its data, in bytes. An adapter with 1,000 modules needs 150,000."""
 
 MAX_TENSORS = 1 << 15
 MAX_ENTRIES = 1 << 12
@@ -78,7 +78,7 @@ _OTHER_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One matrix `[rows, columns]`, at a file's byte `begin`."""
+    """A matrix `[rows, columns]` that starts at byte `begin` of the file."""
 
     name: str
     dtype: str
@@ -121,7 +121,7 @@ class GgufFile:
 
 
 class _Header:
-    """Parses the first bytes of a file of `file_size` bytes. Each read is checked against what is left."""
+    """Parses the start of a file of `file_size` bytes. Reads never go beyond the bytes at hand."""
 
     def __init__(self, start: bytes, file_size: int) -> None:
         self._start = start
@@ -199,7 +199,7 @@ class _Header:
         if inner in _SCALARS:
             layout = _LAYOUTS[_SCALARS[inner]]
             return [value for (value,) in layout.iter_unpack(self._take(length * layout.size))]
-        # Each value takes eight bytes or more, so a length beyond the header ends with an error, not with a long loop.
+        # Each value takes at least eight bytes, so an excessive length ends with an error, not a long loop.
         return [self._value(inner, depth + 1) for _ in range(min(length, MAX_HEADER_BYTES))]
 
     def _string(self) -> str:

@@ -25,7 +25,7 @@ class BucketSource:
 
     @property
     def facts(self) -> dict[str, Any]:
-        # The bucket and its address are the operator's business.
+        # Only the operator may see the bucket and its address.
         return {}
 
     def has(self, name: str) -> bool:

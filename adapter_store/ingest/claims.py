@@ -51,7 +51,7 @@ class Verdict:
     report: Mapping[str, Any]
     files: FurtherFiles = NO_FURTHER_FILES
     invocation_tokens: Sequence[int] = ()
-    """The tokens that activate the adapter; empty if it is always active."""
+    """The tokens that activate the adapter, or () if it is always active."""
 
 
 class VersionClaims:

@@ -21,7 +21,7 @@ from loramux.adapter_store.errors import AdapterRejected, SourceUnavailable
 
 ENDPOINT = "https://huggingface.co"
 CONNECT_S, READ_S = 5.0, 20.0
-"""Longest time to connect and to wait for the next bytes, in seconds."""
+"""Longest time to connect or to wait for more bytes, in seconds."""
 
 ANSWER_S = 30.0
 """Longest time for an answer about a repository, in seconds."""
@@ -39,7 +39,7 @@ _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a repository. The digest of a large file is its SHA-256, that of a small one git's hash."""
+    """A file of a repository. `digest` is the SHA-256 of a large file, and the git hash of a small one."""
 
     name: str
     size: int
@@ -68,7 +68,7 @@ class HubClient:
     """Reads from the hub at `endpoint`, with `token` if there is one.
 
     Raises AdapterRejected (`source_not_found`, `source_unauthorized`, `source_moved`), or SourceUnavailable if a later
-    attempt may succeed. The token is sent only to the endpoint, not to the stores to which it redirects downloads.
+    attempt may succeed. The token is sent only to the endpoint, not to the stores that serve redirected downloads.
     """
 
     def __init__(self, endpoint: str = ENDPOINT, token: str | None = None) -> None:
@@ -84,14 +84,14 @@ class HubClient:
         return answer.sha
 
     def files(self, repository: str, commit: str, names: Collection[str]) -> Mapping[str, HubFile]:
-        """Those of the named files that the repository has at a commit."""
+        """Return the named files that the repository has at a commit."""
         path = f"/api/models/{repository}/paths-info/{commit}"
         form = {"paths": list(names), "expand": "false"}
         entries: list[_Entry] = self._answer(httpx.Request("POST", self._url(path), data=form), list[_Entry])
         return {entry.path: _file(entry) for entry in entries if entry.type == "file" and entry.path in names}
 
     def chunks(self, repository: str, commit: str, file: HubFile) -> Iterator[bytes]:
-        """The bytes of a file. The hub decides how many there are; the caller stops when it has enough."""
+        """Yield the bytes of a file. The hub decides how many it sends, so the caller must stop when it has enough."""
         request = httpx.Request("GET", self._url(f"/{repository}/resolve/{commit}/{file.name}"))
         deadline = time.monotonic() + ANSWER_S + file.size / MIN_BYTES_PER_S
         with self._response(request, follow_redirects=True) as response:

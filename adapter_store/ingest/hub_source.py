@@ -27,7 +27,7 @@ class _Hash(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HubLocation:
-    """A revision of a repository, and the commit that it must be, if that is known."""
+    """A revision of a repository and, if known, the commit that it must have."""
 
     repository: str
     revision: str
@@ -35,7 +35,7 @@ class HubLocation:
 
     @classmethod
     def parse(cls, url: str) -> HubLocation | None:
-        """Parse `hf://OWNER/NAME@REVISION[#COMMIT]`; None if the URL has another form."""
+        """Parse `hf://OWNER/NAME@REVISION[#COMMIT]`, or return None for any other form."""
         match = _URL.fullmatch(url)
         return None if match is None else cls(match["repository"], match["revision"], match["commit"])
 
@@ -105,7 +105,7 @@ class HubSource:
 
 
 def _hash_of(path: Path, file: HubFile) -> str:
-    """The SHA-256 of a large file, or git's hash of a small one, which covers a header with the size."""
+    """Return the SHA-256 of a large file, or the git hash of a small one, which includes a header with the size."""
     hashed: _Hash
     if file.is_large:
         hashed = hashlib.sha256()

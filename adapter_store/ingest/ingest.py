@@ -41,8 +41,7 @@ class Ingest:
     """Turns uploads into versions. Blocking: call it from threads.
 
     `scratch_dir` belongs to this process alone. `recover` empties it. A crash at any of the points in `failpoints.py`
-    leaves either no trace, or a row that a server completes or removes once the row's claim has expired. Acknowledged
-    versions survive.
+    leaves at most a row that a server completes or removes once its claim has expired. Acknowledged versions survive.
 
     Any number of servers may share a database and a blob store, each with its own scratch directory. With `sources`, an
     operator can create versions from a bucket. `is_presigning` lets clients put their files into the blob store
@@ -197,9 +196,9 @@ class Ingest:
     def create_version_from(self, adapter_id: str, source_url: str) -> AdapterVersion:
         """Create a version from files in an allowed bucket or hub repository; only for platform administrators.
 
-        The commit that a hub's revision has now is recorded: if the revision moves before the files are fetched, the
-        version is rejected. Raises AdapterNotFound, UploadRefused, AdapterRejected, or SourceUnavailable if the hub
-        cannot be asked.
+        A hub revision's current commit is recorded. If the revision moves before the files are fetched, the version is
+        rejected. Raises AdapterNotFound, UploadRefused, AdapterRejected, or SourceUnavailable if the hub cannot be
+        asked.
         """
         version = self._upload_rows.add_version_from(
             adapter_id, self._sources.pin(source_url), SOURCE_LIFETIME_S * 1_000_000

@@ -1,4 +1,4 @@
-"""Stores the parts of uploaded files that the canonical file lacks, so that both files can be rebuilt byte for byte.
+"""Stores the parts of uploaded files that are not in the canonical file, so that both can be rebuilt byte for byte.
 
 loramux keeps two blobs per version: the configuration as uploaded, and one blob with the header of the uploaded
 safetensors file (which states its own length) followed by JSON, `{"ranges": [[begin, end], ...]}`. These half-open byte

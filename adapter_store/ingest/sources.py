@@ -40,9 +40,9 @@ class Source(Protocol):
 class AdapterSources:
     """The locations from which adapters may be fetched; none by default.
 
-    A location is `s3://BUCKET/PREFIX`, or `hf://OWNER/NAME@REVISION`, in which `#COMMIT` can follow: the revision must
-    then be that commit. `allowed` contains prefixes such as `s3://BUCKET`, `hf://OWNER` or `hf://OWNER/NAME`.
-    `open_store` opens the store for a bucket's URL; tests replace it.
+    A location is `s3://BUCKET/PREFIX` or `hf://OWNER/NAME@REVISION[#COMMIT]`. With a commit, the revision must still
+    have it. `allowed` contains prefixes such as `s3://BUCKET`, `hf://OWNER` or `hf://OWNER/NAME`. `open_store` opens
+    the store for a bucket's URL; tests replace it.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class AdapterSources:
         return url.rstrip("/")
 
     def pin(self, url: str) -> str:
-        """Check a URL and add the commit that a hub's revision has now. A bucket's URL is returned unchanged.
+        """Check a URL, and add the current commit of a hub's revision. The URL of a bucket is returned unchanged.
 
         Raises UploadRefused, AdapterRejected or SourceUnavailable.
         """
@@ -74,7 +74,7 @@ class AdapterSources:
         return url.rstrip("/") if location is None else location.at(location.resolve(self._hub)).url
 
     def open(self, url: str) -> Source:
-        """Open a source; it is checked again, because the allowed sources may have changed since the URL was recorded.
+        """Check a source again, because the allowed sources may have changed since it was recorded, and open it.
 
         Raises UploadRefused, AdapterRejected if a hub's revision has moved, or SourceUnavailable.
         """
@@ -88,5 +88,5 @@ class AdapterSources:
 
 
 def is_allowable(url: str) -> bool:
-    """Return True if a setting can allow this location and everything below it."""
+    """Return True if the text is valid in the setting: a location that includes everything below it."""
     return any(form.fullmatch(url) is not None for form in (_BUCKET, _ALLOWED_HUB))

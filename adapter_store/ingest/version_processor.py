@@ -160,7 +160,7 @@ class VersionProcessor:
                 raise AdapterRejected("checksum_mismatch", "the SHA-256 does not match", file.name)
 
     def _fetch_source(self, claimed: ClaimedVersion, url: str, scratch: Path) -> dict[str, Any]:
-        """Copy the files of a source, and return what is recorded about it."""
+        """Copy the files of a source, and return the facts for the report."""
         found = []
         max_bytes = {CONFIG_FILE: MAX_CONFIG_BYTES, TENSORS_FILE: self._target.max_tensors_bytes, **MAX_FURTHER_BYTES}
         try:

@@ -46,9 +46,9 @@ def merge_adapters(
 ) -> None:
     """Write the merged adapter's two files into `directory`. Raises MergeRefused.
 
-    The tensors equal those of PEFT's `add_weighted_adapter` in float32, but for rows that PEFT pads with zeros: a
-    module has the sum of the ranks of the adapters that change it. Every module's scale is 1, also with `use_rslora`,
-    for which PEFT scales the merged adapter once more.
+    The tensors equal those of PEFT's `add_weighted_adapter` in float32, without the zero padding: the rank of a module
+    is the sum over the adapters that change it. The scale of every module is 1. With `use_rslora`, PEFT scales the
+    merged adapter once more.
     """
     check_weights(weights)
     members = _members(adapters, weights)
@@ -62,7 +62,7 @@ def merge_adapters(
             makers[name] = _maker(members[key], name, is_a, settings)
 
     def tensor(name: str) -> Matrix:
-        # A sum that is too large is refused by the validation of the merged adapter.
+        # If a sum is too large, validation refuses the merged adapter.
         with np.errstate(over="ignore", invalid="ignore"):
             made = makers[name]()
         wrote(made.nbytes)
@@ -111,14 +111,14 @@ def _merged_module(key: str, members: Sequence[_Member], method: MergeMethod) ->
 
 
 def _maker(members: Sequence[_Member], name: str, is_a: bool, settings: MergeSettings) -> Callable[[], Matrix]:
-    """A function that reads a tensor of all members and combines them."""
+    """Return a function that reads a tensor of all members and combines them."""
     if settings.method is MergeMethod.CAT:
         return lambda: _concatenated(members, name, is_a)
 
     def make() -> Matrix:
         weights = []
         for _, module, weight in members:
-            # Each of A and B takes the square root, and A the sign.
+            # A and B are each scaled by the square root, and A also by the sign.
             weighted = weight * module.scale
             weights.append(math.copysign(math.sqrt(abs(weighted)), weighted if is_a else 1.0))
         return combine(name, [adapter.tensor(name) for adapter, _, _ in members], weights, settings)
@@ -135,6 +135,6 @@ def _concatenated(members: Sequence[_Member], name: str, is_a: bool) -> Matrix:
 
 
 def _recorded(first: PlainLora) -> dict[str, str]:
-    """What the first adapter says about its base."""
+    """The configuration entries that describe the base, from the first adapter."""
     recorded = {name: first.config.recorded.get(name) for name in ("base_model_name_or_path", "revision")}
     return {name: value for name, value in recorded.items() if value is not None}

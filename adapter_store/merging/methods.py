@@ -1,4 +1,4 @@
-"""The ways to combine one matrix of several adapters, with PEFT's results in float32.
+"""The methods of combining one matrix of several adapters, with the results of PEFT in float32.
 
 - `linear`: the weighted sum.
 - `ties` (arXiv:2306.01708): each matrix keeps its largest values; where the signs differ, the majority's values are
@@ -44,7 +44,7 @@ class MergeMethod(StrEnum):
 
 
 class SignRule(StrEnum):
-    """How the majority's sign is found: by the sum of the values, or by the number of adapters."""
+    """How to find the majority sign: by the sum of the values, or by the number of adapters."""
 
     TOTAL = "total"
     FREQUENCY = "frequency"
@@ -70,7 +70,7 @@ class MergeSettings:
 
 
 def combine(name: str, matrices: Sequence[Matrix], weights: Sequence[float], settings: MergeSettings) -> Matrix:
-    """Combine a tensor's matrices, all of one shape. `name` selects its random values."""
+    """Combine the matrices of a tensor, which have equal shapes. `name` seeds its random values."""
     if settings.method.is_random:
         masks = (random_mask(settings, name, index, matrix.shape) for index, matrix in enumerate(matrices))
         matrices = [_rescaled(matrix, mask, settings.density) for matrix, mask in zip(matrices, masks, strict=True)]
@@ -87,7 +87,7 @@ def combine(name: str, matrices: Sequence[Matrix], weights: Sequence[float], set
 
 
 def keep_largest(matrix: Matrix, density: float) -> Matrix:
-    """The matrix with only its `density` largest values; among equal ones, the first are kept."""
+    """Keep the share `density` of the matrix's values, largest first. Of equal values, the first are kept."""
     num_kept = int(density * matrix.size)
     if num_kept == matrix.size:
         return matrix
@@ -102,7 +102,7 @@ def keep_largest(matrix: Matrix, density: float) -> Matrix:
 
 
 def random_mask(settings: MergeSettings, name: str, index: int, shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-    """The values that adapter `index` keeps of a tensor. The mask depends only on the arguments."""
+    """Mask of the values that adapter `index` keeps of a tensor. It depends only on the arguments."""
     if settings.density == 1:
         return np.ones(shape, np.bool_)
     random = np.random.default_rng((settings.seed, index, zlib.crc32(name.encode())))

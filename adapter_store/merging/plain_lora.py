@@ -34,7 +34,7 @@ _NOT_PLAIN = (
     "alora_invocation_tokens",
     "target_parameters",
 )
-"""Features of an adapter that is more than products B A."""
+"""Settings that make an adapter more than products B A."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class PlainModule:
 
 
 class PlainLora:
-    """An open directory with an adapter that is a plain LoRA. Raises MergeRefused for any other; `param` names it."""
+    """An open directory with a plain LoRA adapter. For any other, raises MergeRefused with its name as `param`."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.name = name

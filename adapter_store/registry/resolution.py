@@ -56,7 +56,7 @@ def default_models() -> Select[*tuple[Any, ...]]:
 def draw(targets: Sequence[tuple[AdapterRef, int]], sticky: str) -> AdapterRef:
     """Choose one of the targets in proportion to their weights, by a hash of `sticky` alone.
 
-    The newest version gets the end of the hash range. As its share grows, it takes over callers and loses none.
+    The newest version gets the end of the hash range, so that it loses no caller as its share grows.
     """
     ordered = sorted(targets, key=lambda target: target[0].version)
     position = int.from_bytes(hashlib.sha256(sticky.encode("utf-8", "surrogatepass")).digest()[:8]) / 2**64
@@ -70,7 +70,7 @@ def draw(targets: Sequence[tuple[AdapterRef, int]], sticky: str) -> AdapterRef:
 
 
 def version_digest_of(columns: ReadOnlyColumnCollection[str, Column[Any]]) -> ColumnElement[str]:
-    """The digest that names a version: without optional files, the digest of its weights."""
+    """The digest in a version's name: the digest of its weights if there are no optional files."""
     return func.coalesce(columns.version_digest, columns.digest)
 
 

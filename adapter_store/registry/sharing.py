@@ -58,8 +58,8 @@ class AdapterGrants:
     def remove(self, adapter_id: str, tenant: str) -> None:
         """Revoke a grant for future requests. Raises GrantNotFound.
 
-        `tenant` is an identifier or a slug. Without a grant, the same statement runs whether or not the tenant exists,
-        so its duration does not reveal to an owner which tenants exist.
+        `tenant` is an identifier or a slug. The same statement runs whether or not the tenant exists, so that its
+        duration does not reveal this to the owner.
         """
         refusal = GrantNotFound("the tenant was not granted the adapter")
         if not SLUG.fullmatch(tenant):

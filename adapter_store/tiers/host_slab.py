@@ -45,7 +45,8 @@ def _gone(_memory: npt.NDArray[np.uint8], when_gone: Callable[[], None]) -> None
 
 
 class HostSlab:
-    """Allocates pieces of `memory`, uint8 `[num_bytes]`, first fit, or ordinary memory if nothing free fits.
+    """Allocates pieces of `memory`, uint8 `[num_bytes]`, first fit, or ordinary memory if no free range is large
+    enough.
 
     Registering memory with the GPU driver is slow and blocks other threads' calls, so it is done once for the whole
     host tier. A piece is freed when the last array that views it is gone. Thread-safe.

@@ -209,7 +209,7 @@ class PackedSource:
         return None
 
     def _from_blobs(self, digest: str, check_wanted: Callable[[], None]) -> PackedAdapter:
-        """Download an adapter. An exception from `check_wanted`, which is called between steps, stops the download.
+        """Download an adapter. `check_wanted` is called between steps, and its exception stops the download.
 
         Raises AdapterUnavailable, AdapterCorrupt, BlobStoreUnavailable or OSError.
         """

@@ -76,10 +76,10 @@ class StagingClient:
     A process that dies or hangs is replaced. Its unanswered requests are repeated once, and the adapters that it has
     staged stay valid. `memory` contains the adapters, except any that do not fit.
 
-    Must be used from one thread only, and never blocks. It has no thread, because a thread in this process would take
-    the GIL after each of its system calls, in the case of an S3 client for milliseconds. An engine step that has to
-    wait for the GIL also loses a tenth of a millisecond until it is woken. `wake` is called when `poll` has a result
-    for which `fileno` does not become readable. Raises StagingRefused if no process can be started.
+    Must be used from one thread only, and never blocks. It has no thread, because a thread would take the GIL after
+    each of its system calls, for milliseconds in an S3 client. An engine step that waits for the GIL loses another
+    tenth of a millisecond until it is woken. `wake` is called when `poll` has a result for which `fileno` does not
+    become readable. Raises StagingRefused if no process can be started.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class StagingClient:
     # Called by the engine's process
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `attend` has work to do, or -1 while there is no process."""
+        """Return a descriptor that is readable when `attend` has work to do, or -1 while there is no process."""
         return -1 if self._link is None else self._link.fileno()
 
     def attend(self) -> None:

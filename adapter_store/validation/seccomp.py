@@ -1,4 +1,4 @@
-"""A system call filter by which a process irrevocably gives up calls that it does not need.
+"""A filter with which a process irrevocably gives up system calls that it does not need.
 
 The filter is a classic BPF program over `struct seccomp_data {int nr; u32 arch; ...}`: see seccomp(2). The filter lists
 refused calls rather than allowed ones, because the calls that Python, numpy and the C library make differ between

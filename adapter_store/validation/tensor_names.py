@@ -54,8 +54,8 @@ _NAME = re.compile(
 class _Spelling:
     """A file's naming style: the wrapper, PEFT's prefix, the depth of the base, and the adapter name.
 
-    `is_text_part` says that names begin with `language_model.`, and `has_text_part` that it follows `model.`, which is
-    None for the head, because it lies outside of `model`.
+    `is_text_part` is true if names begin with `language_model.`. `has_text_part` is true if it follows `model.`, and
+    None for the head, which is outside `model`.
     """
 
     is_parallel: bool

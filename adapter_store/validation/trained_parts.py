@@ -46,7 +46,7 @@ class TrainedParts:
     """Tensors that PEFT saved as a copy of the base's weight."""
 
     def check_shapes(self, entries: Mapping[str, TensorEntry]) -> None:
-        """Raise AdapterRejected if a tensor does not have its shape; `entries` are keyed by current names."""
+        """Raise AdapterRejected if a tensor has the wrong shape. `entries` are keyed by current names."""
         for name, wanted in self.shapes.items():
             entry = entries[name]
             if entry.shape == wanted:
@@ -168,11 +168,11 @@ def _check_tokens(config: PeftConfig, vocab_sizes: Mapping[str, int], adapted: C
 
 
 def _check_tying(config: PeftConfig, follows_tokens: bool, adapted: Collection[str]) -> None:
-    """Refuse what PEFT does not load, or ties in another way, if the base ties its head to its embedding."""
+    """For a base that ties its head to its embedding, refuse parts that PEFT does not load or ties differently."""
     if follows_tokens and HEAD in config.modules_to_save:
         raise AdapterRejected(
             "invalid_config",
-            "the base ties its head to its embedding, so the embedding's trained tokens exclude a head of its own",
+            "the base ties its head to its embedding, so trained tokens of the embedding exclude a separate head",
             "modules_to_save",
         )
     if follows_tokens and config.use_dora and HEAD in adapted:

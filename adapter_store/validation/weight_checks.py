@@ -21,7 +21,7 @@ The weights are on the order of a few hundredths, so a change thousands of times
 
 _NUM_PROBES = 4
 _BLOCK_ELEMENTS = 1 << 20
-"""Number of weights checked at a time, to avoid a copy of all weights: a head can take hundreds of megabytes."""
+"""Number of weights checked at a time, because a copy of a whole head would take hundreds of megabytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,9 @@ class WaitingCall:
 
 @dataclass(frozen=True, slots=True)
 class PendingUnload:
-    """An unload that ends the adapter's remaining sequences at `due` on the engine's clock. Infinity means never."""
+    """An unload that ends the adapter's remaining sequences at the time `due` on the engine's clock, or never if
+    infinite.
+    """
 
     owner: bytes
     unload: Unload

@@ -120,7 +120,7 @@ class AdapterPool:
         return any(load.phase is AdapterPhase.COPYING for load in self._loads.values())
 
     def must_yield_slot(self, load: AdapterLoad, position: int) -> bool:
-        """True if this adapter, having the fewest users, must yield its slot to an adapter needed before `position`."""
+        """True if this adapter has the fewest users and its slot is needed by an adapter before `position`."""
         if not self._staged or self._free_slots or self.position_of(self._staged[0]) >= position:
             return False
         resident = (one for one in self._loads.values() if one.phase is AdapterPhase.RESIDENT and not one.is_pinned)
@@ -272,7 +272,7 @@ class AdapterPool:
         if position > self._demand.short_position:
             return False
         if position >= self._demand.num_free_sequence_slots:
-            # The adapter is loaded ahead of its turn, so evict no adapter that a sequence is waiting for, and leave
+            # For an adapter loaded ahead of its turn, evict no adapter that a sequence is waiting for, and leave
             # running sequences room to grow.
             position = AFTER_ALL
             if not self.reclaimer.can_make_room(num_pages + self._demand.num_growing, position):
@@ -281,7 +281,9 @@ class AdapterPool:
         return has_slot and self.reclaimer.make_room(num_pages, position)
 
     def _idle_and_wanted(self, before: int = AFTER_ALL) -> Iterator[tuple[AdapterLoad, int]]:
-        """Idle adapters that sequences before `before` are waiting for, with their positions in ascending order."""
+        """The idle adapters that sequences before `before` are waiting for, with these sequences' positions in
+        ascending order.
+        """
         for digest, position in self._demand.queue_positions.items():
             if position >= before:
                 return

@@ -1,4 +1,4 @@
-"""Per-share host-memory floors set by requests: memory that a share keeps when other shares' adapters need room."""
+"""Floors of host memory per share, set by requests: memory that other shares' adapters cannot take."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class SlotTables:
         off[slot] = layout.offsets
         rank[slot] = layout.ranks
         scale[slot] = packed.scales
-        # Outer offsets and scales are written only for an adapter with outer modules, and so are those of trained rows.
+        # Offsets and scales of outer modules and of trained rows are written only for adapters that have them.
         outer_rank[slot] = 0
         self._has_outer[slot] = False
         if layout.outer_ranks.any() or layout.rows.counts:
@@ -98,7 +98,7 @@ class SlotTables:
         return int(self._max_ranks[used].max(initial=0))
 
     def max_rows(self, slots: npt.NDArray[np.int32], module: int) -> int:
-        """Largest number of trained rows that an adapter in `slots`, where -1 is the base, has of an outer module."""
+        """Largest number of trained rows of an outer module among the adapters in `slots`, where -1 is the base."""
         return int(self._num_rows[slots[slots >= 0], module].max(initial=0))
 
     def modules(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:

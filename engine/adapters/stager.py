@@ -29,7 +29,7 @@ class Stager(Protocol):
         """Adapters that were staged or failed since the last call. The caller must release each staged adapter."""
 
     def fileno(self) -> int:
-        """File descriptor for an idle engine to poll, calling `attend` when it is readable, or -1 if there is none."""
+        """File descriptor for an idle engine to poll, or -1. When it is readable, call `attend`."""
 
     def attend(self) -> None:
         """Receive pending messages and run callbacks of `look`. Called between steps while a look is pending."""
@@ -85,7 +85,7 @@ class MemoryStager:
         return -1
 
     def attend(self) -> None:
-        """Do nothing, because there is no other process."""
+        """Does nothing, because there is no other process."""
 
     def look(self, then: Callable[[], None]) -> None:
         then()

@@ -104,8 +104,8 @@ class HostAccelerator:
     def upload(self, target: torch.Tensor, rows: Sequence[int], source: torch.Tensor, after: Fence) -> None:
         after.wait()
         # Copy without torch, which would start OpenMP threads for the copying thread. With more threads than cores, GNU
-        # OpenMP stops the steps' threads from spinning between kernels, and each kernel waits 0.1 ms for them. All rows
-        # are copied in one call, so that this thread takes the interpreter lock from the steps' thread only once.
+        # OpenMP lets the steps' threads sleep between kernels, and waking them takes 0.1 ms per kernel. All rows are
+        # copied in one call, so that this thread takes the interpreter lock from the steps' thread only once.
         if len(rows) != source.shape[0]:
             raise ValueError(f"{source.shape[0]} rows cannot be copied to {len(rows)}")
         target.numpy()[list(rows)] = source.numpy()

@@ -52,13 +52,13 @@ class MakeQuantizedLinear(Protocol):
 
 
 class MakeExperts(Protocol):
-    """Lays out one linear layer of all experts from the weight of each, `[out_features, in_features]`, in order."""
+    """Lays out one linear layer of all experts. Takes the experts' weights `[out_features, in_features]` in order."""
 
     def __call__(self, num_experts: int, weights: Iterator[torch.Tensor]) -> ExpertWeights: ...
 
 
 def stack_experts(num_experts: int, weights: Iterator[torch.Tensor]) -> torch.Tensor:
-    """Stack the weights to `[num_experts, out_features, in_features]`, with at most one expert in memory twice."""
+    """Stack the weights as `[num_experts, out_features, in_features]`, with at most one expert in memory twice."""
     first = next(weights)
     stacked = first.new_empty(num_experts, *first.shape)
     stacked[0] = first

@@ -82,7 +82,7 @@ class CudaAccelerator:
                         self._await_uploads()
                         num_queued = 0
             finally:
-                # Wait even after a failure, because a late copy must not overwrite data of these pages' next owner.
+                # Wait even after a failure: a late copy must not overwrite data of the pages' next owner.
                 self._await_uploads()
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -60,10 +60,10 @@ class GraphExecutor:
     graph is dropped. A shape whose capture fails always runs uncaptured. Batches with adapters that modify the
     embedding or the head have separate shapes, so that other batches do not launch the extra kernels.
 
-    Batches whose adapters modify only some module groups of a layer also have separate shapes. Such a shape uses a
-    subset of the kernels of the shape with all groups, so it is captured when it first occurs after that shape has run.
-    Once there are `max_graphs` graphs, the shape with all groups is used instead. Otherwise, shapes that differ only in
-    groups would evict each other's graphs.
+    Batches whose adapters modify only some module groups of a layer also have separate shapes. Such a shape uses only
+    kernels of the shape with all groups, so once that shape has run, it is captured when it first occurs. Once there
+    are `max_graphs` graphs, the shape with all groups is used instead. Otherwise, shapes that differ only in groups
+    would evict each other's graphs.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from loramux.engine.device.accelerator import Accelerator
 from loramux.engine.messages import PromptLogprob
 
 SCORED_AT_ONCE = 64
-"""Maximum number of rows whose logits exist at a time. 64 float32 rows of 150,000 tokens take 38 MB."""
+"""Maximum number of rows with logits in memory: 64 float32 rows of 150,000 tokens take 38 MB."""
 
 LogitsOf = Callable[[int, int], torch.Tensor]
 """Returns the logits of the scored rows `[begin, end)`, as `[end - begin, vocab_size]`."""
@@ -33,7 +33,7 @@ class ScoredPrompts:
     ids: list[torch.Tensor]
 
     def by_sequence(self) -> list[tuple[PromptLogprob, ...]]:
-        """The log-probabilities of each of `scores`. A row whose logits are not finite has a NaN."""
+        """The log-probabilities of each of `scores`. A row with non-finite logits has NaN."""
         columns = (self.logprobs, self.ranks, self.ids, self.values)
         rows = zip(*([row for part in parts for row in part.tolist()] for parts in columns), strict=True)
         return [

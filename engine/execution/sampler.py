@@ -16,7 +16,7 @@ from loramux.engine.grammars.grammar import NO_MASKS, Masks
 from loramux.engine.messages import PromptLogprob, SamplingParams, TokenLogprobs
 
 NUM_LIKELIEST = 1024
-"""Number of most likely tokens that top_k, top_p and min_p try before they sort the whole vocabulary."""
+"""top_k, top_p and min_p try this many of the most likely tokens before sorting the whole vocabulary."""
 
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e20
@@ -24,7 +24,7 @@ LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-30, 1e20
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _BIASES = np.where(_BITS, np.float32(0.0), np.float32(-np.inf))
-"""Biases of eight tokens, 0 or -inf, by the tokens' byte in a mask: float32 `[256, 8]`."""
+"""Biases (0 or -inf) of eight tokens for each value of their byte in a mask, float32 `[256, 8]`."""
 
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
 _KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], np.uint64)

@@ -139,8 +139,8 @@ class GrammarCompiler:
     def close(self, timeout_s: float = CLOSE_S) -> bool:
         """Stop compiling, and wait for the running compilation. Returns False if it takes longer than `timeout_s`.
 
-        In that case, the process must exit without finalizing Python, because the compiler would return into an
-        interpreter that no longer exists.
+        In that case, the process must exit without finalizing Python: the compiler would return to an interpreter that
+        no longer exists.
         """
         with self._lock:
             self._is_closed = True

@@ -19,5 +19,5 @@ def parser_limits() -> LLParserLimits:
     """Limits on compiling a grammar and on computing each of its masks."""
     from llguidance import LLParserLimits
 
-    # Error messages are shown to the tenant, who knows the grammar but has no use for the parser's state.
+    # The tenant sees the error messages, and has no use for the parser's state.
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)

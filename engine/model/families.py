@@ -1,4 +1,4 @@
-"""What each supported architecture fixes beyond the fields of its `config.json`."""
+"""Traits of each supported architecture that are not in its `config.json`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from loramux.engine.model.layer_kinds import (
 from loramux.engine.model.mixture_config import MixtureTraits
 
 HEAD_WIDE, PROJECTION_WIDE = "head", "projection"
-"""What a norm of q and k covers: each head, or all heads together."""
+"""The scope of a norm of q and k: each head, or all heads together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,4 +411,4 @@ FAMILIES: dict[str, Family] = {
         feed_forward=WITHOUT_GATE,
     ),
 }
-"""The supported architectures without experts; `mixture_families.py` has the others."""
+"""The supported architectures without experts. `mixture_families.py` has the others."""

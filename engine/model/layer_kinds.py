@@ -1,4 +1,4 @@
-"""How the layers of a decoder differ: which have a sliding window, and which rotate q and k."""
+"""Kinds of decoder layers: with or without a sliding window, and with or without a rotation of q and k."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def windowed_in_turn(raw: Mapping[str, Any], num_layers: int) -> list[str]:
 
 
 def full_every(period: int, first: int | None = None) -> LayerKinds:
-    """Windows in all layers but `first`, by default `period - 1`, and each `period` layers further on."""
+    """Windows in all layers except `first` (by default `period - 1`) and every `period`-th layer after it."""
     first = period - 1 if first is None else first
     return lambda raw, num_layers: [FULL if layer % period == first else SLIDING for layer in range(num_layers)]
 
@@ -75,7 +75,9 @@ def rotated_if_listed(raw: Mapping[str, Any], windows: Sequence[int | None]) -> 
 
 
 def _listed(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """`no_rope_layers`, which has a 0 for each layer without rotation; by default, one in `no_rope_layer_interval`."""
+    """`no_rope_layers` has a 0 for each layer without rotation. By default, every `no_rope_layer_interval`-th layer has
+    none.
+    """
     listed = raw.get("no_rope_layers")
     if listed is None:
         interval = positive(raw, "no_rope_layer_interval")

@@ -1,4 +1,4 @@
-"""What the decoder lacks for each architecture of transformers that it does not support."""
+"""The feature that the decoder lacks, for each unsupported architecture of transformers."""
 
 from __future__ import annotations
 

@@ -34,11 +34,11 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class MixtureTraits:
-    """What an architecture fixes beyond the fields of its `config.json`.
+    """Traits of an architecture that are not in its `config.json`.
 
-    `assumed_experts` is the number of experts if the file does not say it. The inner size of an expert is in
-    `size_field`, that of the shared expert in `shared_size_field`. With `has_dense_layers`, `decoder_sparse_step` and
-    `mlp_only_layers` choose the layers with experts.
+    `assumed_experts` is the number of experts if the file does not say it. `size_field` and `shared_size_field` name
+    the fields with the inner sizes of an expert and of the shared expert. With `has_dense_layers`,
+    `decoder_sparse_step` and `mlp_only_layers` choose the layers with experts.
     """
 
     names: ExpertNames
@@ -111,7 +111,7 @@ def parse_mixture(raw: Mapping[str, Any], traits: MixtureTraits, num_layers: int
 
 
 def _parse_num_experts(raw: Mapping[str, Any], traits: MixtureTraits) -> int:
-    """The number of experts. transformers 5 renames the field of some architectures when it saves a configuration."""
+    """The number of experts. transformers 5 saves it under another name for some architectures."""
     given = {name: raw[name] for name in _NUM_EXPERTS if raw.get(name) is not None}
     values = list(given.values())
     if any(type(value) is not int or value < 0 for value in values):

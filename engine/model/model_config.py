@@ -306,7 +306,7 @@ def _parse_activation(raw: Mapping[str, Any], family: Family) -> str:
 def _parse_windows(
     raw: Mapping[str, Any], architecture: str, family: Family, num_layers: int
 ) -> tuple[int | None, ...]:
-    """Each layer's sliding window. Where the family has no `layer_types`, the field must agree with the others."""
+    """Each layer's sliding window. If the family has no `layer_types`, the field must agree with the other fields."""
     usual = family.layer_kinds(raw, num_layers)
     kinds = usual if raw.get("layer_types") is None else raw["layer_types"]
     if len(kinds) != num_layers:

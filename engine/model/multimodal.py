@@ -69,7 +69,7 @@ SUPPORTED = frozenset((*_TEXT_FAMILIES, *WRAPPERS))
 def text_decoder(architecture: str, raw: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]] | None:
     """The family and the fields of the text decoder, or None if the architecture is not supported.
 
-    Raises ModelNotSupported if the architecture is served, but not with this type of text decoder.
+    Raises ModelNotSupported if the architecture is served with other text decoders only.
     """
     wrapper = WRAPPERS.get(architecture)
     if wrapper is None:

@@ -52,7 +52,7 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NoNorm:
-    """The residual itself, for families that norm the outputs of blocks only."""
+    """Returns the residual itself, for families that norm only the outputs of blocks."""
 
     def __call__(self, kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
         return x

@@ -71,7 +71,7 @@ class RopeConfig:
 
 
 NO_ROPE = RopeConfig(theta=1.0, kind="none")
-"""The rotary embedding of layers that see no positions."""
+"""The rotary embedding of layers without positions."""
 
 
 def parse_ropes(

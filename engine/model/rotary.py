@@ -20,7 +20,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.
     length, because the K of its early positions is already cached.
     """
     if rope.kind == "none":
-        # A rotation by 0 changes nothing, and one pair of channels is enough to say so.
+        # Without rotation, one pair of channels with an angle of 0 is enough.
         return torch.zeros(1)
     rotary_dim = int(head_dim * rope.rotary_fraction)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim

@@ -1,4 +1,4 @@
-"""The tensors that the decoder reads, so that a model directory can be checked without loading its weights."""
+"""The shapes of the tensors that the decoder reads, for checking a model directory without loading its weights."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_shapes(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Non
 
 
 def unused_tensors(names: Collection[str]) -> list[str]:
-    """Those of the names that the decoder should have read, sorted."""
+    """Return the names that the decoder should have read, sorted."""
     return sorted(name for name in names if not name.endswith(DERIVED))
 
 

@@ -48,8 +48,8 @@ class PrefixCache:
     def page_key(self, parent: bytes, digest: str | None, tokens: Tokens[int], num_base_tokens: int = 0) -> bytes:
         """Key of the page that follows the page `parent` and contains `tokens`, exactly one page's worth.
 
-        The adapter does not modify the first `num_base_tokens` of them. Equal tokens can have different numbers,
-        because later tokens of a prompt can move the activation.
+        The adapter does not modify the first `num_base_tokens` of them. Equal tokens can have different
+        `num_base_tokens`, because later tokens of a prompt can move the activation.
         """
         assert len(tokens) == self._page_tokens
         assert num_base_tokens < self._page_tokens

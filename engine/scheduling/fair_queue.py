@@ -25,7 +25,7 @@ ROUNDS_BETWEEN_CHECKS = 8
 """Number of admissions between two checks for shares that have waited too long."""
 
 MAX_PASSED = 256
-"""Maximum number of ready sequences ahead of a cold sequence that count towards the cold sequence's turn."""
+"""At most this many of the ready sequences ahead of a cold sequence delay its turn."""
 
 MAX_IDLE_SHARES = 65536
 """Maximum number of idle shares whose counters are kept."""
@@ -42,13 +42,13 @@ class FairQueue:
     share starts to wait again, its counter is raised to the lowest counter of the waiting shares. No share can
     therefore save up credit while idle.
 
-    Within a share, sequences go by priority, then by arrival, so a sequence of low priority can wait forever. A
-    priority changes nothing for other shares.
+    Within a share, sequences are ordered by priority, then by arrival, so a sequence of low priority can wait forever.
+    Priorities do not affect other shares.
 
     A share that has waited too long goes before all shares that have not. A wait is too long once two conditions are
     met. First, other shares have had K admissions since the wait began, with K = max(MAX_ROUNDS, ROUNDS_PER_SHARE *
     number of waiting shares). Second, all shares together have since been charged at least ROUNDS_PER_SHARE times the
-    amount after which a fair order would run the share's next request, given its price. For expensive requests, this
+    amount that a fair order would charge before the share's next request, given its price. For expensive requests, this
     can take more than K admissions, but never more than MAX_COST_RATIO * K. Beyond this bound, a share whose adapter is
     resident and whose pages are available waits for at most ROUNDS_BETWEEN_CHECKS more admissions, plus one for each
     share that has waited just as long.
@@ -187,8 +187,8 @@ class FairQueue:
         ready = self._order(True, num_ready) if self.num_ready else []
         cold = self._order(False, num_cold) if self.num_cold else []
         if 0 < num_ready < self.num_ready:
-            # Leave out cold sequences behind the last ready one. Once its adapter was loaded, such a sequence would be
-            # ready but not in the order, so the adapter would be evicted before use.
+            # Leave out cold sequences behind the last ready one. Once loaded, such a sequence's adapter would be
+            # evicted before use, because the sequence would be ready but not in the order.
             last = ready[-1][0]
             cold = [item for item in cold if item[0] <= last]
         self._last_asked = num_ready, num_cold

@@ -24,7 +24,7 @@ _row_place = attrgetter("sequence.row_place")
 class SchedulerLimits:
     """At most `max_batch_tokens` rows per step and `max_sequences` running sequences.
 
-    The adapters of the first `look_ahead` sequences that are waiting for one are loaded ahead of the sequences' turns.
+    The adapters that the first `look_ahead` cold sequences need are loaded ahead of these sequences' turns.
     """
 
     max_batch_tokens: int

@@ -1,1 +1,1 @@
-"""Request fields that forbid tokens: the tokens that they allow next, beside the grammar."""
+"""Request fields that forbid tokens, combined with the grammar's mask."""

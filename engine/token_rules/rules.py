@@ -10,7 +10,7 @@ from loramux.engine.grammars.grammar import Mask
 from loramux.engine.messages import SamplingParams
 from loramux.engine.token_rules.thinking_limit import ThinkingLimit
 
-PROBLEM = "the constraints of this request leave no token that can follow"
+PROBLEM = "the constraints of this request allow no token to follow"
 
 
 class TokenRules:

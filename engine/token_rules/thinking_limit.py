@@ -12,7 +12,7 @@ class ThinkingLimit:
     """Follows one sequence's thinking and forces its end marker once the budget is used up.
 
     `tokens` is the sequence's own list, prompt first, which grows as tokens are committed. The thinking has begun if
-    the prompt opened it or the answer starts with the begin marker. It is over after the end marker, and does not begin
+    the prompt opened it or the answer starts with the begin marker. It ends with the end marker and does not begin
     again.
     """
 
@@ -39,7 +39,7 @@ class ThinkingLimit:
         return self._end[written]
 
     def _read(self, position: int) -> None:
-        """Note whether a marker ends before `position`."""
+        """Record whether a marker ends before `position`."""
         if self._start is not None:
             self._is_over = self._ends_with(self._end, self._start, position)
         elif self._ends_with(self._begin, self._num_prompt, position):

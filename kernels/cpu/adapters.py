@@ -18,7 +18,7 @@ SEGMENT_ROWS = 64
 """Maximum rows per segment. Their activations stay in the L2 cache while an adapter is applied."""
 
 NOWHERE = (0, 0)
-"""Address and row stride to pass for rows that no kernel accesses."""
+"""Address and row stride of rows that no kernel accesses."""
 
 MAX_VIEWS = 64
 """Maximum number of cached plane shapes: a step's shapes recur in each layer and usually in the next step."""
@@ -54,7 +54,7 @@ class CpuLora:
         planes = self._planes.get(shape)
         if planes is None:
             size = shape[0] * shape[1] * shape[2]
-            # Newly allocated memory would cost a page fault per 4 KiB in every linear of every layer.
+            # With new memory, every linear of every layer would have a page fault per 4 KiB.
             if self._scratch.shape[0] < size:
                 self._scratch = torch.empty(size)
                 self._planes.clear()

@@ -39,7 +39,7 @@ LINE = 32
 """Elements between prefetches: one cache line of bfloat16."""
 
 SERIAL_WORK = 200_000
-"""Number of multiplications below which waking other threads costs more than it saves."""
+"""With fewer multiplications, waking other threads costs more than it saves."""
 
 
 @exact
@@ -73,7 +73,7 @@ def _softmax(scores: Any, begin: int, end: int, num_scores: int, scale: Any, sof
         lanes = exponentials(times(minus(load(scores, s), top), scale))
         weights = plus(weights, lanes)
         store(scores, s, lanes)
-    # Masked scores are now exp(-87), which is negligible compared with the largest weight, 1.
+    # Masked scores become exp(-87), which is negligible next to the largest weight, 1.
     for s in range(begin):
         scores[s] = np.float32(0)
     for s in range(end, num_scores):

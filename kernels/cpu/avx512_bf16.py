@@ -38,10 +38,10 @@ is a power of two would all map to one cache set."""
 MANY_ROWS = 64
 
 SERIAL_WORK = 500_000
-"""Number of multiplications below which waking other threads costs more than it saves."""
+"""With fewer multiplications, waking other threads costs more than it saves."""
 
 SERIAL_ROUNDING = 100_000
-"""Number of elements to round below which waking other threads costs more than it saves."""
+"""With fewer elements to round, waking other threads costs more than it saves."""
 
 _ROW_LINES = 2 * BLOCK_INPUTS // 64
 """Cache lines per row in a block. 12 rows have no more cache lines than the block has pairs of inputs."""

@@ -15,10 +15,10 @@ from loramux.kernels.cpu.vectors import exponential, floats_at, integers_at
 from loramux.kernels.routing import Routing
 
 SERIAL_LOGITS = 10_000
-"""Number of logits below which waking other threads costs more than it saves."""
+"""With fewer logits, waking other threads costs more than it saves."""
 
 SERIAL_WORK = 30_000
-"""Number of elements to sum below which waking other threads costs more than it saves."""
+"""With fewer elements to sum, waking other threads costs more than it saves."""
 
 
 class PackedExperts:
@@ -62,7 +62,7 @@ def _route_row(
     chosen = np.float32(0)
     last, last_logit = -1, np.float32(np.inf)
     for j in range(top_k):
-        # The next expert in descending order of logits; of equal logits, the first comes first.
+        # Find the next expert in descending order of logits. Equal logits are in order of index.
         best, best_logit = -1, np.float32(0)
         for e in range(num_experts):
             is_next = logits[e] < last_logit or (logits[e] == last_logit and e > last)

@@ -28,7 +28,7 @@ BLOCK_INPUTS = 256
 """Inputs in a block of a panel. The block, 8 KiB in bfloat16, stays in the L1 cache while all rows use it."""
 
 SERIAL_WORK = 200_000
-"""Number of multiplications below which waking other threads costs more than it saves."""
+"""With fewer multiplications, waking other threads costs more than it saves."""
 
 ROWS_HINT = 16
 """Number of rows for which oneDNN chooses its layout: a full decode batch, the most frequent step."""

@@ -16,10 +16,10 @@ from loramux.kernels.cpu.expand import expand_share, expand_work
 from loramux.kernels.cpu.shrink import shrink_share, shrink_work
 
 SERIAL_WORK = 400_000
-"""Number of multiplications below which waking other threads costs more than it saves."""
+"""With fewer multiplications, waking other threads costs more than it saves."""
 
 MAX_EXCESS = 1 / 32
-"""Largest fraction by which a thread may exceed its share. Beyond it, a barrier between shrink and expand is faster."""
+"""A thread may exceed its share by this fraction. Beyond it, a barrier between shrink and expand is faster."""
 
 
 @helper
@@ -111,8 +111,8 @@ def low_rank(
 
     If the adapter has affines, the sum is then replaced by `y + gain * y + shift`.
 
-    The first part is computed only if `shrinks`, and the second only if `expands`; see `ReferenceKernels`. The work is
-    divided into `num_threads` shares. `x`, `planes` and `y` are float32, passed by address and strides in elements.
+    The first product is computed only if `shrinks`, and the second only if `expands`; see `ReferenceKernels`. The work
+    is divided into `num_threads` shares. `x`, `planes` and `y` are float32, passed by address and strides in elements.
     `pool` is `[P, L, E]`, float32 or bfloat16 bits as uint16. `plan` comes from `group_plan`. Tables and segments have
     the dtypes given in `tables.py`.
     """

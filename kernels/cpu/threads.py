@@ -2,8 +2,8 @@
 
 Start a process that runs these kernels with `OMP_WAIT_POLICY=passive` and `GOMP_SPINCOUNT=10000`: idle threads then
 spin for about 0.2 ms before they sleep. Without the spin count, they sleep immediately, and waking them adds 0.1 ms to
-each of a step's dozens of parallel regions. Without the policy, they keep spinning, and a region may have to wait for a
-scheduler time slice if another program uses the cores.
+each of a step's dozens of parallel regions. Without the policy, they keep spinning, and if another program uses the
+cores, a region may have to wait for a time slice.
 
 Install `libgomp1`: without the system's libgomp, numba falls back to a slower threading layer. GNU OpenMP does not
 survive a fork: a process that has run a kernel must not fork and run kernels in the child. `subprocess` and the `spawn`

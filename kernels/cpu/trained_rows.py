@@ -12,12 +12,12 @@ from loramux.kernels.cpu.compiled import helper, kernel
 from loramux.kernels.cpu.vectors import floats_at
 
 SERIAL_COPIES = 100_000
-"""Number of copied elements below which waking other threads costs more than it saves."""
+"""With fewer elements to copy, waking other threads costs more than it saves."""
 
 
 @helper
 def _row_of(token: int, ids: Any, pages: Any, first_id: int, num_rows: int, vocab_size: int) -> Any:
-    """Index of a token's row among the adapter's, or -1 if the adapter does not replace it; the ids are ascending."""
+    """Index of a token among the ascending ids, or -1 if the adapter does not replace its row."""
     if num_rows == vocab_size:
         return token
     flat_ids = ids.reshape(-1)
@@ -121,7 +121,7 @@ def store_columns(
     starts: Any,
     slots: Any,
 ) -> None:
-    """`y[t, id of r] = planes[t, r]` for each row of each segment and each row `r` that its adapter replaces.
+    """`y[t, ids[r]] = planes[t, r]` for each row `t` of each segment and each trained row `r` of its adapter.
 
     `planes` and `y` are float32, passed by address and row stride in elements; for the rest, see `replace_rows`. No
     adapter replaces more than `row_stride` rows.

@@ -1,7 +1,7 @@
 """Mixtures of experts on a GPU.
 
 Every launch depends on shapes only, so a captured graph can be replayed with other tokens. Programs of experts without
-tokens end at once. Activations are float32, float16 or bfloat16 with a contiguous last axis.
+tokens end immediately. Activations are float32, float16 or bfloat16 with a contiguous last axis.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAIR_BLOCK = 1024
 """Number of pairs that a program of `_group` reads at a time."""
 
 SMALL_ROWS, LARGE_ROWS = 16, 64
-"""Rows per tile of a product: the fewest that tensor cores support, and the number for steps with many tokens."""
+"""Rows per tile of a product: the minimum for tensor cores, and the number for steps with many tokens."""
 
 MANY_TOKENS = 128
 """Minimum number of tokens for which products use large tiles."""
@@ -65,7 +65,7 @@ def _route(
     NORMALIZES: tl.constexpr,
     LOG2_E: tl.constexpr,
 ) -> None:
-    """Choose the experts of one token; of equal logits, the first comes first."""
+    """Choose the experts of one token. Of equal logits, the first is chosen first."""
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     slot = tl.arange(0, SLOTS)
@@ -74,7 +74,7 @@ def _route(
     highest = tl.max(logit, 0)
     share = tl.where(is_expert, tl.exp2((logit - highest) * LOG2_E), 0.0)
     total = tl.sum(share, 0)
-    # False also if the total is NaN, because a logit is NaN or the highest is infinite.
+    # This is also false if the total is NaN because a logit is NaN or the highest is infinite.
     is_usable = total < float("inf")
     chosen = slot
     weights = tl.zeros((SLOTS,), tl.float32)

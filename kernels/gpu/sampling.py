@@ -298,8 +298,8 @@ def find_threshold(
     if top_p < 1:
         _, total = tally(logits_ptr, largest, sharpness, high, V, BLOCK)
         mass = top_p * total
-        # All tokens lighter than `share` weigh, in total, less than half of the weight that top_p excludes, so the
-        # bound excludes these tokens. The half and the factor 1.001 leave far more room than rounding errors need.
+        # The total weight of all tokens lighter than `share` is less than half of the weight that top_p excludes, so
+        # the bound excludes them. The half and the factor 1.001 leave far more room than rounding errors need.
         share = (1 - tl.maximum(top_p, 0.0)) * total / (2 * V)
         high = (-tl.log2(share) / sharpness * 1.001).to(tl.int32, bitcast=True)
     # Any bound covers at least one token for each group whose maximum is within the bound.

@@ -11,11 +11,11 @@ from loramux.kernels.routing_spec import RoutingSpec
 def route(logits: torch.Tensor, spec: RoutingSpec) -> Routing:
     """Choose the experts of each token from its logits, float32 `[T, num_experts]`.
 
-    A token whose logits contain NaN or positive infinity gets the first `top_k` experts, with weights NaN.
+    If a token's logits contain NaN or positive infinity, it gets the first `top_k` experts with NaN weights.
     """
     shares = logits.softmax(-1)
     is_usable = shares.isfinite().all(-1, keepdim=True)
-    # Of logits that are so low that their shares are all 0, the highest are still chosen.
+    # The highest logits are chosen even if their shares round to 0.
     experts = torch.where(is_usable, logits, 0).topk(spec.top_k).indices
     weights = shares.gather(-1, experts)
     if spec.normalizes:
