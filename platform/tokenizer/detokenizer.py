@@ -48,8 +48,8 @@ class ByteDetokenizer:
 class ContextDetokenizer:
     """Decodes each token together with the preceding ones, as any decoder of the library does.
 
-    The text of `ids[start:read]` has been emitted. `ids[read:]` are held back. Tokens' bytes show whether a character is
-    incomplete. U+FFFD in the text does not, because a model can also write U+FFFD itself.
+    The text of `ids[start:read]` has been emitted. `ids[read:]` are held back. The bytes of the tokens show whether a
+    character is incomplete. U+FFFD in the text does not, because a model can also write U+FFFD itself.
     """
 
     def __init__(self, tokenizer: ModelTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
