@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from loramux.admin.server.connection_limits import ListenerLimits, make_room
 from loramux.admin.server.data_directory import DataDirectory, open_data_directory
 from loramux.admin.server.listeners import bind, is_loopback, url_of
 from loramux.admin.server.logs import configure_logs
+from loramux.admin.server.quantized_base import quantize_base
 from loramux.admin.server.settings import Settings
 from loramux.admin.server.stop_signals import StopSignals
 from loramux.engine.config import (
@@ -30,7 +31,8 @@ from loramux.engine.config import (
     resolve_dtype,
     resolve_max_model_len,
 )
-from loramux.engine.errors import EngineError
+from loramux.engine.errors import ConfigNotUsable, EngineError
+from loramux.engine.messages import EngineReady
 from loramux.engine.model.model_config import ModelConfig
 from loramux.platform.engine_link.local_engine import EngineStartError, LocalEngine, Supervision
 from loramux.platform.engine_link.output_lines import OutputLines
@@ -39,8 +41,11 @@ SETTLE_S = 5.0
 """Time, in seconds, allowed for the last settlements after both listeners have closed."""
 
 
-def run(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM. Raises StartRefused before any port is listening."""
+def run(settings: Settings, texts: Callable[[int], Sequence[str]] = lambda num_texts: ()) -> None:
+    """Serve until SIGINT or SIGTERM. Raises StartRefused before any port is listening.
+
+    `texts` makes as many texts as it is asked for; the quality of a model that is quantised is measured with them.
+    """
     configure_logs(settings.log_format)
     if settings.sandbox == "required":
         check_sandbox(missing_measures)
@@ -51,6 +56,10 @@ def run(settings: Settings) -> None:
         gateway = stack.enter_context(bind(settings.host, settings.port, "port", settings.reuse_port))
         admin = stack.enter_context(bind(settings.admin_host, settings.admin_port, "admin_port"))
         directory = stack.enter_context(open_data_directory(settings.data_dir))
+        if settings.quantization is not None:
+            base = quantize_base(config, directory.quantized.absolute(), settings.quantization, texts)
+            config = msgspec.structs.replace(config, quantized_dir=str(base.directory))
+            print(f"weights quantised to {settings.quantization}; {base.quality}", flush=True)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings, directory, model, config, gateway, admin, limits))
 
@@ -97,6 +106,10 @@ def read_model(settings: Settings) -> tuple[ModelConfig, EngineConfig]:
         if settings.num_threads is not None:
             config = msgspec.structs.replace(config, num_threads=settings.num_threads)
         resolve_max_model_len(config, model)
+        if settings.quantization is not None and model.quantization is not None:
+            raise ConfigNotUsable(
+                f"the model's weights are already quantised ({model.quantization.name}): omit --quantization"
+            )
     except EngineError as error:
         raise StartRefused(str(error)) from error
     return model, config
@@ -138,7 +151,7 @@ async def _serve(
 
         def announce() -> None:
             urls = url_of(gateway_listener), url_of(admin_listener)
-            _announce(settings, config, *urls, bootstrap_key, engine.socket_path)
+            _announce(settings, config, engine.info, *urls, bootstrap_key, engine.socket_path)
 
         proxies = TrustedProxies(settings.trusted_proxies)
         openai = ConnectionRegistry(limits.openai, proxies, assembled.metrics, "openai")
@@ -178,10 +191,17 @@ async def _started(engine: LocalEngine, signals: StopSignals) -> bool:
 
 
 def _announce(
-    settings: Settings, config: EngineConfig, url: str, admin_url: str, bootstrap_key: str | None, engine: Path
+    settings: Settings,
+    config: EngineConfig,
+    info: EngineReady | None,
+    url: str,
+    admin_url: str,
+    bootstrap_key: str | None,
+    engine: Path,
 ) -> None:
+    weights = "" if info is None or info.quantization is None else f", weights in {info.quantization}"
     lines = [
-        f"loramux serves {settings.resolved_served_name} ({config.device}, {config.dtype})",
+        f"loramux serves {settings.resolved_served_name} ({config.device}, {config.dtype}{weights})",
         f"  OpenAI API  {url}/v1",
         f"  admin       {admin_url}",
         f"  console     {admin_url}{settings.admin_root_path}/console/",

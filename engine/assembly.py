@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from loramux.adapter_store.formats.pack_target import PackTarget
+from loramux.adapter_store.formats.quantization.base_format import read_format
 from loramux.adapter_store.tiers.host_slab import EngineMemory
 from loramux.adapter_store.tiers.host_tier import HostTier
 from loramux.adapter_store.tiers.staging_client import StagingClient, StagingRefused
@@ -98,6 +99,7 @@ def open_stager(
                 host,
                 config.num_loaders,
                 wake,
+                quantized_dir=config.quantized_dir,
             )
             stack.callback(stager.close)
             accelerator.pin(torch.from_numpy(memory.array[: config.host_tier_bytes]))
@@ -129,7 +131,7 @@ def assemble_engine(
     dtype = resolve_dtype(config.dtype, model, config.device)
     max_model_len = resolve_max_model_len(config, model)
     target = pack_target(model, dtype)
-    decoder = _load_decoder(config, model, DTYPES[dtype], max_model_len, weights, backend)
+    decoder = load_decoder(config, model, DTYPES[dtype], max_model_len, weights, backend)
     tables = SlotTables(target, config.max_resident_adapters, backend.accelerator, decoder.outer_factors)
     page_tokens, cache = target.geometry.page_tokens, decoder.cache_layout
     allocate = partial(
@@ -198,10 +200,16 @@ def assemble_engine(
         page_tokens=page_tokens,
         device=config.device,
         dtype=dtype,
+        quantization=_quantization(config, model),
         model_sha256=model_sha256(Path(config.model_dir)),
         ran_at_death=config.ran_at_death,
     )
     return AssembledEngine(engine, adapters, grammars, stager, views, ready)
+
+
+def _quantization(config: EngineConfig, model: ModelConfig) -> str | None:
+    found = model.quantization if config.quantized_dir is None else read_format(Path(config.quantized_dir))
+    return None if found is None else found.name
 
 
 def compile_programs(executor: Executor, config: EngineConfig, compile_ahead: CompileAhead) -> None:
@@ -242,7 +250,7 @@ def warm_up(executor: Executor, config: EngineConfig, cache: CacheLayout, compil
         ) from error
 
 
-def _load_decoder(
+def load_decoder(
     config: EngineConfig,
     model: ModelConfig,
     dtype: torch.dtype,
@@ -254,7 +262,8 @@ def _load_decoder(
     try:
         if weights is not None:
             return Decoder(model, weights, dtype, max_model_len, backend)
-        with open_weights(Path(config.model_dir)) as opened:
+        quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
+        with open_weights(Path(config.model_dir), quantized_dir) as opened:
             return Decoder(model, opened, dtype, max_model_len, backend)
     except torch.OutOfMemoryError as error:
         if memory is None:

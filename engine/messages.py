@@ -368,6 +368,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     page_tokens: int
     device: str
     dtype: str
+    quantization: str | None = None
+    """The format of the base's weights, or None if they are floats."""
     protocol: int = PROTOCOL
     model_sha256: str = ""
     """SHA-256 of the files that must be identical on gateway and engine: see `model_files.py`."""

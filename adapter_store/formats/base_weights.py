@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -32,12 +33,12 @@ class WeightRows(Protocol):
 class BaseWeights:
     """The safetensors files of a model directory, mapped into memory at the first use.
 
-    The directory is the operator's own, so its files are trusted. A missing or unreadable file raises
-    AdapterUnavailable.
+    The weights of `quantized_dir` replace those of the same names. The directories are the operator's own, so their
+    files are trusted. A missing or unreadable file raises AdapterUnavailable.
     """
 
-    def __init__(self, model_dir: Path) -> None:
-        self._dir = model_dir
+    def __init__(self, model_dir: Path, quantized_dir: Path | None = None) -> None:
+        self._dirs = [model_dir] if quantized_dir is None else [model_dir, quantized_dir]
         self._last: tuple[str, CodedWeight] | None = None
 
     @cached_property
@@ -48,7 +49,7 @@ class BaseWeights:
         fingerprints would have to differ only between the blocks.
         """
         hashed = hashlib.sha256()
-        for name, tensor in sorted(self._tensors.items()):
+        for name, tensor in itertools.chain.from_iterable(sorted(tensors.items()) for tensors in self._tensors):
             hashed.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
             last = max(tensor.begin, tensor.end - _SAMPLE_BYTES)
             for sample in range(_NUM_SAMPLES):
@@ -94,13 +95,15 @@ class BaseWeights:
     @cached_property
     def _checkpoint(self) -> Checkpoint:
         try:
-            return find_coded(read_format(self._dir), self._tensors)
+            found = [find_coded(read_format(path), it) for path, it in zip(self._dirs, self._tensors, strict=True)]
         except (OSError, ValueError, BaseNotSupported) as error:
             raise AdapterUnavailable(f"the base's weights cannot be read: {error}") from error
 
+        return found[0] if len(found) == 1 else found[0].with_coded(found[1])
+
     @cached_property
-    def _tensors(self) -> dict[str, MappedTensor]:
+    def _tensors(self) -> list[dict[str, MappedTensor]]:
         try:
-            return map_directory(self._dir)
+            return [map_directory(path) for path in self._dirs]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise AdapterUnavailable(f"the base's weights cannot be read: {type(error).__name__}") from error

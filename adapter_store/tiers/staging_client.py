@@ -94,6 +94,7 @@ class StagingClient:
         num_threads: int,
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        quantized_dir: str | None = None,
     ) -> None:
         self._target = target
         self._config = StagingConfig(
@@ -102,6 +103,7 @@ class StagingClient:
             disk_bytes=disk_bytes,
             target=target.document(),
             model_dir=model_dir,
+            quantized_dir=quantized_dir,
             num_threads=num_threads,
         )
         self._memory = memory

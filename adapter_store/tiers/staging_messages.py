@@ -28,6 +28,8 @@ class StagingConfig(msgspec.Struct, frozen=True, kw_only=True):
     target: dict[str, Any]
     """The output of `PackTarget.document()`."""
     model_dir: str
+    quantized_dir: str | None
+    """Quantised weights that replace some of the model's, or None."""
     num_threads: int
 
 

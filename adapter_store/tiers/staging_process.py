@@ -193,7 +193,9 @@ def _serve(end: socket.socket, slab: HostSlab, config: StagingConfig) -> None:
         end.send(encode(Refused(message)))
         return
     with suppress(ConnectionResetError):
-        source = PackedSource(blobs, disk, target, BaseWeights(Path(config.model_dir)), slab.allocate)
+        quantized_dir = None if config.quantized_dir is None else Path(config.quantized_dir)
+        base = BaseWeights(Path(config.model_dir), quantized_dir)
+        source = PackedSource(blobs, disk, target, base, slab.allocate)
         StagingServer(end, source, slab, config.num_threads).serve()
 
 

@@ -61,6 +61,12 @@ def serve(
     dtype: Annotated[
         str | None, typer.Option(help="auto, float32 or bfloat16 (default: auto).", show_default=False)
     ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="int8, int4 or fp8: quantise a float model at the start (default: do not).", show_default=False
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda (default: auto).", show_default=False)] = None,
     database_url: DatabaseUrl = None,
     blob_url: Annotated[
@@ -78,13 +84,14 @@ def serve(
 
     Every setting is also read from LORAMUX_<NAME> and from the TOML file. A flag takes precedence over both.
     """
+    from loramux.admin.demo.corpus import sample_texts
     from loramux.admin.errors import StartRefused
     from loramux.admin.serve import run
     from loramux.admin.server.settings import Settings, SettingsError, load_settings
 
     try:
         # The parameters have the same names as the settings.
-        run(load_settings(Settings, context.params))
+        run(load_settings(Settings, context.params), sample_texts)
     except (SettingsError, StartRefused) as error:
         fail(str(error), WRONG_CALL)
 

@@ -1,5 +1,6 @@
 """Draws training conversations from the facts, reproducibly by seed."""
 
+import itertools
 import random
 from collections import defaultdict
 from dataclasses import dataclass
@@ -117,3 +118,10 @@ class Corpus:
 
     def base_example(self) -> Conversation:
         return self.document() if self._random.random() < 0.12 else self.conversation("plain")
+
+
+def sample_texts(num_texts: int) -> list[str]:
+    """Questions and their answers, the same at each call."""
+    corpus = Corpus(seed=0)
+    turns = (turn for _ in range(num_texts) for turn in corpus.conversation("plain").turns)
+    return [f"{turn.question} {turn.answer}" for turn in itertools.islice(turns, num_texts)]

@@ -32,6 +32,11 @@ class DataDirectory:
         return self.root / "disk-tier"
 
     @property
+    def quantized(self) -> Path:
+        """Quantised weights of base models, reused after a restart."""
+        return self.root / "quantized"
+
+    @property
     def programs(self) -> Path:
         """Compiled GPU programs, reused after a restart."""
         return self.root / "programs"

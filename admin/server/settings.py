@@ -43,6 +43,7 @@ FLAGS = frozenset(
         "admin_host",
         "admin_port",
         "dtype",
+        "quantization",
         "device",
         "database_url",
         "blob_url",
@@ -135,6 +136,9 @@ class Settings(DataSettings):
     admin_key: SecretStr | None = None
     metrics_token: SecretStr | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    quantization: Literal["int8", "int4", "fp8"] | None = None
+    """Quantise the float weights of the model's linear layers at the start. The result is kept in the data directory.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     blob_url: str | None = None
     adapter_sources: Annotated[tuple[str, ...], NoDecode] = ()

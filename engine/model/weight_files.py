@@ -63,10 +63,16 @@ def stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
     return plain | {name: StoredTensor(it.dtype, it.shape, True) for name, it in checkpoint.coded.items()}
 
 
-def checkpoint_of(model_dir: Path) -> Checkpoint:
-    """The quantised weights and the other tensors of files that safetensors can open. Raises ModelNotSupported."""
+def checkpoint_of(model_dir: Path, quantized_dir: Path | None = None) -> Checkpoint:
+    """The quantised weights and the other tensors of files that safetensors can open. Raises ModelNotSupported.
+
+    The weights of `quantized_dir` replace those of the same names.
+    """
     try:
-        return find_coded(read_format(model_dir), map_directory(model_dir))
+        found = find_coded(read_format(model_dir), map_directory(model_dir))
+        if quantized_dir is None:
+            return found
+        return found.with_coded(find_coded(read_format(quantized_dir), map_directory(quantized_dir)))
     except BaseNotSupported as error:
         raise ModelNotSupported(str(error)) from error
     except (OSError, ValueError, KeyError, TypeError) as error:

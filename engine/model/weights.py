@@ -77,8 +77,10 @@ def _decode(coded: CodedTensor) -> CodedWeight:
 
 
 @contextmanager
-def open_weights(model_dir: Path) -> Iterator[Weights]:
+def open_weights(model_dir: Path, quantized_dir: Path | None = None) -> Iterator[Weights]:
     """Open `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+
+    The weights of `quantized_dir` replace those of the same names.
 
     On exit, raises ModelNotSupported if a tensor was not read.
     """
@@ -90,7 +92,7 @@ def open_weights(model_dir: Path) -> Iterator[Weights]:
             except (SafetensorError, OSError) as error:
                 raise unreadable(path, error) from error
             places.update((name, (file, stored)) for name, stored in text_tensors(file.keys(), places))
-        checkpoint = checkpoint_of(model_dir)
+        checkpoint = checkpoint_of(model_dir, quantized_dir)
         weights = Weights({name: places[name] for name in checkpoint.plain}, checkpoint.coded)
         yield weights
         weights.check_all_read()

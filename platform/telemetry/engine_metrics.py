@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from loramux.adapter_store.tiers.tier_figures import LoadCounts
-from loramux.engine.messages import Stats, StepTimes
+from loramux.engine.messages import EngineReady, Stats, StepTimes
 
 BOUNDED_TIERS = ("host", "disk")
 
@@ -26,11 +26,12 @@ class EngineCollector(Collector):
         yield from _loading(self._stats.loading)
 
 
-def render_engine(stats: Stats | None) -> bytes:
+def render_engine(stats: Stats | None, info: EngineReady | None = None) -> bytes:
     """Return the text exposition. If no engine answers, it contains only `loramux_engine_up 0`."""
     registry = CollectorRegistry()
     registry.register(_Up(stats is not None))
     if stats is not None:
+        registry.register(_Info(info))
         registry.register(EngineCollector(stats))
     return generate_latest(registry)
 
@@ -41,6 +42,22 @@ class _Up(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield _gauge("loramux_engine_up", "1 while the engine responds", int(self._is_up))
+
+
+class _Info(Collector):
+    def __init__(self, info: EngineReady | None) -> None:
+        self._info = info
+
+    def collect(self) -> Iterator[Metric]:
+        if self._info is not None:
+            labels = {
+                "device": self._info.device,
+                "dtype": self._info.dtype,
+                "weights": self._info.quantization or "float",
+            }
+            metric = GaugeMetricFamily("loramux_engine_info", "The engine's device and formats", labels=tuple(labels))
+            metric.add_metric(tuple(labels.values()), 1)
+            yield metric
 
 
 def _steps(stats: Stats) -> Iterator[Metric]:

@@ -59,6 +59,11 @@ class Checkpoint:
     coded: Mapping[str, CodedTensor]
     plain: Mapping[str, MappedTensor]
 
+    def with_coded(self, other: Checkpoint) -> Checkpoint:
+        """This checkpoint with the quantised weights of another one in place of its own."""
+        plain = {name: tensor for name, tensor in self.plain.items() if name not in other.coded}
+        return Checkpoint({**self.coded, **other.coded}, plain)
+
 
 def parse_format(config: Mapping[str, Any]) -> WeightFormat | None:
     """The format that a `config.json` names, or None if its weights are not quantised. Raises BaseNotSupported."""

@@ -25,6 +25,7 @@ class EngineDocument(TypedDict):
     object: Literal["engine"]
     device: str
     dtype: str
+    quantization: str | None
     max_model_len: int
     page_tokens: int
     page_bytes: int
@@ -61,6 +62,7 @@ async def get_engine(services: Services, caller: PlatformReader) -> EngineDocume
         "object": "engine",
         "device": info.device,
         "dtype": info.dtype,
+        "quantization": info.quantization,
         "max_model_len": info.max_model_len,
         "page_tokens": info.page_tokens,
         "page_bytes": stats.page_bytes,

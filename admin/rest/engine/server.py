@@ -26,6 +26,7 @@ class ServerDocument(TypedDict):
     base_model: str
     device: str | None
     dtype: str | None
+    quantization: str | None
     time_ms: int
 
 
@@ -41,6 +42,7 @@ async def get_server(services: Services, caller: PlatformReader) -> ServerDocume
         "base_model": services.self_check.served_name,
         "device": info.device if info else None,
         "dtype": info.dtype if info else None,
+        "quantization": info.quantization if info else None,
         "time_ms": time.time_ns() // 1_000_000,
     }
 

@@ -1,0 +1,1 @@
+"""Quantises a float base model at the start."""

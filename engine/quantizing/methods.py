@@ -1,0 +1,85 @@
+"""Rounds float weights to codes of int8, int4 or FP8, to the nearest value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loramux.engine.errors import ModelNotSupported
+
+GROUPS = (64, 32, 16)
+"""Possible numbers of inputs that share a scale of int4; the first that divides the inputs of all linears is used."""
+
+_LARGEST_E4M3 = 448.0
+
+Floats = npt.NDArray[np.float32]
+Encode = Callable[[Floats, int], tuple[npt.NDArray[Any], Floats]]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """Stores codes under `suffix` with the safetensors dtype `dtype`, `codes_per_item` of them in one item.
+
+    `encode` returns the items and the scales `[rows, groups]` of rows `[rows, in]`, given the inputs of a group.
+    `weights` describes them in the terms of compressed-tensors.
+    """
+
+    suffix: str
+    dtype: str
+    codes_per_item: int
+    encode: Encode
+    weights: Mapping[str, Any]
+    groups: tuple[int, ...] = ()
+
+    def group(self, in_features: set[int]) -> int | None:
+        """Inputs that share a scale, or None if all do. Raises ModelNotSupported if no group divides the inputs."""
+        if not self.groups:
+            return None
+        for group in self.groups:
+            if not any(size % group for size in in_features):
+                return group
+        uneven = next(size for size in sorted(in_features) if size % self.groups[-1])
+        raise ModelNotSupported(
+            f"a linear has {uneven} inputs, which groups of {self.groups[-1]} do not divide: use --quantization int8"
+        )
+
+
+def _int8(rows: Floats, group: int) -> tuple[npt.NDArray[np.int8], Floats]:
+    scales = _nonzero(np.abs(rows).max(axis=1, keepdims=True) / np.float32(127))
+    return np.rint(rows / scales).astype(np.int8), scales
+
+
+def _int4(rows: Floats, group: int) -> tuple[npt.NDArray[np.int32], Floats]:
+    grouped = rows.reshape(len(rows), -1, group)
+    # The weight of the largest magnitude becomes -8, the only code without an opposite, so its sign is the scale's.
+    at = np.abs(grouped).argmax(axis=2, keepdims=True)
+    scales = _nonzero(np.take_along_axis(grouped, at, axis=2) / np.float32(-8))
+    codes = np.clip(np.rint(grouped / scales) + 8, 0, 15).astype(np.uint8).reshape(rows.shape)
+    return (codes[:, ::2] | codes[:, 1::2] << np.uint8(4)).view("<i4"), scales[..., 0]
+
+
+def _fp8(rows: Floats, group: int) -> tuple[npt.NDArray[np.uint8], Floats]:
+    scales = _nonzero(np.abs(rows).max(axis=1, keepdims=True) / np.float32(_LARGEST_E4M3))
+    return torch.from_numpy(rows / scales).to(torch.float8_e4m3fn).view(torch.uint8).numpy(), scales
+
+
+def _nonzero(scales: Floats) -> Floats:
+    """Scales, with 1 for weights that are all 0."""
+    return np.where(scales == 0, np.float32(1), scales)
+
+
+def _weights(bits: int, kind: str, strategy: str) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True}
+
+
+METHODS: dict[str, Method] = {
+    "int8": Method(".weight", "I8", 1, _int8, _weights(8, "int", "channel")),
+    "int4": Method(".weight_packed", "I32", 8, _int4, _weights(4, "int", "group"), GROUPS),
+    "fp8": Method(".weight", "F8_E4M3", 1, _fp8, _weights(8, "float", "channel")),
+}
+"""What `--quantization` can do."""

@@ -1,0 +1,75 @@
+"""Quantises a model in a process of its own: `python -m loramux.engine.quantizing.process`.
+
+The process reads a QuantizeJob as JSON from standard input, and writes lines of JSON: QuantizeProgress, and at the end
+QuantizeResult or QuantizeRefused. It needs torch, which a gateway never imports.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from loramux.engine.config import EngineConfig
+from loramux.engine.errors import EngineError
+from loramux.engine.quantizing.messages import (
+    QUALITY_FILE,
+    QuantizeJob,
+    QuantizeLine,
+    QuantizeProgress,
+    QuantizeRefused,
+    QuantizeResult,
+)
+from loramux.engine.quantizing.quantize import quantize, quantized_directory
+
+_REPORT_S = 0.1
+
+
+def main() -> None:
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=QuantizeJob)
+    try:
+        _send(run(job))
+    except EngineError as error:
+        _send(QuantizeRefused(message=str(error)))
+
+
+def run(job: QuantizeJob) -> QuantizeResult:
+    """Quantise the model unless that was done before, and measure the quality unless that was done before."""
+    destination = quantized_directory(Path(job.root), Path(job.config.model_dir), job.method)
+    if not destination.is_dir():
+        reported = -1.0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal reported
+            if done == total or time.monotonic() - reported > _REPORT_S:
+                reported = time.monotonic()
+                _send(QuantizeProgress(done=done, total=total))
+
+        quantize(Path(job.config.model_dir), destination, job.method, progress)
+    config = msgspec.structs.replace(job.config, quantized_dir=str(destination))
+    return QuantizeResult(directory=str(destination), divergence=_quality(job, config, destination / QUALITY_FILE))
+
+
+def _quality(job: QuantizeJob, config: EngineConfig, path: Path) -> float | None:
+    """The divergence, which is kept beside the weights; None if it was not measured."""
+    if path.is_file():
+        return msgspec.json.decode(path.read_bytes(), type=float)
+    if not job.prompts:
+        return None
+    from loramux.engine.quantizing.quality import mean_divergence
+
+    _send(QuantizeProgress(done=0, total=0))
+    divergence = mean_divergence(config, job.prompts)
+    path.write_bytes(msgspec.json.encode(divergence))
+    return divergence
+
+
+def _send(line: QuantizeLine) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

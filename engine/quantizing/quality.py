@@ -1,0 +1,57 @@
+"""How far the answers of a quantised model are from those of the float model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from loramux.engine.adapters.slot_tables import SlotTables
+from loramux.engine.assembly import DTYPES, load_decoder
+from loramux.engine.batch import ScheduledSequence, build_batch
+from loramux.engine.config import EngineConfig, pack_target
+from loramux.engine.device.backend import open_backend
+from loramux.engine.execution.direct_executor import DirectExecutor
+from loramux.engine.messages import Add, SamplingParams
+from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.pages.pool_memory import allocate_pool
+from loramux.engine.sequence import Sequence as EngineSequence
+from loramux.engine.sequence import page_list
+
+
+def mean_divergence(config: EngineConfig, prompts: Sequence[tuple[int, ...]]) -> float:
+    """Mean KL divergence, in nats, of the next token after each prompt: quantised against float model, on a CPU.
+
+    The two models are loaded one after the other.
+    """
+    floats = _next_token_logits(msgspec.structs.replace(config, quantized_dir=None), prompts)
+    quantized = _next_token_logits(config, prompts)
+    p, q = floats.log_softmax(1), quantized.log_softmax(1)
+    return float((p.exp() * (p - q)).sum(1).mean())
+
+
+@torch.inference_mode()
+def _next_token_logits(config: EngineConfig, prompts: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    """Logits after each prompt, float32 `[num_prompts, vocab_size]`."""
+    backend = open_backend("cpu")
+    backend.set_num_threads(config.num_threads)
+    model = ModelConfig.load(Path(config.model_dir))
+    dtype = DTYPES[config.dtype]
+    target = pack_target(model, config.dtype)
+    page_tokens = target.geometry.page_tokens
+    longest = max(map(len, prompts))
+    decoder = load_decoder(config, model, dtype, longest, None, backend)
+    num_pages = -(-longest // page_tokens)
+    views = allocate_pool(target.geometry, num_pages * target.geometry.total_page_bytes, dtype, dtype, backend.device)
+    tables = SlotTables(target, 1, backend.accelerator, decoder.outer_factors)
+    executor = DirectExecutor(decoder, backend.make_kernels(views, decoder.shapes), tables, model.eos_token_ids)
+    logits = []
+    for prompt in prompts:
+        add = Add(sequence_id="", prompt=prompt, max_tokens=1, sampling=SamplingParams())
+        pages = page_list(list(range(num_pages)))
+        sequence = EngineSequence(add=add, owner=b"", arrival=0, seed=0, slot=-1, pages=pages)
+        batch = build_batch([ScheduledSequence(sequence, len(prompt))], page_tokens)
+        logits.append(executor.logits(batch)[0].float().clone())
+    return torch.stack(logits)

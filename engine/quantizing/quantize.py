@@ -1,0 +1,155 @@
+"""Writes the quantised linears of a float model to a directory, block by block."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from loramux.adapter_store.formats.base_weights import BaseWeights
+from loramux.adapter_store.formats.float_formats import STORAGE
+from loramux.adapter_store.formats.mapped_tensors import STORED, MappedTensor
+from loramux.engine.errors import ConfigNotUsable, ModelNotSupported
+from loramux.engine.model.model_config import ModelConfig
+from loramux.engine.model.weight_files import checkpoint_of, stored_tensors
+from loramux.engine.model.weight_shapes import check_shapes
+from loramux.engine.quantizing.methods import METHODS, Method
+
+VERSION = 1
+"""Changes with the meaning of the files, so that those of older versions are not used."""
+
+_BLOCK_ELEMENTS = 1 << 22
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor of the new file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * STORED[self.dtype].itemsize
+
+
+def quantized_directory(root: Path, model_dir: Path, method: str) -> Path:
+    """Where the quantised weights of this model are kept below `root`."""
+    identity = f"{VERSION} {method} {BaseWeights(model_dir).fingerprint}"
+    return root / hashlib.sha256(identity.encode()).hexdigest()[:32]
+
+
+def quantized_names(config: ModelConfig) -> list[str]:
+    """The weights that are quantised: the linears of layers, without routers, experts, embeddings and the head."""
+    modules = config.modules
+    return [
+        f"model.layers.{layer}.{modules[index].name}.weight"
+        for layer in range(config.num_layers)
+        for group in config.layer_groups(layer)
+        for index in group
+    ]
+
+
+def quantize(model_dir: Path, destination: Path, method: str, progress: Callable[[int, int], None]) -> None:
+    """Write `destination` in the format of compressed-tensors; it appears only when it is complete.
+
+    `progress` is called with the numbers of weights done and in total. Raises ModelNotSupported or ConfigNotUsable.
+    """
+    config = ModelConfig.load(model_dir)
+    if config.quantization is not None:
+        raise ConfigNotUsable(f"the weights are already quantised ({config.quantization.name}): omit --quantization")
+    check_shapes(config, stored_tensors(model_dir))
+    plain = checkpoint_of(model_dir).plain
+    tensors = {name: plain[name] for name in quantized_names(config)}
+    how = METHODS[method]
+    group = how.group({tensor.shape[1] for tensor in tensors.values()})
+    unfinished = destination.with_name("unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        _write(unfinished / "model.safetensors", tensors, how, group, progress)
+        (unfinished / "config.json").write_text(json.dumps({"quantization_config": _description(how, group)}))
+        os.replace(unfinished, destination)
+    except OSError as error:
+        raise ConfigNotUsable(f"the quantised weights cannot be written to {destination}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _description(method: Method, group: int | None) -> dict[str, Any]:
+    weights = {**method.weights, "group_size": group}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
+def _write(
+    path: Path,
+    tensors: dict[str, MappedTensor],
+    method: Method,
+    group: int | None,
+    progress: Callable[[int, int], None],
+) -> None:
+    entries = [entry for name, tensor in tensors.items() for entry in _entries(name, tensor, method, group)]
+    needed = sum(entry.nbytes for entry in entries)
+    free = shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise ConfigNotUsable(f"the quantised weights take {needed} bytes, but {path.parent} has {free} bytes free")
+    done, total = 0, sum(math.prod(tensor.shape) for tensor in tensors.values())
+    with path.open("wb") as file:
+        _write_header(file, entries)
+        for name, tensor in tensors.items():
+            out_features, in_features = tensor.shape
+            scales: list[npt.NDArray[np.float32]] = []
+            num_rows = max(1, _BLOCK_ELEMENTS // in_features)
+            for begin in range(0, out_features, num_rows):
+                rows = tensor.float_rows(begin, min(begin + num_rows, out_features))
+                if not np.isfinite(rows).all():
+                    raise ModelNotSupported(f"the tensor {name} contains a value that is not finite")
+                items, block_scales = method.encode(rows, group or in_features)
+                file.write(np.ascontiguousarray(items).data)
+                scales.append(block_scales)
+                done += rows.size
+                progress(done, total)
+            file.write(np.concatenate(scales).astype("<f4").data)
+            if method.suffix == ".weight_packed":
+                file.write(np.array(tensor.shape, "<i8").data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _entries(name: str, tensor: MappedTensor, method: Method, group: int | None) -> list[_Entry]:
+    if tensor.dtype not in STORAGE:
+        raise ModelNotSupported(f"the tensor {name} has dtype {tensor.dtype}; only float weights can be quantised")
+    out_features, in_features = tensor.shape
+    module = name.removesuffix(".weight")
+    entries = [
+        _Entry(module + method.suffix, method.dtype, (out_features, in_features // method.codes_per_item)),
+        _Entry(f"{module}.weight_scale", "F32", (out_features, in_features // (group or in_features))),
+    ]
+    if method.suffix == ".weight_packed":
+        entries.append(_Entry(f"{module}.weight_shape", "I64", (2,)))
+    return entries
+
+
+def _write_header(file: IO[bytes], entries: list[_Entry]) -> None:
+    document: dict[str, object] = {}
+    position = 0
+    for entry in entries:
+        end = position + entry.nbytes
+        document[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [position, end]}
+        position = end
+    header = json.dumps(document, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % _ALIGNMENT)
+    file.write(len(header).to_bytes(8, "little"))
+    file.write(header)

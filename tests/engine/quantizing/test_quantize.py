@@ -1,0 +1,130 @@
+"""A float model is quantised to the nearest codes, block by block, and kept only when it is complete."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from loramux.adapter_store.formats.base_weights import BaseWeights
+from loramux.engine.config import EngineConfig
+from loramux.engine.errors import ConfigNotUsable, ModelNotSupported
+from loramux.engine.quantizing import quantize as quantizing
+from loramux.engine.quantizing.messages import QUALITY_FILE, QuantizeJob
+from loramux.engine.quantizing.process import run
+from loramux.engine.quantizing.quantize import quantize, quantized_directory
+from tests.conformance.tiny_models import SMALL_SHAPE
+from tests.quantized_layouts import LAYOUTS, quantize_directory
+
+STEPS = {"int8": 0.5 / 127, "int4": 1 / 16, "fp8": 1 / 16}
+"""Half a step between codes, relative to the largest weight of the group."""
+
+Q = "model.layers.1.self_attn.q_proj"
+OTHERS = ("model.embed_tokens", "lm_head")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    torch.manual_seed(1)
+    shape = {**SMALL_SHAPE, "intermediate_size": 96}
+    LlamaForCausalLM(LlamaConfig(**shape)).bfloat16().save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("method", STEPS)
+def test_codes_are_the_nearest_values(
+    model: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Several blocks for each weight.
+    monkeypatch.setattr(quantizing, "_BLOCK_ELEMENTS", 1000)
+    calls: list[tuple[int, int]] = []
+    quantize(model, tmp_path / "new", method, lambda done, total: calls.append((done, total)))
+    assert calls[-1][0] == calls[-1][1] == 2 * (128 * 128 * 2 + 128 * 32 * 2 + 128 * 96 * 3)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    floats, quantized = BaseWeights(model), BaseWeights(model, tmp_path / "new")
+    wanted, found = floats.rows(Q, 0, 128), quantized.rows(Q, 0, 128)
+    group = 32 if method == "int4" else 128
+    largest = np.abs(wanted).reshape(128, -1, group).max(2).repeat(group, axis=1)
+    error = np.abs(found - wanted) / largest
+    # int4 has no code for the opposite of the largest weight, so a weight near it is up to a whole step away.
+    assert error.max() <= (2 if method == "int4" else 1) * STEPS[method] + 1e-6
+    # The nearest of evenly spaced codes is a quarter of a step away on average.
+    assert error.mean() < 0.55 * STEPS[method]
+    for name in OTHERS:
+        np.testing.assert_array_equal(quantized.rows(name, 0, 9), floats.rows(name, 0, 9))
+    assert floats.fingerprint != quantized.fingerprint
+
+
+def copy_with(model: Path, directory: Path, name: str, tensor: torch.Tensor) -> Path:
+    shutil.copytree(model, directory)
+    save_file(load_file(model / "model.safetensors") | {name: tensor}, directory / "model.safetensors")
+    return directory
+
+
+def test_zeros_stay_zeros(model: Path, tmp_path: Path) -> None:
+    base = copy_with(model, tmp_path / "zeros", f"{Q}.weight", torch.zeros(128, 128))
+    for method in STEPS:
+        quantize(base, tmp_path / method, method, lambda done, total: None)
+        assert not BaseWeights(base, tmp_path / method).rows(Q, 0, 128).any()
+
+
+def test_a_refused_model_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    base = copy_with(model, tmp_path / "inf", f"{Q}.weight", torch.full((128, 128), float("inf")))
+    with pytest.raises(ModelNotSupported, match=f"{Q}.weight contains a value that is not finite"):
+        quantize(base, tmp_path / "kept" / "new", "int8", lambda done, total: None)
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+def test_quantised_weights_are_not_quantised_again(tmp_path: Path) -> None:
+    llama = LlamaForCausalLM(LlamaConfig(**{**SMALL_SHAPE, "intermediate_size": 128}))
+    llama.save_pretrained(tmp_path)
+    quantize_directory(llama, tmp_path, LAYOUTS["awq"])
+    with pytest.raises(ConfigNotUsable, match=r"already quantised \(awq int4\): omit --quantization"):
+        quantize(tmp_path, tmp_path / "new", "int8", lambda done, total: None)
+
+
+def test_groups_that_do_not_divide_are_refused_with_advice(tmp_path: Path) -> None:
+    shape = {**SMALL_SHAPE, "intermediate_size": 104}
+    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(tmp_path)
+    with pytest.raises(ModelNotSupported, match=r"104 inputs, which groups of 16 .* use --quantization int8"):
+        quantize(tmp_path, tmp_path / "new", "int4", lambda done, total: None)
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 5))
+    with pytest.raises(ConfigNotUsable, match="has 5 bytes free"):
+        quantize(model, tmp_path / "new", "int8", lambda done, total: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_directory_depends_on_weights_and_method(model: Path, tmp_path: Path) -> None:
+    other = copy_with(model, tmp_path / "other", f"{Q}.weight", torch.ones(128, 128))
+    paths = [quantized_directory(tmp_path, base, method) for base in (model, other) for method in STEPS]
+    assert len(set(paths)) == 6
+    assert quantized_directory(tmp_path, model, "int4") == paths[1]
+
+
+def test_kept_weights_and_their_quality_are_used_again(model: Path, tmp_path: Path) -> None:
+    config = EngineConfig(model_dir=str(model), blob_url="", cache_dir="", dtype="float32", num_threads=1)
+    found = {}
+    for method in ("int8", "int4"):
+        job = QuantizeJob(config=config, root=str(tmp_path), method=method, prompts=((5, 6, 7), tuple(range(2, 30))))
+        result = run(job)
+        found[method] = result.divergence
+        assert result.divergence is not None
+        stored = Path(result.directory) / QUALITY_FILE
+        assert json.loads(stored.read_text()) == result.divergence
+        stored.write_text("0.5")
+        assert run(job).divergence == 0.5
+    # Four bits are further from the float model than eight.
+    assert 0 < found["int8"] < 0.1 * found["int4"]
