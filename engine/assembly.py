@@ -208,8 +208,11 @@ def assemble_engine(
 
 
 def _quantization(config: EngineConfig, model: ModelConfig) -> str | None:
-    found = model.quantization if config.quantized_dir is None else read_format(Path(config.quantized_dir))
-    return None if found is None else found.name
+    """The format of the weights, as operators know it: `int4` if they were quantised at the start."""
+    if config.quantized_dir is not None:
+        made = read_format(Path(config.quantized_dir))
+        return None if made is None else made.name.removeprefix("compressed-tensors ")
+    return None if model.quantization is None else model.quantization.name
 
 
 def compile_programs(executor: Executor, config: EngineConfig, compile_ahead: CompileAhead) -> None:

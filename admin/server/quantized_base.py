@@ -90,7 +90,9 @@ def _prompts(model_dir: Path, texts: Sequence[str]) -> tuple[tuple[int, ...], ..
 
 def _run(job: QuantizeJob) -> QuantizeResult:
     command = (sys.executable, "-m", "loramux.engine.quantizing.process")
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:  # noqa: S603
+    pipe = subprocess.PIPE
+    # A session of its own, so that Ctrl-C at the terminal reaches only this process, which ends the other one.
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as process:  # noqa: S603 - our own
         assert process.stdin is not None
         try:
             process.stdin.write(msgspec.json.encode(job))

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from loramux.engine.errors import ModelNotSupported
 
@@ -64,6 +63,9 @@ def _int4(rows: Floats, group: int) -> tuple[npt.NDArray[np.int32], Floats]:
 
 
 def _fp8(rows: Floats, group: int) -> tuple[npt.NDArray[np.uint8], Floats]:
+    # Imported here because the other methods do not need torch, whose import takes seconds.
+    import torch
+
     scales = _nonzero(np.abs(rows).max(axis=1, keepdims=True) / np.float32(_LARGEST_E4M3))
     return torch.from_numpy(rows / scales).to(torch.float8_e4m3fn).view(torch.uint8).numpy(), scales
 

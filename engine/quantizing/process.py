@@ -1,11 +1,13 @@
 """Quantises a model in a process of its own: `python -m loramux.engine.quantizing.process`.
 
 The process reads a QuantizeJob as JSON from standard input, and writes lines of JSON: QuantizeProgress, and at the end
-QuantizeResult or QuantizeRefused. It needs torch, which a gateway never imports.
+QuantizeResult or QuantizeRefused. It can need torch, which a gateway never imports, and much memory, which is free again
+afterwards.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -62,7 +64,9 @@ def _quality(job: QuantizeJob, config: EngineConfig, path: Path) -> float | None
 
     _send(QuantizeProgress(done=0, total=0))
     divergence = mean_divergence(config, job.prompts)
-    path.write_bytes(msgspec.json.encode(divergence))
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_bytes(msgspec.json.encode(divergence))
+    os.replace(unfinished, path)
     return divergence
 
 

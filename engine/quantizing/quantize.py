@@ -27,6 +27,7 @@ from loramux.engine.quantizing.methods import METHODS, Method
 VERSION = 1
 """Changes with the meaning of the files, so that those of older versions are not used."""
 
+_UNFINISHED = "unfinished-"
 _BLOCK_ELEMENTS = 1 << 22
 _ALIGNMENT = 8
 
@@ -74,10 +75,11 @@ def quantize(model_dir: Path, destination: Path, method: str, progress: Callable
     tensors = {name: plain[name] for name in quantized_names(config)}
     how = METHODS[method]
     group = how.group({tensor.shape[1] for tensor in tensors.values()})
-    unfinished = destination.with_name("unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    unfinished = destination.with_name(f"{_UNFINISHED}{os.getpid()}")
+    for left in destination.parent.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(left, ignore_errors=True)
     try:
+        unfinished.mkdir(parents=True)
         _write(unfinished / "model.safetensors", tensors, how, group, progress)
         (unfinished / "config.json").write_text(json.dumps({"quantization_config": _description(how, group)}))
         os.replace(unfinished, destination)

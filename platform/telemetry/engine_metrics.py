@@ -49,14 +49,11 @@ class _Info(Collector):
         self._info = info
 
     def collect(self) -> Iterator[Metric]:
-        if self._info is not None:
-            labels = {
-                "device": self._info.device,
-                "dtype": self._info.dtype,
-                "weights": self._info.quantization or "float",
-            }
-            metric = GaugeMetricFamily("loramux_engine_info", "The engine's device and formats", labels=tuple(labels))
-            metric.add_metric(tuple(labels.values()), 1)
+        info = self._info
+        if info is not None:
+            labels = ("device", "dtype", "weights")
+            metric = GaugeMetricFamily("loramux_engine_info", "The engine's device and formats", labels=labels)
+            metric.add_metric((info.device, info.dtype, info.quantization or "float"), 1)
             yield metric
 
 

@@ -1,0 +1,59 @@
+"""A server that quantises its base starts with it, keeps it, and says how good it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loramux.admin.demo.corpus import sample_texts
+from loramux.admin.errors import StartRefused
+from loramux.admin.serve import read_model
+from loramux.admin.server import quantized_base
+from loramux.admin.server.quantized_base import MAX_PROMPTS, quantize_base
+from loramux.admin.server.settings import Settings
+from loramux.engine.config import EngineConfig
+from tests.conformance.tiny_models import SMALL_SHAPE
+from tests.quantized_layouts import LAYOUTS, quantize_directory
+
+
+def test_weights_are_made_once_by_another_process(
+    demo_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Measuring is tested in tests/engine/quantizing; a process of its own would have to load the model twice.
+    monkeypatch.setattr(quantized_base, "free_memory", lambda: 0)
+    config = EngineConfig(model_dir=str(demo_base), blob_url="", cache_dir="")
+    base = quantize_base(config, tmp_path / "quantized", "int8", sample_texts)
+    assert base.directory.parent == tmp_path / "quantized"
+    assert sorted(path.name for path in base.directory.iterdir()) == ["config.json", "model.safetensors"]
+    assert "the float model does not fit into the free memory" in base.quality
+    (base.directory / "quality.json").write_text("0.0123")
+    written = (base.directory / "model.safetensors").stat()
+    again = quantize_base(config, tmp_path / "quantized", "int8", sample_texts)
+    assert again.directory == base.directory
+    assert again.quality == "mean KL divergence from the float model: 0.012 nats per token"
+    assert (base.directory / "model.safetensors").stat().st_ino == written.st_ino
+    assert capfd.readouterr().out == ""
+
+
+def test_refusals_of_the_process_stop_the_start(demo_base: Path, tmp_path: Path) -> None:
+    config = EngineConfig(model_dir=str(demo_base), blob_url="", cache_dir="", device="cuda")
+    (tmp_path / "quantized").write_text("a file")
+    with pytest.raises(StartRefused, match=r"cannot be written to .*: (Not a directory|File exists)"):
+        quantize_base(config, tmp_path / "quantized", "int8", sample_texts)
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**{**SMALL_SHAPE, "intermediate_size": 128}))
+    model.save_pretrained(tmp_path / "base")
+    quantize_directory(model, tmp_path / "base", LAYOUTS["gptq-sym"])
+    with pytest.raises(StartRefused, match=r"already quantised \(gptq int4\): omit --quantization"):
+        read_model(Settings(model=tmp_path / "base", data_dir=tmp_path, quantization="int8"))
+
+
+def test_the_sample_texts_are_always_the_same() -> None:
+    texts = sample_texts(MAX_PROMPTS)
+    assert len(texts) == MAX_PROMPTS
+    assert texts == sample_texts(MAX_PROMPTS)
