@@ -80,7 +80,7 @@ def assemble_gateway(
             grammars=GrammarChecker(settings.model, model.vocab_size, model.eos_token_ids, metrics.note_grammar),
             model=ModelInfo(
                 served_name=settings.resolved_served_name,
-                max_model_len=min(model.max_model_len, info.max_model_len),
+                max_model_len=info.max_model_len,
                 vocab_size=model.vocab_size,
                 created_s=int((settings.model / "config.json").stat().st_mtime),
             ),

@@ -116,9 +116,9 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     """The longest context of a sequence in tokens, prompt and answer together."""
     if config.max_model_len is None:
         return model.max_model_len
-    if not 1 <= config.max_model_len <= model.max_model_len:
+    if not 1 <= config.max_model_len <= model.stretched_model_len:
         raise ModelNotSupported(
-            f"max_model_len {config.max_model_len} is outside [1, {model.max_model_len}], the model's own limit"
+            f"max_model_len {config.max_model_len} is outside [1, {model.stretched_model_len}], the model's own limit"
         )
     return config.max_model_len
 

@@ -32,7 +32,7 @@ from loramux.engine.model.layer_kinds import FULL, SLIDING
 from loramux.engine.model.missing_features import MISSING_FEATURES
 from loramux.engine.model.mixture_config import MixtureConfig, parse_mixture
 from loramux.engine.model.multimodal import text_decoder
-from loramux.engine.model.rope_config import RopeConfig, longest_context, parse_ropes
+from loramux.engine.model.rope_config import RopeConfig, longest_contexts, parse_ropes
 from loramux.kernels.layout import LinearShape, PageGeometry
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -52,6 +52,7 @@ _ACTIVATIONS_WITHOUT_GATE = {"gelu_pytorch_tanh": GELU_TANH, "relu2": RELU_SQUAR
 class ModelConfig:
     """Configuration of one decoder.
 
+    Contexts have up to `max_model_len` tokens by default, and up to `stretched_model_len` if the operator says so.
     `layer_windows` contains each layer's sliding window in tokens, or None for the whole context. `layer_ropes`
     contains each layer's rotary embedding. `norm_offset` is added to every norm's weight. `qk_norm` is None if q and k
     are not normed. `residual_scale` multiplies the outputs of attention and feed-forward. With `fused_qkv`, q/k/v form
@@ -69,6 +70,7 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     max_model_len: int
+    stretched_model_len: int
     norms: NormNames
     norm_eps: float
     norm_offset: float
@@ -238,6 +240,7 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         raise ModelNotSupported(str(error)) from error
     windows = _parse_windows(raw, architecture, family, num_layers)
     ropes = parse_ropes(raw, architecture, family, windows, head_dim)
+    max_model_len, stretched_model_len = longest_contexts(raw, ropes)
     return ModelConfig(
         architecture=architecture,
         num_layers=num_layers,
@@ -247,7 +250,8 @@ def _parse(raw: Mapping[str, Any], generation: dict[str, Any]) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=positive(raw, "vocab_size"),
-        max_model_len=longest_context(raw, ropes),
+        max_model_len=max_model_len,
+        stretched_model_len=stretched_model_len,
         norms=family.norms,
         norm_eps=positive_float(raw, family.norm_eps_field),
         norm_offset=family.norm_offset,

@@ -47,8 +47,9 @@ _TURNS = {"beta_fast": 32.0, "beta_slow": 1.0}
 class RopeConfig:
     """Rotary position embedding of one kind of layer.
 
-    `kind` is `none` (q and k are not rotated), `default`, `linear` (scaled by `factor`), `llama3` (scaled by `factor`
-    beyond `original_max_len`, with the two frequency factors), `yarn` (scaled by `factor` where a frequency makes fewer
+    `kind` is `none` (q and k are not rotated), `default`, `linear` (scaled by `factor`), `dynamic` (with a `theta` that
+    grows with contexts beyond `original_max_len`, depending on `factor`), `llama3` (scaled by `factor` beyond
+    `original_max_len`, with the two frequency factors), `yarn` (scaled by `factor` where a frequency makes fewer
     than `slow_turns` within `original_max_len`, and unscaled above `fast_turns`) or `longrope` (one factor for each
     frequency). `attention_factor` multiplies cosine and sine. Only the first `rotary_fraction` of a head's channels are
     rotated. `query_growth` scales q in positions beyond `original_max_len`.
@@ -121,9 +122,11 @@ def _parse_rope(
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, rotary_fraction=fraction, factor=positive_float(given, "factor"))
     if kind == "dynamic":
-        # Theta grows only with contexts beyond max_position_embeddings, which are not served.
-        positive_float(given, "factor")
-        return RopeConfig(theta=theta, rotary_fraction=fraction)
+        # As in transformers, theta depends on max_position_embeddings, whatever else the settings name.
+        if int(head_dim * fraction) <= 2:
+            refuse_field("partial_rotary_factor", fraction, f"the rotary embedding {kind!r}")
+        trained, growth = positive(raw, "max_position_embeddings"), positive_float(given, "factor")
+        return RopeConfig(theta=theta, kind=kind, rotary_fraction=fraction, factor=growth, original_max_len=trained)
     if kind == "yarn":
         return _parse_yarn(given, raw, theta, fraction)
     original = _original_max_len(given, raw)
@@ -208,10 +211,17 @@ def _pair_factors(given: Mapping[str, Any], name: str, num_pairs: int) -> tuple[
     return factors
 
 
-def longest_context(raw: Mapping[str, Any], ropes: Collection[RopeConfig]) -> int:
-    """The longest context that the model supports: YaRN can stretch it beyond `max_position_embeddings`."""
-    stretched = [int(rope.factor * rope.original_max_len) for rope in ropes if rope.kind == "yarn"]
-    longest = max(positive(raw, "max_position_embeddings"), *stretched, 0)
-    if longest > MAX_CONTEXT:
-        raise ModelNotSupported(f"config.json describes a context of {longest} tokens, above {MAX_CONTEXT}")
-    return longest
+def longest_contexts(raw: Mapping[str, Any], ropes: Collection[RopeConfig]) -> tuple[int, int]:
+    """The longest context by default, and on request. YaRN can stretch the first beyond `max_position_embeddings`.
+
+    Dynamic NTK can stretch only the second, because it changes the angles of contexts of all lengths.
+    """
+
+    def stretched(kind: str) -> int:
+        return max((int(rope.factor * rope.original_max_len) for rope in ropes if rope.kind == kind), default=0)
+
+    usual = max(positive(raw, "max_position_embeddings"), stretched("yarn"))
+    most = max(usual, stretched("dynamic"))
+    if most > MAX_CONTEXT:
+        raise ModelNotSupported(f"config.json describes a context of {most} tokens, above {MAX_CONTEXT}")
+    return usual, most

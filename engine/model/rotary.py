@@ -12,24 +12,24 @@ from loramux.engine.model.rope_config import RopeConfig
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.Tensor:
     """Angle by which each pair of channels rotates per position, float32 `[rotary_dim / 2]`.
 
-    `linear` divides every frequency by the factor. `llama3` divides only frequencies with a wavelength beyond the
-    original context, with a smooth transition (Llama 3.1's published scaling), and `yarn` those that make few turns
-    within it (Peng et al., 2023). `longrope` divides each frequency by its own factor (Ding et al., 2024), taken from
-    one list for contexts up to the original length and from another for longer contexts. `max_len`, the longest context
-    served, determines which list all sequences use. A sequence cannot switch lists when it grows past the original
-    length, because the K of its early positions is already cached.
+    `linear` divides every frequency by the factor. `dynamic` raises theta for contexts beyond the original one.
+    `llama3` divides only frequencies with a wavelength beyond the original context, with a smooth transition (Llama
+    3.1's published scaling), and `yarn` those that make few turns within it (Peng et al., 2023). `longrope` divides
+    each frequency by its own factor (Ding et al., 2024), taken from one list for contexts up to the original length and
+    from another for longer contexts. `max_len`, the longest context served, determines the theta or list that all
+    sequences use. A sequence cannot change it while it grows, because the K of its early positions is already cached.
     """
     if rope.kind == "none":
         # Without rotation, one pair of channels with an angle of 0 is enough.
         return torch.zeros(1)
     rotary_dim = int(head_dim * rope.rotary_fraction)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
-    periods = rope.theta**exponents
+    periods = _theta(rope, rotary_dim, max_len) ** exponents
     if rope.kind == "longrope":
         factors = rope.long_factors if max_len > rope.original_max_len else rope.short_factors
         return 1.0 / (torch.tensor(factors) * periods)
     frequencies = 1.0 / periods
-    if rope.kind == "default":
+    if rope.kind in ("default", "dynamic"):
         return frequencies
     if rope.kind == "linear":
         return frequencies / rope.factor
@@ -41,6 +41,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> torch.
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     smooth = smooth.clamp(0.0, 1.0)
     return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+
+
+def _theta(rope: RopeConfig, rotary_dim: int, max_len: int) -> float:
+    if rope.kind != "dynamic" or max_len <= rope.original_max_len:
+        return rope.theta
+    stretch = rope.factor * max_len / rope.original_max_len - (rope.factor - 1)
+    return rope.theta * float(stretch ** (rotary_dim / (rotary_dim - 2)))
 
 
 def _scaled_share(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:

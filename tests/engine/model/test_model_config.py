@@ -42,6 +42,9 @@ LONGROPE = {
 }
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+
+
 def load(tmp_path: Path, changes: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
     if generation is not None:
@@ -254,12 +257,24 @@ def test_phi_3_rotates_part_of_each_head(tmp_path: Path) -> None:
         ({"rope_theta": 5e5}, RopeConfig(theta=5e5)),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7e3}}, RopeConfig(theta=7e3)),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, RopeConfig(theta=1e4, kind="linear", factor=2.0)),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, RopeConfig(theta=1e4)),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            RopeConfig(theta=1e4, kind="dynamic", factor=2.0, original_max_len=256),
+        ),
     ],
     ids=["nothing said", "theta alone", "transformers 5", "before transformers 5", "dynamic"],
 )
 def test_each_kind_of_rope_is_read(tmp_path: Path, changes: dict[str, Any], expected: RopeConfig) -> None:
     assert load(tmp_path, changes).layer_ropes == (expected,) * 4
+
+
+def test_dynamic_ntk_stretches_the_context_on_request(tmp_path: Path) -> None:
+    config = load(tmp_path, {"rope_scaling": {"type": "dynamic", "factor": 4.0}})
+    assert (config.max_model_len, config.stretched_model_len) == (256, 1024)
+    [rope] = set(config.layer_ropes)
+    plain = inverse_frequencies(RopeConfig(theta=1e4), 16, 256)
+    assert torch.equal(inverse_frequencies(rope, 16, 256), plain)
+    assert (inverse_frequencies(rope, 16, 1024)[1:] < plain[1:]).all()
 
 
 def test_yarn_stretches_the_context(tmp_path: Path) -> None:
@@ -368,6 +383,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # Unsupported settings that change the computation, and the name in the error.
     ({"rope_scaling": {"rope_type": "proportional"}}, "'proportional' of LlamaForCausalLM is not supported"),
     ({"rope_scaling": {"rope_type": "dynamic"}}, "malformed: 'factor'"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 1e300}}, "a context of [0-9]+ tokens, above"),
+    (
+        {"architectures": ["StableLmForCausalLM"], "partial_rotary_factor": 0.15, "rope_scaling": DYNAMIC},
+        "partial_rotary_factor = 0.15",
+    ),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "factor is 0"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 1e30}}, "a context of [0-9]+ tokens, above 67108864"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_slow": -1}}, "beta_slow is -1"),
