@@ -10,7 +10,7 @@ import torch
 from loramux.kernels.gpu.capability import capability_problem
 from loramux.kernels.routing import ExpertWeights, Routing
 from loramux.kernels.routing_spec import RoutingSpec
-from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews, Segments
 
 
 class LoraKernels(Protocol):
@@ -119,6 +119,14 @@ class Kernels(LoraKernels, Protocol):
         ones.
 
         If a token's logits contain NaN or positive infinity, it gets the first experts with NaN weights.
+        """
+        ...
+
+    def adapter_pairs(self, routing: Routing, slots: torch.Tensor, segments: Segments) -> Segments:
+        """Group the routing's pairs by adapter and expert, for the groups of experts.
+
+        `slots` int32 `[T]` is the adapter slot of each row, or -1. `segments` are the segments of the same rows, in
+        which each adapter's rows are adjacent, except for rows of the base.
         """
         ...
 

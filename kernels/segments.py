@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from loramux.kernels.layout import MAX_RANK
+from loramux.kernels.routing import Routing
 from loramux.kernels.tables import Segments
 
 SEGMENT_ROWS = 16
@@ -42,6 +43,17 @@ def group_rows(
     place = index - np.maximum.accumulate(np.where(is_first, index, 0))
     starts = index[place % max_rows == 0]
     return rows, np.append(starts, np.int32(rows.shape[0])), grouped[starts]
+
+
+def build_pair_segments(routing: Routing, slots: torch.Tensor, max_rows: int, max_rank: int = MAX_RANK) -> Segments:
+    """Group the pairs of rows with an adapter by adapter and expert, on the CPU; `slots` is that of `group_rows`."""
+    of_pair = routing.experts.numpy()  # [T, top_k]
+    num_experts = routing.starts.shape[0] - 1
+    slot_of_row = slots.numpy()[:, None]
+    keys = np.where(slot_of_row >= 0, slot_of_row * num_experts + of_pair, np.int32(-1)).reshape(-1)
+    rows, starts, found = group_rows(keys, max_rows)
+    segment_slots, experts = np.divmod(found, np.int32(num_experts))
+    return Segments(*map(torch.from_numpy, (rows, starts, segment_slots)), max_rank, max_rows, torch.from_numpy(experts))
 
 
 def build_segments(slots: npt.NDArray[np.int32], max_rows: int, max_rank: int = MAX_RANK) -> Segments:

@@ -59,6 +59,9 @@ class ModuleGroup:
     `modules` are indices into the tables' axis M. Module `i` writes columns `[out_offsets[i], out_offsets[i] +
     out_features[i])` of the group's output. An embedding forms its own group: its input is one of `in_features` tokens,
     and its shrink is `lora_gather`.
+
+    In a group of experts, `modules` are those of expert 0, and expert `e` has the modules `e * expert_stride` further.
+    Modules of the group may write the same columns, but no adapter has two such modules of one expert.
     """
 
     modules: tuple[int, ...]
@@ -66,10 +69,11 @@ class ModuleGroup:
     out_features: tuple[int, ...]
     out_offsets: tuple[int, ...]
     is_embedding: bool = False
+    expert_stride: int = 0
 
     @property
     def total_out(self) -> int:
-        return sum(self.out_features)
+        return max(offset + width for offset, width in zip(self.out_offsets, self.out_features, strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +85,9 @@ class Segments:
     slot `slots[i]`. No listed adapter has a rank above `max_rank`, so planes do not have to be wider. `max_rows` bounds
     the rows of a segment and determines the tile size on a GPU.
 
+    For a group of experts, `rows` are pairs of a `Routing`, and segment `i` uses the modules of expert `experts[i]`,
+    int32 `[num_segments]`. For all other groups, `experts` is None.
+
     A captured graph has a fixed number of segments: on a GPU, slot -1 marks a padding segment.
     """
 
@@ -89,6 +96,7 @@ class Segments:
     slots: torch.Tensor
     max_rank: int = MAX_RANK
     max_rows: int = 16
+    experts: torch.Tensor | None = None
 
     @property
     def num_segments(self) -> int:
@@ -99,7 +107,8 @@ class Segments:
 class LoraCall:
     """One LoRA call: applies `group` in `layer` to each segment, using the adapters' entries in `tables`.
 
-    For modules outside the layers, `layer` is 0 and `tables` is `AdapterTables.outer`.
+    For modules outside the layers, `layer` is 0 and `tables` is `AdapterTables.outer`. For a group of experts, the
+    output has a row for each pair of a `Routing`, and the input has one for each pair or for each token.
     """
 
     layer: int

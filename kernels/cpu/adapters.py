@@ -28,8 +28,8 @@ class CpuLora:
     """Shrink, gather and expand over one page pool in host memory.
 
     Values derived from tables and segments are cached as long as the same objects are passed, which covers all layers
-    of a step. Arrays share memory with the tensors, so tables may be rewritten between steps. The groups that the
-    segments' adapters change are cached per `Segments` object. Each step has new `Segments` objects, without padding.
+    of a step. Arrays share memory with the tensors, so tables may be rewritten between steps. Each step has new
+    `Segments` objects, without padding.
     """
 
     segment_rows = SEGMENT_ROWS
@@ -46,8 +46,6 @@ class CpuLora:
         self._planes: dict[tuple[int, int, int], torch.Tensor] = {}
         self._tables: AdapterTables | None = None
         self._segments: Segments | None = None
-        # Keyed by `ModuleGroup.modules`.
-        self._adapted: dict[tuple[int, ...], bool] = {}
 
     def lora_planes(self, call: LoraCall, num_tokens: int) -> torch.Tensor:
         shape = (num_tokens, len(call.group.modules), call.segments.max_rank)
@@ -70,8 +68,7 @@ class CpuLora:
         self._run(None, planes, y, call)
 
     def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
-        if self._is_adapted(call):
-            self._run(x, self.lora_planes(call, x.shape[0]), y, call)
+        self._run(x, self.lora_planes(call, y.shape[0]), y, call)
 
     def lora_gather(self, tokens: torch.Tensor, call: LoraCall, planes: torch.Tensor) -> None:
         self._read(call)
@@ -108,21 +105,17 @@ class CpuLora:
         """Shrink if `x` is given, then expand if `y` is given."""
         self._read(call)
         if self._slots.shape[0]:
+            x_rows, shifts = self._segment_rows, self._no_shifts
+            if call.segments.experts is not None:
+                shifts = array(call.segments.experts, torch.int32) * np.int32(call.group.expert_stride)
+                if x is not None:
+                    x_rows = x_rows // np.int32(planes.shape[0] // x.shape[0])
             low_rank(
                 torch.get_num_threads(), x is not None, y is not None,
                 *(NOWHERE if x is None else rows_of(x)), *planes_of(planes), *(NOWHERE if y is None else rows_of(y)),
                 self._adapter, call.layer, self._plan(call.group), self._page_table, self._off, self._rank, self._scale,
-                self._segment_rows, self._starts, self._slots,
+                x_rows, self._segment_rows, self._starts, self._slots, shifts,
             )  # fmt: skip
-
-    def _is_adapted(self, call: LoraCall) -> bool:
-        """True if any adapter of the segments changes a module of the group, in any layer."""
-        self._read(call)
-        modules = call.group.modules
-        known = self._adapted.get(modules)
-        if known is None:
-            known = self._adapted[modules] = bool(self._rank[self._slots][:, :, modules].any())
-        return known
 
     def _plan(self, group: ModuleGroup) -> npt.NDArray[np.int64]:
         plan = self._plans.get(group)
@@ -136,9 +129,8 @@ class CpuLora:
             self._page_table, self._off = array(tables.page_table, torch.int32), array(tables.off, torch.int32)
             self._rank, self._scale = array(tables.rank, torch.int32), array(tables.scale, torch.float32)
             self._tables = tables
-            self._adapted.clear()
         if segments is not self._segments:
             self._segment_rows = array(segments.rows, torch.int32)
             self._starts, self._slots = array(segments.starts, torch.int32), array(segments.slots, torch.int32)
             self._segments = segments
-            self._adapted.clear()
+            self._no_shifts = np.zeros(self._slots.shape[0], np.int32)

@@ -144,12 +144,12 @@ def _expand_tasks(slot_rank: int, num_rows: int, out_features: int, chunk_len: i
 
 
 @helper
-def expand_work(plan: Any, layer: int, rank: Any, starts: Any, slots: Any) -> int:
+def expand_work(plan: Any, layer: int, rank: Any, starts: Any, slots: Any, shifts: Any) -> int:
     """Total cost of these segments' tasks, in multiplications."""
     work = 0
     for s in range(slots.shape[0]):
         for i in range(plan.shape[0]):
-            slot_rank = np.int64(rank[slots[s], layer, plan[i, MODULE]])
+            slot_rank = np.int64(rank[slots[s], layer, plan[i, MODULE] + shifts[s]])
             count, cost = _expand_tasks(slot_rank, starts[s + 1] - starts[s], plan[i, OUT], plan[i, B_CHUNK])
             work += count * cost
     return work
@@ -174,6 +174,7 @@ def expand_share(
     rows: Any,
     starts: Any,
     slots: Any,
+    shifts: Any,
 ) -> None:
     """Run the tasks that begin in `[low, high)` of `expand_work`. `low_rank.low_rank` describes the other arguments."""
     flat_pool = pool.reshape(-1)
@@ -187,15 +188,15 @@ def expand_share(
     for s in range(slots.shape[0]):
         pages = page_table[slots[s]]
         for i in range(plan.shape[0]):
-            slot_rank = np.int64(rank[slots[s], layer, plan[i, MODULE]])
+            slot_rank = np.int64(rank[slots[s], layer, plan[i, MODULE] + shifts[s]])
             if slot_rank == 0:
                 continue
             width, padded_len, chunk_len = plan[i, OUT], plan[i, B_PADDED], plan[i, B_CHUNK]
             count, cost = _expand_tasks(slot_rank, starts[s + 1] - starts[s], width, chunk_len)
             first, last = share_of(cursor, cost, count, low, high)
             cursor += count * cost
-            offset = np.int64(off[slots[s], layer, plan[i, MODULE], B])
-            affine = np.int64(off[slots[s], layer, plan[i, MODULE], AFFINE])
+            offset = np.int64(off[slots[s], layer, plan[i, MODULE] + shifts[s], B])
+            affine = np.int64(off[slots[s], layer, plan[i, MODULE] + shifts[s], AFFINE])
             for begin in range(first * chunk_len, min(last * chunk_len, width), chunk_len):
                 for r in range(0, slot_rank, RANK_BLOCK):
                     num_ranks = min(np.int64(RANK_BLOCK), slot_rank - r)
@@ -213,7 +214,7 @@ def expand_share(
                     visit = _ExpandVisit(
                         np.int64(s), planes_address + 4 * (i * module_stride + r),
                         y_address + 4 * (plan[i, COLUMN] + begin), num_ranks,
-                        scale[slots[s], layer, plan[i, MODULE]], min(chunk_len, width - begin), gain, shift,
+                        scale[slots[s], layer, plan[i, MODULE] + shifts[s]], min(chunk_len, width - begin), gain, shift,
                     )  # fmt: skip
     if is_known:
         _expand_visit(visit, places, places, row_stride, y_stride, flat_pool, rows, starts, sums)

@@ -14,7 +14,8 @@ from loramux.kernels.cpu.experts import PackedExperts
 from loramux.kernels.cpu.vectors import LANES
 from loramux.kernels.routing import ExpertWeights, Routing, group_pairs
 from loramux.kernels.routing_spec import RoutingSpec
-from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews
+from loramux.kernels.segments import build_pair_segments
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, PoolViews, Segments
 
 NO_WINDOW = 1 << 40
 """A window wider than any context."""
@@ -120,6 +121,9 @@ class CpuKernels(CpuLora):
             spec.normalizes,
         )  # fmt: skip
         return Routing(experts, weights, *group_pairs(experts, spec.num_experts))
+
+    def adapter_pairs(self, routing: Routing, slots: torch.Tensor, segments: Segments) -> Segments:
+        return build_pair_segments(routing, slots, self.segment_rows, segments.max_rank)
 
     def multiply_experts(self, x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> torch.Tensor:
         assert isinstance(experts, PackedExperts)

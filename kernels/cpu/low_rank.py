@@ -23,16 +23,18 @@ MAX_EXCESS = 1 / 32
 
 
 @helper
-def _segment_work(shrinks: bool, expands: bool, plan: Any, layer: int, rank: Any, starts: Any, slots: Any) -> Any:
+def _segment_work(
+    shrinks: bool, expands: bool, plan: Any, layer: int, rank: Any, starts: Any, slots: Any, shifts: Any
+) -> Any:  # fmt: skip
     """Running total of multiplications before each segment, int64 `[num_segments + 1]`."""
     work = np.zeros(slots.shape[0] + 1, np.int64)
     for s in range(slots.shape[0]):
-        own_starts, own_slots = starts[s : s + 2], slots[s : s + 1]
+        own_starts, own_slots, own_shifts = starts[s : s + 2], slots[s : s + 1], shifts[s : s + 1]
         work[s + 1] = work[s]
         if shrinks:
-            work[s + 1] += shrink_work(plan, layer, rank, own_starts, own_slots)
+            work[s + 1] += shrink_work(plan, layer, rank, own_starts, own_slots, own_shifts)
         if expands:
-            work[s + 1] += expand_work(plan, layer, rank, own_starts, own_slots)
+            work[s + 1] += expand_work(plan, layer, rank, own_starts, own_slots, own_shifts)
     return work
 
 
@@ -65,22 +67,22 @@ def _is_even(work: Any, firsts: Any) -> bool:
 def _run_segments(
     first: int, last: int, shrinks: bool, expands: bool,
     x_address: int, x_stride: int, planes_address: int, row_stride: int, module_stride: int, y_address: int,
-    y_stride: int, pool: Any, layer: int, plan: Any, page_table: Any, off: Any, rank: Any, scale: Any, rows: Any,
-    starts: Any, slots: Any,
+    y_stride: int, pool: Any, layer: int, plan: Any, page_table: Any, off: Any, rank: Any, scale: Any, x_rows: Any,
+    rows: Any, starts: Any, slots: Any, shifts: Any,
 ) -> None:  # fmt: skip
     """Do all the work of segments `[first, last)`."""
-    own_starts, own_slots = starts[first : last + 1], slots[first:last]
+    own_starts, own_slots, own_shifts = starts[first : last + 1], slots[first:last], shifts[first:last]
     if shrinks:
         shrink_share(
-            0, shrink_work(plan, layer, rank, own_starts, own_slots),
+            0, shrink_work(plan, layer, rank, own_starts, own_slots, own_shifts),
             x_address, x_stride, planes_address, row_stride, module_stride,
-            pool, layer, plan, page_table, off, rank, rows, own_starts, own_slots,
+            pool, layer, plan, page_table, off, rank, x_rows, rows, own_starts, own_slots, own_shifts,
         )  # fmt: skip
     if expands:
         expand_share(
-            0, expand_work(plan, layer, rank, own_starts, own_slots),
+            0, expand_work(plan, layer, rank, own_starts, own_slots, own_shifts),
             planes_address, row_stride, module_stride, y_address, y_stride,
-            pool, layer, plan, page_table, off, rank, scale, rows, own_starts, own_slots,
+            pool, layer, plan, page_table, off, rank, scale, rows, own_starts, own_slots, own_shifts,
         )  # fmt: skip
 
 
@@ -103,9 +105,11 @@ def low_rank(
     off: Any,
     rank: Any,
     scale: Any,
+    x_rows: Any,
     rows: Any,
     starts: Any,
     slots: Any,
+    shifts: Any,
 ) -> None:
     """`planes[t, i, :rank] = x[t] @ A[slot, module i]ᵀ`, then `y[t, columns of i] += scale * planes[t, i, :rank] @ Bᵀ`.
 
@@ -114,38 +118,39 @@ def low_rank(
     The first product is computed only if `shrinks`, and the second only if `expands`; see `ReferenceKernels`. The work
     is divided into `num_threads` shares. `x`, `planes` and `y` are float32, passed by address and strides in elements.
     `pool` is `[P, L, E]`, float32 or bfloat16 bits as uint16. `plan` comes from `group_plan`. Tables and segments have
-    the dtypes given in `tables.py`.
+    the dtypes given in `tables.py`. `x_rows` int32 `[num_lora_rows]` are the rows of `x` that belong to `rows`. A
+    segment's modules are those of the plan, moved by its entry of `shifts` int32 `[num_segments]`.
     """
-    work = _segment_work(shrinks, expands, plan, layer, rank, starts, slots)
+    work = _segment_work(shrinks, expands, plan, layer, rank, starts, slots, shifts)
     firsts = _whole_segments(work, num_threads)
     takes_whole = shrinks and expands and _is_even(work, firsts)
     num_wakes = 2 if shrinks and expands and not takes_whole else 1
     if work[-1] < num_wakes * SERIAL_WORK:
         _run_segments(
             0, slots.shape[0], shrinks, expands, x_address, x_stride, planes_address, row_stride, module_stride,
-            y_address, y_stride, pool, layer, plan, page_table, off, rank, scale, rows, starts, slots,
+            y_address, y_stride, pool, layer, plan, page_table, off, rank, scale, x_rows, rows, starts, slots, shifts,
         )  # fmt: skip
     elif takes_whole:
         for part in prange(num_threads):
             _run_segments(
                 firsts[part], firsts[part + 1], shrinks, expands,
                 x_address, x_stride, planes_address, row_stride, module_stride,
-                y_address, y_stride, pool, layer, plan, page_table, off, rank, scale, rows, starts, slots,
+                y_address, y_stride, pool, layer, plan, page_table, off, rank, scale, x_rows, rows, starts, slots, shifts,
             )  # fmt: skip
     else:
         if shrinks:
-            all_work = shrink_work(plan, layer, rank, starts, slots)
+            all_work = shrink_work(plan, layer, rank, starts, slots, shifts)
             for part in prange(num_threads):
                 shrink_share(
                     all_work * part // num_threads, all_work * (part + 1) // num_threads,
                     x_address, x_stride, planes_address, row_stride, module_stride,
-                    pool, layer, plan, page_table, off, rank, rows, starts, slots,
+                    pool, layer, plan, page_table, off, rank, x_rows, rows, starts, slots, shifts,
                 )  # fmt: skip
         if expands:
-            all_work = expand_work(plan, layer, rank, starts, slots)
+            all_work = expand_work(plan, layer, rank, starts, slots, shifts)
             for part in prange(num_threads):
                 expand_share(
                     all_work * part // num_threads, all_work * (part + 1) // num_threads,
                     planes_address, row_stride, module_stride, y_address, y_stride,
-                    pool, layer, plan, page_table, off, rank, scale, rows, starts, slots,
+                    pool, layer, plan, page_table, off, rank, scale, rows, starts, slots, shifts,
                 )  # fmt: skip

@@ -65,39 +65,40 @@ def _shrink_rows(x: Any, planes: Any, pool: Any, a: Any, ahead: Any, length: int
 
 @helper
 def _shrink_segment(
-    x: int, x_step: int, planes: int, plane_step: int, rows: Any, begin: int, end: int,
+    x: int, x_step: int, planes: int, plane_step: int, x_rows: Any, rows: Any, begin: int, end: int,
     pool: Any, a: Any, ahead: Any, length: int, is_first: bool,
 ) -> None:  # fmt: skip
     """Multiply all rows of a segment by the same runs of A's rows."""
     j = begin
     while j < end:
         if IS_WIDE and end - j >= 6:
-            x_rows, plane_rows = six_rows(x, x_step, rows, j), six_rows(planes, plane_step, rows, j)
-            _shrink_rows(x_rows, plane_rows, pool, a, ahead, length, is_first)
+            x_at, plane_at = six_rows(x, x_step, x_rows, j), six_rows(planes, plane_step, rows, j)
+            _shrink_rows(x_at, plane_at, pool, a, ahead, length, is_first)
             j += 6
         elif end - j >= 3:
-            x_rows, plane_rows = three_rows(x, x_step, rows, j), three_rows(planes, plane_step, rows, j)
-            _shrink_rows(x_rows, plane_rows, pool, a, ahead, length, is_first)
+            x_at, plane_at = three_rows(x, x_step, x_rows, j), three_rows(planes, plane_step, rows, j)
+            _shrink_rows(x_at, plane_at, pool, a, ahead, length, is_first)
             j += 3
         else:
-            t = np.int64(rows[j])
-            _shrink_rows((x + t * x_step,), (planes + t * plane_step,), pool, a, ahead, length, is_first)
+            x_at, plane_at = (x + np.int64(x_rows[j]) * x_step,), (planes + np.int64(rows[j]) * plane_step,)
+            _shrink_rows(x_at, plane_at, pool, a, ahead, length, is_first)
             j += 1
 
 
 @helper
 def _shrink_visit(
-    visit: Any, a: Any, ahead: Any, x_step: int, plane_step: int, pool: Any, rows: Any, starts: Any
+    visit: Any, a: Any, ahead: Any, x_step: int, plane_step: int, pool: Any, x_rows: Any, rows: Any, starts: Any
 ) -> None:  # fmt: skip
     """Process one visit. `ahead` contains the pool indices at which the next visit begins."""
     begin, end = np.int64(starts[visit.segment]), np.int64(starts[visit.segment + 1])
     if visit.num_ranks == RANKS:
         _shrink_segment(
-            visit.x, x_step, visit.planes, plane_step, rows, begin, end, pool, a, ahead, visit.length, visit.is_first
-        )
+            visit.x, x_step, visit.planes, plane_step, x_rows, rows, begin, end, pool, a, ahead, visit.length,
+            visit.is_first,
+        )  # fmt: skip
     else:
         _shrink_segment(
-            visit.x, x_step, visit.planes, plane_step, rows, begin, end, pool, (a[0],), (ahead[0],), visit.length,
+            visit.x, x_step, visit.planes, plane_step, x_rows, rows, begin, end, pool, (a[0],), (ahead[0],), visit.length,
             visit.is_first,
         )  # fmt: skip
 
@@ -109,12 +110,12 @@ def _shrink_tasks(slot_rank: int, num_rows: int, in_features: int) -> Any:
 
 
 @helper
-def shrink_work(plan: Any, layer: int, rank: Any, starts: Any, slots: Any) -> int:
+def shrink_work(plan: Any, layer: int, rank: Any, starts: Any, slots: Any, shifts: Any) -> int:
     """Total cost of these segments' tasks, in multiplications."""
     work = 0
     for s in range(slots.shape[0]):
         for i in range(plan.shape[0]):
-            slot_rank = np.int64(rank[slots[s], layer, plan[i, MODULE]])
+            slot_rank = np.int64(rank[slots[s], layer, plan[i, MODULE] + shifts[s]])
             count, cost = _shrink_tasks(slot_rank, starts[s + 1] - starts[s], plan[i, IN])
             work += count * cost
     return work
@@ -135,9 +136,11 @@ def shrink_share(
     page_table: Any,
     off: Any,
     rank: Any,
+    x_rows: Any,
     rows: Any,
     starts: Any,
     slots: Any,
+    shifts: Any,
 ) -> None:
     """Run the tasks that begin in `[low, high)` of `shrink_work`. `low_rank.low_rank` describes the other arguments."""
     flat_pool = pool.reshape(-1)
@@ -148,11 +151,11 @@ def shrink_share(
     for s in range(slots.shape[0]):
         pages = page_table[slots[s]]
         for i in range(plan.shape[0]):
-            slot_rank = np.int64(rank[slots[s], layer, plan[i, MODULE]])
+            slot_rank = np.int64(rank[slots[s], layer, plan[i, MODULE] + shifts[s]])
             num_tasks, cost = _shrink_tasks(slot_rank, starts[s + 1] - starts[s], plan[i, IN])
             first, last = share_of(cursor, cost, num_tasks, low, high)
             cursor += num_tasks * cost
-            offset = np.int64(off[slots[s], layer, plan[i, MODULE], 0])
+            offset = np.int64(off[slots[s], layer, plan[i, MODULE] + shifts[s], 0])
             row_len, padded_len = plan[i, IN], plan[i, A_PADDED]
             r, end = first * RANKS, min(last * RANKS, slot_rank)
             while r < end:
@@ -168,9 +171,9 @@ def shrink_share(
                         num_ranks, length, begin == 0,
                     )  # fmt: skip
                     if is_known:
-                        _shrink_visit(visit, at, places, 4 * x_stride, 4 * row_stride, flat_pool, rows, starts)
+                        _shrink_visit(visit, at, places, 4 * x_stride, 4 * row_stride, flat_pool, x_rows, rows, starts)
                     visit, at, is_known = following, places, True
                     begin += length
                 r += num_ranks
     if is_known:
-        _shrink_visit(visit, at, at, 4 * x_stride, 4 * row_stride, flat_pool, rows, starts)
+        _shrink_visit(visit, at, at, 4 * x_stride, 4 * row_stride, flat_pool, x_rows, rows, starts)

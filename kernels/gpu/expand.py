@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.gpu.addresses import IS_COMPILED, chunk_addresses, pick
-from loramux.kernels.gpu.launches import TARGET_PROGRAMS, is_decode_shaped, tile_rows
+from loramux.kernels.gpu.launches import TARGET_PROGRAMS, expert_list, is_decode_shaped, tile_rows
 from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import LoraCall, ModuleGroup, PoolViews
 
@@ -203,6 +203,7 @@ def expand_kernel(
     segment_rows: tl.tensor,
     segment_starts: tl.tensor,
     segment_slots: tl.tensor,
+    segment_experts: tl.tensor,
     layer: tl.tensor,
     plane_stride: tl.tensor,
     plane_row_stride: tl.tensor,
@@ -226,6 +227,7 @@ def expand_kernel(
     BLOCK_N: tl.constexpr,
     HALVES_V: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """One program handles one segment and BLOCK_N columns of one module's output."""
@@ -242,6 +244,8 @@ def expand_kernel(
             tl.extra.cuda.gdc_wait()
         return
     entry = (slot * L + layer) * M + pick(i, MODULES, NUM_MODULES)
+    if EXPERT_STRIDE:
+        entry += tl.load(segment_experts + segment) * EXPERT_STRIDE
     rank = tl.load(rank_table + entry)
     if rank == 0:
         if PDL:
@@ -355,7 +359,7 @@ def lora_expand(pool: PoolViews, planes: torch.Tensor, call: LoraCall, y: torch.
     launch = {"launch_pdl": True} if pdl else {}
     expand_kernel[plan.num_blocks, num_segments](
         planes, y, pool.adapter, tables.page_table, tables.off, tables.rank, tables.scale,
-        segments.rows, segments.starts, segments.slots,
+        segments.rows, segments.starts, segments.slots, expert_list(segments),
         call.layer, planes.stride(0), planes.stride(1), planes.stride(2), y.stride(0),
         MODULES=group.modules, FIRST_BLOCKS=plan.first_blocks, OUT=group.out_features, OUT_OFFSETS=group.out_offsets,
         PADDED=plan.padded_lens, NUM_MODULES=num_modules, L=num_layers, M=tables.rank.shape[2],
@@ -363,5 +367,5 @@ def lora_expand(pool: PoolViews, planes: torch.Tensor, call: LoraCall, y: torch.
         NUM_SPLITS=num_planes, SPLITS=triton.next_power_of_2(num_planes),
         HAS_SINGLE_ROWS=plan.has_single_rows, ROWS=tile_rows(segments), BLOCK_R=plan.block_r, BLOCK_N=plan.block_n,
         HALVES_V=halves_v, DOT_DTYPE=tl.bfloat16 if halves_v and IS_COMPILED else tl.float32,
-        PDL=pdl, num_warps=4, enable_fp_fusion=True, **launch,
+        EXPERT_STRIDE=group.expert_stride, PDL=pdl, num_warps=4, enable_fp_fusion=True, **launch,
     )  # fmt: skip

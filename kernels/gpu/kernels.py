@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from loramux.kernels.gpu.addresses import check_geometry
+from loramux.kernels.gpu.adapter_pairs import adapter_pairs
 from loramux.kernels.gpu.attention import AttentionPlan, attention_plan, check_attention, paged_attention
 from loramux.kernels.gpu.expand import lora_expand
 from loramux.kernels.gpu.experts import multiply_experts, route, sum_experts
@@ -19,7 +20,7 @@ from loramux.kernels.gpu.shrink import lora_shrink, num_splits
 from loramux.kernels.gpu.trained_rows import replace_columns, replace_rows
 from loramux.kernels.routing import ExpertWeights, Routing
 from loramux.kernels.routing_spec import RoutingSpec
-from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, LoraCall, ModuleGroup, PoolViews, Segments
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -75,7 +76,7 @@ class GpuLora:
         lora_expand(self._pool, planes, call, y, pdl=pdl)
 
     def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
-        planes = self.lora_planes(call, x.shape[0])
+        planes = self.lora_planes(call, y.shape[0])
         self.lora_shrink(x, call, planes)
         self.lora_expand(planes, call, y)
 
@@ -134,6 +135,9 @@ class GpuKernels(GpuLora):
 
     def route(self, logits: torch.Tensor, spec: RoutingSpec) -> Routing:
         return route(logits, spec)
+
+    def adapter_pairs(self, routing: Routing, slots: torch.Tensor, segments: Segments) -> Segments:
+        return adapter_pairs(routing, slots, segments)
 
     def multiply_experts(self, x: torch.Tensor, experts: ExpertWeights, routing: Routing) -> torch.Tensor:
         assert isinstance(experts, torch.Tensor)

@@ -35,6 +35,11 @@ def tile_rows(segments: Segments) -> int:
     return LARGE_SEGMENT_ROWS if segments.max_rows >= LARGE_SEGMENT_ROWS else TILE_ROWS
 
 
+def expert_list(segments: Segments) -> torch.Tensor:
+    """The segments' experts. If they have none, a kernel reads nothing of what is passed in their place."""
+    return segments.slots if segments.experts is None else segments.experts
+
+
 def power_of_two_within(number: int) -> int:
     """The largest power of two that is at most `number`. `number` must be at least 1.
 

@@ -10,7 +10,14 @@ import triton
 import triton.language as tl
 
 from loramux.kernels.gpu.addresses import dot_dtype, pick, read_a
-from loramux.kernels.gpu.launches import TARGET_PROGRAMS, TILE_ROWS, is_decode_shaped, power_of_two_within, tile_rows
+from loramux.kernels.gpu.launches import (
+    TARGET_PROGRAMS,
+    TILE_ROWS,
+    expert_list,
+    is_decode_shaped,
+    power_of_two_within,
+    tile_rows,
+)
 from loramux.kernels.layout import row_layout
 from loramux.kernels.tables import LoraCall, ModuleGroup, PoolViews
 
@@ -58,16 +65,18 @@ def shrink_row(
     RANK_STEP: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
 ) -> None:
     """Shrink one row: products stay in registers, with one reduction at the end and no tensor cores."""
     column = tl.arange(0, BLOCK_K)
+    x_row = x + row // PAIRS_PER_ROW * x_stride
     r = first_rank
     while r < rank:
         ranks = r + tl.arange(0, BLOCK_R)
         products = tl.zeros((BLOCK_R, BLOCK_K), tl.float32)
         for k in tl.static_range(0, SPLIT_LEN, BLOCK_K):
             a = read_a(pool, pages, offset, layer, ranks, rank, begin + k, IN, PADDED, L, E, BLOCK_K)
-            values = tl.load(x + row * x_stride + begin + k + column, mask=begin + k + column < IN, other=0.0)
+            values = tl.load(x_row + begin + k + column, mask=begin + k + column < IN, other=0.0)
             products += a.to(tl.float32) * values.to(tl.float32)[None, :]
         tl.store(planes + row * plane_row_stride + ranks, tl.sum(products, 1), mask=ranks < rank)
         r += RANK_STEP
@@ -100,6 +109,7 @@ def shrink_tiles(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
 ) -> None:
     """Shrink ROWS rows at a time on tensor cores."""
     column = tl.arange(0, BLOCK_K)
@@ -107,6 +117,7 @@ def shrink_tiles(
         listed = first + tl.arange(0, ROWS)
         is_row = listed < end
         row = tl.load(segment_rows + listed, mask=is_row, other=0).to(tl.int64)
+        x_row = x + (row // PAIRS_PER_ROW * x_stride)[:, None]
         r = first_rank
         while r < rank:
             ranks = r + tl.arange(0, BLOCK_R)
@@ -115,7 +126,7 @@ def shrink_tiles(
                 a = read_a(pool, pages, offset, layer, ranks, rank, begin + k, IN, PADDED, L, E, BLOCK_K)
                 is_column = begin + k + column < IN
                 values = tl.load(
-                    x + row[:, None] * x_stride + (begin + k + column)[None, :],
+                    x_row + (begin + k + column)[None, :],
                     mask=is_row[:, None] & is_column[None, :],
                     other=0.0,
                 )
@@ -137,6 +148,7 @@ def shrink_kernel(
     segment_rows: tl.tensor,
     segment_starts: tl.tensor,
     segment_slots: tl.tensor,
+    segment_experts: tl.tensor,
     layer: tl.tensor,
     x_stride: tl.tensor,
     plane_stride: tl.tensor,
@@ -160,6 +172,8 @@ def shrink_kernel(
     TILE_K: tl.constexpr,
     STAGES: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    EXPERT_STRIDE: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """One program handles one segment and module, columns `[split * SPLIT_LEN, (split + 1) * SPLIT_LEN)` of A, and
@@ -176,6 +190,8 @@ def shrink_kernel(
     if slot < 0:
         return
     entry = (slot * L + layer) * M + pick(i, MODULES, NUM_MODULES)
+    if EXPERT_STRIDE:
+        entry += tl.load(segment_experts + segment) * EXPERT_STRIDE
     rank = tl.load(rank_table + entry)
     if first_rank >= rank:
         return
@@ -192,11 +208,13 @@ def shrink_kernel(
         shrink_row(
             x, plane, pool, pages, offset, layer, row, x_stride, plane_row_stride, rank, first_rank, begin,
             IN, PADDED, L, E, SPLIT_LEN, RANK_STEP, BLOCK_R, ROW_K,
+            PAIRS_PER_ROW,
         )  # fmt: skip
     else:
         shrink_tiles(
             x, plane, pool, pages, offset, layer, segment_rows, first, end, x_stride, plane_row_stride, rank,
             first_rank, begin, IN, PADDED, L, E, SPLIT_LEN, RANK_STEP, ROWS, BLOCK_R, TILE_K, STAGES, DOT_DTYPE,
+            PAIRS_PER_ROW,
         )  # fmt: skip
 
 
@@ -274,6 +292,8 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
       `rows` are not read. The grid has `num_segments` columns. Everything else is read on the device, so a captured
       graph stays valid when the segments change. Rows of a segment are processed 16 at a time, or 64 at a time if
       `max_rows` is at least 64.
+    - For a group of experts, `t` is a pair of a `Routing`, `call.segments.experts` is int32 `[num_segments]`, and `x`
+      has a row for each pair or for each token. The number of rows of `planes` is the number of pairs.
     - `planes` float32 `[num_splits, T, len(group.modules), max_rank]`, last axis contiguous; plane `s` contains the
       contribution of A's columns `[s * split_len, (s + 1) * split_len)`. All planes of listed rows are written up to
       `rank`. Nothing else is written, and nothing is read.
@@ -283,7 +303,7 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
     Products are summed in float32. The call allocates nothing and does not wait for the device.
     """
     group, tables, segments = call.group, call.tables, call.segments
-    num_planes, _, num_modules, max_rank = planes.shape
+    num_planes, num_rows, num_modules, max_rank = planes.shape
     num_segments = segments.num_segments
     if not num_segments:
         return
@@ -293,15 +313,16 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
     assert num_modules == len(group.modules)
     _, num_layers, page_elements = pool.adapter.shape
     rows = tile_rows(segments)
-    plan = _plan(group, page_elements, x.shape[0], num_segments, num_planes, max_rank, rows)
+    plan = _plan(group, page_elements, num_rows, num_segments, num_planes, max_rank, rows)
     shrink_kernel[plan.num_programs, num_segments](
         x, planes, pool.adapter, tables.page_table, tables.off, tables.rank,
-        segments.rows, segments.starts, segments.slots,
+        segments.rows, segments.starts, segments.slots, expert_list(segments),
         call.layer, x.stride(0), planes.stride(0), planes.stride(1), planes.stride(2),
         MODULES=group.modules, NUM_MODULES=num_modules, L=num_layers, M=tables.rank.shape[2],
         MAX_PAGES=tables.page_table.shape[1], E=page_elements, IN=group.in_features, PADDED=plan.padded_len,
         NUM_SPLITS=num_planes, SPLIT_LEN=plan.split_len, RANK_STEP=plan.rank_step,
         HAS_SINGLE_ROWS=plan.has_single_rows, ROWS=rows,
         BLOCK_R=plan.block_r, ROW_K=plan.row_k, TILE_K=plan.tile_k, STAGES=plan.stages,
-        DOT_DTYPE=dot_dtype(x.dtype, pool.adapter.dtype), PDL=pdl, num_warps=4, enable_fp_fusion=True,
+        DOT_DTYPE=dot_dtype(x.dtype, pool.adapter.dtype),
+        EXPERT_STRIDE=group.expert_stride, PAIRS_PER_ROW=num_rows // x.shape[0], PDL=pdl, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -8,7 +8,8 @@ from loramux.kernels.reference import attention, experts, fused
 from loramux.kernels.reference.lora import ReferenceLora
 from loramux.kernels.routing import ExpertWeights, Routing
 from loramux.kernels.routing_spec import RoutingSpec
-from loramux.kernels.tables import AttentionBatch, AttentionSpec
+from loramux.kernels.segments import build_pair_segments
+from loramux.kernels.tables import AttentionBatch, AttentionSpec, Segments
 
 
 class ReferenceKernels(ReferenceLora):
@@ -57,6 +58,9 @@ class ReferenceKernels(ReferenceLora):
 
     def route(self, logits: torch.Tensor, spec: RoutingSpec) -> Routing:
         return experts.route(logits, spec)
+
+    def adapter_pairs(self, routing: Routing, slots: torch.Tensor, segments: Segments) -> Segments:
+        return build_pair_segments(routing, slots, self.segment_rows, segments.max_rank)
 
     def multiply_experts(self, x: torch.Tensor, weight: ExpertWeights, routing: Routing) -> torch.Tensor:
         assert isinstance(weight, torch.Tensor)

@@ -20,7 +20,7 @@ class ReferenceLora:
     def __init__(self, pool: PoolViews) -> None:
         self._pool = pool
 
-    def adapter_matrix(self, call: LoraCall, slot: int, i: int, part: int) -> torch.Tensor:
+    def adapter_matrix(self, call: LoraCall, slot: int, i: int, part: int, expert: int = 0) -> torch.Tensor:
         """Read A `[rank, in_features]`, B transposed `[rank, out_features]` or the affine `[2, out_features]`.
 
         Returns float32.
@@ -30,7 +30,7 @@ class ReferenceLora:
         """
         layer, group, tables = call.layer, call.group, call.tables
         page_elements = self._pool.geometry.adapter_elements
-        module = group.modules[i]
+        module = group.modules[i] + expert * group.expert_stride
         rank = int(tables.rank[slot, layer, module])
         offset = int(tables.off[slot, layer, module, part])
         shape = LinearShape("", group.in_features, group.out_features[i], group.is_embedding)
@@ -48,12 +48,14 @@ class ReferenceLora:
         """`planes[t, i, :rank] = x[t] @ A[slot, modules[i]]ᵀ` for each row `t` of each segment.
 
         `x` float32 `[T, in_features]`; `planes` float32 `[T, len(group.modules), max_rank]`. Rows without an adapter
-        and entries from `rank` on are left unchanged.
+        and entries from `rank` on are left unchanged. For a group of experts, `t` is a pair, `planes` has a row for
+        each pair, and `x` may have a row for each token instead.
         """
-        for rows, slot in _slots_of(call.segments):
+        pairs_per_row = planes.shape[0] // max(1, x.shape[0])
+        for rows, slot, expert in _slots_of(call.segments):
             for i in range(len(call.group.modules)):
-                a = self.adapter_matrix(call, slot, i, A)  # [rank, in_features]
-                planes[rows, i, : a.shape[0]] = x[rows] @ a.T
+                a = self.adapter_matrix(call, slot, i, A, expert)  # [rank, in_features]
+                planes[rows, i, : a.shape[0]] = x[rows // pairs_per_row] @ a.T
 
     def lora_expand(self, planes: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t, columns of i] += scale * planes[t, i, :rank] @ B[slot, modules[i]]ᵀ` for each row of each segment.
@@ -64,21 +66,22 @@ class ReferenceLora:
         their exact bits.
         """
         group = call.group
-        for rows, slot in _slots_of(call.segments):
-            for i, module in enumerate(group.modules):
+        for rows, slot, expert in _slots_of(call.segments):
+            for i, first_module in enumerate(group.modules):
+                module = first_module + expert * group.expert_stride
                 begin, width = group.out_offsets[i], group.out_features[i]
-                b = self.adapter_matrix(call, slot, i, B)  # [rank, out_features]
+                b = self.adapter_matrix(call, slot, i, B, expert)  # [rank, out_features]
                 if b.shape[0]:
                     scale = float(call.tables.scale[slot, call.layer, module])
                     total = y[rows, begin : begin + width] + scale * (planes[rows, i, : b.shape[0]] @ b)
                     if call.tables.off[slot, call.layer, module, AFFINE] >= 0:
-                        gain, shift = self.adapter_matrix(call, slot, i, AFFINE)
+                        gain, shift = self.adapter_matrix(call, slot, i, AFFINE, expert)
                         total += gain * total + shift
                     y[rows, begin : begin + width] = total
 
     def lora_add(self, x: torch.Tensor, call: LoraCall, y: torch.Tensor) -> None:
         """`y[t, columns of i] += scale * (x[t] @ A[slot, modules[i]]ᵀ) @ B[slot, modules[i]]ᵀ`: shrink, then expand."""
-        planes = self.lora_planes(call, x.shape[0])
+        planes = self.lora_planes(call, y.shape[0])
         self.lora_shrink(x, call, planes)
         self.lora_expand(planes, call, y)
 
@@ -88,7 +91,7 @@ class ReferenceLora:
         `tokens` int32 `[T]` in `[0, in_features)`; the group is one embedding. The other arguments are those of
         `lora_shrink`.
         """
-        for rows, slot in _slots_of(call.segments):
+        for rows, slot, _ in _slots_of(call.segments):
             a = self.adapter_matrix(call, slot, 0, A)  # [in_features, rank]
             planes[rows, 0, : a.shape[1]] = a[tokens[rows].long()]
 
@@ -98,7 +101,7 @@ class ReferenceLora:
         `tokens` int32 `[T]`; `y` `[T, hidden_size]` in the dtype of the pool; the group is one embedding, and the
         tables are `AdapterTables.trained_rows`. All other rows keep their exact bits.
         """
-        for rows, slot in _slots_of(call.segments):
+        for rows, slot, _ in _slots_of(call.segments):
             ids, values = trained_rows(self._pool, call, slot)
             listed, row = (tokens[rows][:, None] == ids).nonzero(as_tuple=True)
             y[rows[listed]] = values[row]
@@ -109,16 +112,17 @@ class ReferenceLora:
         `x` `[T, hidden_size]`; `y` `[T, vocab_size]`; the group is the head, and the tables are
         `AdapterTables.trained_rows`. All other elements keep their exact bits.
         """
-        for rows, slot in _slots_of(call.segments):
+        for rows, slot, _ in _slots_of(call.segments):
             ids, values = trained_rows(self._pool, call, slot)
             y[rows[:, None], ids] = (x[rows].float() @ values.float().T).to(y.dtype)
 
 
-def _slots_of(segments: Segments) -> list[tuple[torch.Tensor, int]]:
-    """The token rows (int64) and the slot of each segment that is not padding."""
+def _slots_of(segments: Segments) -> list[tuple[torch.Tensor, int, int]]:
+    """The rows (int64), the slot and the expert of each segment that is not padding."""
     starts = segments.starts.tolist()
+    experts = [0] * segments.num_segments if segments.experts is None else segments.experts.tolist()
     return [
-        (segments.rows[starts[i] : starts[i + 1]].long(), slot)
+        (segments.rows[starts[i] : starts[i + 1]].long(), slot, experts[i])
         for i, slot in enumerate(segments.slots.tolist())
         if slot >= 0
     ]
