@@ -117,14 +117,16 @@ class OuterSlots:
 class StepInputs:
     """Inputs of a forward pass, on its device. The axes may be padded; values in padding rows are arbitrary.
 
-    `tokens`, `positions` and `sample_rows` int32. `attention` has an entry for each of `CacheLayout.groups`. If
-    `segments` is empty, no adapters are applied. `embedding_segments` cover the rows whose adapters modify the
-    embedding; empty or None means no rows. In each layer, adapters modify only modules in `groups`.
+    `tokens`, `positions`, `slots` and `sample_rows` int32; `slots` is the adapter slot of each row, or -1. `attention`
+    has an entry for each of `CacheLayout.groups`. If `segments` is empty, no adapters are applied. `embedding_segments`
+    cover the rows whose adapters modify the embedding; empty or None means no rows. In each layer, adapters modify only
+    modules in `groups`.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     attention: tuple[AttentionBatch, ...]
+    slots: torch.Tensor
     segments: Segments
     sample_rows: torch.Tensor
     embedding_segments: Segments | None = None

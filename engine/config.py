@@ -132,4 +132,5 @@ def pack_target(model: ModelConfig, dtype: str) -> PackTarget:
         dtype=dtype,
         outer_modules=model.outer_modules,
         tied_embeddings=model.tied_embeddings,
+        experts=model.experts,
     )

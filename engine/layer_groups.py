@@ -10,22 +10,36 @@ import numpy.typing as npt
 
 
 class LayerGroups(IntFlag):
-    """A set of module groups. The flags follow the order of `ModelConfig.module_groups`."""
+    """A set of module groups. The flags follow the order of `Decoder.module_groups`."""
 
     QKV = 1
     O = 2  # noqa: E741  the projection's name in every model
     GATE_UP = 4
     DOWN = 8
+    ROUTER = 16
+    EXPERTS_GATE_UP = 32
+    EXPERTS_DOWN = 64
 
     @staticmethod
-    def holding(modules: npt.NDArray[np.bool_], module_groups: Sequence[Sequence[int]]) -> LayerGroups:
-        """The groups with at least one module set in `modules`, bool `[num_modules]`."""
+    def holding(modules: npt.NDArray[np.bool_], module_groups: Sequence[npt.NDArray[np.intp]]) -> LayerGroups:
+        """The groups with at least one module set in `modules`, bool `[num_modules]`.
+
+        A group without modules belongs to them, so that an adapter of all modules has all groups.
+        """
         groups = NO_GROUPS
         for group, members in zip(LayerGroups, module_groups, strict=True):
-            if any(modules[module] for module in members):
+            if not len(members) or modules[members].any():
                 groups |= group
         return groups
 
 
 NO_GROUPS = LayerGroups(0)
-ALL_GROUPS = LayerGroups.QKV | LayerGroups.O | LayerGroups.GATE_UP | LayerGroups.DOWN
+ALL_GROUPS = (
+    LayerGroups.QKV
+    | LayerGroups.O
+    | LayerGroups.GATE_UP
+    | LayerGroups.DOWN
+    | LayerGroups.ROUTER
+    | LayerGroups.EXPERTS_GATE_UP
+    | LayerGroups.EXPERTS_DOWN
+)

@@ -31,8 +31,11 @@ import numpy.typing as npt
 MAX_CHUNK = 1024
 MIN_CHUNK = 128
 MAX_RANK = 256
+MAX_EXPERT_RANK = 64
+"""Largest rank of a module of an expert. It bounds the uploads and the pages of a base with hundreds of experts."""
+
 MAX_ELEMENTS = (1 << 31) - 1
-"""Largest end of the trained rows in the outer stream, in elements; offsets are int32."""
+"""Largest end of a stream, in elements; offsets are int32."""
 
 ID_BYTES = 4
 """Size of the id of a trained row."""
@@ -63,6 +66,55 @@ class LinearShape:
 
     def is_in(self, layer: int) -> bool:
         return self.layers is None or layer in self.layers
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLinear:
+    """One linear layer of each expert.
+
+    An adapter's file has its tensors under `name`, where `{}` stands for the expert's number, or stacked for all
+    experts under `stack`. Either is None if the base has no such form. A linear without a `name` of its own contains
+    others that have one: a gate and an up in one linear.
+    """
+
+    name: str | None
+    stack: str | None
+    in_features: int
+    out_features: int
+
+    def shape(self, expert: int, layers: tuple[int, ...] | None) -> LinearShape:
+        name = f"{self.stack}.{expert}" if self.name is None else self.name.format(expert)
+        return LinearShape(name, self.in_features, self.out_features, layers=layers)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertModules:
+    """The linear layers of `num_experts` experts in `layers`, or in all layers if that is None.
+
+    They follow all other modules on the modules' axis, expert by expert. `router` is the module that chooses experts;
+    adapters that were trained with transformers 5 call it `stacked_router`.
+    """
+
+    num_experts: int
+    linears: tuple[ExpertLinear, ...]
+    router: str
+    stacked_router: str
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def modules(self) -> tuple[LinearShape, ...]:
+        numbers = range(self.num_experts)
+        return tuple(linear.shape(expert, self.layers) for expert in numbers for linear in self.linears)
+
+    def index(self, expert: int, linear: int) -> int:
+        """The index of a linear among `modules`."""
+        return expert * len(self.linears) + linear
+
+    @property
+    def largest(self) -> tuple[bool, ...]:
+        """Marks the linears that the largest adapter changes, of those that contain each other."""
+        has_names = any(linear.name is not None for linear in self.linears)
+        return tuple(linear.name is not None or not has_names for linear in self.linears)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +296,8 @@ def adapter_layout(
     """Compute the layout of an adapter with `ranks` int32 `[num_layers, num_modules]`.
 
     `outer_ranks` is int32 `[num_outer_modules]`; None means that all are 0. Raises ValueError if a rank is outside `[0,
-    MAX_RANK]`, a table has the wrong shape, or there are more trained rows than a module has or offsets can address.
+    MAX_RANK]`, a table has the wrong shape, there are more trained rows than a module has, or offsets cannot address
+    all elements.
     """
     if outer_ranks is None:
         outer_ranks = np.zeros(len(outer_modules), np.int32)
@@ -264,8 +317,17 @@ def adapter_layout(
     num_outer_pages = -(-outer_end // outer_elements)
     offsets = np.zeros((*ranks.shape, 3), np.int32)
     end = begin = num_outer_pages * page_elements
+    # Layers usually have the same ranks, and laying out hundreds of experts takes a millisecond.
+    known: dict[bytes, tuple[int, int]] = {}
     for layer in range(geometry.num_layers):
-        end = max(end, _lay_out(modules, ranks[layer], parts, begin, page_elements, offsets[layer]))
+        same = known.get(ranks[layer].tobytes())
+        if same is None:
+            layer_end = _lay_out(modules, ranks[layer], parts, begin, page_elements, offsets[layer])
+            known[ranks[layer].tobytes()] = (layer, layer_end)
+        else:
+            like, layer_end = same
+            offsets[layer] = offsets[like]
+        end = max(end, layer_end)
     return AdapterLayout(
         ranks=ranks.astype(np.int32),
         offsets=offsets,
@@ -306,6 +368,8 @@ def _lay_out(
             cursor = -(-cursor // part.row.chunk_len) * part.row.chunk_len
             offsets[m, index] = cursor
             cursor += part.num_elements
+            if cursor > MAX_ELEMENTS:
+                raise ValueError(f"a layer's modules end after more than {MAX_ELEMENTS} elements")
     return cursor
 
 

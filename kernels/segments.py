@@ -52,8 +52,9 @@ def build_pair_segments(routing: Routing, slots: torch.Tensor, max_rows: int, ma
     slot_of_row = slots.numpy()[:, None]
     keys = np.where(slot_of_row >= 0, slot_of_row * num_experts + of_pair, np.int32(-1)).reshape(-1)
     rows, starts, found = group_rows(keys, max_rows)
-    segment_slots, experts = np.divmod(found, np.int32(num_experts))
-    return Segments(*map(torch.from_numpy, (rows, starts, segment_slots)), max_rank, max_rows, torch.from_numpy(experts))
+    arrays = rows, starts, found // np.int32(num_experts), found % np.int32(num_experts)
+    pairs, pair_starts, segment_slots, experts = (torch.from_numpy(one) for one in arrays)
+    return Segments(pairs, pair_starts, segment_slots, max_rank, max_rows, experts)
 
 
 def build_segments(slots: npt.NDArray[np.int32], max_rows: int, max_rank: int = MAX_RANK) -> Segments:

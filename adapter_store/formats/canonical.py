@@ -20,8 +20,8 @@ from loramux.adapter_store.formats.strict_json import InvalidJson, parse_strict_
 from loramux.adapter_store.formats.tensor_file import TensorFile
 from loramux.adapter_store.formats.trained_rows import TrainedRows
 
-# loramux adds metadata to a header that may already be as large as an upload allows.
-MAX_HEADER_BYTES = 4 << 20
+MAX_HEADER_BYTES = 64 << 20
+"""Largest header of a canonical file, in bytes. loramux wrote the file, so its header is as large as an upload's."""
 _ALIGNMENT = 8
 
 
@@ -44,7 +44,7 @@ def write_canonical(
     if trained:
         facts["trained_rows"] = {key: rows.document() for key, rows in trained.items()}
     config = json.dumps(facts, sort_keys=True, separators=(",", ":"))
-    with TensorFile(tensors) as file, destination.open("wb") as out:
+    with TensorFile(tensors, MAX_HEADER_BYTES) as file, destination.open("wb") as out:
         originals = names or {name: name for name in file.header.tensors}
         document: dict[str, object] = {"__metadata__": {"config": config}}
         position = 0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from loramux.adapter_store.formats.pack_target import PackTarget
-from loramux.kernels.layout import LinearShape
+from loramux.kernels.layout import ExpertModules, LinearShape
 
 TENSOR_PREFIX = "base_model.model."
 A_SUFFIX = ".lora_A.weight"
@@ -19,15 +19,42 @@ BIAS_SUFFIX = ".lora_B.bias"
 
 @dataclass(frozen=True, slots=True)
 class ModulePlace:
-    """One module of the base: its name `key`, its layer, and its index among the target's modules.
+    """One module of the base: its name `key`, its layer, and its index among all of the target's modules.
 
-    For an outer module, `layer` is None and the index counts the target's outer modules.
+    For an outer module, `layer` is None and the index counts the target's outer modules. `kind` is a name that the same
+    module has in all layers and for all experts.
+
+    If the file stacks the tensors of `num_experts` experts, `key` is the name of the stack, and the module belongs to
+    `expert`. As in PEFT, A has all ranks of expert 0, then those of expert 1; B has rank 0 of all experts, then rank 1.
     """
 
     key: str
     layer: int | None
     module: int
     shape: LinearShape
+    kind: str
+    is_expert: bool = False
+    is_stacked: bool = False
+    expert: int = 0
+    num_experts: int = 1
+
+    @property
+    def name(self) -> str:
+        """The name of the module, without its stack."""
+        return self.key if self.layer is None else module_key(self.layer, self.shape)
+
+    def rank_of(self, a_shape: Sequence[int]) -> int:
+        """The rank of the module, given the shape of its A."""
+        return a_shape[0] // self.num_experts
+
+    def a_rows(self, rank: int) -> range:
+        """The module's rows of A."""
+        return range(self.expert * rank, (self.expert + 1) * rank)
+
+    @property
+    def b_columns(self) -> slice:
+        """The module's columns of B."""
+        return slice(self.expert, None, self.num_experts)
 
     @property
     def a_name(self) -> str:
@@ -56,10 +83,28 @@ def module_key(layer: int, module: LinearShape) -> str:
 
 
 def module_places(target: PackTarget) -> Iterator[ModulePlace]:
-    """List the base's modules that an adapter may change, in the order of the packed streams."""
+    """List the base's modules that an adapter may change, layer by layer, and in all forms that a file may have."""
     for index, shape in enumerate(target.outer_modules):
-        yield ModulePlace(shape.name, None, index, shape)
+        yield ModulePlace(shape.name, None, index, shape, shape.name)
     for layer in range(target.geometry.num_layers):
         for index, shape in enumerate(target.modules):
             if shape.is_in(layer):
-                yield ModulePlace(module_key(layer, shape), layer, index, shape)
+                yield ModulePlace(module_key(layer, shape), layer, index, shape, shape.name)
+        if target.experts is not None:
+            yield from _expert_places(target, target.experts, layer)
+
+
+def _expert_places(target: PackTarget, experts: ExpertModules, layer: int) -> Iterator[ModulePlace]:
+    if experts.layers is not None and layer not in experts.layers:
+        return
+    modules, first, num_experts = target.all_modules, len(target.modules), experts.num_experts
+    for i, linear in enumerate(experts.linears):
+        indices = [first + experts.index(expert, i) for expert in range(num_experts)]
+        if linear.name is not None:
+            for index in indices:
+                module = modules[index]
+                yield ModulePlace(module_key(layer, module), layer, index, module, linear.name, is_expert=True)
+        if linear.stack is not None:
+            key = f"model.layers.{layer}.{linear.stack}"
+            for expert, index in enumerate(indices):
+                yield ModulePlace(key, layer, index, modules[index], linear.stack, True, True, expert, num_experts)

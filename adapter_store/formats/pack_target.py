@@ -15,9 +15,12 @@ import numpy.typing as npt
 from loramux.adapter_store.formats.shards import Shard, shard_of
 from loramux.kernels.layout import (
     MAX_ELEMENTS,
+    MAX_EXPERT_RANK,
     MAX_RANK,
     NO_ROWS,
     AdapterLayout,
+    ExpertLinear,
+    ExpertModules,
     LinearShape,
     PageGeometry,
     RowCounts,
@@ -32,6 +35,8 @@ PACK_FORMAT = 3
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _WIDEST_ITEMSIZE = 4
 _MAX_HEADER_BYTES = 1 << 20
+_MAX_ENTRY_BYTES = 256
+"""Room for the name and the entry of an expert's tensor in a header, in bytes. Usual ones take about 170."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,7 @@ class PackTarget:
     """One engine's layout.
 
     `modules` use PEFT's names within a layer, and some layers may lack a module; `dtype` is float32 or bfloat16.
+    `experts` are the linears of the base's experts; `all_modules` lists them after `modules`.
     `outer_modules` are the modules outside the layers, by full name; with `tied_embeddings`, the base's head uses the
     weight of its embedding. If `tp_size` GPUs share each linear, `modules` still describe the whole model, but
     `geometry` describes rank `tp_rank`'s own pages, with its share of the K and V heads, and each adapter is packed for
@@ -52,6 +58,7 @@ class PackTarget:
     tp_size: int = 1
     tp_rank: int = 0
     tied_embeddings: bool = False
+    experts: ExpertModules | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.tp_rank < self.tp_size:
@@ -62,6 +69,13 @@ class PackTarget:
             )
         for module in (*self.modules, *self.outer_modules):
             self.shard(module)
+        if self.experts is not None and self.tp_size > 1:
+            raise ValueError("no tensor-parallel split is defined for experts")
+
+    @property
+    def all_modules(self) -> tuple[LinearShape, ...]:
+        """The modules of a layer in the order of the tables' axis and of the streams: `modules`, then the experts'."""
+        return _all_modules(self)
 
     @property
     def vocab_size(self) -> int | None:
@@ -83,17 +97,43 @@ class PackTarget:
     def max_tensors_bytes(self) -> int:
         """Size of the largest valid safetensors file: every module at the highest rank, in float32.
 
-        It also has room for the whole weight of each outer module.
+        It also has room for the whole weight of each outer module. Experts have a lower highest rank.
         """
         elements = self.geometry.num_layers * _max_elements(self.modules) + _max_elements(self.outer_modules)
         elements += sum(module.in_features * module.out_features for module in self.outer_modules)
-        return _MAX_HEADER_BYTES + 8 + elements * _WIDEST_ITEMSIZE
+        if self.experts is not None:
+            linears = (linear for linear, counts in self._expert_linears if counts)
+            of_one = sum(MAX_EXPERT_RANK * (linear.in_features + linear.out_features) for linear in linears)
+            elements += self._num_expert_layers * self.experts.num_experts * of_one
+        return self.max_header_bytes + 8 + elements * _WIDEST_ITEMSIZE
+
+    @property
+    def max_header_bytes(self) -> int:
+        """Largest header of an uploaded safetensors file, in bytes, with room for the tensors of each expert."""
+        if self.experts is None:
+            return _MAX_HEADER_BYTES
+        num_tensors = 2 * self._num_expert_layers * self.experts.num_experts * len(self.experts.linears)
+        return _MAX_HEADER_BYTES + num_tensors * _MAX_ENTRY_BYTES
+
+    @property
+    def _expert_linears(self) -> Iterable[tuple[ExpertLinear, bool]]:
+        assert self.experts is not None
+        return zip(self.experts.linears, self.experts.largest, strict=True)
+
+    @property
+    def _num_expert_layers(self) -> int:
+        assert self.experts is not None
+        return self.geometry.num_layers if self.experts.layers is None else len(self.experts.layers)
 
     @property
     def max_pages(self) -> int:
         """Number of pages that are enough for any adapter: every module at the highest rank, and all rows trained."""
         outer_ranks = np.full(len(self.outer_modules), MAX_RANK, np.int32)
-        without_rows = self.layout(self.equal_ranks(MAX_RANK), outer_ranks, has_affines=True).num_pages
+        try:
+            without_rows = self.layout(self.equal_ranks(MAX_RANK), outer_ranks, has_affines=True).num_pages
+        except ValueError:
+            # Offsets cannot address the largest adapter. Validation refuses all that are too large for them.
+            without_rows = -(-MAX_ELEMENTS // self.geometry.adapter_elements)
         page_elements = self.geometry.flat.adapter_elements
         shapes = [trained_rows_of(self.shard(module).shape(module)) for module in self.outer_modules]
         rows = sum(count * row_layout(row_len, page_elements).padded_len for count, row_len in shapes)
@@ -106,9 +146,17 @@ class PackTarget:
         return self.max_pages * self.geometry.total_page_bytes
 
     def equal_ranks(self, rank: int) -> npt.NDArray[np.int32]:
-        """The ranks `[num_layers, num_modules]` of an adapter with this rank on every module."""
+        """The ranks `[num_layers, num_modules]` of an adapter with this rank on every module.
+
+        Experts have at most their highest rank. Of linears that contain each other, the adapter has the larger.
+        """
         layers = range(self.geometry.num_layers)
-        return np.array([[rank * module.is_in(layer) for module in self.modules] for layer in layers], np.int32)
+        ranks = [rank] * len(self.modules)
+        if self.experts is not None:
+            of_one = [min(rank, MAX_EXPERT_RANK) * counts for _, counts in self._expert_linears]
+            ranks += of_one * self.experts.num_experts
+        is_there = np.array([[module.is_in(layer) for module in self.all_modules] for layer in layers])
+        return np.where(is_there, np.array(ranks, np.int32), np.int32(0))
 
     def layout(
         self,
@@ -124,7 +172,7 @@ class PackTarget:
         """
         if outer_ranks is None:
             outer_ranks = np.zeros(len(self.outer_modules), np.int32)
-        if ranks.shape != (self.geometry.num_layers, len(self.modules)):
+        if ranks.shape != (self.geometry.num_layers, len(self.all_modules)):
             raise ValueError(f"ranks have shape {ranks.shape}")
         tables = ranks.astype(np.int32).tobytes(), outer_ranks.astype(np.int32).tobytes()
         return _layout(self, *tables, has_affines, rows)
@@ -143,7 +191,7 @@ class PackTarget:
 
     def document(self) -> dict[str, Any]:
         """Return this target as plain JSON values, for packed files and the validation process."""
-        return {
+        document = {
             "modules": [_module_document(module) for module in self.modules],
             "geometry": asdict(self.geometry),
             "dtype": self.dtype,
@@ -152,6 +200,8 @@ class PackTarget:
             "tp_size": self.tp_size,
             "tp_rank": self.tp_rank,
         }
+        # Left out without experts, so that packed files from before the field was added stay valid.
+        return document if self.experts is None else {**document, "experts": asdict(self.experts)}
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> PackTarget:
@@ -164,6 +214,7 @@ class PackTarget:
             # Documents written before tensor parallelism lack these fields.
             tp_size=document.get("tp_size", 1),
             tp_rank=document.get("tp_rank", 0),
+            experts=_parse_experts(document.get("experts")),
         )
 
 
@@ -180,6 +231,24 @@ def _parse_module(document: dict[str, Any]) -> LinearShape:
     return LinearShape(**{**document, "layers": None if layers is None else tuple(layers)})
 
 
+def _parse_experts(document: dict[str, Any] | None) -> ExpertModules | None:
+    if document is None:
+        return None
+    layers = document["layers"]
+    return ExpertModules(
+        num_experts=document["num_experts"],
+        linears=tuple(ExpertLinear(**linear) for linear in document["linears"]),
+        router=document["router"],
+        stacked_router=document["stacked_router"],
+        layers=None if layers is None else tuple(layers),
+    )
+
+
+@lru_cache(maxsize=16)
+def _all_modules(target: PackTarget) -> tuple[LinearShape, ...]:
+    return target.modules if target.experts is None else (*target.modules, *target.experts.modules)
+
+
 @lru_cache(maxsize=256)
 def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes, has_affines: bool, rows: RowCounts) -> AdapterLayout:
     """Compute an adapter's layout.
@@ -188,7 +257,7 @@ def _layout(target: PackTarget, ranks: bytes, outer_ranks: bytes, has_affines: b
     """
     modules, outer_modules = (
         tuple(target.shard(module).shape(module) for module in group)
-        for group in (target.modules, target.outer_modules)
+        for group in (target.all_modules, target.outer_modules)
     )
     table = np.frombuffer(ranks, np.int32).reshape(target.geometry.num_layers, len(modules))
     return adapter_layout(

@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import lru_cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ import numpy.typing as npt
 
 from loramux.adapter_store.errors import AdapterCorrupt
 from loramux.adapter_store.formats.checksums import PayloadCheck
-from loramux.adapter_store.formats.module_places import module_places
+from loramux.adapter_store.formats.module_places import module_key
 from loramux.adapter_store.formats.pack_target import PACK_FORMAT, PackTarget
 from loramux.adapter_store.formats.packing import PackedAdapter
 from loramux.kernels.layout import AdapterLayout, RowCounts, part_layout
@@ -39,7 +38,8 @@ HostMemory = Callable[[int], npt.NDArray[np.uint8]]
 _MAGIC = b"LMXPACK" + bytes([PACK_FORMAT])
 _PREFIX = struct.Struct("<8sI32s")
 _PAYLOAD_ALIGNMENT = 4096
-_MAX_HEADER_BYTES = 4 << 20
+_MAX_HEADER_BYTES = 16 << 20
+"""Largest header of a packed file, in bytes. Checksums of 40,000 modules of experts take 3 MB."""
 
 FIRST_READ_BYTES = 16 << 10
 """Size of the first read, in bytes. Most headers fit into it."""
@@ -204,16 +204,17 @@ def _module_checksums(payload: Any, layout: AdapterLayout, target: PackTarget) -
     """
     pages = payload.view(target.storage_dtype)
     checksums: dict[str, int] = {}
-    for layer, members in groupby(module_places(target), lambda place: place.layer):
+    for layer in (None, *range(target.geometry.num_layers)):
         is_outer = layer is None
         stream = pages[: layout.num_outer_pages].reshape(-1) if is_outer else pages[:, layer].reshape(-1)
         geometry = target.geometry.flat if is_outer else target.geometry
-        for place in members:
-            rank, offsets = layout.rank_and_offsets(layer, place.module)
+        for index, module in enumerate(target.outer_modules if is_outer else target.all_modules):
+            rank, offsets = layout.rank_and_offsets(layer, index)
             if rank:
-                last, shape = layout.parts[-1], target.shard(place.shape).shape(place.shape)
+                last, shape = layout.parts[-1], target.shard(module).shape(module)
                 end = offsets[last] + part_layout(shape, last, rank, geometry.adapter_elements).num_elements
-                checksums[place.key] = zlib.crc32(stream[offsets[0] : end])
+                key = module.name if layer is None else module_key(layer, module)
+                checksums[key] = zlib.crc32(stream[offsets[0] : end])
     outer_bytes = payload[: layout.num_outer_pages].reshape(-1)
     for index, module in enumerate(target.outer_modules):
         span = layout.row_span(index, target.shard(module).shape(module), target.geometry)

@@ -70,12 +70,12 @@ def pack(canonical: Path | bytes, target: PackTarget, base: BaseWeights | None =
         if not _needs_base(file):
             base = None
         num_layers = target.geometry.num_layers
-        ranks, scales = _tables((num_layers, len(target.modules)))
+        ranks, scales = _tables((num_layers, len(target.all_modules)))
         outer_ranks, outer_scales = _tables((len(target.outer_modules),))
         for place in places:
             at = place.module if place.layer is None else (place.layer, place.module)
             into_ranks, into_scales = (outer_ranks, outer_scales) if place.layer is None else (ranks, scales)
-            into_ranks[at] = file.header.tensors[place.a_name].shape[0]
+            into_ranks[at] = place.rank_of(file.header.tensors[place.a_name].shape)
             into_scales[at] = file.scales[place.key]
         replaced = replaced_rows(file, target, base)
         layout = target.layout(ranks, outer_ranks, has_affines, replaced.counts)
@@ -85,8 +85,10 @@ def pack(canonical: Path | bytes, target: PackTarget, base: BaseWeights | None =
         for layer, members in groupby(places, lambda place: place.layer):
             is_outer = layer is None
             stream = pages[:first].reshape(-1) if is_outer else np.zeros(layout.num_pages * page_elements, pages.dtype)
-            for place in members:
-                _write(file, place, layout, stream, target, base)
+            for _, same_key in groupby(members, lambda place: place.key):
+                stack = _StackedB(file, target.dtype)
+                for place in same_key:
+                    _write(file, place, stack, layout, stream, target, base)
             if not is_outer:
                 pages[first:, layer] = stream.reshape(-1, page_elements)[first:]
         write_rows(file, replaced, layout, pages[:first].reshape(-1), target)
@@ -104,18 +106,19 @@ def _places(file: CanonicalAdapter, target: PackTarget) -> list[ModulePlace]:
     places = [place for place in module_places(target) if place.key in file.scales]
     for place in places:
         a, b = entries.get(place.a_name), entries.get(place.b_name)
-        rank = a.shape[0] if a else 0
+        rank = place.rank_of(a.shape) if a else 0
+        num_rows = rank * place.num_experts
         if (
             not a
             or not b
             or not 0 < rank <= MAX_RANK
-            or a.shape != (rank, place.shape.in_features)
-            or b.shape != (place.shape.out_features, rank)
+            or a.shape != (num_rows, place.shape.in_features)
+            or b.shape != (place.shape.out_features, num_rows)
         ):
             raise AdapterRejected("base_mismatch", "the adapter was made for another base model", place.key)
     known = {name for place in places for name in (place.a_name, place.b_name, place.magnitude_name, place.bias_name)}
     known.update(name for module in target.outer_modules for name in outer_weight_names(module.name))
-    if len(places) != len(file.scales) or not known.issuperset(entries):
+    if len({place.key for place in places}) != len(file.scales) or not known.issuperset(entries):
         raise AdapterRejected("base_mismatch", "the adapter has modules that the base model does not have")
     return places
 
@@ -125,9 +128,24 @@ def _needs_base(file: CanonicalAdapter) -> bool:
     return has_magnitudes or any(rows.whole is not None for rows in file.trained.values())
 
 
+class _StackedB:
+    """Reads a B once for all experts of a stack, whose columns alternate."""
+
+    def __init__(self, file: CanonicalAdapter, dtype: str) -> None:
+        self._file = file
+        self._dtype = dtype
+        self._whole: npt.NDArray[Any] | None = None
+
+    def of(self, place: ModulePlace) -> npt.NDArray[Any]:
+        if self._whole is None:
+            self._whole = self._file.converted(place.b_name, self._dtype)
+        return self._whole[:, place.b_columns]
+
+
 def _write(
     file: CanonicalAdapter,
     place: ModulePlace,
+    stack: _StackedB,
     layout: AdapterLayout,
     stream: npt.NDArray[Any],
     target: PackTarget,
@@ -141,10 +159,10 @@ def _write(
     for index in layout.parts:
         # A is [rank, in_features], B is [out_features, rank]; an embedding's A is laid out by token.
         if index == A:
-            rows = _rows(file.converted(place.a_name, target.dtype).T, shard.inputs)
+            rows = _rows(file.converted(place.a_name, target.dtype, place.a_rows(rank)).T, shard.inputs)
             rows = rows if place.shape.is_embedding else rows.T
         elif index == B:
-            rows = _rows(file.converted(place.b_name, target.dtype), shard.outputs).T
+            rows = _rows(stack.of(place), shard.outputs).T
         else:
             affine = _affine(file, place, base)
             if target.tp_rank and shape.out_features == place.shape.out_features:

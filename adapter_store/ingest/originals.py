@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from loramux.adapter_store.errors import AdapterCorrupt
-from loramux.adapter_store.formats.canonical import CanonicalAdapter
+from loramux.adapter_store.formats.canonical import MAX_HEADER_BYTES, CanonicalAdapter
 from loramux.adapter_store.formats.file_names import CONFIG_FILE
 from loramux.adapter_store.formats.safetensors_header import LENGTH_BYTES, TensorEntry
 from loramux.adapter_store.formats.tensor_file import TensorFile
@@ -44,7 +44,7 @@ class KeptHeader:
 
         Raises AdapterCorrupt if a tensor is missing.
         """
-        with TensorFile(tensors) as uploaded, CanonicalAdapter(canonical) as kept:
+        with TensorFile(tensors, MAX_HEADER_BYTES) as uploaded, CanonicalAdapter(canonical) as kept:
             places: dict[bytes, tuple[int, int]] = {}
             with canonical.open("rb") as file:
                 start = kept.header.data_start

@@ -22,6 +22,7 @@ from loramux.adapter_store.formats.packing import PackedAdapter
 from loramux.adapter_store.tiers.host_slab import EngineMemory, mapped
 from loramux.adapter_store.tiers.host_tier import HostTier
 from loramux.adapter_store.tiers.staged_adapter import NotStaged, StagedAdapter
+from loramux.adapter_store.tiers.staged_tables import decompress, num_table_bytes, parse_tables
 from loramux.adapter_store.tiers.staging_link import StagingLink
 from loramux.adapter_store.tiers.staging_messages import (
     MAX_PIECES,
@@ -332,7 +333,14 @@ class StagingClient:
     def _packed(self, digest: str, staged: Staged, memory: npt.NDArray[np.uint8] | None) -> PackedAdapter:
         """Return an adapter whose pages are in the packet's memory or in the shared memory."""
         geometry = self._target.geometry
-        ranks = np.frombuffer(staged.ranks, np.int32).reshape(geometry.num_layers, -1)
+        table_shape = geometry.num_layers, len(self._target.all_modules)
+        if staged.tables:
+            tables = decompress(staged.tables)
+        else:
+            assert memory is not None
+            memory, of_tables = np.split(memory, [memory.size - num_table_bytes(table_shape)])
+            tables = of_tables.tobytes()
+        ranks, scales = parse_tables(tables, table_shape)
         outer_ranks = np.frombuffer(staged.outer_ranks, np.int32)
         layout = self._target.layout(ranks, outer_ranks, staged.has_affines, staged.rows)
         shape = (layout.num_pages, geometry.num_layers, geometry.page_bytes)
@@ -342,7 +350,7 @@ class StagingClient:
         return PackedAdapter(
             digest,
             layout,
-            np.frombuffer(staged.scales, np.float32).reshape(ranks.shape).copy(),
+            scales,
             memory.reshape(shape),
             np.frombuffer(staged.outer_scales, np.float32).copy(),
         )

@@ -12,6 +12,9 @@ from loramux.adapter_store.tiers.tier_figures import LoadCounts, PassedStage
 from loramux.kernels.layout import RowCounts
 
 MAX_PACKET_BYTES = 64 << 10
+MAX_TABLE_BYTES = 32 << 10
+"""Longest compressed tables in a packet, in bytes. Only unusual ranks of thousands of experts are longer."""
+
 MAX_MESSAGE_CHARS = 2000
 """Longest failure message, in characters."""
 
@@ -85,14 +88,14 @@ class Staged(msgspec.Struct, frozen=True, tag=True):
     """The adapter's pages begin at offset `begin` of the shared memory, and stay there until they are released.
 
     If they did not fit, `begin` is None and the packet carries the descriptor of separate memory with only these pages.
-    Tables are as in `PackedAdapter`: int32 ranks and float32 scales.
+    Tables are as in `PackedAdapter`: int32 ranks and float32 scales, of which `tables` has those of the layers,
+    compressed. Tables that are too long for a packet follow the pages in separate memory, and `tables` is empty.
     """
 
     number: int
     begin: int | None
-    ranks: bytes
+    tables: bytes
     outer_ranks: bytes
-    scales: bytes
     outer_scales: bytes
     has_affines: bool
     rows: RowCounts

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,9 +31,11 @@ from loramux.adapter_store.formats.pack_target import PackTarget
 from loramux.adapter_store.tiers.disk_tier import DiskTier
 from loramux.adapter_store.tiers.host_slab import HostSlab, mapped, shared_memory
 from loramux.adapter_store.tiers.packed_source import PackedSource
+from loramux.adapter_store.tiers.staged_tables import compress, table_bytes
 from loramux.adapter_store.tiers.staging_messages import (
     MAX_MESSAGE_CHARS,
     MAX_PACKET_BYTES,
+    MAX_TABLE_BYTES,
     Cancel,
     Failed,
     FromStaging,
@@ -98,23 +100,25 @@ class StagingServer:
         try:
             with self._source.figures.noting(stages):
                 packed = self._source.fetch(digest, cancellation)
+            tables, payload = table_bytes(packed), packed.payload
+            compressed = compress(tables)
+            fits = len(compressed) <= MAX_TABLE_BYTES
             staged = Staged(
                 number,
-                self._slab.offset_of(packed.payload),
-                packed.layout.ranks.tobytes(),
+                self._slab.offset_of(payload) if fits else None,
+                compressed if fits else b"",
                 packed.layout.outer_ranks.tobytes(),
-                packed.scales.tobytes(),
                 packed.outer_scales.tobytes(),
                 packed.layout.has_affines,
                 packed.layout.rows,
                 tuple(stages),
                 self._counts(),
             )
-            payload = packed.payload
             # The engine may release the piece immediately, so drop all references to it first.
             del packed
             if staged.begin is None:
-                with _memory_of(payload.reshape(-1)) as descriptor:
+                parts = [payload.reshape(-1)] if fits else [payload.reshape(-1), np.frombuffer(tables, np.uint8)]
+                with _memory_of(parts) as descriptor:
                     self._send(staged, descriptor)
             else:
                 self._given_out[staged.begin] = payload
@@ -135,7 +139,7 @@ class StagingServer:
     def _look(self) -> None:
         contents = encode(self._source.disk.contents())
         try:
-            with _memory_of(np.frombuffer(contents, np.uint8)) as descriptor:
+            with _memory_of([np.frombuffer(contents, np.uint8)]) as descriptor:
                 self._send(Looked(self._counts()), descriptor)
         except OSError:
             self._send(Looked(self._counts()))
@@ -150,11 +154,11 @@ class StagingServer:
 
 
 @contextmanager
-def _memory_of(content: npt.NDArray[np.uint8]) -> Iterator[int]:
-    """Return a descriptor of new memory with this content. The receiver's copy of it keeps the memory alive."""
-    descriptor = shared_memory(content.size)
+def _memory_of(parts: Sequence[npt.NDArray[np.uint8]]) -> Iterator[int]:
+    """Return a descriptor of new memory with these contents. The receiver's copy of it keeps the memory alive."""
+    descriptor = shared_memory(sum(part.size for part in parts))
     try:
-        mapped(descriptor)[:] = content
+        np.concatenate(parts, out=mapped(descriptor))
         yield descriptor
     finally:
         os.close(descriptor)

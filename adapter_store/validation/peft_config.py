@@ -28,6 +28,7 @@ _UNDERSTOOD = frozenset(
         "lora_alpha",
         "target_modules",
         "exclude_modules",
+        "target_parameters",
         "rank_pattern",
         "alpha_pattern",
         "use_rslora",
@@ -77,7 +78,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
             "lora_ga_config",
             "megatron_config",
             "monteclora_config",
-            "target_parameters",
             "use_bdlora",
             "velora_config",
         ),
@@ -87,6 +87,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
 
 _CHANGES_BASE = ("corda", "loftq", "lora_ga", "olora", "pissa")
 """The initialisations that change the base's weights, which the adapter does not contain."""
+_ANY_PARENT = r".*\."
 _LAYERS_PATTERNS: tuple[Any, ...] = (None, "", [], "layers", ["layers"])
 """The values of `layers_pattern` that name the list of layers in every supported base."""
 
@@ -101,7 +102,9 @@ class PeftConfig:
     modules (`targets_from_tensors`) or ranks (`ranks_from_tensors`), the tensors of the file show what it selected.
     `invocation_tokens` is empty unless the adapter is an activated LoRA (aLoRA).
 
-    With `use_dora`, each module has a magnitude vector; with `lora_bias`, each B has a bias. PEFT allows only one.
+    `target_parameters` names tensors of the base that the adapter changes like modules, such as the stacked weights of
+    experts. With `use_dora`, each module has a magnitude vector; with `lora_bias`, each B has a bias. PEFT allows only
+    one.
     """
 
     rank: int
@@ -110,6 +113,7 @@ class PeftConfig:
     use_dora: bool
     lora_bias: bool
     target_modules: tuple[str, ...] | None
+    target_parameters: tuple[str, ...]
     exclude_modules: tuple[str, ...]
     rank_pattern: tuple[tuple[str, int], ...]
     alpha_pattern: tuple[tuple[str, float], ...]
@@ -155,6 +159,7 @@ def parse_peft_config(text: bytes) -> PeftConfig:
     invocation_tokens = _invocation_tokens(document)
     if use_dora and invocation_tokens:
         _refuse("unsupported_config", f"PEFT does not support DoRA with {INVOCATION_KEY}", "use_dora")
+    parameters = _target_parameters(document)
     ranks = _pattern(document, "rank_pattern")
     alphas = _pattern(document, "alpha_pattern")
     for name, _ in alphas:
@@ -174,7 +179,8 @@ def parse_peft_config(text: bytes) -> PeftConfig:
         use_rslora=_switch(document, "use_rslora"),
         use_dora=use_dora,
         lora_bias=lora_bias,
-        target_modules=_target_modules(targets),
+        target_modules=_target_modules(targets, may_be_empty=bool(parameters)),
+        target_parameters=parameters,
         exclude_modules=_exclude_modules(exclusions),
         rank_pattern=tuple((name, _rank(value, f"rank_pattern.{name}")) for name, value in ranks),
         alpha_pattern=tuple((name, _alpha(value, f"alpha_pattern.{name}")) for name, value in alphas),
@@ -226,13 +232,24 @@ def _alpha(value: Any, param: str) -> float:
     return float(value)
 
 
-def _target_modules(value: Any) -> tuple[str, ...] | None:
+def _target_modules(value: Any, may_be_empty: bool) -> tuple[str, ...] | None:
     if isinstance(value, str) and value:
         # All linear layers, or a regular expression. The tensors' names are used instead of the expression.
         return None
+    if may_be_empty and (value is None or value == []):
+        return ()
     names = _names(value, "target_modules")
     if not names:
         _refuse("invalid_config", "target_modules must not be empty", "target_modules")
+    return names
+
+
+def _target_parameters(document: dict[str, Any]) -> tuple[str, ...]:
+    key = "target_parameters"
+    names = () if document.get(key) is None else _names(document[key], key)
+    for other in ("use_dora", "lora_bias", INVOCATION_KEY) if names else ():
+        if document.get(other):
+            _refuse("unsupported_config", f"PEFT does not support {other} with {key}", other)
     return names
 
 
@@ -279,7 +296,13 @@ def _pattern(document: dict[str, Any], key: str) -> list[tuple[str, Any]]:
     for name in value:
         if not name.isprintable() or len(name) > _MAX_REGEX_LEN:
             _refuse("unsupported_config", "a pattern must be short, printable text", f"{key}.{name}")
-    return list(value.items())
+    return [(_without_prefix(name), one) for name, one in value.items()]
+
+
+def _without_prefix(name: str) -> str:
+    """PEFT writes `.*\\.gate_up_proj` for experts whose gate and up it joined, which means `gate_up_proj`."""
+    literal = name.removeprefix(_ANY_PARENT).replace("\\.", ".")
+    return literal if name.startswith(_ANY_PARENT) and _is_literal(literal) else name
 
 
 def _layers(value: Any) -> tuple[int, ...] | None:

@@ -110,7 +110,7 @@ class Report:
 
 def without_effect(effects: Sequence[Effect]) -> list[Warn]:
     """Return a warning if some modules have no effect, as before training, when B is zero."""
-    idle = [effect.module.key for effect in effects if effect.largest == 0.0]
+    idle = [effect.module.name for effect in effects if effect.largest == 0.0]
     if not idle:
         return []
     return [
@@ -121,8 +121,8 @@ def without_effect(effects: Sequence[Effect]) -> list[Warn]:
 def _by_kind(effects: Sequence[Effect]) -> dict[str, Any]:
     """Return, for each kind of module such as `self_attn.q_proj`, its layers with their ranks, scales and effects."""
     kinds: dict[str, list[Effect]] = {}
-    for effect in effects:
-        kinds.setdefault(effect.module.shape.name, []).append(effect)
+    for effect in _largest_of_experts(effects):
+        kinds.setdefault(effect.module.kind.replace("{}.", ""), []).append(effect)
     return {
         kind: {
             "layers": [effect.module.layer for effect in members if effect.module.layer is not None],
@@ -133,6 +133,16 @@ def _by_kind(effects: Sequence[Effect]) -> dict[str, Any]:
         }
         for kind, members in kinds.items()
     }
+
+
+def _largest_of_experts(effects: Sequence[Effect]) -> list[Effect]:
+    """The effects without those of experts, except for the largest of each kind and layer."""
+    largest: dict[tuple[str, int | None], Effect] = {}
+    for effect in effects:
+        place = effect.module.kind, effect.module.layer
+        if place not in largest or effect.largest > largest[place].largest:
+            largest[place] = effect
+    return list(largest.values())
 
 
 def _rounded(value: float) -> float:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from loramux.adapter_store.errors import AdapterRejected
 from loramux.adapter_store.formats.invocation_tokens import INVOCATION_KEY
@@ -18,12 +20,14 @@ from loramux.adapter_store.formats.safetensors_header import TensorEntry
 from loramux.adapter_store.formats.tensor_file import TensorFile
 from loramux.adapter_store.formats.trained_rows import TrainedRows, max_row_counts, outer_weight_names
 from loramux.adapter_store.validation.expected_modules import ExpectedModule, expected_modules
-from loramux.adapter_store.validation.peft_config import parse_peft_config
+from loramux.adapter_store.validation.peft_config import PeftConfig, parse_peft_config
 from loramux.adapter_store.validation.report import CheckList, Report, Warn, without_effect
+from loramux.adapter_store.validation.stacked_names import with_stacked_names
 from loramux.adapter_store.validation.tensor_names import current_names
 from loramux.adapter_store.validation.trained_parts import TrainedParts, trained_parts
 from loramux.adapter_store.validation.weight_checks import WeightChecks
 
+_EXPERT = re.compile(r"\.experts\.([0-9]{1,9})\.")
 _LAYER = re.compile(r"base_model\.model\.model\.layers\.([0-9]{1,4})\.")
 
 
@@ -38,10 +42,11 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
         _check_vocabulary(parsed.invocation_tokens, target.vocab_size)
     with ExitStack() as stack:
         with checks.check("container"):
-            file = stack.enter_context(TensorFile(tensors))
+            file = stack.enter_context(TensorFile(tensors, target.max_header_bytes))
         with checks.check("modules"):
             needs_tensors = parsed.targets_from_tensors or parsed.ranks_from_tensors
-            expected = expected_modules(parsed, target, _ranks(file, target) if needs_tensors else {})
+            reads_tensors = needs_tensors or target.experts is not None
+            expected = expected_modules(parsed, target, _ranks(file, parsed, target) if reads_tensors else {})
             if parsed.invocation_tokens and any(module.shape.is_embedding for module in expected):
                 raise AdapterRejected(
                     "unsupported_config",
@@ -49,7 +54,7 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
                     INVOCATION_KEY,
                 )
         with checks.check("names"):
-            names = current_names(file.header.tensors)
+            names = with_stacked_names(current_names(file.header.tensors), parsed, target)
             entries = {name: file.header.tensors[original] for name, original in names.originals.items()}
             parts = trained_parts(parsed, target, entries.keys(), {module.key for module in expected})
             # Packing compares copies of the base's weights with the base.
@@ -66,9 +71,8 @@ def validate_files(config: bytes, tensors: Path | bytes, target: PackTarget, che
             parts.check_shapes(entries)
         with checks.check("weights"):
             weights = WeightChecks()
-            for module in expected:
-                a, b = entries[module.a_name].name, entries[module.b_name].name
-                weights.check(module, file.float32(a), file.float32(b), (a, b))
+            for module, A, B in _matrices(file, entries, expected):
+                weights.check(module, A, B, (entries[module.a_name].name, entries[module.b_name].name))
                 if module.vector_name is not None:
                     vector = entries[module.vector_name].name
                     check_vector = weights.check_magnitude if parsed.use_dora else weights.check_bias
@@ -129,15 +133,29 @@ def _check_vocabulary(token_ids: Sequence[int], vocab_size: int | None) -> None:
             )
 
 
-def _ranks(file: TensorFile, target: PackTarget) -> dict[str, int]:
+def _matrices(
+    file: TensorFile, entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule]
+) -> Iterator[tuple[ExpectedModule, npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
+    """Each module with its A `[rank, in_features]` and B `[out_features, rank]`; a stack is read once."""
+    for _, modules in groupby(expected, key=lambda module: module.key):
+        stack: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None = None
+        for module in modules:
+            if stack is None:
+                stack = file.float32(entries[module.a_name].name), file.float32(entries[module.b_name].name)
+            rows = module.a_rows(module.rank)
+            yield module, stack[0][rows.start : rows.stop], stack[1][:, module.b_columns]
+
+
+def _ranks(file: TensorFile, config: PeftConfig, target: PackTarget) -> dict[str, int]:
     """The rank of each of the base's modules that has an A in the file, by the module's key."""
-    names = current_names(file.header.tensors)
+    names = with_stacked_names(current_names(file.header.tensors), config, target)
     shapes = {name: file.header.tensors[original].shape for name, original in names.originals.items()}
-    return {place.key: shapes[place.a_name][0] for place in module_places(target) if place.a_name in shapes}
+    places = ((place, shapes.get(place.a_name)) for place in module_places(target))
+    return {place.key: place.rank_of(shape) for place, shape in places if shape is not None}
 
 
 def _num_pages(expected: Sequence[ExpectedModule], trained: Mapping[str, TrainedRows], target: PackTarget) -> int:
-    ranks = np.zeros((target.geometry.num_layers, len(target.modules)), np.int32)
+    ranks = np.zeros((target.geometry.num_layers, len(target.all_modules)), np.int32)
     outer_ranks = np.zeros(len(target.outer_modules), np.int32)
     for module in expected:
         if module.layer is None:
@@ -150,8 +168,8 @@ def _num_pages(expected: Sequence[ExpectedModule], trained: Mapping[str, Trained
     except ValueError:
         raise AdapterRejected(
             "adapter_too_large",
-            "the trained rows have more elements than the page pool can address: train fewer rows",
-            "modules_to_save",
+            "the adapter has more elements than the page pool can address: use a lower rank, or train fewer rows",
+            "modules_to_save" if trained else "r",
         ) from None
 
 
@@ -174,6 +192,14 @@ def _check_names(
             "base_mismatch",
             f"the adapter has weights for layer {max(layers)}, but the base has {num_layers} layers",
             entries[min(unexpected)].name,
+        )
+    if (beyond := _beyond_experts(unexpected, target)) is not None:
+        expert, name = beyond
+        num_experts = 0 if target.experts is None else target.experts.num_experts
+        raise AdapterRejected(
+            "base_mismatch",
+            f"the adapter has weights for expert {expert}, but the base has {num_experts} experts, numbered from 0",
+            entries[name].name,
         )
     base_weights = [
         name for module in target.outer_modules for name in outer_weight_names(module.name) if name in unexpected
@@ -199,6 +225,13 @@ def _check_names(
     )
 
 
+def _beyond_experts(names: Collection[str], target: PackTarget) -> tuple[int, str] | None:
+    """The first expert that the base lacks, with the name of a tensor for it, or None."""
+    found = ((int(match[1]), name) for name in names if (match := _EXPERT.search(name)) is not None)
+    num_experts = 0 if target.experts is None else target.experts.num_experts
+    return min((one for one in found if one[0] >= num_experts), default=None)
+
+
 def _check_shapes(entries: Mapping[str, TensorEntry], expected: Sequence[ExpectedModule]) -> None:
     for module in expected:
         a, b = entries[module.a_name], entries[module.b_name]
@@ -222,7 +255,13 @@ def _check_shapes(entries: Mapping[str, TensorEntry], expected: Sequence[Expecte
                     "base_mismatch", f"the tensor is for {found} features, but the base has {wanted}", name
                 )
         for name, rank in ((a.name, a_rank), (b.name, b_rank)):
-            if rank != module.rank:
+            if module.is_stacked and rank != module.rank * module.num_experts:
+                raise AdapterRejected(
+                    "rank_mismatch",
+                    f"the tensor has {rank} ranks, not {module.rank} for each of {module.num_experts} experts",
+                    name,
+                )
+            if not module.is_stacked and rank != module.rank:
                 raise AdapterRejected(
                     "rank_mismatch", f"the tensor has rank {rank}, but the configuration says {module.rank}", name
                 )

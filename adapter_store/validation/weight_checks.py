@@ -64,12 +64,12 @@ class WeightChecks:
                 "norm_too_large",
                 f"the module changes the base's weights by up to {change:.3g} on average, "
                 f"more than the allowed {MAX_MEAN_CHANGE:g}",
-                module.key,
+                module.name,
             )
         effect = module.scale * ((self._probe(module.shape.in_features) @ A.T) @ B.T)
         largest = float(np.abs(effect).max(initial=0.0))
         if not math.isfinite(largest):
-            raise AdapterRejected("not_finite", "the product of the module's tensors is not finite", module.key)
+            raise AdapterRejected("not_finite", "the product of the module's tensors is not finite", module.name)
         self.effects.append(Effect(module, largest))
 
     def check_magnitude(self, name: str, magnitude: npt.NDArray[np.float32]) -> None:

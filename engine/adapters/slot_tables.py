@@ -34,7 +34,7 @@ class SlotTables:
     def __init__(
         self, target: PackTarget, num_slots: int, accelerator: Accelerator, outer_factors: tuple[float, ...]
     ) -> None:
-        shape = (target.geometry.num_layers, len(target.modules))
+        shape = (target.geometry.num_layers, len(target.all_modules))
         outer_shape = (1, len(target.outer_modules))
 
         def zeros(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ class SlotTables:
         # numpy views of the staged tables: numpy writes a few numbers ten times as fast as torch does.
         self._written = tuple(table.numpy() for table in _tensors(self._host))
         self._max_ranks = np.zeros(num_slots, np.int32)
-        self._has_module = np.zeros((num_slots, len(target.modules)), np.bool_)
+        self._has_module = np.zeros((num_slots, len(target.all_modules)), np.bool_)
         self._has_outer = np.zeros((num_slots, len(target.outer_modules)), np.bool_)
         self._num_rows = np.zeros((num_slots, len(target.outer_modules)), np.int32)
 

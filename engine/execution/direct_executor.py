@@ -14,6 +14,7 @@ from loramux.engine.device.accelerator import HostAccelerator
 from loramux.engine.execution.prompt_scores import ScoredPrompts, score_prompts
 from loramux.engine.execution.sampler import FinishedStep, sample
 from loramux.engine.grammars.grammar import NO_MASKS, Masks
+from loramux.engine.layer_groups import LayerGroups
 from loramux.engine.model.decoder import Decoder, HeadAdapters
 from loramux.engine.model.model_config import HEAD
 from loramux.kernels.dispatch import Kernels
@@ -94,9 +95,11 @@ class DirectExecutor:
                 )
                 for starts, kv_slots in zip(batch.block_starts, batch.kv_slots, strict=True)
             ),
+            slots=torch.from_numpy(batch.slots),
             segments=self._segments(batch.slots),
             sample_rows=torch.from_numpy(rows),
             embedding_segments=None if outer is None else self._segments(outer.embedding),
+            groups=LayerGroups.holding(self._tables.modules(batch.slots), self._decoder.module_groups),
         )
 
     def _segments(self, slots: npt.NDArray[np.int32]) -> Segments:

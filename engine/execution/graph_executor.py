@@ -145,7 +145,7 @@ class GraphExecutor:
         if not (batch.slots >= 0).any():
             return step_shape(batch.num_tokens, batch.num_sequences, batch.max_q, max_rank=0)
         max_rank = max(1, self._tables.max_rank(batch.slots))
-        groups = LayerGroups.holding(self._tables.modules(batch.slots), self._decoder.config.module_groups)
+        groups = LayerGroups.holding(self._tables.modules(batch.slots), self._decoder.module_groups)
         return step_shape(batch.num_tokens, batch.num_sequences, batch.max_q, max_rank, has_outer, groups)
 
     def _kept_shape(self, shape: StepShape) -> StepShape:

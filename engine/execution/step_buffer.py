@@ -146,6 +146,7 @@ class StepBuffer:
                     )
                     for group in range(self._num_groups)
                 ),
+                slots=on_device["slots"],
                 segments=segments("segment", shape.segment_rows),
                 sample_rows=on_device["sample_rows"],
                 embedding_segments=segments("embedding", shape.segment_rows) if shape.has_outer else None,
@@ -166,6 +167,7 @@ def _fields(shape: StepShape, num_groups: int) -> list[_Field]:
         "kv_slots": (torch.int64, num_groups * shape.num_tokens),
         "tokens": (torch.int32, shape.num_tokens),
         "positions": (torch.int32, shape.num_tokens),
+        "slots": (torch.int32, shape.num_tokens if shape.max_rank else 0),
         "cu_q": (torch.int32, shape.num_sequences + 1),
         "seq_lens": (torch.int32, shape.num_sequences),
         "block_starts": (torch.int32, num_groups * shape.num_sequences),
@@ -225,6 +227,7 @@ def _fill(staged: dict[str, npt.NDArray[np.generic]], batch: Batch, shape: StepS
     put("block_starts", batch.block_starts)
     put("sample_rows", batch.sample_rows)
     if shape.max_rank:
+        put("slots", batch.slots, padding=-1)
         put_segments("segment", batch.slots, shape.segment_rows)
     if shape.has_outer != (outer is not None):
         raise ValueError("outer slots must be given if and only if the shape has outer modules")

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional
 
@@ -13,7 +15,8 @@ from loramux.engine.batch import StepInputs
 from loramux.engine.cache_groups import CacheLayout, cache_layout
 from loramux.engine.device.backend import Backend, Linear
 from loramux.engine.layer_groups import NO_GROUPS, LayerGroups
-from loramux.engine.model.mixture import Mixture
+from loramux.engine.model.layer_adapters import LayerAdapters
+from loramux.engine.model.mixture import Mixture, mixture_groups
 from loramux.engine.model.model_config import EMBEDDING, GELU_TANH, HEAD, ModelConfig
 from loramux.engine.model.norms import NoNorm, Norm
 from loramux.engine.model.placement import Placement
@@ -98,6 +101,7 @@ class Decoder:
         self.config = config
         self._dtype = backend.activation_dtype or dtype
         self._groups = lora_groups(config)
+        self._module_groups = tuple(np.array(group, np.intp) for group in all_module_groups(config))
         place = Placement(weights, dtype, backend, config)
         self._embedding = place.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         # Round the scale to the dtype of the weights before multiplying, as transformers does.
@@ -121,13 +125,19 @@ class Decoder:
         self._query_scales = None if scales is None else scales.to(backend.device, self._dtype)
 
     @property
+    def module_groups(self) -> tuple[npt.NDArray[np.intp], ...]:
+        """The indices of each group of `LayerGroups` on the axis of modules. Empty groups are in no layer."""
+        return self._module_groups
+
+    @property
     def shapes(self) -> KernelShapes:
         """The shapes that the kernels must support."""
         groups = self._groups
         blocks = [layer.feed_forward for layer in self._layers if layer.feed_forward is not None]
         feed_forwards = [group for block in blocks for group in (block.gate_up_group, block.down_group)]
+        mixtures = [group for layer in self._layers if layer.mixture is not None for group in layer.mixture.groups]
         return KernelShapes(
-            groups=(groups.qkv, groups.o, *dict.fromkeys(feed_forwards)),
+            groups=(groups.qkv, groups.o, *dict.fromkeys([*feed_forwards, *mixtures])),
             attention=tuple(layer.attention for layer in self._layers),
             outer_groups=(groups.embedding, groups.head),
         )
@@ -180,30 +190,23 @@ class Decoder:
         # The groups that adapters of this step modify.
         adapted = inputs.groups if inputs.segments.num_segments else NO_GROUPS
 
-        def with_adapters(
-            x: torch.Tensor, y: torch.Tensor, index: int, flag: LayerGroups, group: ModuleGroup
-        ) -> torch.Tensor:
-            """Add the adapters' outputs for `x` to `y`, the base's output."""
-            if flag in adapted:
-                kernels.lora_add(x, LoraCall(index, group, tables, inputs.segments), y)
-            return y
-
-        def feed_forward(x: torch.Tensor, index: int, layer: DecoderLayer) -> torch.Tensor:
+        def feed_forward(x: torch.Tensor, layer: DecoderLayer, adapters: LayerAdapters) -> torch.Tensor:
             block, out = layer.feed_forward, None
             if block is not None:
-                inner = with_adapters(x, block.gate_up(x), index, LayerGroups.GATE_UP, block.gate_up_group)
+                inner = adapters.add(x, block.gate_up(x), LayerGroups.GATE_UP, block.gate_up_group)
                 inner = activate(inner)
-                out = with_adapters(inner, block.down(inner), index, LayerGroups.DOWN, block.down_group)
+                out = adapters.add(inner, block.down(inner), LayerGroups.DOWN, block.down_group)
             if layer.mixture is not None:
-                out = layer.mixture(x, out, kernels, activate)
+                out = layer.mixture(x, out, kernels, activate, adapters)
             assert out is not None, "each layer has a feed-forward or experts"
             return out
 
         x = residual
         for index, layer in enumerate(self._layers):
+            adapters = LayerAdapters(kernels, tables, inputs.slots, inputs.segments, adapted, index)
             norm = layer.attention_norm
             x = norm(kernels, residual) if index == 0 else norm.add(kernels, x, residual)
-            qkv = with_adapters(x, layer.qkv(x), index, LayerGroups.QKV, self._groups.qkv)
+            qkv = adapters.add(x, layer.qkv(x), LayerGroups.QKV, self._groups.qkv)
             q, k, v = qkv.split((q_out, kv_out, kv_out), dim=1)
             if layer.qk_norms:
                 q, k = (
@@ -222,14 +225,14 @@ class Decoder:
             kernels.rotate_and_store(q, k, v, *angles[layer.rotary], layer.cache_layer, batch)
             kernels.paged_attention(q, layer.cache_layer, batch, layer.attention, attended)
             normed, x = x, attended.view(num_tokens, q_out)
-            x = with_adapters(x, layer.o(x), index, LayerGroups.O, self._groups.o)
+            x = adapters.add(x, layer.o(x), LayerGroups.O, self._groups.o)
             if layer.attention_output_norm is not None:
                 x = layer.attention_output_norm(kernels, x)
             if residual_scale != 1.0:
                 x.mul_(residual_scale)
             attention_output = x
             x = normed if config.parallel_blocks else layer.feed_forward_norm.add(kernels, x, residual)
-            x = feed_forward(x, index, layer)
+            x = feed_forward(x, layer, adapters)
             if layer.feed_forward_output_norm is not None:
                 x = layer.feed_forward_output_norm(kernels, x)
             if residual_scale != 1.0:
@@ -284,6 +287,19 @@ def lora_groups(config: ModelConfig) -> LoraGroups:
     return LoraGroups(qkv=qkv, o=o, embedding=embedding, head=head)
 
 
+def all_module_groups(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+    """The indices of each group of `LayerGroups`: those of `ModelConfig.module_groups`, then those of the experts."""
+    gate_up: list[int] = []
+    down: list[int] = []
+    if config.experts is not None:
+        first, num_linears = len(config.modules), len(config.experts.linears)
+        for expert in range(config.experts.num_experts):
+            of_expert = [first + config.experts.index(expert, linear) for linear in range(num_linears)]
+            gate_up += of_expert[:-1]
+            down.append(of_expert[-1])
+    return (*config.module_groups, tuple(gate_up), tuple(down))
+
+
 def _group(shapes: tuple[LinearShape, ...], modules: tuple[int, ...]) -> ModuleGroup:
     members = [shapes[module] for module in modules]
     out_features = tuple(shape.out_features for shape in members)
@@ -299,10 +315,11 @@ def _group(shapes: tuple[LinearShape, ...], modules: tuple[int, ...]) -> ModuleG
 def _load_layer(config: ModelConfig, place: Placement, index: int, rotary: int, cache: CacheLayout) -> DecoderLayer:
     prefix = f"model.layers.{index}"
     hidden_size, head_dim = config.hidden_size, config.head_dim
-    qkv, o, gate_up, down = config.layer_groups(index)
+    qkv, o, gate_up, down, router = config.layer_groups(index)
+    modules = config.modules
 
-    def linear(modules: tuple[int, ...], has_bias: bool) -> Linear:
-        return place.linear(prefix, [config.modules[module] for module in modules], has_bias)
+    def linear(group: tuple[int, ...], has_bias: bool) -> Linear:
+        return place.linear(prefix, [modules[module] for module in group], has_bias)
 
     def norm(name: str | None) -> Norm | None:
         return None if name is None else place.norm(f"{prefix}.{name}", hidden_size)
@@ -311,14 +328,15 @@ def _load_layer(config: ModelConfig, place: Placement, index: int, rotary: int, 
     if gate_up:
         block = FeedForward(
             gate_up=linear(gate_up, config.mlp_bias),
-            gate_up_group=_group(config.modules, gate_up),
+            gate_up_group=_group(modules, gate_up),
             down=linear(down, config.mlp_bias),
-            down_group=_group(config.modules, down),
+            down_group=_group(modules, down),
         )
     cache_group, cache_layer = cache.place(index)
     mixture = None
     if config.mixture is not None and index in config.mixture.layers:
-        mixture = Mixture(config.mixture, hidden_size, place, prefix)
+        groups = mixture_groups(config.mixture, hidden_size, _group(modules, router), first_expert=len(modules))
+        mixture = Mixture(config.mixture, groups, hidden_size, place, prefix)
     return DecoderLayer(
         attention_norm=norm(config.norms.before_attention) or NoNorm(),
         qkv=linear(qkv, config.qkv_bias),

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
+from loramux.engine.layer_groups import LayerGroups
+from loramux.engine.model.layer_adapters import LayerAdapters
 from loramux.engine.model.mixture_config import MixtureConfig
 from loramux.engine.model.placement import Placement
 from loramux.kernels.dispatch import Kernels
 from loramux.kernels.layout import LinearShape
+from loramux.kernels.tables import ModuleGroup
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureGroups:
+    """The modules of a mixture that share an input: those of the routers, then those of each expert."""
+
+    router: ModuleGroup
+    gate_up: ModuleGroup
+    down: ModuleGroup
 
 
 class Mixture:
     """The mixture of one layer, without the shared expert's own linears, which are those of a dense layer."""
 
-    def __init__(self, config: MixtureConfig, hidden_size: int, place: Placement, prefix: str) -> None:
+    def __init__(
+        self, config: MixtureConfig, groups: MixtureGroups, hidden_size: int, place: Placement, prefix: str
+    ) -> None:
+        self.groups = (groups.router, groups.gate_up, groups.down)
         self._routing = config.routing
         num_experts = config.routing.num_experts
         # One product computes the logits of the experts and of the shared expert's gate.
@@ -30,14 +46,43 @@ class Mixture:
         shared: torch.Tensor | None,
         kernels: Kernels,
         gate_and_mul: Callable[[torch.Tensor], torch.Tensor],
+        adapters: LayerAdapters,
     ) -> torch.Tensor:
         """The layer's output for `x` `[num_tokens, hidden_size]`; `shared` is the output of the shared expert."""
-        logits = self._router(x)
+        router_group, gate_up_group, down_group = self.groups
+        logits = adapters.add(x, self._router(x), LayerGroups.ROUTER, router_group)
         num_experts = self._routing.num_experts
         routing = kernels.route(logits[:, :num_experts], self._routing)
-        inner = gate_and_mul(kernels.multiply_experts(x, self._gate_up, routing))
+        pairs = adapters.pairs(routing)
+        gate_up = kernels.multiply_experts(x, self._gate_up, routing)
+        inner = gate_and_mul(adapters.add(x, gate_up, LayerGroups.EXPERTS_GATE_UP, gate_up_group, pairs))
         y = kernels.multiply_experts(inner, self._down, routing)
+        y = adapters.add(inner, y, LayerGroups.EXPERTS_DOWN, down_group, pairs)
         return kernels.sum_experts(y, routing, shared, None if shared is None else logits[:, num_experts:])
+
+
+def mixture_groups(config: MixtureConfig, hidden_size: int, router: ModuleGroup, first_expert: int) -> MixtureGroups:
+    """The groups of a mixture. The modules of expert 0 are on the axis of modules from `first_expert` on."""
+    *gate_up, down = config.expert_linears(hidden_size)
+    stride, size = len(gate_up) + 1, config.expert_size
+    return MixtureGroups(
+        router=router,
+        gate_up=ModuleGroup(
+            modules=tuple(range(first_expert, first_expert + len(gate_up))),
+            in_features=hidden_size,
+            out_features=tuple(linear.out_features for linear in gate_up),
+            # Both in one, then the gate, then the up.
+            out_offsets=(0, 0, size)[: len(gate_up)],
+            expert_stride=stride,
+        ),
+        down=ModuleGroup(
+            modules=(first_expert + len(gate_up),),
+            in_features=down.in_features,
+            out_features=(down.out_features,),
+            out_offsets=(0,),
+            expert_stride=stride,
+        ),
+    )
 
 
 def _gate_up_weights(config: MixtureConfig, hidden_size: int, place: Placement, prefix: str) -> Iterator[torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from loramux.engine.errors import ModelNotSupported
 from loramux.engine.model.config_fields import positive, refuse_field, shown
-from loramux.kernels.layout import LinearShape
+from loramux.kernels.layout import ExpertLinear, LinearShape
 from loramux.kernels.routing_spec import RoutingSpec
 
 MAX_EXPERTS = 1024
@@ -22,7 +22,8 @@ class ExpertNames:
     """Names of a mixture's tensors, below the layer.
 
     Experts have a tensor each, `{experts}.{number}.{gate}.weight` and so on. If `up` is None, the tensors of all
-    experts are stacked, with gate and up in one: `{gate}.weight` and `{down}.weight`.
+    experts are stacked, with gate and up in one: `{gate}.weight` and `{down}.weight`. `stacked_router` and `stack` are
+    the router and the stacked experts in transformers 5, and in the files of adapters that were trained with it.
     """
 
     router: str
@@ -30,6 +31,8 @@ class ExpertNames:
     gate: str
     up: str | None
     down: str
+    stacked_router: str
+    stack: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,19 @@ class MixtureConfig:
         if self.shared_size is not None:
             linears.append(LinearShape("mlp.shared_expert_gate", hidden_size, 1))
         return linears
+
+    def expert_linears(self, hidden_size: int) -> tuple[ExpertLinear, ...]:
+        """The linears of each expert: gate and up in one, then each of them if it has tensors of its own, and down."""
+        names, size = self.names, self.expert_size
+
+        def linear(name: str | None, stack: str | None, in_features: int, out_features: int) -> ExpertLinear:
+            own = None if name is None or names.up is None else f"{names.experts}.{{}}.{name}"
+            return ExpertLinear(own, None if stack is None else f"{names.stack}.{stack}", in_features, out_features)
+
+        gate_up = linear(None, "gate_up_proj", hidden_size, 2 * size)
+        parts = () if names.up is None else (names.gate, names.up)
+        down = linear(names.down, "down_proj", size, hidden_size)
+        return (gate_up, *(linear(name, None, hidden_size, size) for name in parts), down)
 
     def weight_shapes(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The name, below the layer, and the shape of each tensor of one layer's mixture."""

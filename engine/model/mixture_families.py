@@ -10,9 +10,19 @@ from loramux.engine.model.mixture_config import ExpertNames, MixtureTraits
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
 _QWEN_ASSUMED: dict[str, Any] = {"sliding_window": 4096, "use_sliding_window": False}
-_QWEN_NAMES = ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
-_MIXTRAL_NAMES = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
-_GRANITE_NAMES = ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe", "input_linear", None, "output_linear")
+_QWEN_NAMES = ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj", "mlp.gate", "mlp.experts")
+_MIXTRAL_NAMES = ExpertNames(
+    "block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2", "mlp.gate", "mlp.experts"
+)
+_GRANITE_NAMES = ExpertNames(
+    "block_sparse_moe.router.layer",
+    "block_sparse_moe",
+    "input_linear",
+    None,
+    "output_linear",
+    "block_sparse_moe.router",
+    "block_sparse_moe.experts",
+)
 
 MIXTURE_FAMILIES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": Family(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from loramux.engine.model.missing_features import MISSING_FEATURES
 from loramux.engine.model.mixture_config import MixtureConfig, parse_mixture
 from loramux.engine.model.multimodal import text_decoder
 from loramux.engine.model.rope_config import RopeConfig, longest_contexts, parse_ropes
-from loramux.kernels.layout import LinearShape, PageGeometry
+from loramux.kernels.layout import ExpertModules, LinearShape, PageGeometry
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_HEAD_DIM = 256
@@ -115,7 +115,24 @@ class ModelConfig:
             width = (2 if block.has_gate else 1) * inner // len(block.inputs)
             feed_forwards += [LinearShape(name, hidden, width, layers=layers) for name in block.inputs]
             feed_forwards.append(LinearShape(block.output, inner, hidden, layers=layers))
-        return (*qkv, LinearShape("self_attn.o_proj", q_out, hidden), *feed_forwards)
+        routers = [] if self.mixture is None else self.mixture.router_linears(hidden)
+        routers = [replace(linear, layers=self._mixture_layers) for linear in routers]
+        return (*qkv, LinearShape("self_attn.o_proj", q_out, hidden), *feed_forwards, *routers)
+
+    @property
+    def experts(self) -> ExpertModules | None:
+        """The linears of experts that adapters can target."""
+        if self.mixture is None:
+            return None
+        linears = self.mixture.expert_linears(self.hidden_size)
+        names, num_experts = self.mixture.names, self.mixture.routing.num_experts
+        return ExpertModules(num_experts, linears, names.router, names.stacked_router, self._mixture_layers)
+
+    @property
+    def _mixture_layers(self) -> tuple[int, ...] | None:
+        """The layers with experts, or None if all have them."""
+        assert self.mixture is not None
+        return None if len(self.mixture.layers) == self.num_layers else self.mixture.layers
 
     @property
     def _feed_forwards(self) -> list[tuple[FeedForward, int, tuple[int, ...] | None]]:
@@ -128,7 +145,7 @@ class ModelConfig:
         if dense:
             found.append((self.feed_forward, self.intermediate_size, dense))
         if mixture.shared_size is not None:
-            found.append((SHARED_EXPERT, mixture.shared_size, mixture.layers if dense else None))
+            found.append((SHARED_EXPERT, mixture.shared_size, self._mixture_layers))
         return found
 
     @property
@@ -145,7 +162,10 @@ class ModelConfig:
 
     @property
     def module_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of `modules` by their input: q/k/v, o, gate/up, down. The last two are empty if no layer has them."""
+        """Indices of `modules` by their input: q/k/v, o, gate/up, down, router.
+
+        A group whose modules no layer has is empty.
+        """
         num_qkv = 1 if self.fused_qkv else 3
         inputs: list[int] = []
         outputs: list[int] = []
@@ -153,7 +173,11 @@ class ModelConfig:
             at = num_qkv + 1 + len(inputs) + len(outputs)
             inputs += range(at, at + len(block.inputs))
             outputs.append(at + len(block.inputs))
-        return tuple(range(num_qkv)), (num_qkv,), tuple(inputs), tuple(outputs)
+        first_router = num_qkv + 1 + len(inputs) + len(outputs)
+        return tuple(range(num_qkv)), (num_qkv,), tuple(inputs), tuple(outputs), self._router_modules(first_router)
+
+    def _router_modules(self, first: int) -> tuple[int, ...]:
+        return () if self.mixture is None else tuple(range(first, first + len(self.mixture.router_linears(1))))
 
     def layer_groups(self, layer: int) -> tuple[tuple[int, ...], ...]:
         """`module_groups` with only the modules of one layer."""

@@ -25,7 +25,8 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    qkv, o, *feed_forward = groups = config.layer_groups(layer)
+    # The mixture lists its routers.
+    qkv, o, *feed_forward = groups = config.layer_groups(layer)[:-1]
     biased = {
         *(qkv if config.qkv_bias else ()),
         *(o if config.o_bias else ()),

@@ -135,7 +135,8 @@ def low_rank(
             _run_segments(
                 firsts[part], firsts[part + 1], shrinks, expands,
                 x_address, x_stride, planes_address, row_stride, module_stride,
-                y_address, y_stride, pool, layer, plan, page_table, off, rank, scale, x_rows, rows, starts, slots, shifts,
+                y_address, y_stride, pool, layer, plan, page_table, off, rank, scale, x_rows, rows, starts, slots,
+                shifts,
             )  # fmt: skip
     else:
         if shrinks:

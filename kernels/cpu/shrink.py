@@ -98,8 +98,8 @@ def _shrink_visit(
         )  # fmt: skip
     else:
         _shrink_segment(
-            visit.x, x_step, visit.planes, plane_step, x_rows, rows, begin, end, pool, (a[0],), (ahead[0],), visit.length,
-            visit.is_first,
+            visit.x, x_step, visit.planes, plane_step, x_rows, rows, begin, end, pool, (a[0],), (ahead[0],),
+            visit.length, visit.is_first,
         )  # fmt: skip
 
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import torch
 
-from loramux.kernels.gpu.addresses import check_geometry
 from loramux.kernels.gpu.adapter_pairs import adapter_pairs
+from loramux.kernels.gpu.addresses import check_geometry
 from loramux.kernels.gpu.attention import AttentionPlan, attention_plan, check_attention, paged_attention
 from loramux.kernels.gpu.expand import lora_expand
 from loramux.kernels.gpu.experts import multiply_experts, route, sum_experts

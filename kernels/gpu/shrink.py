@@ -324,5 +324,6 @@ def lora_shrink(pool: PoolViews, x: torch.Tensor, call: LoraCall, planes: torch.
         HAS_SINGLE_ROWS=plan.has_single_rows, ROWS=rows,
         BLOCK_R=plan.block_r, ROW_K=plan.row_k, TILE_K=plan.tile_k, STAGES=plan.stages,
         DOT_DTYPE=dot_dtype(x.dtype, pool.adapter.dtype),
-        EXPERT_STRIDE=group.expert_stride, PAIRS_PER_ROW=num_rows // x.shape[0], PDL=pdl, num_warps=4, enable_fp_fusion=True,
+        EXPERT_STRIDE=group.expert_stride, PAIRS_PER_ROW=num_rows // x.shape[0], PDL=pdl, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip

@@ -3,20 +3,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loramux.engine.layer_groups import ALL_GROUPS, NO_GROUPS, LayerGroups
+from loramux.engine.layer_groups import ALL_GROUPS, LayerGroups
 
-SPLIT = ((0, 1, 2), (3,), (4, 5), (6,))
-FUSED = ((0,), (1,), (2,), (3,))
+SPLIT = ((0, 1, 2), (3,), (4, 5), (6,), (), (), ())
+FUSED = ((0,), (1,), (2,), (3,), (), (), ())
+EXPERTS = ((0,), (1,), (), (), (2,), (3, 5), (4, 6))
+WITHOUT_EXPERTS = LayerGroups.ROUTER | LayerGroups.EXPERTS_GATE_UP | LayerGroups.EXPERTS_DOWN
+"""The groups that a base without experts lacks."""
 
 
 @pytest.mark.parametrize(
     ("modules", "module_groups", "expected"),
     [
-        pytest.param([], SPLIT, NO_GROUPS, id="none"),
-        pytest.param([0, 2], SPLIT, LayerGroups.QKV, id="q-and-v"),
-        pytest.param([3, 5], SPLIT, LayerGroups.O | LayerGroups.GATE_UP, id="o-and-up"),
+        pytest.param([], SPLIT, WITHOUT_EXPERTS, id="none"),
+        pytest.param([0, 2], SPLIT, LayerGroups.QKV | WITHOUT_EXPERTS, id="q-and-v"),
+        pytest.param([3, 5], SPLIT, LayerGroups.O | LayerGroups.GATE_UP | WITHOUT_EXPERTS, id="o-and-up"),
         pytest.param([1, 3, 4, 6], SPLIT, ALL_GROUPS, id="one-of-each"),
-        pytest.param([3], FUSED, LayerGroups.DOWN, id="fused-down"),
+        pytest.param([3], FUSED, LayerGroups.DOWN | WITHOUT_EXPERTS, id="fused-down"),
+        pytest.param([6], EXPERTS, LayerGroups.GATE_UP | LayerGroups.DOWN | LayerGroups.EXPERTS_DOWN, id="an-expert"),
+        pytest.param([2], EXPERTS, LayerGroups.GATE_UP | LayerGroups.DOWN | LayerGroups.ROUTER, id="router"),
     ],
 )
 def test_changed_modules_map_to_their_groups(
@@ -24,4 +29,5 @@ def test_changed_modules_map_to_their_groups(
 ) -> None:
     changed = np.zeros(7, np.bool_)
     changed[modules] = True
-    assert LayerGroups.holding(changed, module_groups) == expected
+    groups = [np.array(group, np.intp) for group in module_groups]
+    assert LayerGroups.holding(changed, groups) == expected

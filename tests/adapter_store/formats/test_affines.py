@@ -23,9 +23,11 @@ from loramux.adapter_store.formats.packing import needs_base, pack
 from loramux.adapter_store.validation.validation import validate_files
 from loramux.kernels.layout import LinearShape
 
-Q = ModulePlace("model.layers.0.self_attn.q_proj", 0, 0, LinearShape("self_attn.q_proj", 24, 40))
-EMBEDDING = ModulePlace("model.embed_tokens", None, 0, LinearShape("model.embed_tokens", 70, 24, is_embedding=True))
-HEAD = ModulePlace("lm_head", None, 1, LinearShape("lm_head", 24, 70))
+Q = ModulePlace("model.layers.0.self_attn.q_proj", 0, 0, LinearShape("self_attn.q_proj", 24, 40), "self_attn.q_proj")
+EMBEDDING = ModulePlace(
+    "model.embed_tokens", None, 0, LinearShape("model.embed_tokens", 70, 24, is_embedding=True), "embedding"
+)
+HEAD = ModulePlace("lm_head", None, 1, LinearShape("lm_head", 24, 70), "lm_head")
 
 
 def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:

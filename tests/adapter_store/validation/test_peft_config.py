@@ -64,7 +64,7 @@ def test_neutral_values_are_accepted(changes: dict[str, Any]) -> None:
         pytest.param({"r": None}, "invalid_config", "r", id="no rank"),
         pytest.param({"rank_pattern": {"q_proj": 0}}, "rank_out_of_range", "rank_pattern.q_proj", id="pattern rank 0"),
         pytest.param(
-            {"alpha_pattern": {r".*\.q_proj": 4}}, "unsupported_config", r"alpha_pattern..*\.q_proj", id="regex"
+            {"alpha_pattern": {r".*\.[qk]_proj": 4}}, "unsupported_config", r"alpha_pattern..*\.[qk]_proj", id="regex"
         ),
         pytest.param({"alpha_pattern": {"(a+)+$": 4}}, "unsupported_config", "alpha_pattern.(a+)+$", id="slow regex"),
         pytest.param({"rank_pattern": {".*q": 0}}, "rank_out_of_range", "rank_pattern..*q", id="rank 0 of a regex"),
@@ -91,7 +91,7 @@ def test_neutral_values_are_accepted(changes: dict[str, Any]) -> None:
         pytest.param({"corda_config": {"a": 1}}, "unsupported_config", "corda_config", id="CorDA"),
         pytest.param({"use_qalora": True}, "unsupported_config", "use_qalora", id="QALoRA"),
         pytest.param({"layer_replication": [[0, 2]]}, "unsupported_config", "layer_replication", id="replication"),
-        pytest.param({"target_parameters": ["w"]}, "unsupported_config", "target_parameters", id="parameters"),
+        pytest.param({"target_parameters": "w"}, "invalid_config", "target_parameters", id="parameters as text"),
         pytest.param({"trainable_token_indices": 1}, "invalid_config", "trainable_token_indices", id="one token"),
         pytest.param({"target_modules": ""}, "invalid_config", "target_modules", id="empty regex"),
         pytest.param({"target_modules": []}, "invalid_config", "target_modules", id="no target"),

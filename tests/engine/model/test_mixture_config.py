@@ -69,22 +69,23 @@ def names_in(config: ModelConfig, layer: int) -> list[str]:
 
 DENSE = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 SHARED = ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"]
+ROUTERS = ["mlp.gate", "mlp.shared_expert_gate"]
 
 
 def test_adapters_see_the_linears_of_dense_layers_and_shared_experts(tmp_path: Path) -> None:
     config = load(tmp_path, {**QWEN2_MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert config.mixture is not None
     assert config.mixture.layers == (1,)
-    assert [names_in(config, layer) for layer in range(4)] == [DENSE, SHARED, DENSE, DENSE]
-    assert config.module_groups == ((0, 1, 2), (3,), (4, 5, 7, 8), (6, 9))
-    assert config.layer_groups(0) == ((0, 1, 2), (3,), (4, 5), (6,))
-    assert config.layer_groups(1) == ((0, 1, 2), (3,), (7, 8), (9,))
+    assert [names_in(config, layer) for layer in range(4)] == [DENSE, [*SHARED, *ROUTERS], DENSE, DENSE]
+    assert config.module_groups == ((0, 1, 2), (3,), (4, 5, 7, 8), (6, 9), (10, 11))
+    assert config.layer_groups(0) == ((0, 1, 2), (3,), (4, 5), (6,), ())
+    assert config.layer_groups(1) == ((0, 1, 2), (3,), (7, 8), (9,), (10, 11))
 
     config = load(tmp_path, QWEN2_MOE)
     assert {module.layers for module in config.modules} == {None}
-    assert names_in(config, 0) == SHARED
+    assert names_in(config, 0) == [*SHARED, *ROUTERS]
     config = load(tmp_path, MIXTRAL)
-    assert (names_in(config, 0), config.module_groups) == ([], ((0, 1, 2), (3,), (), ()))
+    assert (names_in(config, 0), config.module_groups) == ([], ((0, 1, 2), (3,), (), (), (4,)))
 
 
 @pytest.mark.parametrize("changes", [{"num_experts": 0}, {"mlp_only_layers": [0, 1, 2, 3]}, {"decoder_sparse_step": 9}])

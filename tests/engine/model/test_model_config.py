@@ -100,7 +100,7 @@ def test_phi_3_has_fused_linears(tmp_path: Path) -> None:
         ("mlp.gate_up_proj", 64, 2 * 96),
         ("mlp.down_proj", 96, 64),
     ]
-    assert config.module_groups == ((0,), (1,), (2,), (3,))
+    assert config.module_groups == ((0,), (1,), (2,), (3,), ())
     assert (config.layer_windows, config.activation) == ((32,) * 4, SILU)
 
 
@@ -171,7 +171,7 @@ def test_feed_forward_without_a_gate_has_one_linear_before_the_activation(tmp_pa
         ("mlp.c_fc", 64, 96),
         ("mlp.c_proj", 96, 64),
     ]
-    assert config.module_groups == ((0, 1, 2), (3,), (4,), (5,))
+    assert config.module_groups == ((0, 1, 2), (3,), (4,), (5,), ())
     assert (config.activation, config.norm_eps, config.has_norm_biases) == (GELU_TANH, 1e-3, True)
     assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, True)
     nemotron = load(tmp_path, {"architectures": ["NemotronForCausalLM"]})

@@ -18,6 +18,7 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 TRITON_MODULES = (
+    "adapter_pairs",
     "addresses",
     "attention",
     "expand",

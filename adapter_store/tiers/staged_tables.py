@@ -1,0 +1,42 @@
+"""The ranks and scales of an adapter's layers as bytes, on their way from the staging process to the engine.
+
+The tables of hundreds of experts take 200 KB, more than a packet may have, but usually repeat a few values.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import numpy as np
+import numpy.typing as npt
+
+from loramux.adapter_store.formats.packing import PackedAdapter
+
+_FAST = 1
+_ITEM_BYTES = 4
+
+
+def table_bytes(packed: PackedAdapter) -> bytes:
+    """The int32 ranks, followed by the float32 scales."""
+    return packed.layout.ranks.astype(np.int32).tobytes() + packed.scales.astype(np.float32).tobytes()
+
+
+def compress(tables: bytes) -> bytes:
+    return zlib.compress(tables, _FAST)
+
+
+def decompress(compressed: bytes) -> bytes:
+    return zlib.decompress(compressed)
+
+
+def num_table_bytes(shape: tuple[int, int]) -> int:
+    """Size of tables `[num_layers, num_modules]`."""
+    return 2 * math.prod(shape) * _ITEM_BYTES
+
+
+def parse_tables(tables: bytes, shape: tuple[int, int]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """The ranks and scales of `table_bytes`, both of this shape."""
+    half = num_table_bytes(shape) // 2
+    ranks, scales = np.frombuffer(tables[:half], np.int32), np.frombuffer(tables[half:], np.float32)
+    return ranks.reshape(shape), scales.reshape(shape).copy()
