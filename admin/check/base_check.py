@@ -69,10 +69,19 @@ def _facts(config: ModelConfig, target: PackTarget) -> dict[str, Any]:
         "num_layers": config.num_layers,
         "vocab_size": config.vocab_size,
         "max_model_len": config.max_model_len,
-        "adapter_modules": [module.name for module in (*config.modules, *config.outer_modules)],
+        "adapter_modules": _module_names(config),
         "page_bytes": geometry.total_page_bytes,
         "pages_by_rank": {str(rank): _num_pages(target, rank) for rank in RANKS},
     }
+
+
+def _module_names(config: ModelConfig) -> list[str]:
+    """The modules that adapters may change. `*` stands for the number of an expert."""
+    linears = () if config.experts is None else config.experts.linears
+    single = [linear.name.format("*") for linear in linears if linear.name is not None]
+    stacked = [linear.stack for linear in linears if linear.stack is not None]
+    names = [module.name for module in config.modules]
+    return [*names, *single, *stacked, *(module.name for module in config.outer_modules)]
 
 
 def _num_pages(target: PackTarget, rank: int) -> int:

@@ -75,8 +75,8 @@ class AdapterMaker:
         for layer in range(self.target.geometry.num_layers):
             if layers is not None and layer not in layers:
                 continue
-            for shape in self.target.modules:
-                if shape.name not in modules:
+            for shape in self.target.all_modules:
+                if shape.name not in modules or not shape.is_in(layer):
                     continue
                 r = ranks(layer, shape.name) if ranks else rank
                 if r != rank:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -626,3 +627,19 @@ def test_process_that_never_opens_times_out(bench: Bench, monkeypatch: pytest.Mo
     client.close()
     assert process.poll() is not None
     assert time.monotonic() - started_s < 10
+
+
+SHORT_TABLES = """
+import runpy
+from loramux.adapter_store.tiers import staging_messages
+staging_messages.MAX_TABLE_BYTES = 8
+runpy.run_module("loramux.adapter_store.tiers.staging_process", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_tables_too_long_for_a_packet_follow_the_pages(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of thousands of experts can be. The pages then lie outside the shared memory."""
+    monkeypatch.setattr(staging_link, "COMMAND", (sys.executable, "-c", SHORT_TABLES))
+    client = bench.open()
+    for adapter in bench.adapters:
+        assert bench.is_right(staged(client, adapter.digest))

@@ -29,8 +29,8 @@ Change = Callable[[AdapterFiles], object]
 Place = Callable[[Path, bytes], None]
 
 
-def good_files(**adapter: Any) -> AdapterFiles:
-    return AdapterMaker(TARGET)(**adapter)
+def good_files(target: PackTarget = TARGET, **adapter: Any) -> AdapterFiles:
+    return AdapterMaker(target)(**adapter)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,14 @@ class Hostile:
     is_tied: bool = False
     """True if the base ties its head to its embedding."""
     adapter: dict[str, Any] = field(default_factory=dict)
+    base: PackTarget = TARGET
 
     @property
     def target(self) -> PackTarget:
-        return replace(TARGET, tied_embeddings=self.is_tied)
+        return replace(self.base, tied_embeddings=self.is_tied)
 
     def files(self) -> tuple[bytes, bytes]:
-        files = good_files(**self.adapter)
+        files = good_files(self.base, **self.adapter)
         self.change(files)
         config = files.config_bytes if self.config is None else self.config
         if self.tensors is None:

@@ -13,11 +13,12 @@ from loramux.adapter_store.validation.validator import SubprocessValidator, Vali
 from tests.adapter_store.validation.hostile import MARK, TARGET, Hostile, good_files
 from tests.adapter_store.validation.hostile_configs import CONFIGS
 from tests.adapter_store.validation.hostile_containers import CONTAINERS, GIANTS, PLACES
+from tests.adapter_store.validation.hostile_experts import EXPERTS
 from tests.adapter_store.validation.hostile_trained import TRAINED
 from tests.adapter_store.validation.hostile_weights import WEIGHTS
 
 MAX_BYTES = 512 << 20
-CATALOGUE = [*CONTAINERS, *CONFIGS, *WEIGHTS, *TRAINED]
+CATALOGUE = [*CONTAINERS, *CONFIGS, *WEIGHTS, *TRAINED, *EXPERTS]
 
 
 def test_catalogue_is_long_and_its_names_are_unique() -> None:

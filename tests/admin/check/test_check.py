@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from loramux.admin.cli import app
+from tests.adapter_store.expert_base import stacked_files
 from tests.demo_base import DEMO_BASE
 
 DEMO = DEMO_BASE.parent
@@ -208,3 +209,43 @@ def test_nothing_imports_torch(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program, str(DEMO_BASE), str(PIRATE)], check=True, timeout=60)
+
+
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "mlp_only_layers": [0],
+    "vocab_size": 70,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+
+
+def test_modules_of_experts_are_listed_once_for_all_experts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE))
+    experts = [name for name in checked(tmp_path)["facts"]["adapter_modules"] if "expert" in name]
+    assert experts == [
+        *(f"mlp.experts.*.{name}_proj" for name in ("gate", "up", "down")),
+        *(f"mlp.experts.{name}_proj" for name in ("gate_up", "down")),
+    ]
+
+
+def test_an_adapter_of_stacked_experts_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE))
+    files = stacked_files(rank=3)
+    directory = tmp_path / "adapter"
+    directory.mkdir()
+    (directory / "adapter_config.json").write_bytes(files.config_bytes)
+    (directory / "adapter_model.safetensors").write_bytes(files.tensor_bytes)
+    document = checked(directory, "--model", tmp_path)
+    assert document["served"], document
+    assert document["facts"]["max_rank"] == 3
