@@ -15,7 +15,8 @@ from loramux.adapter_store.formats.peft_document import peft_document
 from loramux.adapter_store.formats.tensor_writer import write_tensors
 from loramux.adapter_store.merging.methods import Matrix, MergeMethod, MergeSettings, combine
 from loramux.adapter_store.merging.plain_lora import PlainLora, PlainModule
-from loramux.kernels.layout import MAX_RANK
+from loramux.adapter_store.validation.peft_config import MAX_NAMES
+from loramux.kernels.layout import MAX_EXPERT_RANK, MAX_RANK
 
 MAX_ADAPTERS = 16
 """Maximum number of adapters in one merge. All their matrices of one module are in memory at the same time."""
@@ -52,6 +53,9 @@ def merge_adapters(
     """
     check_weights(weights)
     members = _members(adapters, weights)
+    if len(members) > MAX_NAMES:
+        message = f"the adapters change {len(members)} modules, but a configuration can name only {MAX_NAMES}"
+        raise MergeRefused("merge_unsupported", message, "target_modules")
     modules = {key: _merged_module(key, found, settings.method) for key, found in members.items()}
     shapes: dict[str, tuple[int, int]] = {}
     makers: dict[str, Callable[[], Matrix]] = {}
@@ -103,10 +107,9 @@ def _merged_module(key: str, members: Sequence[_Member], method: MergeMethod) ->
                 key,
             )
     rank = sum(module.rank for _, module, _ in members) if method is MergeMethod.CAT else first.rank
-    if rank > MAX_RANK:
-        raise MergeRefused(
-            "rank_out_of_range", f"the merged rank of {key} is {rank}; at most {MAX_RANK} is served", key
-        )
+    highest = MAX_EXPERT_RANK if ".experts." in key else MAX_RANK
+    if rank > highest:
+        raise MergeRefused("rank_out_of_range", f"the merged rank of {key} is {rank}; at most {highest} is served", key)
     return PlainModule(key, first.a_name, first.b_name, first.in_features, first.out_features, rank, 1.0)
 
 

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from loramux.adapter_store.errors import AdapterRejected, MergeRefused
+from loramux.adapter_store.formats.canonical import MAX_HEADER_BYTES
 from loramux.adapter_store.formats.file_names import CONFIG_FILE, TENSORS_FILE
 from loramux.adapter_store.formats.module_places import (
     A_SUFFIX,
@@ -60,7 +61,7 @@ class PlainLora:
         self.name = name
         self.config = self._read_config(directory / CONFIG_FILE)
         try:
-            self._file = TensorFile(directory / TENSORS_FILE)
+            self._file = TensorFile(directory / TENSORS_FILE, MAX_HEADER_BYTES)
         except AdapterRejected as error:
             raise self._refusal(error.code, error.message) from None
         try:
