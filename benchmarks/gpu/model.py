@@ -10,6 +10,26 @@ from loramux.kernels.tables import AttentionSpec, ModuleGroup
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The mixture of experts in each layer, in place of the feed-forward."""
+
+    num_experts: int
+    top_k: int
+    size: int
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """The fields of a Qwen3-MoE's `config.json`."""
+        return {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.top_k,
+            "moe_intermediate_size": self.size,
+            "norm_topk_prob": True,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     num_layers: int
     hidden_size: int
@@ -18,6 +38,7 @@ class Model:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    experts: Experts | None = None
 
     @property
     def modules(self) -> tuple[LinearShape, ...]:
@@ -72,6 +93,10 @@ LLAMA_8B = Model(32, 4096, 14336, 32, 8, 128, 128256)
 
 LLAMA_7B = Model(32, 4096, 11008, 32, 32, 128, 32000)
 """Llama-7B, the base of S-LoRA's settings S1 and S2."""
+
+QWEN3_30B_A3B = Model(48, 2048, 6144, 32, 4, 128, 151936, Experts(128, 8, 768))
+
+TINY_EXPERTS = Model(2, 64, 96, 4, 2, 16, 96, Experts(8, 2, 48))
 
 TINY = Model(2, 64, 96, 4, 2, 16, 96)
 """A model that Triton's interpreter runs in seconds, with pages of 1,024 elements per layer."""

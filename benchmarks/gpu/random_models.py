@@ -42,6 +42,7 @@ def config_of(model: Model, max_len: int) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
         "max_position_embeddings": max_len,
         "rms_norm_eps": 1e-5,
+        **({} if model.experts is None else model.experts.fields),
     }
 
 

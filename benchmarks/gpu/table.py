@@ -23,12 +23,18 @@ import torch
 import triton
 
 from benchmarks.gpu.cards import CARDS, Card
-from benchmarks.gpu.model import LLAMA_7B, LLAMA_8B, TINY
+from benchmarks.gpu.model import LLAMA_7B, LLAMA_8B, QWEN3_30B_A3B, TINY, TINY_EXPERTS, Model
 from benchmarks.gpu.random_models import ALL_MODULES
 from benchmarks.gpu.table_bytes import Bytes, bytes_of, once, shape_text
 from benchmarks.gpu.table_step import RecordedStep, TableCase, TorchLaunch, TritonLaunch, record_step
 
-MODELS = {"llama-3.1-8b": LLAMA_8B, "llama-7b": LLAMA_7B, "tiny": TINY}
+MODELS = {
+    "llama-3.1-8b": LLAMA_8B,
+    "llama-7b": LLAMA_7B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "tiny": TINY,
+    "tiny-experts": TINY_EXPERTS,
+}
 MAX_ADAPTERS = 16
 CONTEXT = 1024
 Q_AND_V = (0, 2)
@@ -69,7 +75,10 @@ class StepTable:
     rows: tuple[TableRow, ...]
 
 
-def cases() -> Iterator[TableCase]:
+def cases(model: Model) -> Iterator[TableCase]:
+    if model.experts is not None:
+        yield from _expert_cases(model, model.experts.num_experts)
+        return
     for batch in (1, 16, 64, 256):
         count = min(batch, MAX_ADAPTERS)
         adapters = f"{count} adapter{'s' if count > 1 else ''}, rank 16"
@@ -84,6 +93,23 @@ def cases() -> Iterator[TableCase]:
     yield replace(
         prefill, name="prefill, 16 prompts of 128: 16 adapters, rank 16", num_adapters=16, modules=ALL_MODULES
     )
+
+
+def _expert_cases(model: Model, num_experts: int) -> Iterator[TableCase]:
+    """Adapters of attention alone, and of all experts too, whose gate and up share an A, as PEFT stacks them."""
+    # q, k, v and o, then the router, then of each expert gate/up, gate, up and down.
+    attention, first = (0, 1, 2, 3), 5
+    experts = tuple(first + 4 * expert + linear for expert in range(num_experts) for linear in (0, 3))
+    shapes = [(1, 1), (16, 1), (64, 1), (256, 1), (16, 128)]
+    for batch, num_queries in shapes:
+        count = min(batch, MAX_ADAPTERS)
+        adapters = f"{count} adapter{'s' if count > 1 else ''}, rank 16, attention"
+        name = f"decode, batch {batch}, context {CONTEXT}" if num_queries == 1 else "prefill, 16 prompts of 128"
+        base = TableCase(f"{name}: base only", batch, CONTEXT - 1 if num_queries == 1 else 0, num_queries)
+        base = replace(base, experts=model.experts)
+        yield base
+        yield replace(base, name=f"{name}: {adapters}", num_adapters=count, modules=attention)
+        yield replace(base, name=f"{name}: {adapters} and experts", num_adapters=count, modules=(*attention, *experts))
 
 
 def table_of(step: RecordedStep, card: Card) -> StepTable:
@@ -207,7 +233,7 @@ def main() -> int:
         print("unset TRITON_INTERPRET: the interpreter does not compile kernels", file=sys.stderr)
         return 2
     tables = []
-    for case in cases():
+    for case in cases(MODELS[arguments.model]):
         table = table_of(record_step(MODELS[arguments.model], card, case), card)
         print(f"{table.case}: {table.launches} launches, floor {table.floor_us:,.0f} us", file=sys.stderr, flush=True)
         tables.append(table)

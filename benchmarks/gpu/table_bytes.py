@@ -1,7 +1,8 @@
 """Counts the bytes that a launch moves, from its arguments and the sizes of its tensors.
 
 `least` counts every byte once, as if programs read all shared data from a cache. `asked` counts all loads and stores of
-all programs. Lookups in tables and page lists take a few bytes per program and are not counted.
+all programs. Lookups in tables and page lists take a few bytes per program and are not counted. Tokens choose experts
+at random, each expert as often as the others.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from benchmarks.gpu.table_step import RecordedStep, TableCase, TorchLaunch, TritonLaunch
 from loramux.kernels.segments import group_rows
@@ -79,8 +83,26 @@ class _Lora:
 
     @staticmethod
     def of(launch: TritonLaunch, step: RecordedStep) -> _Lora:
-        rows, _, slots = group_rows(step.batch.slots, launch.arguments["ROWS"])
+        keys = step.batch.slots
+        if launch.arguments["EXPERT_STRIDE"]:
+            # A pair of an adapter and an expert has its own matrices.
+            chosen = _chosen(step)
+            keys = np.where(keys[:, None] >= 0, keys[:, None] * step.num_experts + chosen, -1).reshape(-1)
+        rows, _, slots = group_rows(keys.astype(np.int32), launch.arguments["ROWS"])
         return _Lora(len(rows), len(slots), len(set(slots.tolist())))
+
+
+def _chosen(step: RecordedStep) -> npt.NDArray[np.int64]:
+    """The experts of each token, `[num_tokens, top_k]`, drawn at random."""
+    experts = step.case.experts
+    assert experts is not None
+    draws = np.random.default_rng(0).random((step.batch.num_tokens, experts.num_experts))
+    return draws.argsort(axis=1)[:, : experts.top_k]
+
+
+def _pairs_by_expert(step: RecordedStep) -> npt.NDArray[np.int64]:
+    """Number of pairs of a token and an expert, `[num_experts]`."""
+    return np.bincount(_chosen(step).reshape(-1), minlength=step.num_experts)
 
 
 def _ranks(launch: TritonLaunch, case: TableCase) -> list[int]:
@@ -94,9 +116,8 @@ def _shrink(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     x = lora.num_rows * a["IN"] * a["x"].itemsize
     passes = sum(math.ceil(rank / a["BLOCK_R"]) for rank in ranks)
     planes = lora.num_rows * sum(ranks) * a["NUM_SPLITS"] * FLOAT
-    return Bytes(
-        lora.num_slots * weights + (x if passes else 0) + planes, lora.num_tiles * weights + passes * x + planes
-    )
+    least_x = x / a["PAIRS_PER_ROW"] if passes else 0
+    return Bytes(lora.num_slots * weights + least_x + planes, lora.num_tiles * weights + passes * x + planes)
 
 
 def _expand(launch: TritonLaunch, step: RecordedStep) -> Bytes:
@@ -108,6 +129,43 @@ def _expand(launch: TritonLaunch, step: RecordedStep) -> Bytes:
     planes = lora.num_rows * a["NUM_SPLITS"] * FLOAT
     blocks = sum(rank * math.ceil(out / a["BLOCK_N"]) for rank, out in pairs)
     return Bytes(lora.num_slots * weights + y + planes * sum(ranks), lora.num_tiles * weights + y + planes * blocks)
+
+
+def _route(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a = launch.arguments
+    return once(step.batch.num_tokens * (a["NUM_EXPERTS"] * a["logits_ptr"].itemsize + a["TOP_K"] * 2 * FLOAT))
+
+
+def _group(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    num_pairs, num_experts = _chosen(step).size, step.num_experts
+    written = (num_pairs + num_experts) * FLOAT
+    # Each program reads the experts of all pairs twice.
+    return Bytes(num_pairs * FLOAT + written, 2 * num_experts * num_pairs * FLOAT + written)
+
+
+def _list_pairs(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    chosen = _chosen(step)
+    written = (chosen.size + 3 * launch.arguments["segment_slots_ptr"].shape[0]) * FLOAT
+    read = (2 * chosen.size + chosen.shape[0]) * FLOAT
+    # A pair takes six lookups. An expert's program reads its own pairs and those of all experts before it.
+    lookups = int(_pairs_by_expert(step).cumsum().sum()) * 6 * FLOAT
+    return Bytes(read + written, lookups + written)
+
+
+def _multiply(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a, counts = launch.arguments, _pairs_by_expert(step)
+    weights = a["IN"] * a["OUT"] * a["weight_ptr"].itemsize
+    num_tiles = int(-(-counts // a["ROWS"]).sum())
+    x, y = (int(counts.sum()) * size * a["x_ptr"].itemsize for size in (a["IN"], a["OUT"]))
+    blocks = math.ceil(a["OUT"] / a["BLOCK_N"])
+    least = int((counts > 0).sum()) * weights + x / a["PAIRS_PER_ROW"] + y
+    return Bytes(least, num_tiles * weights + blocks * x + y)
+
+
+def _sum(launch: TritonLaunch, step: RecordedStep) -> Bytes:
+    a = launch.arguments
+    row = a["SIZE"] * ((a["TOP_K"] + 1) * a["y_ptr"].itemsize + a["HAS_SHARED"] * a["shared_ptr"].itemsize)
+    return once(step.batch.num_tokens * (row + a["TOP_K"] * FLOAT))
 
 
 def _tiles(arguments: dict[str, Any], step: RecordedStep) -> Iterator[tuple[int, int]]:
@@ -180,6 +238,11 @@ _FORMULAS: dict[str, Callable[[TritonLaunch, RecordedStep], Bytes]] = {
     "_gate": _gate,
     "shrink_kernel": _shrink,
     "expand_kernel": _expand,
+    "_route": _route,
+    "_group": _group,
+    "_list_pairs": _list_pairs,
+    "_multiply": _multiply,
+    "_sum": _sum,
     "_attend": _attend,
     "_combine": _combine,
     "group_maxima": _group_maxima,

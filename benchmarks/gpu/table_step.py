@@ -21,7 +21,7 @@ from triton.runtime import JITFunction, driver
 from triton.runtime.jit import compute_cache_key
 
 from benchmarks.gpu.cards import Card
-from benchmarks.gpu.model import Model
+from benchmarks.gpu.model import Experts, Model
 from benchmarks.gpu.random_models import config_of
 from loramux.adapter_store.formats.packing import PackedAdapter
 from loramux.engine.adapters.slot_tables import SlotTables
@@ -39,7 +39,6 @@ from loramux.engine.sequence import PageTable, block_list
 from loramux.engine.sequence import Sequence as EngineSequence
 from loramux.kernels.gpu.kernels import GpuKernels
 from loramux.kernels.gpu.sampling import sample_tokens
-from loramux.kernels.layout import adapter_layout
 from loramux.kernels.tables import PoolViews
 
 META = torch.device("meta")
@@ -51,7 +50,7 @@ class TableCase:
     """Sequences that each have `context` computed and `num_queries` new tokens, divided among `num_adapters` adapters.
 
     Each adapter serves consecutive sequences. `modules` are the indices of the linears that each adapter changes with
-    `rank`.
+    `rank`. `experts` are those of the model.
     """
 
     name: str
@@ -61,6 +60,7 @@ class TableCase:
     num_adapters: int = 0
     modules: tuple[int, ...] = ()
     rank: int = 16
+    experts: Experts | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -104,6 +104,11 @@ class RecordedStep:
     batch: Batch
     launches: tuple[Launch, ...]
 
+    @property
+    def num_experts(self) -> int:
+        assert self.case.experts is not None
+        return self.case.experts.num_experts
+
 
 class UncomputingAccelerator(HostAccelerator):
     """A device whose tensors have shapes but no content."""
@@ -143,7 +148,7 @@ class MetaEngine:
         config = _config(model, max_len)
         self.target = pack_target(config, "bfloat16")
         accelerator = UncomputingAccelerator()
-        backend = Backend(accelerator, lambda pool, shapes: kernels, DenseLinear, None, sample_tokens)
+        backend = Backend(accelerator, lambda pool, shapes: kernels, DenseLinear, None, sample_tokens=sample_tokens)
         self.decoder = Decoder(config, MetaWeights(), torch.bfloat16, config.max_model_len, backend)
         geometry = self.target.geometry
         raw = torch.empty((num_pages, geometry.num_layers, geometry.page_bytes), dtype=torch.uint8, device=META)
@@ -161,9 +166,9 @@ class MetaEngine:
         Listed launches keep their tensors alive. Launches passed to `note` do not.
         """
         geometry = self.target.geometry
-        ranks = np.zeros((geometry.num_layers, len(self.target.modules)), np.int32)
+        ranks = np.zeros((geometry.num_layers, len(self.target.all_modules)), np.int32)
         ranks[:, list(case.modules)] = case.rank
-        layout = adapter_layout(geometry, self.target.modules, ranks)
+        layout = self.target.layout(ranks)
         packed = PackedAdapter("", layout, np.ones(ranks.shape, np.float32), np.zeros(0, np.uint8))
         for slot in range(case.num_adapters):
             self.tables.write(slot, [0] * layout.num_pages, packed)

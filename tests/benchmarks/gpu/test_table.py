@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,21 +32,38 @@ def test_scarcest_resource_limits_programs_per_multiprocessor(
     assert CARDS[card].resident_programs(registers, shared_bytes, num_warps) == expected
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("card", ["a100", "h200", "b200", "5090"])
-def test_tiny_model_table_is_complete_for_every_card_generation(card: str, tmp_path: Path) -> None:
-    """Every kernel of a step compiles, and the counts match the model's two layers."""
-    out = tmp_path / "table.json"
-    command = [sys.executable, "-m", "benchmarks.gpu.table", "--model", "tiny", "--card", card, "--out", str(out)]
+def steps_of(model: str, card: str, directory: Path) -> dict[str, Any]:
+    """The steps of a model's table, after checks that hold for every table."""
+    out = directory / "table.json"
+    command = [sys.executable, "-m", "benchmarks.gpu.table", "--model", model, "--card", card, "--out", str(out)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path / "triton")
+    environment["TRITON_CACHE_DIR"] = str(directory / "triton")
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     steps = {step["case"]: step for step in json.loads(out.read_text())["steps"]}
     for step in steps.values():
         assert step["launches"] == sum(row["launches"] for row in step["rows"])
         assert all(0 < row["least_mb"] <= row["asked_mb"] or row["asked_mb"] < 0.001 for row in step["rows"])
+    assert out.with_suffix(".md").read_text() == done.stdout[:-1]
+    return steps
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("card", ["a100", "h200", "b200", "5090"])
+def test_tiny_model_table_is_complete_for_every_card_generation(card: str, tmp_path: Path) -> None:
+    """Every kernel of a step compiles, and the counts match the model's two layers."""
+    steps = steps_of("tiny", card, tmp_path)
     decode = "decode, batch 64, context 1024: "
     base, adapted = steps[decode + "base only"], steps[decode + "16 adapters, rank 16"]
     assert adapted["launches"] - base["launches"] == 2 * 4 * 2, "a shrink and an expand for each of four groups"
-    assert out.with_suffix(".md").read_text() == done.stdout[:-1]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("card", ["a100", "h200"])
+def test_tiny_mixture_table_is_complete(card: str, tmp_path: Path) -> None:
+    steps = steps_of("tiny-experts", card, tmp_path)
+    decode = "decode, batch 64, context 1024: "
+    base, attention = steps[decode + "base only"], steps[decode + "16 adapters, rank 16, attention"]
+    experts = steps[decode + "16 adapters, rank 16, attention and experts"]
+    assert attention["launches"] - base["launches"] == 2 * 2 * 2, "a shrink and an expand for each of two groups"
+    assert experts["launches"] - attention["launches"] == 5 * 2, "the grouping of pairs, two shrinks and two expands"
